@@ -3,257 +3,280 @@
     python -m bench.default_cases --seconds 1200
 
 The values are those of `reference.case.domains`, on meshes of up to 8 ranks. The everyday recipes are there whatever
-they hold. A case for a missing pair is a known one with both values, changed as the rules propose
-(`reference.case.repair`). Single words are then changed as long as that holds more pairs (AETG: Cohen et al., IEEE TSE
-23, 1997). After that a few cases at a time are taken out and found anew, and single words are changed. A change that
-costs less and loses no pair is kept. The list is written to `reference/case/default_cases.txt`, from which another call
-goes on. A value that needs several others which no line has: write a line with all of them first.
+they hold. Every value is also wanted in a long case, of two steps and layers. A feature that keeps something from
+step to step needs several micro-batches there too, and such features are wanted in pairs. A case for a missing pair is
+a known one with both values, changed as the rules propose (`reference.case.repair`). Single words are then changed as
+long as that holds more pairs for its cost (AETG: Cohen et al., IEEE TSE 23, 1997). After that a few cases at a time are
+taken out and found anew, and single words are changed. A change that costs less and loses no pair is kept. The list is
+written to `reference/case/default_cases.txt`, from which another call goes on. A value that needs several others which
+no line has: write a line with all of them first.
 """
 
 import argparse
 import math
 import random
 import time
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import combinations
+
+import numpy as np
+from numpy.typing import NDArray
 
 from reference.case import Case
-from reference.case.default_cases import FILE, RANKS, line_of, lines, paired_domains
+from reference.case.default_cases import FILE, NUMBERS, RANKS, line_of, lines, paired_domains
 from reference.case.repair import Problem, Words, problem_of, repaired, words_of
 
-Pair = tuple[frozenset[tuple[str, object]], bool]
-"""Two words with their values; True where they are in a case that splits something, as pairs with a mode must be."""
-_NEAR, _TAKEN_OUT, _FEW = 60, 6, 4
-"""Cases near which a pair is looked for, cases found anew at a time, ranks of a case that must split something."""
-_DEARER = {"dropout": 0.035, "dtype": 0.055, "recompute": 0.004, "zero": 0.01, "optimizer": 0.011}
-"""Words that make a case take longer, each with seconds of a rank and a step of three micro-batches."""
-_PLAIN = {"recompute": ("none", "selective"), "dtype": ("float64",), "optimizer": ("sgd",)}
-
-
-_STATES = (
-    *("zero", "prefetch", "early_stop", "recompute", "scaler", "no_sync", "grad_dtype", "parity"),
-    *("dropout", "attention_dropout", "random", "bias_rate"),
-)
-"""Words of what is kept from micro-batch to micro-batch, or from step to step."""
+Matrix = NDArray[np.bool_]
+"""Of two levels each: whether a case holds both, or whether that is wanted."""
+_NEAR, _TAKEN_OUT, _STARTS, _TRIED = 30, 7, 4, 14
+"""Cases near which a pair is looked for, cases found anew at a time, cases to start from, changes of each."""
 _AXES = tuple(Case().mesh)
 """The words that are sizes of a mesh of ranks."""
+STATES = frozenset(
+    {"zero", "prefetch", "early_stop", "recompute", "scaler", "no_sync", "grad_dtype", "parity", "bias_rate"}
+    | {"dropout", "attention_dropout", "random"}
+)
+"""Words of what is kept from micro-batch to micro-batch, or from step to step."""
+_CHANGED = ("steps", "micro", "layers", *_AXES, "dtype", "zero", "recompute", "dropout", "attention_dropout", "experts")
+_LENGTHS = {"steps": (1, 2, 3), "layers": (1, 2, 4), "micro": (1, 2, 3)}
+_FREE = ("seq", "ffn", "vocab", "lr")
+_OF_BFLOAT16 = 10.0
+"""Learning rate where parameters are stored in bfloat16, which loses a small step."""
 
 
 def cost(words: Words) -> float:
-    """Seconds of a case, as measured (least squares over the seconds of a default run).
+    """Seconds of a processor for a case, as measured (least squares over a default run and the cases of a search)."""
+    ranks, steps, micro = math.prod(words[axis] for axis in _AXES), words["steps"], words["micro"]
+    layers = words["layers"] + words["prediction_depth"]
+    experts, recomputes = bool(words["experts"]), words["recompute"] != "none"
+    drops = bool(words["dropout"] or words["attention_dropout"])
+    on_ranks, dense = ranks * steps * layers / words["pp"], words["dp"] * steps * micro * layers
+    of_micro = 0.002 + 0.0075 * experts + 0.008 * bool(words["kv_lora_rank"]) + 0.0033 * recomputes
+    of_micro += 0.0018 * drops + 0.0038 * (words["cp"] > 1)
+    found = 0.024 + on_ranks * (0.02 + micro * of_micro) + 0.006 * ranks * steps * bool(words["zero"])
+    found += dense * (0.0047 + 0.0068 * experts + 0.0035 * drops)
+    if words["dtype"] == "float32":
+        found += 0.009 + dense * (0.014 + 0.01 * experts)
+    elif words["dtype"] != "float64":
+        found += 0.023 + dense * (0.0047 + 0.0017 * experts + 0.011 * drops) + 0.0077 * steps * layers**2
+    return float(found + 0.0088 * steps * (words["dtype"] == "float16"))
 
-    A part is for the case itself, another for every rank, layer on it, step and micro-batch.
+
+def is_long(words: Words) -> bool:
+    """Whether what a step leaves behind meets another one, in the same layer and behind it."""
+    return bool(words["layers"] > 1 and words["steps"] > max(1, words["parity"]))
+
+
+def _problem(words: Words) -> Problem:
+    """Why a case is illegal, or shows less than another one: its ranks, a factor that is two sizes, other sizes."""
+
+    def degenerate(case: Case) -> str:
+        axes = {*case.mesh.values(), case.wp} - {1}
+        sizes = (case.hidden, case.heads, case.ffn, case.vocab, case.seq, case.batch, case.micro, case.head_dim)
+        usual = all(getattr(case, word) == NUMBERS[word] for word in NUMBERS if word not in _FREE)
+        fit = 2 <= case.world_size <= RANKS and case.micro not in axes and len({*sizes}) == len(sizes)
+        return "" if fit and usual else "ranks, micro-batches or sizes"
+
+    return problem_of(words, degenerate)
+
+
+class Pairs:
+    """The levels of cases, each a word with a value, and which pairs of them a case holds.
+
+    Beside the words there are the mode of a case that splits something, the length of a long one, and the states that a
+    long case of several micro-batches keeps.
     """
-    dearer = sum(seconds for word, seconds in _DEARER.items() if words[word] not in _PLAIN.get(word, (0, False)))
-    a_rank = 0.05 * words["layers"] / words["pp"] + dearer
-    return float(0.06 + _ranks(words) * words["steps"] * a_rank * (0.4 + 0.2 * words["micro"]))
 
+    def __init__(self) -> None:
+        self.domains = paired_domains()
+        plain = [(word, value) for word, values in self.domains.items() for value in values]
+        split = [("split", mode) for mode in self.domains["mode"]]
+        kept = [(f"kept {word}", value) for word, value in plain if word in STATES]
+        self.levels: list[tuple[str, object]] = [*plain, *split, ("long", True), *kept]
+        self._number = {level: number for number, level in enumerate(self.levels)}
+        kinds = [word.partition(" ")[0] if word in ("split", "long") or " " in word else "" for word, _ in self.levels]
+        words = [word for word, _ in self.levels]
+        size = len(self.levels)
+        self.kinds: Matrix = np.zeros((size, size), bool)
+        for one in range(size):
+            for other in range(one):
+                pair = {kinds[one], kinds[other]}
+                fits = pair in ({""}, {"", "split"}, {"kept"}) or (
+                    pair == {"", "long"} and not {words[one], words[other]} & STATES
+                )
+                alike = words[one] == words[other] or {"mode", "split"} == {words[one], words[other]}
+                self.kinds[one, other] = self.kinds[other, one] = fits and not alike
 
-def _ranks(words: Words) -> int:
-    return math.prod(words[axis] for axis in _AXES)
+    def vector(self, words: Words) -> NDArray[np.float32]:
+        """1 for every level of a case."""
+        found = [(word, words[word]) for word in self.domains]
+        if words["tp"] > 1 or words["wp"] > 1:
+            found.append(("split", words["mode"]))
+        if is_long(words):
+            found.append(("long", True))
+            found += [(f"kept {word}", words[word]) for word in STATES] if words["micro"] > 1 else []
+        vector = np.zeros(len(self.levels), np.float32)
+        vector[[self._number[level] for level in found if level in self._number]] = 1
+        return vector
 
+    def held(self, words: Words) -> Matrix:
+        """The pairs of a case."""
+        vector = self.vector(words) > 0
+        return vector[:, None] & vector & self.kinds
 
-def _splits(words: Words) -> bool:
-    return bool(words["tp"] > 1 or words["wp"] > 1)
-
-
-def _degenerate(case: Case) -> str:
-    """Why a case shows less than another one: too few ranks or too many, a factor that is two sizes."""
-    axes = {*case.mesh.values(), case.wp} - {1}
-    return "" if 2 <= case.world_size <= RANKS and case.micro not in axes else "ranks or micro-batches"
+    def words(self, *numbers: int) -> Words:
+        """The words of a case that holds these levels."""
+        found: Words = {}
+        for word, value in (self.levels[number] for number in numbers):
+            if word == "long" or " " in word:
+                found |= {"steps": 3 if (word, value) == ("kept parity", 2) else 2, "layers": 2}
+            if word != "long":
+                found["mode" if word == "split" else word.removeprefix("kept ")] = value
+        return found
 
 
 class Search:
     """Finds cases for pairs that `kept` do not hold; `known` are cases from which it starts."""
 
     def __init__(self, kept: Sequence[Words], known: Sequence[Words], seed: int) -> None:
-        self.kept, self.known, self.random = kept, list(known), random.Random(seed)
-        self.domains = paired_domains()
-        self._legal: dict[tuple[object, ...], Problem] = {}
-        self._pairs: dict[tuple[object, ...], frozenset[Pair]] = {}
-        self.examples: dict[Pair, Words] = {}
-        every = [(word, value) for word, values in self.domains.items() for value in values]
-        pairs = [dict(pair) for pair in combinations(every, 2) if pair[0][0] != pair[1][0]]
-        have = self.union(known)
-        self.wanted = have | {pair for fixed in pairs for pair in self._possible(fixed, have)}
-        self.wanted -= {(pair, False) for pair, splits in self.wanted if splits} | self.union(kept)
+        self.pairs, self.known, self.random = Pairs(), list(known), random.Random(seed)
+        self.values = {**self.pairs.domains, **_LENGTHS}
+        self.wanted = self._union([*known, *kept])
+        for one, other in np.argwhere(np.triu(self.pairs.kinds)):
+            if not self.wanted[one, other] and (found := self._near(self.pairs.words(one, other))):
+                self.known.append(found)
+                self.wanted |= self.pairs.held(found)
+        for place, (word, mode) in enumerate(self.pairs.levels):  # a mode that splits something is that mode
+            if word == "split":
+                whole = self.pairs.levels.index(("mode", mode))
+                self.wanted[whole] &= ~self.wanted[place]
+                self.wanted[:, whole] &= ~self.wanted[:, place]
+        self.wanted &= ~self._union(kept)
 
-    def problem(self, words: Words) -> Problem:
-        """Reason against a case: a rule, its number of ranks, or as many micro-batches as ranks on an axis."""
-        key = tuple(words.values())
-        if key not in self._legal:
-            self._legal[key] = problem_of(words, _degenerate)
-        return self._legal[key]
-
-    def pairs_of(self, words: Words) -> frozenset[Pair]:
-        """The pairs of a case; those with a mode twice where it splits something."""
-        key = tuple(words.values())
-        if key not in self._pairs:
-            levels = [(word, words[word]) for word, values in self.domains.items() if words[word] in values]
-            pairs = [
-                (frozenset(pair), pair[0][0] == "mode" or pair[1][0] == "mode") for pair in combinations(levels, 2)
-            ]
-            split = {(pair, True) for pair, of_mode in pairs if of_mode and _splits(words)}
-            self._pairs[key] = frozenset(split | {(pair, False) for pair, _ in pairs})
-        return self._pairs[key]
-
-    def union(self, cases: Iterable[Words]) -> set[Pair]:
-        """All pairs of these cases."""
-        return set().union(*map(self.pairs_of, cases))
-
-    def near(self, fixed: Words, needs: bool) -> Words | None:
-        """A legal case with these words; one that `needs` to split something does so over few ranks."""
-
-        def unfit(words: Words) -> Problem:
-            return self.problem(words) or ("unfit" if needs and not (_splits(words) and _ranks(words) <= _FEW) else "")
-
-        sources = self.random.sample(self.known, min(_NEAR, len(self.known)))
-        tries = ((words, search) for search in (False, True) for words in sources[: _NEAR // 6 if search else _NEAR])
-        made = (repaired(words, fixed, self.domains, unfit, search=search) for words, search in tries)
-        return next(filter(None, made), None)
-
-    def _possible(self, fixed: Words, have: set[Pair]) -> list[Pair]:
-        """The pair of these two words as it is wanted, [] where no legal case has it."""
-        pair = frozenset(fixed.items())
-        for needs in (True, False) if "mode" in fixed else (False,):
-            if (pair, needs) in have:
-                return [(pair, needs)]
-            if example := self.near(fixed, needs):
-                self.examples[pair, needs] = example
-                return [(pair, needs)]
-        return []
-
-    def completed(self, cases: list[Words]) -> list[Words]:
-        """The cases and more of them, until no pair is missing."""
-        missing = self.wanted - self.union(cases)
-        while missing:
-            pair = self.random.choice(sorted(missing, key=repr))
-            made = [*filter(None, (self.near(dict(pair[0]), pair[1]), self.examples.get(pair)))]
-            better = [self.improved(words, dict(pair[0]), missing) for words in made]
-            best = max(better, key=lambda words: self.worth(words, missing), default=None)
-            missing.discard(pair)
-            if best is not None:
-                missing -= self.pairs_of(best)
-                cases.append(best)
-        return cases
-
-    def worth(self, words: Words, missing: set[Pair]) -> float:
-        """How many missing pairs a case holds for what it costs."""
-        return len(self.pairs_of(words) & missing) / cost(words)
-
-    def improved(self, words: Words, fixed: Words, missing: set[Pair]) -> Words:
-        """The case with single words changed, as long as that is worth more."""
-        worth, again = self.worth(words, missing), True
-        levels = sorted({level for pair, _ in missing for level in pair if level[0] not in fixed}, key=repr)
-        while again:
-            again = False
-            self.random.shuffle(levels)
-            for word, value in levels:
-                other = self.changed(words, {**{key: words[key] for key in fixed}, word: value})
-                if other and (more := self.worth(other, missing)) > worth:
-                    words, worth, again = other, more, True
-        return words
+    def _union(self, cases: Iterable[Words]) -> Matrix:
+        found = np.zeros_like(self.pairs.kinds)
+        for words in cases:
+            found |= self.pairs.held(words)
+        return found
 
     def changed(self, words: Words, fixed: Words) -> Words | None:
-        """The legal case near this one that has these words, None where the rules propose none."""
-        return repaired(words, fixed, self.domains, self.problem)
+        """The case with these words that the rules propose, None without one."""
+        found = repaired(words, fixed, self.values, _problem)
+        if not found:
+            return None
+        loses = found["dtype"] == "bfloat16" and found["master"] == "none"
+        found["lr"] = _OF_BFLOAT16 if loses else NUMBERS["lr"]
+        return None if _problem(found) else found
+
+    def _near(self, fixed: Words) -> Words | None:
+        sources = self.random.sample(self.known, min(_NEAR, len(self.known)))
+        return next(filter(None, (self.changed(words, fixed) for words in sources)), None)
+
+    def worth(self, words: Words, missing: NDArray[np.float32]) -> float:
+        """How many missing pairs a case holds for what it costs."""
+        vector = self.pairs.vector(words)
+        return float(vector @ (missing @ vector)) / cost(words)
+
+    def climbed(self, words: Words, missing: NDArray[np.float32]) -> tuple[float, Words]:
+        """The case with single words changed, as long as that is worth more; and its worth."""
+        worth, better = self.worth(words, missing), True
+        while better:
+            gains = missing @ self.pairs.vector(words)
+            by_level = dict(zip(self.pairs.levels, gains.tolist(), strict=True))
+            changes = [(word, value) for word, values in self.values.items() for value in values]
+            noise = {change: self.random.random() * (9 if change[0] in _CHANGED else 1) for change in changes}
+            order = sorted(
+                (change for change in changes if words[change[0]] != change[1]),
+                key=lambda change: (
+                    by_level.get((change[0], words[change[0]]), 0) - by_level.get(change, 0) - noise[change]
+                ),
+            )
+            tried = (self.changed(words, {word: value}) for word, value in order[:_TRIED])
+            found = max(
+                ((self.worth(other, missing), n, other) for n, other in enumerate(tried) if other), default=None
+            )
+            better = found is not None and found[0] > worth * 1.0001
+            if found is not None and better:
+                worth, _, words = found
+        return worth, words
+
+    def completed(self, cases: Sequence[Words]) -> list[Words]:
+        """The cases and more of them, until no pair is missing that a known case can hold."""
+        cases = list(cases)
+        missing = (self.wanted & ~self._union(cases)).astype(np.float32)
+        while (places := np.argwhere(np.triu(missing))).size:
+            pairs = [places[self.random.randrange(len(places))] for _ in range(_STARTS)]
+            starts = [*filter(None, (self._near(self.pairs.words(*pair)) for pair in pairs))]
+            some = self.random.sample(self.known, min(2 * _NEAR, len(self.known)))
+            starts += sorted(some, key=lambda words: -self.worth(words, missing))[:2]
+            worth, best = max((self.climbed(words, missing) for words in starts), key=lambda found: found[0])
+            if not worth:
+                holding = [words for words in self.known if self.worth(words, missing)]
+                if not holding:
+                    break
+                best = holding[0]
+            cases.append(best)
+            missing[self.pairs.held(best)] = 0
+        return self.without_idle(cases)
+
+    def _times(self, cases: Iterable[Words]) -> NDArray[np.int16]:
+        times = np.zeros(self.wanted.shape, np.int16)
+        for words in cases:
+            times += self.pairs.held(words)
+        return times
 
     def without_idle(self, cases: list[Words]) -> list[Words]:
         """The cases without those of which others hold all that is wanted, the dearest left out first."""
+        times = self._times(cases)
         for words in sorted(cases, key=cost, reverse=True):
-            others = [other for other in cases if other is not words]
-            if not (self.pairs_of(words) & self.wanted) - self.union(others):
-                cases = others
+            held = self.pairs.held(words)
+            if not (self.wanted & held & (times < 2)).any():
+                cases = [other for other in cases if other is not words]
+                times -= held
         return cases
-
-    def cheaper(self, cases: list[Words]) -> list[Words]:
-        """The list with a few cases found anew, or as it was."""
-        out = self.random.sample(range(len(cases)), min(len(cases), self.random.randint(2, _TAKEN_OUT)))
-        new = self.without_idle(self.completed([words for place, words in enumerate(cases) if place not in out]))
-        lost = (self.wanted & self.union(cases)) - self.union(new)
-        return cases if lost or sum(map(cost, new)) > sum(map(cost, cases)) else new
 
     def plainer(self, cases: Sequence[Words]) -> list[Words]:
         """The cases with single words changed to what costs less, where other cases hold the pairs that go with it."""
-        cases = list(cases)
-        times = Counter(pair for words in cases for pair in self.pairs_of(words) & self.wanted)
-        values = [(word, value) for word in (*_AXES, "micro", *_DEARER) for value in self.domains.get(word, ())]
+        cases, times = list(cases), self._times(cases)
         for place in sorted(range(len(cases)), key=lambda place: cost(cases[place]), reverse=True):
-            for word, value in values:
+            for word, value in [(one, value) for one in _CHANGED for value in self.values[one]]:
                 words = cases[place]
                 other = self.changed(words, {word: value}) if words[word] != value else None
                 if other and cost(other) < cost(words):
-                    gone, come = ((self.pairs_of(of) & self.wanted) for of in (words, other))
-                    if all(times[pair] > 1 for pair in gone - come):
-                        times.subtract(gone)
-                        times.update(come)
+                    gone, come = self.pairs.held(words), self.pairs.held(other)
+                    if not (self.wanted & gone & ~come & (times < 2)).any():
+                        times += come.astype(np.int16) - gone
                         cases[place] = other
-        return cases
+        return self.without_idle(cases)
 
-
-def _with(words: Words, steps: int, layers: Iterable[int]) -> Words:
-    """The case with this number of steps and the first of these numbers of layers that is legal."""
-    words = {**words, "steps": steps}
-    return next((way for way in ({**words, "layers": few} for few in layers) if not problem_of(way)), words)
-
-
-def _short(words: Words) -> Words:
-    """The case with one step and as few layers as it may have."""
-    return _with({**words, "micro": 1 if words["micro"] == 2 else words["micro"]}, 1, range(1, 9))
-
-
-def _long(words: Words) -> Words:
-    """The case with two layers, two steps, three where a period is counted, and several micro-batches."""
-    steps, fewest = (3 if words["parity"] > 1 else 2), max(2, words["layers"])
-    ways = ({**words, "micro": micro} for micro in (words["micro"], 3, 2) if micro > 1)
-    return _with(next((way for way in ways if not problem_of(way, _degenerate)), words), steps, range(fewest, 9))
-
-
-def _lasting(words: Words, of: Iterable[str]) -> set[tuple[str, object]]:
-    """The values that a case holds for long enough: its states have a next micro-batch, layer and step to go to."""
-    if words["steps"] < 2 or words["layers"] < 2:
-        return set()
-    short = words["micro"] < 2
-    return {
-        (word, words[word])
-        for word in of
-        if not (short and word in _STATES) and not (word == "parity" and words["steps"] <= words[word])
-    }
-
-
-def finished(cases: Sequence[Words], kept: Sequence[Words], words: Iterable[str]) -> list[Words]:
-    """The cases with more steps, layers and micro-batches where a value of these words would be in no long case."""
-    words = list(words)
-    done = set[tuple[str, object]]().union(*(_lasting(case, words) for case in kept))
-    longer = [_long(case) for case in cases]
-    levels = [_lasting(case, words) for case in longer]
-    chosen = set[int]()
-    while missing := set().union(*levels) - done:
-        best = max(range(len(cases)), key=lambda n: len(missing & levels[n]) / (cost(longer[n]) - cost(cases[n])))
-        chosen.add(best)
-        done |= levels[best]
-    return [longer[number] if number in chosen else case for number, case in enumerate(cases)]
+    def cheaper(self, cases: list[Words]) -> list[Words]:
+        """The list with a few cases found anew, those that hold least alone before others; or as it was."""
+        times, count = self._times(cases), self.random.randint(2, _TAKEN_OUT)
+        alone = [int((self.wanted & self.pairs.held(words) & (times < 2)).sum()) / cost(words) for words in cases]
+        order = sorted(range(len(cases)), key=lambda place: alone[place] * (0.3 + self.random.random()))
+        out = {*order[:count]} if self.random.random() < 0.6 else {*self.random.sample(range(len(cases)), count)}
+        new = self.completed([words for place, words in enumerate(cases) if place not in out])
+        lost = (self.wanted & self._union(cases) & ~self._union(new)).any()
+        return cases if lost or sum(map(cost, new)) > sum(map(cost, cases)) else new
 
 
 def main() -> int:
-    """Search for the given seconds, and write the list down."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Search for the given seconds, and write the list down whenever it costs less."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=600, help="how long to search")
     parser.add_argument("--seed", type=int, default=0, help="another seed goes other ways")
     asked = parser.parse_args()
     end = time.monotonic() + asked.seconds
     kept, before = ([words_of(case) for case in lines()[section]] for section in ("recipes", "pairs"))
-    search = Search(
-        kept, [short for words in (*before, *kept) if not problem_of(short := _short(words), _degenerate)], asked.seed
-    )
-    cases = search.without_idle(search.completed([_short(words) for words in before]))
-    while time.monotonic() < end:
-        cases = search.cheaper(search.plainer(cases))
-        print(f"\r{len(cases)} cases, cost {sum(map(cost, cases)):.2f}", end="", flush=True)
+    search = Search(kept, [words for words in (*before, *kept) if not _problem(words)], asked.seed)
+    cases = search.plainer(search.completed([words for words in before if not _problem(words)]))
     by_hand = FILE.read_text(encoding="utf-8").partition("\npairs:\n")[0]
-    new = sorted(line_of(Case(**words)) for words in finished(cases, kept, search.domains))
-    FILE.write_text("\n".join([by_hand, "pairs:", *new, ""]), encoding="utf-8")
+    for number in range(10**9):
+        new = sorted({line_of(Case(**words)) for words in cases})
+        FILE.write_text("\n".join([by_hand, "pairs:", *new, ""]), encoding="utf-8")
+        print(f"\r{len(cases)} cases, cost {sum(map(cost, cases)):.2f}", end="", flush=True)
+        if time.monotonic() > end:
+            return 0
+        cases = search.cheaper(search.plainer(cases) if number % 5 == 4 else cases)
     return 0
 
 

@@ -91,7 +91,7 @@ def default_cases(
 
     `refuses` is a subject's reason against a case, "" for none: the stored cases are changed until it takes them.
     The next one of the stored holds the most pairs that none before it has, so that a failure is met early.
-    `deep`: every stored case in every one of the modes, with two layers and two steps. `checkpoint` is the folder of
+    `deep`: every stored case in every one of the modes, with two layers and two steps or more. `checkpoint` is the folder of
     the recipes that save and load, which are left out without one.
     """
     plain = [min(_plain(mode), key=lambda case: bool(refuses(case))) for mode in modes]
@@ -106,13 +106,13 @@ def default_cases(
     if not deep and {*modes} == {*MODES} and not any(map(refuses, stored)):
         return (*plain, *moved, *(case for case, _ in _in_order(stored)))
     changes = _Changes(modes, refuses, plain)
-    twice = {"steps": 2, "layers": 2} if deep else {}
     places = (
         [(case, mode) for case in stored for mode in modes]
         if deep
         else list(zip(stored, _modes_of(stored, modes), strict=True))
     )
-    found = dict.fromkeys(filter(None, (changes.made(case, {"mode": mode, **twice}) for case, mode in places)))
+    long = {case: {"steps": max(2, case.steps), "layers": max(2, case.layers)} if deep else {} for case in stored}
+    found = dict.fromkeys(filter(None, (changes.made(case, {"mode": mode, **long[case]}) for case, mode in places)))
     return (*plain, *moved, *(found if deep else _needed(found)))
 
 
