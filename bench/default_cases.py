@@ -27,7 +27,7 @@ from reference.case.repair import Problem, Words, problem_of, repaired, words_of
 
 Matrix = NDArray[np.bool_]
 """Of two levels each: whether a case holds both, or whether that is wanted."""
-_NEAR, _TAKEN_OUT, _STARTS, _TRIED = 30, 7, 4, 14
+_NEAR, _TAKEN_OUT, _STARTS, _TRIED = 80, 7, 4, 14
 """Cases near which a pair is looked for, cases found anew at a time, cases to start from, changes of each."""
 _AXES = tuple(Case().mesh)
 """The words that are sizes of a mesh of ranks."""
@@ -206,7 +206,7 @@ class Search:
         while (places := np.argwhere(np.triu(missing))).size:
             pairs = [places[self.random.randrange(len(places))] for _ in range(_STARTS)]
             starts = [*filter(None, (self._near(self.pairs.words(*pair)) for pair in pairs))]
-            some = self.random.sample(self.known, min(2 * _NEAR, len(self.known)))
+            some = self.random.sample(self.known, min(_NEAR, len(self.known)))
             starts += sorted(some, key=lambda words: -self.worth(words, missing))[:2]
             worth, best = max((self.climbed(words, missing) for words in starts), key=lambda found: found[0])
             if not worth:

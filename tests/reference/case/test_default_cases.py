@@ -3,11 +3,13 @@
 import dataclasses
 import random
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 
 import pytest
 import torch
 from torch import Tensor
 
+from bench.default_cases import STATES
 from reference.case import Case, CaseError
 from reference.case.default_cases import FIXED, NUMBERS, RANKS, default_cases, line_of, lines, paired_domains
 from reference.case.domains import domains
@@ -111,11 +113,33 @@ def test_every_next_case_holds_most_of_the_pairs_that_none_before_it_has() -> No
     assert new[0] > 0.8 * new[1], "a quarter of the cases has most pairs"
 
 
-def test_every_value_is_in_a_case_of_two_steps_and_layers() -> None:
+def test_every_value_is_in_a_long_case_and_states_that_last_are_there_together() -> None:
+    """Long: two layers, and a step behind the first, or behind one that `parity` compares; for states micro-batches."""
+
+    def long(cases: Iterable[Case]) -> list[Case]:
+        return [case for case in cases if case.layers > 1 and case.steps > max(1, case.parity)]
+
+    def of_states(cases: Iterable[Case]) -> Tensor:
+        lasting = torch.tensor([word in STATES for word, _ in LEVELS])
+        return pairs(case for case in long(cases) if case.micro > 1) & lasting[:, None] & lasting
+
     cases = default_cases()
-    twice = {level for case in cases if case.steps == 2 and case.layers > 1 for level in levels(case)}
-    assert {level for case in cases for level in levels(case)} - twice == set()
+    held = {level for case in long(cases) for level in levels(case)}
+    kept = {level for case in long(cases) if case.micro > 1 for level in levels(case)}
+    lasting = {level for case in cases for level in levels(case) if level[0] in STATES}
+    assert {level for case in cases for level in levels(case)} - held == set()
+    assert lasting - kept == set()
+    more = [case.but(**{"steps": 3, "layers": 2, "micro": 3}) for case in changed(400) if _can_be_longer(case)]
+    missing = (of_states(more) & ~of_states(cases)).nonzero().tolist()
+    assert [(LEVELS[one], LEVELS[other]) for one, other in missing] == []
     assert sum(case.steps == 1 for case in cases) > len(cases) / 2
+
+
+def _can_be_longer(case: Case) -> bool:
+    with suppress(CaseError):
+        longer = case.but(steps=3, layers=2, micro=3)
+        return len({*sizes(longer)}) == 8 and 3 not in {case.tp, case.dp, case.cp}
+    return False
 
 
 def test_the_cases_can_show_a_bug() -> None:
@@ -156,7 +180,7 @@ def test_one_mode_has_every_pair_that_it_can_have() -> None:
     found = changed(1000)
     for mode in MODES:
         plain, *cases = default_cases([mode])
-        assert {case.mode for case in cases} == {mode} and plain.world_size == 2 and len(cases) < 100
+        assert {case.mode for case in cases} == {mode} and plain.world_size == 2 and len(cases) < len(default_cases())
         possible = pairs(case for case in found if case.mode == mode)
         assert (possible & ~pairs((plain, *cases))).sum() < 0.02 * possible.sum(), mode
 
