@@ -109,7 +109,8 @@ def explanation_of(evidence: Evidence, findings: Mapping[str, Finding]) -> Expla
         evidence=evidence, wrong=wrong, numbers=numbers, findings=findings, parted=parted, call_first=call_first
     )
     causes = likely(failure)
-    return Explanation(first=first, causes=causes, hint="" if causes else hint(evidence, first, wrong))
+    undecided = {name.partition(" ")[0] for finding in findings.values() for name in finding.unchecked}
+    return Explanation(first=first, causes=causes, hint="" if causes else hint(evidence, first, wrong, undecided))
 
 
 def wrong_names(evidence: Evidence, findings: Mapping[str, Finding]) -> list[str]:

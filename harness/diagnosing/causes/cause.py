@@ -16,14 +16,14 @@ MEANT = "where it is meant, subject.compute_dtype or subject.wire_dtype states i
 
 CAUSES: Mapping[str, str] = {
     # what a wrong tensor looks like
-    "nan": "not a number or infinite: uninitialised memory, overflow, division by zero",
-    "zero": "zero throughout: never computed or never accumulated",
+    "nan": "not a number or infinite",
+    "zero": "zero throughout",
     "unused": "parameters without a gradient: their module is left out, detached or frozen",
     "data_path": "data that are wrong in the dense model and on the ranks alike",
     "other_model": "a dense model that is another one in float32 than in float64",
     "stale": "the truth of another step",
     "summed_twice": "the group size, or its square, times the truth",
-    "averaged": "the truth divided by the group size: averaged where it must be summed",
+    "averaged": "the truth divided by the group size",
     "norm_counts_few": "a norm too small by a square root of the group size",
     "norm_counts_replicas": "a norm that counts something more than once: replicas on every rank, a tied weight twice",
     "sign": "minus the truth",

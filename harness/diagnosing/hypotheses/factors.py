@@ -18,7 +18,15 @@ from harness.checking.measures.kinds import kind_of
 from harness.diagnosing.causes.cause import Cause, claimed
 from harness.diagnosing.causes.hypothesis import OF_TOKENS, VALUES, Hypothesis, of_values
 from harness.diagnosing.causes.places import summable
-from harness.diagnosing.causes.proofs import SINGLE, Explained, explains, share_left, times
+from harness.diagnosing.causes.proofs import (
+    FEWEST_OF_A_FACTOR,
+    SINGLE,
+    Explained,
+    explains,
+    independent,
+    share_left,
+    times,
+)
 from harness.diagnosing.hypotheses.patterns import is_count
 from harness.mesh_axes import split_axes
 
@@ -35,9 +43,9 @@ UNDECIDED = " (a constant factor would look the same)"
 _DEPTH = ("2 x layers",)
 """Size whose root divides the initial weights of linears that add to the residual stream."""
 _SUMS = (
-    ("summed_twice", 1, "summed over it once too often, or not divided by it"),
-    ("averaged", -1, "averaged over it where it must be summed, or divided again"),
-    ("summed_twice", 2, "summed over it twice too often"),
+    ("summed_twice", 1, "a factor of it too many"),
+    ("averaged", -1, "divided by it once too often"),
+    ("summed_twice", 2, "a factor of its square too many"),
     ("averaged", -2, "divided by it twice too often"),
 )
 """(cause, power of an axis, what it means)."""
@@ -110,20 +118,18 @@ def from_factor(evidence: Evidence, names: Sequence[str]) -> list[Cause]:
 
     def predict(factor: float) -> tuple[Explained, ...]:
         truths = ((name, value, evidence.truth[name]) for name, value in values.items())
-        shared = factor if single else known[0]  # of several elements, the measured factor; not exactly the size
+        del factor  # the measured factor is not exactly the size
         return tuple(
             Explained(
-                value=value, truth=truth, guess=shared * truth.double(), names=(name,), fitted=int(name == names[0])
+                value=value, truth=truth, guess=known[0] * truth.double(), names=(name,), fitted=int(name == names[0])
             )
             for name, value, truth in truths
         )
 
-    single = len(names) == 1 and evidence.truth[names[0]].numel() == 1  # any wrong number is a factor times the right
     relation = f"{'it is' if len(names) == 1 else 'all are'} {times(known[0])} the truth"
     more = _DEPTH if kind_of(names[0]) == "init" else ()
     found = _Found(factor=known[0], relation=relation, near=near, predict=predict, more=more)
-    causes = _decided(evidence, _guesses(evidence, names), found, lambda other: _factor_in(other, names[0]))
-    return [] if single and [cause.id for cause in causes] == ["constant_factor"] and not causes[0].follows else causes
+    return _decided(evidence, _guesses(evidence, names), found, lambda other: _factor_in(other, names[0]))
 
 
 def meaning_of(
@@ -164,6 +170,8 @@ def _equal(one: float, other: float, near: float) -> bool:
 def _decided(evidence: Evidence, guesses: Sequence[_Guess], found: _Found, measure: Measure) -> list[Cause]:
     """Causes of the guesses that the factor fits here and in other cases; else a wrong sign or a constant factor."""
     factor, near = found.factor, found.near
+    if independent(proof.truth for proof in found.predict(factor)) < FEWEST_OF_A_FACTOR:
+        return []
     fitting = [g for g in guesses if _counts(evidence).get(g.size, 1) > 1 and _equal(g.factor(evidence), factor, near)]
     seen = [(other, there) for other in evidence.others if (there := measure(other)) is not None]
     wide = max(near, SINGLE)
@@ -181,8 +189,7 @@ def _decided(evidence: Evidence, guesses: Sequence[_Guess], found: _Found, measu
         return claimed("sign", f"{found.relation}: the sign is wrong", *found.predict(-1.0))
     sizes = {g.size for g in fitting}
     sized = "" if seen else sizes_of(evidence, factor, near, found.more)
-    what = f", which is {sized}: a factor of it, or a constant one," if sized else ": a constant factor"
-    words = f"{found.relation}{what} is wrong{_shown(evidence, seen, sizes)}"
+    words = f"{found.relation}{f', which is {sized}' if sized else ''}{_shown(evidence, seen, sizes)}"
     return claimed("constant_factor", words, *found.predict(factor), follows=tuple(sizes))
 
 
@@ -234,7 +241,7 @@ def _guesses(evidence: Evidence, names: Sequence[str]) -> list[_Guess]:
         for size in (sums if forward or power > 0 else sizes)
     ]
     for size in () if forward else ("micro", "tokens of the step"):
-        for power, meaning in ((1, "not divided by it, or multiplied once too often"), (-1, "divided by it once more")):
+        for power, meaning in ((1, "a factor of it too many"), (-1, "divided by it once too often")):
             found.append(_Guess(id="constant_factor", size=size, power=power, meaning=meaning))
     return found
 

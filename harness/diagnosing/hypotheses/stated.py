@@ -18,18 +18,18 @@ _STATED: Mapping[str, tuple[str, str]] = {
         "uncheckable",
         "names that are not the canonical ones (loss/<step>, grad/<parameter>, ...), or a subject that returns nothing",
     ),
-    "merge": ("layout", "offsets of another rank, a padded or transposed shard, or a rank that leaves its part out"),
-    "waits": ("not_waited", "the handle was dropped before its wait()"),
-    "parallelism": ("not_parallel", "the split was done to a tensor that is not used, or undone by what followed it"),
+    "merge": ("layout", "the ranks' parts do not make the full tensor, as the check states"),
+    "waits": ("not_waited", "its wait() was never called"),
+    "parallelism": ("not_parallel", "every rank computes with all of what the case splits, as the check states"),
     "determinism": (
         "not_deterministic",
-        "uninitialised memory, a random number without a seed, or a sum in no fixed order",
+        "two runs of the same ranks on the same data differ: some number does not follow from the case",
     ),
 }
 """Checks that are a cause by themselves and come before any number: check -> (cause, words)."""
 _USUAL: Mapping[str, tuple[str, str]] = {
-    "overlap": ("exposed", "the call is awaited where it is issued, or is no longer asynchronous"),
-    "recording": ("recording", "a program that asks whether modules or optimizers are watched, or that measures time"),
+    "overlap": ("exposed", "nothing is computed between the call and its wait"),
+    "recording": ("recording", "the run that is watched and the one that is not differ"),
 }
 """Usual causes behind a check that nothing else explains: check -> (cause, words)."""
 

@@ -72,7 +72,7 @@ def _own_in_part(evidence: Evidence, names: Sequence[str]) -> list[Cause]:
         either = torch.cat([t[None], evidence.shares[name].sum(1)])
         nearest = (either - x).abs().argmin(0, keepdim=True)
         parts.append(Explained(value=x, truth=t, guess=either.gather(0, nearest)[0], names=(name,)))
-    words = "what is wrong in it is one data rank's own sum: that part was never summed over dp, or read before it was"
+    words = "what is wrong in it is one data rank's own sum"
     return claimed("not_summed", words, *parts) if len(evidence.shares["tokens"]) > 1 else []
 
 
@@ -157,7 +157,7 @@ def _of_weights(weights: Tensor, tokens: Tensor, *fit: Explained) -> list[Cause]
     missing = weights.abs() < CLOSE
     if bool(missing.all(0).any()):
         lost = [str(m) for m in range(weights.shape[1]) if bool(missing[:, m].all())]
-        words = f"micro-batch {', '.join(lost)} of {weights.shape[1]} is missing in it: overwritten, or added too late"
+        words = f"micro-batch {', '.join(lost)} of {weights.shape[1]} is missing in it"
         return claimed("micro_missing", words, *fit)
     if bool(missing.all(1).any()):
         kept = [str(d) for d in range(weights.shape[0]) if not bool(missing[d].all())]

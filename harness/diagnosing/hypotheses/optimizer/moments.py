@@ -56,7 +56,7 @@ def from_moments(evidence: Evidence, wrong: Sequence[str], step: int) -> list[Ca
     fits, betas = _fits(evidence, wrong, step), dict(zip(_KINDS, kept, strict=True))
     states = {kind: state for kind in fits if (state := moved(evidence, wrong, kind, step))}
     if fits and step and all(_near(x, 1) and _near(y, -betas[kind]) for kind, (x, y) in fits.items()):
-        words = f"in step {step} the moments are those of its gradient alone: they begin anew, their past is lost"
+        words = f"in step {step} the moments are those of its gradient alone"
         anew = (_sum(state, 1.0, -betas[kind]) for kind, state in states.items())
         return claimed("moments_reset", words, *anew)
     if fits and gradient_factor(evidence, wrong, step) is None:
@@ -124,7 +124,7 @@ def _decay_in_gradient(mean: Moved | None, step: int) -> list[Cause]:
     share = times(mean.value - mean.truth, parameters) if mean and parameters is not None else None
     if mean is None or parameters is None or share is None or share <= 0:
         return []
-    words = f"the mean of gradients of step {step} holds {share:.3g} x the parameters: weight decay goes through it"
+    words = f"the mean of gradients of step {step} holds {share:.3g} x the parameters"
     decayed = mean.truth + share * parameters
     return claimed(
         "decay_in_gradient",

@@ -6,7 +6,7 @@ states of the step are looked at together.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -136,7 +136,7 @@ def _not_taken(failed: _Step) -> list[Cause]:
         named = "the parameters" if len(still) == len(known) else ", ".join(still[:3]) + " ..." * (len(still) > 3)
         return claimed("never_updated", f"{named}: as before step {step}", *stays)
     when = "the last step" if step == last else f"step {step}"
-    words = f"the parameters are as before {when}: it was not taken, or came after they were read"
+    words = f"the parameters are as before {when}"
     return claimed("step_missing", words, *stays)
 
 
@@ -187,11 +187,8 @@ def _scaled(
     sizes = [] if step else every_size(evidence)  # a sum or mean too many would show in every step
     causes = meaning_of(evidence, factor, relation, CLOSE, measure, predict, sizes)
     if 0 < factor < LITTLE and all(cause.id == "constant_factor" for cause in causes):
-        return claimed("scaled_down", f"{relation}: divided once more before the step", *predict(factor))
-    if what == "gradients":
-        return causes
-    rate = ", such as the learning rate"
-    return [replace(one, words=one.words + rate * (one.id == "constant_factor" and not one.follows)) for one in causes]
+        return claimed("scaled_down", relation, *predict(factor))
+    return causes
 
 
 def _of_gradients(names: Sequence[str], other: Evidence) -> float | None:
@@ -217,7 +214,7 @@ def _momentum(failed: _Step) -> list[Cause]:
     share = times(state.got - state.right, last)
     if share is None or not 0 < share < 1:
         return []
-    words = f"the updates of step {step} hold {share:.4g} x those of the step before: there is no momentum"
+    words = f"the updates of step {step} hold {share:.4g} x those of the step before"
     return claimed("momentum_added", words, _got(state, state.right + share * last))
 
 
@@ -236,7 +233,7 @@ def _not_zeroed(failed: _Step) -> list[Cause]:
     again = [share * gradient for share, gradient in shares if share is not None]
     if len(again) < len(shares):
         return []
-    words = f"step {step} holds the gradient of the first step once more: gradients are not set to zero in between"
+    words = f"step {step} holds the gradient of the first step once more"
     guess = state.truth + torch.cat(again)
     value, truth = state.value, state.truth
     again_in_it = Explained(value=value, truth=truth, guess=guess, left=LEFT, names=state.states, fitted=len(again))
