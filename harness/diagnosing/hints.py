@@ -31,11 +31,10 @@ def hint(evidence: Evidence, first: First, wrong: Sequence[str], undecided: Coll
     """
     if not first.name or not comparable(evidence, first.name):
         return ""
-    alike = agreement(evidence, wrong, undecided)
     if first.event or evidence.located is not None:
-        return alike
+        return agreement(evidence, wrong, undecided)
     known = [*_of_start(evidence, first), *_of_factor(evidence, first.name), *_of_update(evidence, first, wrong)]
-    return "; ".join([*known, *filter(None, [alike])])
+    return "; ".join(known) or agreement(evidence, wrong, undecided)
 
 
 def agreement(evidence: Evidence, wrong: Sequence[str], undecided: Collection[str] = ()) -> str:

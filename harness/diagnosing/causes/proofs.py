@@ -149,7 +149,7 @@ def explains(guess: Tensor, value: Tensor, truth: Tensor) -> bool:
 
 def independent(truths: Iterable[Tensor]) -> int:
     """Elements of these tensors that show a factor by themselves: those that are 0, or repeat another, do not."""
-    return sum(len(t[t != 0].abs().unique()) for t in truths)
+    return sum(len(t.double()[t != 0].abs().unique()) for t in truths)
 
 
 def number(value: float) -> Tensor:

@@ -42,26 +42,22 @@ UNDECIDED = " (a constant factor would look the same)"
 """Behind a factor that is a size of the case, where no case of another size decides."""
 _DEPTH = ("2 x layers",)
 """Size whose root divides the initial weights of linears that add to the residual stream."""
-_SUMS = (
-    ("summed_twice", 1, "a factor of it too many"),
-    ("averaged", -1, "divided by it once too often"),
-    ("summed_twice", 2, "a factor of its square too many"),
-    ("averaged", -2, "divided by it twice too often"),
-)
-"""(cause, power of an axis, what it means)."""
+_SUMS = (("summed_twice", 1), ("averaged", -1), ("summed_twice", 2), ("averaged", -2))
+"""(cause, power of an axis)."""
 _ROOTS = {1: "", 2: "the square of ", 0.5: "the root of "}
-_POWERS = {sign * power: f"{'1 / ' * (sign < 0)}{what}{{}}" for sign in (1, -1) for power, what in _ROOTS.items()}
+_POWERS: dict[float, str] = {
+    sign * power: f"{'1 / ' * (sign < 0)}{what}{{}}" for sign in (1, -1) for power, what in _ROOTS.items()
+}
 """Powers of a size that a factor may be, in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Guess:
-    """A power of a size that a factor equals (an axis, "all ranks", "micro", "tokens of the step"), and its meaning."""
+    """A power of a size that a factor equals (an axis, "all ranks", "micro", "tokens of the step")."""
 
     id: str
     size: str
     power: int
-    meaning: str
 
     def factor(self, evidence: Evidence) -> float:
         """Factor in this case."""
@@ -145,7 +141,7 @@ def meaning_of(
 
     `measure` finds the factor in another case. `sizes` are those that it may come from.
     """
-    guesses = [_Guess(id=known, size=s, power=p, meaning=meaning) for s in sizes for known, p, meaning in _SUMS[:2]]
+    guesses = [_Guess(id=known, size=s, power=p) for s in sizes for known, p in _SUMS[:2]]
     return _decided(evidence, guesses, _Found(factor=factor, relation=relation, near=near, predict=predict), measure)
 
 
@@ -203,15 +199,17 @@ def _of_guesses(evidence: Evidence, left: Sequence[_Guess], found: _Found, shown
     counts = [g for g in left if g.id == "constant_factor"]
     causes += [(g, [g]) for g in counts[:1] if not (first and g.size == "tokens of the step")]
     follows = tuple(dict.fromkeys(g.size for g in left))
-    meanings = (
-        (g, f"{found.relation}, and {' or '.join(_label(evidence, one.size) for one in alike)}: {g.meaning}{shown}")
-        for g, alike in causes
-    )
+    meanings = ((g, f"{found.relation}, which is {_which(evidence, alike)}{shown}") for g, alike in causes)
     return [
         cause
         for g, words in meanings
         for cause in claimed(g.id, words, *found.predict(g.factor(evidence)), follows=follows)
     ]
+
+
+def _which(evidence: Evidence, alike: Sequence[_Guess]) -> str:
+    """The sizes that a factor is, in words: "tp=2 or dp=2", "1 / micro=4"."""
+    return " or ".join(_POWERS[one.power].format(_label(evidence, one.size)) for one in alike)
 
 
 def _shown(evidence: Evidence, seen: Sequence[tuple[Evidence, float]], sizes: set[str]) -> str:
@@ -236,13 +234,12 @@ def _guesses(evidence: Evidence, names: Sequence[str]) -> list[_Guess]:
     sums = [axis for axis in sizes if all(summable(evidence, axis, name) for name in names)]
     forward = kind_of(names[0]) in ("act", "logits", "init")
     found = [
-        _Guess(id=known, size=size, power=power, meaning=meaning)
-        for known, power, meaning in _SUMS
+        _Guess(id=known, size=size, power=power)
+        for known, power in _SUMS
         for size in (sums if forward or power > 0 else sizes)
     ]
     for size in () if forward else ("micro", "tokens of the step"):
-        for power, meaning in ((1, "a factor of it too many"), (-1, "divided by it once too often")):
-            found.append(_Guess(id="constant_factor", size=size, power=power, meaning=meaning))
+        found += [_Guess(id="constant_factor", size=size, power=power) for power in (1, -1)]
     return found
 
 

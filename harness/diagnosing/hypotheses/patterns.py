@@ -6,7 +6,6 @@ another order, collectives on flat memory, a neighbour's shard. Factors are thos
 """
 
 import itertools
-import math
 from collections.abc import Iterator, Mapping
 from functools import partial
 

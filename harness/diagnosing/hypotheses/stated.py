@@ -20,7 +20,7 @@ _STATED: Mapping[str, tuple[str, str]] = {
     ),
     "merge": ("layout", "the ranks' parts do not make the full tensor, as the check states"),
     "waits": ("not_waited", "its wait() was never called"),
-    "parallelism": ("not_parallel", "every rank computes with all of what the case splits, as the check states"),
+    "parallelism": ("not_parallel", "the case splits something, and nothing is split or sent, as the check states"),
     "determinism": (
         "not_deterministic",
         "two runs of the same ranks on the same data differ: some number does not follow from the case",

@@ -49,7 +49,7 @@ def test_a_factor_near_1_is_told_with_the_digits_that_tell_it_from_1() -> None:
     assert by_numbers(seen(values), ["loss/0", "loss/1"]) == []
     name = "act/layers.0.mlp.w2"
     (told,) = words_of(by_numbers(seen({name: truth()[name] * 1.0002}), [name]))
-    assert told == "it is 1.0002 x the truth: a constant factor is wrong"
+    assert told == "it is 1.0002 x the truth"
     in_words = {2.0: "2 x", 1 / 3: "0.3333 x", -1.0: "-1 x", 1 - 2e-7: "0.9999998 x", 1.05: "1.05 x"}
     assert {f: times(f) for f in in_words} == in_words
 
@@ -92,10 +92,7 @@ def test_rows_that_are_routed_in_other_groups_are_no_wrong_layout() -> None:
     rows, expert = drawn(64, 4), drawn(64).mul(100).long() % 4
     by_rank = torch.cat([expert[:32].argsort(stable=True), 32 + expert[32:].argsort(stable=True)])
     (told,) = words_of(from_patterns(rows[by_rank], rows[expert.argsort(stable=True)], {}, {}))
-    assert told == "along dim 0 it holds the right rows in another order: sorted or routed in other groups"
-    thirds = rows[:63].reshape(3, 21, 4).transpose(0, 1).reshape(63, 4)
-    (told,) = words_of(from_patterns(thirds, rows[:63], {}, {}))
-    assert told == "along dim 0 it holds the right rows in another order: a wrong layout, reshape or gather dim"
+    assert told == "along dim 0 it holds the right rows in another order"
 
     # Which expert a token goes to, as a row of one 1: any other routing with as many tokens is a permutation.
     one, other = (torch.eye(4).double()[drawn(64).roll(by).mul(100).long() % 4] for by in (0, 5))

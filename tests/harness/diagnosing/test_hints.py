@@ -152,8 +152,7 @@ def multiplied(factors: dict[str, float], micro: int = 1) -> Evidence:
         ({BIAS: 2, W1: 3}, 1, ["summed_twice"]),  # the first one's
         ({BIAS: 1.7, W1: 3}, 1, []),  # one bug has one factor
         ({ACT: math.sqrt(2)}, 1, ["constant_factor"]),  # roots are of norms
-        ({NORM: 2}, 1, ["summed_twice"]),
-        ({NORM: 1.7}, 1, []),  # any wrong number is a factor times the right one
+        ({NORM: 2}, 1, []),  # any wrong number is a factor times the right one
     ],
 )
 def test_factor_is_told_by_sizes_that_it_can_come_from(factors: dict[str, float], micro: int, ids: list[str]) -> None:
@@ -177,7 +176,7 @@ def told_rolled(change: Tensor | int) -> list[tuple[str, str]]:
 
 def test_an_offset_in_flat_memory_is_told() -> None:
     for offset, words in ((1, "1 too late"), (-1, "1 too early"), (5, "5 too late")):
-        told = f"its elements stand {words} in flat memory: a buffer walked from another place"
+        told = f"its elements stand {words} in flat memory"
         assert told_rolled(offset) == [("flat_offset", told)]
     assert told_rolled(0) == told_rolled(9) == told_rolled(torch.zeros(4, 6)) == []
     assert from_offsets(evidence(), ["param/layers.0.mlp.w1.weight"]) == []
