@@ -137,7 +137,7 @@ def test_a_factor_that_follows_a_size_comes_from_it() -> None:
     ((known, words),) = causes(lambda case: 1 / case.tp)
     assert (known, "0.3333 where tp" in words or "0.25 where tp=4" in words) == ("averaged", True)
     ((known, words),) = causes(lambda case: 1 / case.micro)
-    assert (known, "micro=2: divided by it once more" in words) == ("constant_factor", True)
+    assert (known, "which is 1 / micro=2" in words) == ("constant_factor", True)
     assert "0.3333 where micro=3" in words
 
 
