@@ -29,16 +29,14 @@ def hint(evidence: Evidence, first: First, wrong: Sequence[str], undecided: Coll
 
     `undecided` are names of which no check says whether they are right.
     """
-    if not first.name or not comparable(evidence, first.name):
-        return ""
-    if first.event or evidence.located is not None:
+    if not first.name or first.event or evidence.located is not None or not comparable(evidence, first.name):
         return agreement(evidence, wrong, undecided)
     known = [*_of_start(evidence, first), *_of_factor(evidence, first.name), *_of_update(evidence, first, wrong)]
     return "; ".join(known) or agreement(evidence, wrong, undecided)
 
 
 def agreement(evidence: Evidence, wrong: Sequence[str], undecided: Collection[str] = ()) -> str:
-    """Which tensors agree with the truth and which do not, by their kinds; "" where none is known to be wrong.
+    """Which tensors agree with the truth and which do not, by their kinds; "" where none is decided.
 
     Names that no check decides are in neither.
     """
@@ -53,7 +51,7 @@ def agreement(evidence: Evidence, wrong: Sequence[str], undecided: Collection[st
         for side, count in sides
         if count
     ]
-    return "; ".join(said) if bad else ""
+    return "; ".join(said)
 
 
 def _of_start(evidence: Evidence, first: First) -> Iterator[str]:

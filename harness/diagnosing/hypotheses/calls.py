@@ -109,7 +109,7 @@ def unused(failure: Failure) -> list[Cause]:
     if not lost or evidence.returned.isdisjoint(names):
         return []
     listed = f"{', '.join(lost[:3])}{' ...' * (len(lost) > 3)}"
-    words = f"no rank returned {listed}, and the parameters did not move: not used, detached or frozen"
+    words = f"no rank returned {listed}, and the parameters did not move"
     return [reported("unused", words, lost)]
 
 

@@ -112,9 +112,8 @@ def from_factor(evidence: Evidence, names: Sequence[str]) -> list[Cause]:
     if not known or len(known) < len(names):
         return []
 
-    def predict(factor: float) -> tuple[Explained, ...]:
+    def predict(_: float) -> tuple[Explained, ...]:  # by the measured factor, which is not exactly the size
         truths = ((name, value, evidence.truth[name]) for name, value in values.items())
-        del factor  # the measured factor is not exactly the size
         return tuple(
             Explained(
                 value=value, truth=truth, guess=known[0] * truth.double(), names=(name,), fitted=int(name == names[0])

@@ -30,7 +30,7 @@ def from_masks(failure: Failure) -> list[Cause]:
     """
     evidence, found = failure.evidence, failure.findings.get("masks")
     if found is not None and found.verdict == FAIL and evidence.mask_draws and evidence.mask_draws.anew:
-        words = "recomputation did not begin with the random state of its forward"
+        words = "recomputation drew masks that its forward did not draw"
         return [reported("drawn_anew", words, evidence.mask_draws.anew)]
     first = next((name for name in failure.wrong if kind_of(name) == KIND), "")
     if not first or not (evidence.torn or any(kind_of(name) == KIND for name in evidence.given)):

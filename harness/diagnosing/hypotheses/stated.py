@@ -8,19 +8,19 @@ from harness.diagnosing.causes.hypothesis import Failure
 from harness.diagnosing.hypotheses.layouts import from_flaws
 
 _STATED: Mapping[str, tuple[str, str]] = {
-    "data": ("data_path", "the code that reads the data, which the dense model and the ranks have in common"),
+    "data": ("data_path", "the dense model and the ranks read data that are wrong alike, as the check states"),
     "truth": (
         "other_model",
-        "its weights, or other numbers, are drawn in the case's dtype, where the same seed gives others: draw them in "
-        "float64 and round them, torch.randn(..., dtype=torch.float64).to(dtype)",
+        "in float32 the dense model is another one than in float64; draw its numbers in float64 and round them, "
+        "torch.randn(..., dtype=torch.float64).to(dtype)",
     ),
-    "coverage": (
-        "uncheckable",
-        "names that are not the canonical ones (loss/<step>, grad/<parameter>, ...), or a subject that returns nothing",
-    ),
+    "coverage": ("uncheckable", "no name that the subject returns is one of the truth's"),
     "merge": ("layout", "the ranks' parts do not make the full tensor, as the check states"),
     "waits": ("not_waited", "its wait() was never called"),
-    "parallelism": ("not_parallel", "the case splits something, and nothing is split or sent, as the check states"),
+    "parallelism": (
+        "not_parallel",
+        "ranks of a case that splits send nothing, or hold everything, as the check states",
+    ),
     "determinism": (
         "not_deterministic",
         "two runs of the same ranks on the same data differ: some number does not follow from the case",
@@ -28,7 +28,7 @@ _STATED: Mapping[str, tuple[str, str]] = {
 }
 """Checks that are a cause by themselves and come before any number: check -> (cause, words)."""
 _USUAL: Mapping[str, tuple[str, str]] = {
-    "overlap": ("exposed", "nothing is computed between the call and its wait"),
+    "overlap": ("exposed", "no product is computed between the call and its wait"),
     "recording": ("recording", "the run that is watched and the one that is not differ"),
 }
 """Usual causes behind a check that nothing else explains: check -> (cause, words)."""

@@ -99,7 +99,7 @@ def _by_rank(evidence: Evidence, names: Sequence[str], tokens: Tensor) -> list[C
         return claimed("local_count", words, fit)
     others = [torch.cat([w[: rows[rank]], w[rows[rank] + 1 :]]) for rank, w in weights.items()]
     if len(tokens) > 1 and all(bool((other.abs() < CLOSE).all()) for other in others):
-        words = "each data rank's own micro-batches alone are in it: it was never summed over dp"
+        words = "each data rank's own micro-batches alone are in it"
         return claimed("not_summed", words, fit)
     return _of_weights(weights[0], tokens, fit)
 
@@ -222,7 +222,7 @@ def from_counts(evidence: Evidence, name: str) -> list[Cause]:
         return []
     everyone = torch.ones(len(tokens), dtype=torch.float64)
     rules = [
-        ("not_summed", "each data rank's own: never summed over dp", tokens.sum(1)),
+        ("not_summed", "each data rank's own", tokens.sum(1)),
         ("micro_missing", "that of the last micro-batch alone", tokens[:, -1].sum() * everyone),
         ("micro_missing", "that of the first micro-batch alone", tokens[:, 0].sum() * everyone),
         ("micro_missing", "each data rank's own last micro-batch", tokens[:, -1]),

@@ -62,9 +62,8 @@ STOOD = [
     Position(rank=1, state="raised"),
 ]
 SUBJECTS, MACHINES = "the subject did not finish", "the machine failed"
-WAITS = "a rank that waits for ever, too little time, or a machine that failed"
-ENDED = "the subject ended the process of a rank: a crash in native code, or os._exit"
-STALLS = "a rank loops, sleeps or is stopped at the line above, or needs more time for what it does there"
+ENDED = "the process of a rank ended before the subject returned"
+STALLS = "a rank came to no further call in time: the line above says where it stood"
 SKIPS = "the ranks issued different calls, or not as many: the line above says where each stood"
 
 
@@ -75,8 +74,8 @@ SKIPS = "the ranks issued different calls, or not as many: the line above says w
         (partial(Desynchronised, kind="skipped"), SUBJECTS, SKIPS, "desynchronised"),
         (RankCrashed, SUBJECTS, ENDED, "crashed"),
         (Stalled, SUBJECTS, STALLS, "stalled"),
-        (TimeLimit, MACHINES, WAITS, "machine"),
-        (RankDied, MACHINES, WAITS, "machine"),
+        (TimeLimit, MACHINES, "the time was up", "machine"),
+        (RankDied, MACHINES, "the machine failed", "machine"),
     ],
 )
 def test_a_case_without_an_outcome_in_six_lines(error: Any, what: str, why: str, cause: str) -> None:
@@ -103,7 +102,7 @@ def test_every_failure_has_six_labelled_lines() -> None:
         assert labels == ["what", "where", "error", "first", "causes", "repeat"]
     silent = told_by(evidence(events=(), expectation=None), "parallelism")
     assert silent[2] == "error:  nothing to measure: this must never be"
-    assert silent[4] == "causes: the case splits something, and nothing is split or sent, as the check states"
+    assert silent[4] == "causes: ranks of a case that splits send nothing, or hold everything, as the check states"
 
 
 def test_the_rank_whose_shard_is_wrong_is_named() -> None:

@@ -144,15 +144,16 @@ def correction(evidence: Evidence, factor: float, step: int, predict: Predict) -
 
     (b1, b2), count = kept, step + 1
     now = size(1 - b1**count, 1 - b2**count)
-    others = {f"of step {n}": size(1 - b1 ** (n + 1), 1 - b2 ** (n + 1)) for n in range(step + 3) if n != step}
+    steps = (n for n in range(step + 3) if n != step)
+    others = {f"the correction of step {n}": size(1 - b1 ** (n + 1), 1 - b2 ** (n + 1)) for n in steps}
     others |= {
-        "of none": 1.0,
-        "of the mean alone": 1 / (1 - b1**count),
-        "of the squares alone": math.sqrt(1 - b2**count),
+        "no correction": 1.0,
+        "the correction of the mean alone": 1 / (1 - b1**count),
+        "the correction of the squares alone": math.sqrt(1 - b2**count),
     }
     for what, other in others.items():
         if math.isclose(factor, other / now, rel_tol=NEAR):
-            words = f"what step {step} makes of its moments is {in_words(factor)} the right: corrected as that {what}"
+            words = f"what step {step} makes of its moments is {in_words(factor)} the right, as with {what}"
             return claimed("bias_correction", words, *predict(other / now))
     return []
 
