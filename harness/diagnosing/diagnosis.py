@@ -109,8 +109,8 @@ def explanation_of(evidence: Evidence, findings: Mapping[str, Finding]) -> Expla
         evidence=evidence, wrong=wrong, numbers=numbers, findings=findings, parted=parted, call_first=call_first
     )
     causes = likely(failure)
-    said = "" if causes else hint(evidence, first, wrong, _undecided(evidence, findings))
-    return Explanation(first=first, causes=causes, hint=said)
+    words = "" if causes else hint(evidence, first, wrong, _undecided(evidence, findings))
+    return Explanation(first=first, causes=causes, hint=words)
 
 
 def _undecided(evidence: Evidence, findings: Mapping[str, Finding]) -> set[str]:

@@ -46,12 +46,12 @@ def agreement(evidence: Evidence, wrong: Sequence[str], undecided: Collection[st
         Counter(KIND_WORDS.get(kind, kind) for kind in map(kind_of, n)) for n in (evidence.truth, good, bad)
     )
     sides = (("wrong", off), ("right", right))
-    said = [
+    parts = [
         f"{side}: {', '.join(f'{kind} {count[kind]} of {of[kind]}' for kind in of if count[kind])}"
         for side, count in sides
         if count
     ]
-    return "; ".join(said)
+    return "; ".join(parts)
 
 
 def _of_start(evidence: Evidence, first: First) -> Iterator[str]:
