@@ -1,5 +1,6 @@
 """No cause is reported that its own numbers contradict: sentences that were, and random evidence."""
 
+import ast
 import re
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,7 @@ from harness.diagnosing.first_place import First
 from harness.diagnosing.hints import hint
 from harness.diagnosing.hypotheses.patterns import from_patterns
 from harness.shard import Shard
+from tests import ROOT
 from tests.harness.toy_evidence import case, drawn, evidence, ids_of, outcome_of, planted, truth
 
 ALONE = case("mode=tp tp=2 seq=16 micro=1 dtype=float32")
@@ -38,6 +40,19 @@ def seen(values: Values, true: Values | None = None, text: Any = ALONE) -> Evide
 
 def words_of(found: list[Cause]) -> list[str]:
     return [cause.words for cause in found]
+
+
+def test_no_message_of_the_diagnosis_guesses() -> None:
+    """An example or a supposition in a message says more than the numbers and calls show."""
+    texts = {
+        (path.name, node.value)
+        for path in (ROOT / "harness/diagnosing").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and not node.value.rstrip().endswith(".")
+    }
+    assert len(texts) > 500
+    supposed = re.compile(r"such as|probabl|perhaps|possibl|e\.g\.|usual|likely|uninitiali|might|may be")
+    assert [text for text in texts if supposed.search(text[1])] == []
 
 
 def test_a_factor_near_1_is_told_with_the_digits_that_tell_it_from_1() -> None:

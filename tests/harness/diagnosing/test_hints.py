@@ -162,6 +162,13 @@ def test_factor_is_told_by_sizes_that_it_can_come_from(factors: dict[str, float]
     assert ids_of(multiplied(factors, micro)) == ids
 
 
+def test_four_losses_show_a_factor_and_three_do_not() -> None:
+    for steps, causes in ((3, "wrong: loss 3 of 3; right: "), (4, "all are 2 x the truth, which is tp=2")):
+        true = {f"loss/{step}": drawn().abs() + 5 + step for step in range(steps)}
+        found = seen({n: 2 * loss for n, loss in true.items()}, f"mode=tp tp=2 seq=16 micro=1 steps={steps}", true)
+        assert told_by(found)[4].startswith(f"causes: {causes}")
+
+
 def test_a_loss_over_gathered_logits_is_told_by_its_logarithm() -> None:
     for extra, ids in ((math.log(2), ["more_classes"]), (0.97 * math.log(2), [])):
         assert ids_of(seen({"loss/0": truth()["loss/0"] + extra}, "mode=tp tp=2 seq=16 micro=1")) == ids
