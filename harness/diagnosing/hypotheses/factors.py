@@ -16,7 +16,7 @@ from torch import Tensor
 from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import kind_of
 from harness.diagnosing.causes.cause import Cause, claimed
-from harness.diagnosing.causes.hypothesis import OF_TOKENS, VALUES, Hypothesis, of_values
+from harness.diagnosing.causes.hypothesis import OF_TOKENS, VALUES, Failure, Hypothesis, of_values
 from harness.diagnosing.causes.places import summable
 from harness.diagnosing.causes.proofs import (
     FEWEST_OF_A_FACTOR,
@@ -103,27 +103,28 @@ def sizes_of(evidence: Evidence, factor: float, near: float = _NEAR, more: tuple
     return ""
 
 
-def from_factor(evidence: Evidence, names: Sequence[str]) -> list[Cause]:
-    """Causes of one factor on all of these wrong tensors; nothing when they do not share one."""
-    values = {name: evidence.merged.tensors[name] for name in names if name in evidence.merged.tensors}
-    factors = [factor_of(value, evidence.truth[name]) for name, value in values.items()]
-    known = [factor for factor in factors if factor is not None]
+def from_factor(evidence: Evidence, names: Sequence[str], beside: Sequence[str] = ()) -> list[Cause]:
+    """Causes of one factor on all of these wrong tensors; nothing when they do not share one.
+
+    `beside` are all wrong gradients, where they are to share it too.
+    """
+    every = [*names, *beside]
+    values = {name: evidence.merged.tensors[name] for name in every if name in evidence.merged.tensors}
+    known = [factor for n, value in values.items() if (factor := factor_of(value, evidence.truth[n])) is not None]
     near = max((share_left(value) for value in values.values()), default=_NEAR)
-    if not known or len(known) < len(names):
+    if not known or len(known) < len(every):
         return []
 
-    def predict(_: float) -> tuple[Explained, ...]:  # by the measured factor, which is not exactly the size
-        truths = ((name, value, evidence.truth[name]) for name, value in values.items())
-        return tuple(
-            Explained(
-                value=value, truth=truth, guess=known[0] * truth.double(), names=(name,), fitted=int(name == names[0])
-            )
-            for name, value, truth in truths
-        )
-
-    relation = f"{'it is' if len(names) == 1 else 'all are'} {times(known[0])} the truth"
+    # guesses are of the measured factor, which is not exactly the size
+    guesses = {name: known[0] * evidence.truth[name].double() for name in values}
+    predicted = tuple(
+        Explained(value=value, truth=evidence.truth[n], guess=guesses[n], names=(n,), fitted=int(n == names[0]))
+        for n, value in values.items()
+    )
+    wrong = "it and all wrong gradients are" if beside else "it is" if len(names) == 1 else "all are"
+    relation = f"{wrong} {times(known[0])} the truth"
     more = _DEPTH if kind_of(names[0]) == "init" else ()
-    found = _Found(factor=known[0], relation=relation, near=near, predict=predict, more=more)
+    found = _Found(factor=known[0], relation=relation, near=near, predict=lambda _: predicted, more=more)
     return _decided(evidence, _guesses(evidence, names), found, lambda other: _factor_in(other, names[0]))
 
 
@@ -258,16 +259,20 @@ def _counts(evidence: Evidence) -> dict[str, float]:
     return counts
 
 
-def _per_step(evidence: Evidence, names: Sequence[str]) -> list[Cause]:
-    """Causes of a factor on the numbers of all wrong steps, else of one on the first that is a size of the case.
+def _per_step(failure: Failure) -> list[Cause]:
+    """Causes of a factor on the numbers of all wrong steps, else of one on the first step's and all wrong gradients.
 
     A constant factor that implies another whole number of tokens is left out: tokens may be counted otherwise.
     """
-    causes, first = from_factor(evidence, names), evidence.merged.tensors.get(names[0])
+    evidence, names = failure.evidence, failure.alike
+    gradients, first = failure.of_kind("grad"), evidence.merged.tensors.get(names[0])
+    causes = from_factor(evidence, names)
+    if not causes and gradients and names[0].endswith("/0"):  # gradients are those of the first step
+        causes = from_factor(evidence, names[:1], gradients)
     if causes and causes[0].id == "constant_factor" and first is not None and "tokens" in evidence.shares:
         count = float(evidence.shares["tokens"].sum() * evidence.truth[names[0]].double() / first.double())
         causes = [] if math.isclose(count, round(count), rel_tol=1e-6) else causes
-    return causes or from_factor(evidence, names[:1])
+    return causes
 
 
 _PER_STEP = frozenset({"loss", OF_TOKENS, "grad_norm"})
@@ -283,13 +288,13 @@ HYPOTHESES = (
         kinds=VALUES - _PER_STEP,
     ),
     Hypothesis(
-        predicts="the number of every wrong step is the truth times one factor",
-        causes=lambda failure: _per_step(failure.evidence, failure.alike),
+        predicts="the number of every wrong step, or of one and all gradients, is the truth times one factor",
+        causes=_per_step,
         kinds=_PER_STEP,
     ),
     Hypothesis(
-        predicts="the number of tokens is the truth times a size of the case",
-        causes=lambda failure: from_factor(failure.evidence, failure.of_kind("tokens")[:1]),
+        predicts="the number of tokens of every wrong step is the truth times a size of the case",
+        causes=lambda failure: from_factor(failure.evidence, failure.of_kind("tokens")),
         kinds=frozenset({"tokens", OF_TOKENS}),
     ),
 )

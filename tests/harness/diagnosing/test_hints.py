@@ -169,6 +169,16 @@ def test_four_losses_show_a_factor_and_three_do_not() -> None:
         assert told_by(found)[4].startswith(f"causes: {causes}")
 
 
+def test_a_loss_and_gradients_that_share_a_factor_show_it_together() -> None:
+    gradients = [name for name in truth() if name.startswith("grad/")]
+    for other, causes in (
+        (2, "it and all wrong gradients are 2 x the truth, which is tp=2"),
+        (3, "wrong: loss 1 of 2, "),
+    ):
+        found = multiplied({"loss/0": 2, **dict.fromkeys(gradients, 2), W1: other})
+        assert told_by(found)[4].startswith(f"causes: {causes}")
+
+
 def test_a_loss_over_gathered_logits_is_told_by_its_logarithm() -> None:
     for extra, ids in ((math.log(2), ["more_classes"]), (0.97 * math.log(2), [])):
         assert ids_of(seen({"loss/0": truth()["loss/0"] + extra}, "mode=tp tp=2 seq=16 micro=1")) == ids
