@@ -14,7 +14,7 @@ from harness.checking.coverage import coverage, data, layout, replicas
 from harness.checking.evidence import UNKNOWN, Evidence, Finding
 from harness.checking.ledger_checks import ledger
 from harness.checking.measures.kinds import NUMERIC_KINDS
-from harness.checking.numeric_checks import numeric, tokens
+from harness.checking.numeric_checks import numeric, tokens, update
 from harness.checking.repeats import determinism, recording
 from harness.errors import error_text
 
@@ -38,7 +38,11 @@ def _rarely(name: str) -> Check:
     return check
 
 
-_OF_THEIR_OWN = {"tokens": tokens, **{name: _rarely(name) for name in ("initial_values", "masks", "routing", "saved")}}
+_OF_THEIR_OWN = {
+    "tokens": tokens,
+    "update": update,
+    **{name: _rarely(name) for name in ("initial_values", "masks", "routing", "saved")},
+}
 """Kinds of NUMERIC_KINDS whose check does more than compare numbers with the truth."""
 
 CHECKS: Mapping[str, Check] = {

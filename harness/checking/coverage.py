@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from torch import Tensor
 
 from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding, apart_by
-from harness.checking.measures.kinds import kind_of
+from harness.checking.measures.kinds import kind_of, never_made
 from harness.checking.measures.spreads import replica_spread
 from harness.outcome.merging import Flaw
 
@@ -53,6 +53,8 @@ def coverage(evidence: Evidence) -> Finding:
     strange = tuple(name for name in strange if name in named)  # a captured module of its own is nobody's slip
     if not any(kind_of(name) == ROUTING for name in evidence.truth):  # then copies are compared with each other
         strange = tuple(name for name in strange if kind_of(name) != ROUTING)
+    made = never_made(evidence.truth, strange)  # the check of the update speaks of these
+    strange = tuple(name for name in strange if name not in made)
     undeclared = [name for name in missing if name not in declared]
     all_declared = all(_matched(name, evidence.declared) for name in evidence.truth)
     nothing = f"unchecked={evidence.declared} declares every name of the truth, so it says nothing"

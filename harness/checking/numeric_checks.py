@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 
 from harness.checking.evidence import FAIL, PASS, UNKNOWN, Decided, Evidence, Finding, Worst
-from harness.checking.measures.kinds import KIND_WORDS, NUMERIC_KINDS, kind_of
+from harness.checking.measures.kinds import KIND_WORDS, NUMERIC_KINDS, kind_of, never_made
 from harness.checking.measures.many_tensors import BLOCK, measured_together
 from harness.checking.measures.measured import STATED, Measured
 from harness.checking.measuring import movement, sizes_of
@@ -96,6 +96,30 @@ def tokens(evidence: Evidence) -> Finding | None:
     name = finding.worst.name
     counted, must = (int(tensors[name]) for tensors in (evidence.merged.tensors, evidence.truth))
     return replace(finding, message=f"{name} is {counted}, and the dense model counts {must}")
+
+
+_states = numeric("update")
+
+
+def update(evidence: Evidence) -> Finding | None:
+    """Whether parameters and states after a step are the dense model's; of a step that it skips there are no new ones.
+
+    Values of states that the truth lacks are not looked at: that an optimizer made them is what is wrong.
+    """
+    finding = _states(evidence)
+    made = sorted(never_made(evidence.truth, {name for outcome in evidence.outcomes for name in outcome}))
+    if finding is None or not made:
+        return finding
+    message = f"{made[0]} is a state that only a step of the optimizer makes, and the dense model skips that step"
+    if finding.verdict == FAIL:
+        message = f"{finding.message}; {message}"
+    names = (*finding.names, *made)
+    decided = dict(finding.decided)
+    for kind, count in Counter(map(kind_of, made)).items():
+        found, of = decided.get(kind, (0, count))
+        decided[kind] = (found + count, of)
+    unchecked = tuple(name for name in finding.unchecked if name not in made)
+    return replace(finding, verdict=FAIL, message=message, names=names, unchecked=unchecked, decided=decided)
 
 
 def _decided(measured: Measured) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from harness.checking.evidence import FAIL, Evidence, Finding
 from harness.checking.laws import broken_laws
 from harness.checking.ledger_checks import module_order
-from harness.checking.measures.kinds import kind_of
+from harness.checking.measures.kinds import NUMERIC_KINDS, kind_of
 from harness.checking.measures.spreads import replica_spread
 from harness.diagnosing.causes.cause import Cause, reported
 from harness.diagnosing.causes.hypothesis import Failure
@@ -21,7 +21,7 @@ from harness.diagnosing.first_place import First, first_place
 from harness.diagnosing.hints import hint
 from harness.diagnosing.rank_causes import likely
 from harness.differences import Difference, but_for_bytes, differences
-from harness.errors import Desynchronised, ProgramError, RankCrashed, ShardproofError, Stalled
+from harness.errors import Desynchronised, ProgramError, RankCrashed, ShardproofError, Stalled, TimeLimit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +109,15 @@ def explanation_of(evidence: Evidence, findings: Mapping[str, Finding]) -> Expla
         evidence=evidence, wrong=wrong, numbers=numbers, findings=findings, parted=parted, call_first=call_first
     )
     causes = likely(failure)
-    return Explanation(first=first, causes=causes, hint="" if causes else hint(evidence, first, wrong))
+    words = "" if causes else hint(evidence, first, wrong, _undecided(evidence, findings))
+    return Explanation(first=first, causes=causes, hint=words)
+
+
+def _undecided(evidence: Evidence, findings: Mapping[str, Finding]) -> set[str]:
+    """Names of the truth of which no check says whether they are right."""
+    compared = {kind for check, kinds in NUMERIC_KINDS.items() if check in findings for kind in kinds}
+    unchecked = {name.partition(" ")[0] for finding in findings.values() for name in finding.unchecked}
+    return unchecked | {name for name in evidence.truth if kind_of(name) not in compared}
 
 
 def wrong_names(evidence: Evidence, findings: Mapping[str, Finding]) -> list[str]:
@@ -148,14 +156,14 @@ def ended(error: ShardproofError) -> Diagnosis:
         known = "desynchronised"
         words = "the ranks issued different calls, or not as many: the line above says where each stood"
     elif isinstance(error, RankCrashed):
-        known, words = "crashed", "the subject ended the process of a rank: a crash in native code, or os._exit"
+        known, words = "crashed", "the process of a rank ended before the subject returned"
     elif isinstance(error, Stalled):
         known = "stalled"
-        words = "a rank loops, sleeps or is stopped at the line above, or needs more time for what it does there"
+        words = "a rank came to no further call in time: the line above says where it stood"
     elif isinstance(error, ProgramError):
         known, words = "raised", "the subject raised: the line above says where each rank stood"
     else:
-        known, words = "machine", "a rank that waits for ever, too little time, or a machine that failed"
+        known, words = "machine", "the time was up" if isinstance(error, TimeLimit) else "the machine failed"
     ranks, causes = tuple(getattr(error, "ranks", ())), (reported(known, words, error),)
     return Diagnosis(check="run", ranks=ranks, first=First(), causes=causes)
 

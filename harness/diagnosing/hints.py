@@ -1,17 +1,18 @@
 """Hints about the first place where no cause fits: words that claim no cause, each of them true of the numbers.
 
 Hints are about initial values, when parameters differ before any step; drawn numbers that stand in places of others.
-Then a factor that is a size of the case, when the evidence does not single out its origin. Last, where to look when the
-gradients are right and the update is wrong.
+Then a factor that is a size of the case, when the evidence does not single out its origin, or one on an update. Last,
+which tensors agree with the truth and which do not.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 
 from harness.checking.evidence import Evidence
-from harness.checking.measures.kinds import kind_of
+from harness.checking.measures.kinds import KIND_WORDS, kind_of
 from harness.diagnosing.causes.places import blocks_of, comparable
-from harness.diagnosing.causes.proofs import share_left
+from harness.diagnosing.causes.proofs import FEWEST_OF_A_FACTOR, independent, share_left
 from harness.diagnosing.causes.proofs import times as in_words
 from harness.diagnosing.first_place import First
 from harness.diagnosing.hypotheses.displaced import in_other_places
@@ -23,13 +24,34 @@ MOVED = 5.0
 """A parameter whose error exceeds this many times its movement in training had another initial value."""
 
 
-def hint(evidence: Evidence, first: First, wrong: Sequence[str]) -> str:
-    """Hints on the first place, joined by "; ", or "". `wrong` are all wrong names in the order of training."""
+def hint(evidence: Evidence, first: First, wrong: Sequence[str], undecided: Collection[str] = ()) -> str:
+    """Hints on the first place, joined by "; ", or "". `wrong` are all wrong names in the order of training.
+
+    `undecided` are names of which no check says whether they are right.
+    """
     if not first.name or first.event or evidence.located is not None or not comparable(evidence, first.name):
-        return ""
-    return "; ".join(
-        [*_of_start(evidence, first), *_of_factor(evidence, first.name), *_of_update(evidence, first, wrong)]
+        return agreement(evidence, wrong, undecided)
+    known = [*_of_start(evidence, first), *_of_factor(evidence, first.name), *_of_update(evidence, first, wrong)]
+    return "; ".join(known) or agreement(evidence, wrong, undecided)
+
+
+def agreement(evidence: Evidence, wrong: Sequence[str], undecided: Collection[str] = ()) -> str:
+    """Which tensors agree with the truth and which do not, by their kinds; "" where none is decided.
+
+    Names that no check decides are in neither.
+    """
+    bad = [name for name in wrong if name in evidence.truth]
+    good = {*evidence.merged.tensors} & {*evidence.truth} - {*wrong} - {*undecided}
+    of, right, off = (
+        Counter(KIND_WORDS.get(kind, kind) for kind in map(kind_of, n)) for n in (evidence.truth, good, bad)
     )
+    sides = (("wrong", off), ("right", right))
+    parts = [
+        f"{side}: {', '.join(f'{kind} {count[kind]} of {of[kind]}' for kind in of if count[kind])}"
+        for side, count in sides
+        if count
+    ]
+    return "; ".join(parts)
 
 
 def _of_start(evidence: Evidence, first: First) -> Iterator[str]:
@@ -52,7 +74,7 @@ def _of_start(evidence: Evidence, first: First) -> Iterator[str]:
 
 def _of_factor(evidence: Evidence, name: str) -> Iterator[str]:
     """Hint about a factor on all that is wrong of the first tensor, if it is a size of the case, or sizes."""
-    if name not in evidence.truth:
+    if name not in evidence.truth or independent([evidence.truth[name]]) < FEWEST_OF_A_FACTOR:
         return
     factors, wrong, right = list[float](), set[int](), set[int]()
     truth, near = evidence.truth[name].double(), share_left(evidence.truth[name])
@@ -71,18 +93,17 @@ def _of_factor(evidence: Evidence, name: str) -> Iterator[str]:
     alike = factors and math.isclose(min(factors), max(factors), rel_tol=near)
     if alike and (sizes := sizes_of(evidence, factors[0], near)):
         where = f"on rank{'s' * (len(wrong) > 1)} {ranks_text(sorted(wrong))} " if right - wrong else ""
-        few = ", one number only" if truth.numel() == 1 else ""
-        yield f"{where}{name} is {in_words(factors[0])} the truth, which is {sizes}{few}"
+        yield f"{where}{name} is {in_words(factors[0])} the truth, which is {sizes}"
 
 
 def _of_update(evidence: Evidence, first: First, wrong: Sequence[str]) -> Iterator[str]:
-    """Where to look when an update is the first that is wrong, and by what factor it is off."""
+    """The factor on an update that is the first that is wrong, though its gradients are right."""
     step = max(first.step, 0)
     known = {name for name in evidence.merged.tensors if kind_of(name) == "grad" and not step} | {f"grad_norm/{step}"}
     is_update = kind_of(first.name) not in ("logits", "value_after")  # other data, or no optimizer's state
     if first.phase != "step" or not is_update or not known & {*evidence.merged.tensors} or known & {*wrong}:
         return
     state = moved(evidence, wrong, "param", step)
-    factor = times(state.got, state.right) if state else None
-    ratio = "" if factor is None else f" (the updates of step {step} are {in_words(factor)} the right ones)"
-    yield f"gradients are right, the update is wrong: look at clip, decay, learning rate, step count{ratio}"
+    factor = times(state.got, state.right) if state and independent([state.right]) >= FEWEST_OF_A_FACTOR else None
+    if factor is not None:
+        yield f"the updates of step {step} are {in_words(factor)} the right ones"

@@ -65,22 +65,20 @@ def in_six_lines(
 
 def _cause(case: CaseLike, broken: Sequence[Row], *, disturbed: bool) -> Cause:
     if disturbed:
-        words = "a result that depends on timing or on memory that nobody wrote, or that watching itself changes"
-        return reported("recording", words, disturbed)
+        return reported("recording", "the outcome of a run that is watched is another one", disturbed)
     if not broken:
         return reported("not_parallel", f"no rank of {case.world_size} issues a collective here", case)
     against, confirming = _sides(broken)
     if "recorder" in against:
         words = "on processes of their own the ranks issue other calls than on the engine that proved the case"
         return reported("session_differs", words, broken)
+    tell = f"tell{'s' * (len(against) == 1)} it otherwise"
     if {"torch", CLOSED_FORM} <= against or (broken[0].recorded is None and "torch" in against):
-        words = f"a call that passes by the recorder, or that it reads wrong: {_named(against)} knew of it without it"
-        return reported("recorder_blind", words, broken)
+        return reported("recorder_blind", f"{_named(against)} {tell} than the recorder", broken)
     if CLOSED_FORM in against:
         words = "the program issues other calls than its closed form states"
         return reported("not_stated", f"{words}: {_named(('recorder', *confirming))} saw the same", broken)
-    words = f"{_named(against)} alone tells it otherwise: lost, doubled or renamed by the tool, not by the program"
-    return reported("witness_slip", words, broken)
+    return reported("witness_slip", f"{_named(against)} alone {tell}", broken)
 
 
 def _sides(broken: Sequence[Row]) -> tuple[set[str], set[str]]:

@@ -93,8 +93,8 @@ def _pair(error: float, allowed: float) -> str:
 
 
 def _share(error: float, allowed: float) -> float:
-    if math.isnan(error):
-        return -1.0
+    if not math.isfinite(error):
+        return -1.0 if math.isnan(error) else math.inf
     return error / allowed if allowed else math.inf if error else 0.0
 
 

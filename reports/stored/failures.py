@@ -263,8 +263,11 @@ def _layers(errors: pd.DataFrame) -> list[str]:
 
 
 def _share(error: float, allowed: float) -> float:
-    """Error in units of what is allowed; infinite where that is nothing, or the error is no number."""
-    if math.isnan(error) or (error and not allowed):
+    """Error in units of what is allowed; infinite where that is nothing, or the error is infinite or no number.
+
+    A control run of what overflows has an infinite limit, which says nothing of an infinite error.
+    """
+    if not math.isfinite(error) or (error and not allowed):
         return math.inf
     return error / allowed if allowed else 0.0
 

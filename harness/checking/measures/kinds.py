@@ -51,6 +51,12 @@ def comparable(truth: Mapping[str, Tensor], outcomes: Sequence[Iterable[str]]) -
     return {name: tensor for name, tensor in truth.items() if not is_state(name)}
 
 
+def never_made(truth: Mapping[str, Tensor], returned: Iterable[str]) -> list[str]:
+    """States of an optimizer that ranks return and that the truth lacks, for it skips the step (`skipped/<step>`)."""
+    skipped = {step_of(name) for name, tensor in truth.items() if kind_of(name) == "skipped" and bool(tensor.any())}
+    return [name for name in returned if is_state(name) and name not in truth and step_of(name) in skipped]
+
+
 def step_of(name: str) -> int:
     """The step in an outcome name: 3 of "loss/3" and of "param_after/3/head.weight"; -1 when it names none."""
     word = name.partition("/")[2].partition("/")[0]

@@ -18,11 +18,13 @@ _PHASES = {
     "act": "forward",
     "routing": "forward",
     "logits": "forward",
+    "loss_scale": "loss",
     "loss": "loss",
     "metric": "metric",
     "act_grad": "backward",
     "grad": "backward",
     "tokens": "grad_sync",
+    "skipped": "grad_sync",
     "grad_norm": "grad_sync",
     "param": "step",
     "saved": "checkpoint",
@@ -66,10 +68,11 @@ def timeline(names: Sequence[str], steps: int) -> list[str]:
     order += [name for name in choices if step_of(name) == 0]
     for step in range(steps):
         order += [name for name in (*masks, *choices) if step and step_of(name) == step]
-        order += [name for kind in ("logits", "loss") for name in of_kind.get(kind, ()) if name == f"{kind}/{step}"]
+        forward = ("logits", "loss_scale", "loss")
+        order += [name for kind in forward for name in of_kind.get(kind, ()) if name == f"{kind}/{step}"]
         if step == 0:
             order += [name for kind in ("act_grad", "grad") for name in reversed(of_kind.get(kind, ()))]
-        summed = ("tokens", "grad_norm")
+        summed = ("tokens", "skipped", "grad_norm")
         order += [name for kind in summed for name in of_kind.get(kind, ()) if name == f"{kind}/{step}"]
         order += reversed([name for name in names if is_state(name) and step_of(name) == step])
     order += reversed(of_kind.get("param", ()))

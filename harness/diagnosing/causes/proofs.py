@@ -5,7 +5,7 @@ Tensors of one prediction have one shape; values of several ranks are put end to
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,6 +21,8 @@ DRIFT = 64
 """Replicas within this many machine epsilons of the truth differ in their last bits only."""
 _ROUNDINGS = 16
 """A tensor that was rounded on its way is within this many epsilons of the shorter dtype of the truth."""
+FEWEST_OF_A_FACTOR = 4
+"""Fewest independent elements that show a factor: any wrong number is a factor times the right one."""
 FEWEST = 8
 """Fewest nonzero elements whose fit to a shorter dtype is no chance."""
 
@@ -143,6 +145,11 @@ def share_left(value: Tensor) -> float:
 def explains(guess: Tensor, value: Tensor, truth: Tensor) -> bool:
     """Whether `guess` accounts for the wrong `value`: next to nothing of the error is left."""
     return Explained(value=value, truth=truth, guess=guess).holds
+
+
+def independent(truths: Iterable[Tensor]) -> int:
+    """Elements of these tensors that show a factor by themselves: those that are 0, or repeat another, do not."""
+    return sum(len(t.double()[t != 0].abs().unique()) for t in truths)
 
 
 def number(value: float) -> Tensor:

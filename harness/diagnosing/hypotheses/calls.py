@@ -15,7 +15,7 @@ _AFTER_GRADIENTS = frozenset({"grad_norm", STATE})
 """Kinds of numbers that are made of the gradients of parameters."""
 _COUNTED = {
     "missing": ("missing_call", "calls that this term counts are left out"),
-    "extra": ("extra_call", "more calls than this term counts: done twice, or not needed"),
+    "extra": ("extra_call", "more calls than this term counts"),
     "wrong": ("wrong_payload", "the calls that this term counts are of other sizes"),
 }
 """Usual causes when a term with fields left out does not hold: kind of the difference -> (cause, words)."""
@@ -73,11 +73,9 @@ def _blamed(parted: Difference) -> Cause:
     if parted.counted:
         return reported(*_COUNTED[parted.kind], parted)
     if parted.kind == "missing":
-        left = "each rank keeps its partial sum" if "reduce" in line.op else "ranks work on what they have alone"
-        return reported("missing_call", f"the {line.op} over {line.axis} is left out: {left}", parted)
+        return reported("missing_call", f"the {line.op} over {line.axis} is left out", parted)
     if parted.kind == "extra":
-        words = f"one {line.op} over {line.axis} too many: done twice, or not needed"
-        return reported("extra_call", words, parted)
+        return reported("extra_call", f"one {line.op} over {line.axis} too many", parted)
     assert parted.expected and parted.found  # the third kind has both sides
     expected, found = parted.expected, parted.found
     pairs = {field: (getattr(found, field), getattr(expected, field)) for field in EventKey.__slots__}
@@ -111,7 +109,7 @@ def unused(failure: Failure) -> list[Cause]:
     if not lost or evidence.returned.isdisjoint(names):
         return []
     listed = f"{', '.join(lost[:3])}{' ...' * (len(lost) > 3)}"
-    words = f"no rank returned {listed}, and the parameters did not move: not used, detached or frozen"
+    words = f"no rank returned {listed}, and the parameters did not move"
     return [reported("unused", words, lost)]
 
 

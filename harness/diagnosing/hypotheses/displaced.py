@@ -36,10 +36,7 @@ def from_regions(evidence: Evidence, name: str) -> list[Cause]:
         places = [there for _, block in wrong if (there := _elsewhere(name, block, dim, starts, truth))]
         if len(starts) > 1 and wrong and len(places) == len(wrong):
             (rank, block), (start, _) = wrong[0], places[0]
-            words = (
-                f"along dim {dim} rank {rank} holds what lies at {start}, where {block.region[dim][0]} is meant: "
-                "another rank's part, or an offset that is left out"
-            )
+            words = f"along dim {dim} rank {rank} holds what lies at {start}, where {block.region[dim][0]} is meant"
             return claimed("other_shard", words, *(moved for _, moved in places))
     return []
 
@@ -87,7 +84,7 @@ def from_offsets(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
         shows = False
         for offset in (sign * places for places in range(1, FURTHEST + 1) for sign in (1, -1)):
             late = "late" if offset > 0 else "early"
-            words = f"its elements stand {abs(offset)} too {late} in flat memory: a buffer walked from another place"
+            words = f"its elements stand {abs(offset)} too {late} in flat memory"
             slid = [explained for x, t in pairs if (explained := _slid(name, x, t, offset))]
             distinct = len(slid) == len(pairs)
             if causes := claimed("flat_offset", words, *slid) if distinct else []:

@@ -16,9 +16,17 @@ from torch import Tensor
 from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import kind_of
 from harness.diagnosing.causes.cause import Cause, claimed
-from harness.diagnosing.causes.hypothesis import OF_TOKENS, VALUES, Hypothesis, of_values
+from harness.diagnosing.causes.hypothesis import OF_TOKENS, VALUES, Failure, Hypothesis, of_values
 from harness.diagnosing.causes.places import summable
-from harness.diagnosing.causes.proofs import SINGLE, Explained, explains, share_left, times
+from harness.diagnosing.causes.proofs import (
+    FEWEST_OF_A_FACTOR,
+    SINGLE,
+    Explained,
+    explains,
+    independent,
+    share_left,
+    times,
+)
 from harness.diagnosing.hypotheses.patterns import is_count
 from harness.mesh_axes import split_axes
 
@@ -34,26 +42,22 @@ UNDECIDED = " (a constant factor would look the same)"
 """Behind a factor that is a size of the case, where no case of another size decides."""
 _DEPTH = ("2 x layers",)
 """Size whose root divides the initial weights of linears that add to the residual stream."""
-_SUMS = (
-    ("summed_twice", 1, "summed over it once too often, or not divided by it"),
-    ("averaged", -1, "averaged over it where it must be summed, or divided again"),
-    ("summed_twice", 2, "summed over it twice too often"),
-    ("averaged", -2, "divided by it twice too often"),
-)
-"""(cause, power of an axis, what it means)."""
+_SUMS = (("summed_twice", 1), ("averaged", -1), ("summed_twice", 2), ("averaged", -2))
+"""(cause, power of an axis)."""
 _ROOTS = {1: "", 2: "the square of ", 0.5: "the root of "}
-_POWERS = {sign * power: f"{'1 / ' * (sign < 0)}{what}{{}}" for sign in (1, -1) for power, what in _ROOTS.items()}
+_POWERS: dict[float, str] = {
+    sign * power: f"{'1 / ' * (sign < 0)}{what}{{}}" for sign in (1, -1) for power, what in _ROOTS.items()
+}
 """Powers of a size that a factor may be, in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Guess:
-    """A power of a size that a factor equals (an axis, "all ranks", "micro", "tokens of the step"), and its meaning."""
+    """A power of a size that a factor equals (an axis, "all ranks", "micro", "tokens of the step")."""
 
     id: str
     size: str
     power: int
-    meaning: str
 
     def factor(self, evidence: Evidence) -> float:
         """Factor in this case."""
@@ -99,31 +103,29 @@ def sizes_of(evidence: Evidence, factor: float, near: float = _NEAR, more: tuple
     return ""
 
 
-def from_factor(evidence: Evidence, names: Sequence[str]) -> list[Cause]:
-    """Causes of one factor on all of these wrong tensors; nothing when they do not share one."""
-    values = {name: evidence.merged.tensors[name] for name in names if name in evidence.merged.tensors}
-    factors = [factor_of(value, evidence.truth[name]) for name, value in values.items()]
-    known = [factor for factor in factors if factor is not None]
+def from_factor(evidence: Evidence, names: Sequence[str], beside: Sequence[str] = ()) -> list[Cause]:
+    """Causes of one factor on all of these wrong tensors; nothing when they do not share one.
+
+    `beside` are all wrong gradients, where they are to share it too.
+    """
+    every = [*names, *beside]
+    values = {name: evidence.merged.tensors[name] for name in every if name in evidence.merged.tensors}
+    known = [factor for n, value in values.items() if (factor := factor_of(value, evidence.truth[n])) is not None]
     near = max((share_left(value) for value in values.values()), default=_NEAR)
-    if not known or len(known) < len(names):
+    if not known or len(known) < len(every):
         return []
 
-    def predict(factor: float) -> tuple[Explained, ...]:
-        truths = ((name, value, evidence.truth[name]) for name, value in values.items())
-        shared = factor if single else known[0]  # of several elements, the measured factor; not exactly the size
-        return tuple(
-            Explained(
-                value=value, truth=truth, guess=shared * truth.double(), names=(name,), fitted=int(name == names[0])
-            )
-            for name, value, truth in truths
-        )
-
-    single = len(names) == 1 and evidence.truth[names[0]].numel() == 1  # any wrong number is a factor times the right
-    relation = f"{'it is' if len(names) == 1 else 'all are'} {times(known[0])} the truth"
+    # guesses are of the measured factor, which is not exactly the size
+    guesses = {name: known[0] * evidence.truth[name].double() for name in values}
+    predicted = tuple(
+        Explained(value=value, truth=evidence.truth[n], guess=guesses[n], names=(n,), fitted=int(n == names[0]))
+        for n, value in values.items()
+    )
+    wrong = "it and all wrong gradients are" if beside else "it is" if len(names) == 1 else "all are"
+    relation = f"{wrong} {times(known[0])} the truth"
     more = _DEPTH if kind_of(names[0]) == "init" else ()
-    found = _Found(factor=known[0], relation=relation, near=near, predict=predict, more=more)
-    causes = _decided(evidence, _guesses(evidence, names), found, lambda other: _factor_in(other, names[0]))
-    return [] if single and [cause.id for cause in causes] == ["constant_factor"] and not causes[0].follows else causes
+    found = _Found(factor=known[0], relation=relation, near=near, predict=lambda _: predicted, more=more)
+    return _decided(evidence, _guesses(evidence, names), found, lambda other: _factor_in(other, names[0]))
 
 
 def meaning_of(
@@ -139,7 +141,7 @@ def meaning_of(
 
     `measure` finds the factor in another case. `sizes` are those that it may come from.
     """
-    guesses = [_Guess(id=known, size=s, power=p, meaning=meaning) for s in sizes for known, p, meaning in _SUMS[:2]]
+    guesses = [_Guess(id=known, size=s, power=p) for s in sizes for known, p in _SUMS[:2]]
     return _decided(evidence, guesses, _Found(factor=factor, relation=relation, near=near, predict=predict), measure)
 
 
@@ -164,6 +166,8 @@ def _equal(one: float, other: float, near: float) -> bool:
 def _decided(evidence: Evidence, guesses: Sequence[_Guess], found: _Found, measure: Measure) -> list[Cause]:
     """Causes of the guesses that the factor fits here and in other cases; else a wrong sign or a constant factor."""
     factor, near = found.factor, found.near
+    if independent(proof.truth for proof in found.predict(factor)) < FEWEST_OF_A_FACTOR:
+        return []
     fitting = [g for g in guesses if _counts(evidence).get(g.size, 1) > 1 and _equal(g.factor(evidence), factor, near)]
     seen = [(other, there) for other in evidence.others if (there := measure(other)) is not None]
     wide = max(near, SINGLE)
@@ -181,8 +185,7 @@ def _decided(evidence: Evidence, guesses: Sequence[_Guess], found: _Found, measu
         return claimed("sign", f"{found.relation}: the sign is wrong", *found.predict(-1.0))
     sizes = {g.size for g in fitting}
     sized = "" if seen else sizes_of(evidence, factor, near, found.more)
-    what = f", which is {sized}: a factor of it, or a constant one," if sized else ": a constant factor"
-    words = f"{found.relation}{what} is wrong{_shown(evidence, seen, sizes)}"
+    words = f"{found.relation}{f', which is {sized}' if sized else ''}{_shown(evidence, seen, sizes)}"
     return claimed("constant_factor", words, *found.predict(factor), follows=tuple(sizes))
 
 
@@ -196,15 +199,17 @@ def _of_guesses(evidence: Evidence, left: Sequence[_Guess], found: _Found, shown
     counts = [g for g in left if g.id == "constant_factor"]
     causes += [(g, [g]) for g in counts[:1] if not (first and g.size == "tokens of the step")]
     follows = tuple(dict.fromkeys(g.size for g in left))
-    meanings = (
-        (g, f"{found.relation}, and {' or '.join(_label(evidence, one.size) for one in alike)}: {g.meaning}{shown}")
-        for g, alike in causes
-    )
+    meanings = ((g, f"{found.relation}, which is {_which(evidence, alike)}{shown}") for g, alike in causes)
     return [
         cause
         for g, words in meanings
         for cause in claimed(g.id, words, *found.predict(g.factor(evidence)), follows=follows)
     ]
+
+
+def _which(evidence: Evidence, alike: Sequence[_Guess]) -> str:
+    """The sizes that a factor is, in words: "tp=2 or dp=2", "1 / micro=4"."""
+    return " or ".join(_POWERS[one.power].format(_label(evidence, one.size)) for one in alike)
 
 
 def _shown(evidence: Evidence, seen: Sequence[tuple[Evidence, float]], sizes: set[str]) -> str:
@@ -229,13 +234,12 @@ def _guesses(evidence: Evidence, names: Sequence[str]) -> list[_Guess]:
     sums = [axis for axis in sizes if all(summable(evidence, axis, name) for name in names)]
     forward = kind_of(names[0]) in ("act", "logits", "init")
     found = [
-        _Guess(id=known, size=size, power=power, meaning=meaning)
-        for known, power, meaning in _SUMS
+        _Guess(id=known, size=size, power=power)
+        for known, power in _SUMS
         for size in (sums if forward or power > 0 else sizes)
     ]
     for size in () if forward else ("micro", "tokens of the step"):
-        for power, meaning in ((1, "not divided by it, or multiplied once too often"), (-1, "divided by it once more")):
-            found.append(_Guess(id="constant_factor", size=size, power=power, meaning=meaning))
+        found += [_Guess(id="constant_factor", size=size, power=power) for power in (1, -1)]
     return found
 
 
@@ -255,16 +259,20 @@ def _counts(evidence: Evidence) -> dict[str, float]:
     return counts
 
 
-def _per_step(evidence: Evidence, names: Sequence[str]) -> list[Cause]:
-    """Causes of a factor on the numbers of all wrong steps, else of one on the first that is a size of the case.
+def _per_step(failure: Failure) -> list[Cause]:
+    """Causes of a factor on the numbers of all wrong steps, else of one on the first step's and all wrong gradients.
 
     A constant factor that implies another whole number of tokens is left out: tokens may be counted otherwise.
     """
-    causes, first = from_factor(evidence, names), evidence.merged.tensors.get(names[0])
+    evidence, names = failure.evidence, failure.alike
+    gradients, first = failure.of_kind("grad"), evidence.merged.tensors.get(names[0])
+    causes = from_factor(evidence, names)
+    if not causes and gradients and names[0].endswith("/0"):  # gradients are those of the first step
+        causes = from_factor(evidence, names[:1], gradients)
     if causes and causes[0].id == "constant_factor" and first is not None and "tokens" in evidence.shares:
         count = float(evidence.shares["tokens"].sum() * evidence.truth[names[0]].double() / first.double())
         causes = [] if math.isclose(count, round(count), rel_tol=1e-6) else causes
-    return causes or from_factor(evidence, names[:1])
+    return causes
 
 
 _PER_STEP = frozenset({"loss", OF_TOKENS, "grad_norm"})
@@ -280,13 +288,13 @@ HYPOTHESES = (
         kinds=VALUES - _PER_STEP,
     ),
     Hypothesis(
-        predicts="the number of every wrong step is the truth times one factor",
-        causes=lambda failure: _per_step(failure.evidence, failure.alike),
+        predicts="the number of every wrong step, or of one and all gradients, is the truth times one factor",
+        causes=_per_step,
         kinds=_PER_STEP,
     ),
     Hypothesis(
-        predicts="the number of tokens is the truth times a size of the case",
-        causes=lambda failure: from_factor(failure.evidence, failure.of_kind("tokens")[:1]),
+        predicts="the number of tokens of every wrong step is the truth times a size of the case",
+        causes=lambda failure: from_factor(failure.evidence, failure.of_kind("tokens")),
         kinds=frozenset({"tokens", OF_TOKENS}),
     ),
 )

@@ -32,13 +32,13 @@ def from_flaws(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
 
 def _of_dtype(dtypes: set[torch.dtype]) -> Cause:
     if len(dtypes) > 1:
-        words = "a cast, or a promotion with another tensor, on some ranks and not on others"
+        words = "ranks hold it in different dtypes"
     elif any(dtype.is_complex for dtype in dtypes):
-        words = "complex numbers where real ones belong: a transform that is not taken back, or its real part not taken"
+        words = "complex numbers where real ones belong"
     elif torch.bool in dtypes:
-        words = "truth values where numbers belong: the result of a comparison, or a mask"
+        words = "truth values where numbers belong"
     else:
-        words = "whole numbers where fractions belong: a cast, a count or an index in place of the value"
+        words = "whole numbers where fractions belong"
     return reported("other_dtype", words, dtypes)
 
 
@@ -51,13 +51,13 @@ def _of_shape(blocks: Sequence[Block], true: _Shape, axes: Mapping[str, int]) ->
                 words = f"1 of {size} parts along dim {dim} ({axis}) told as the whole: return Shard(local, offsets, "
                 return reported("part_as_whole", words + f"{true}) where a rank holds a part", mine)
     if len(shapes) > 1:
-        words = "a global_shape that ranks compute from what each holds: it is the dense model's on every rank"
+        words = "ranks state different global shapes: it is the dense model's on every rank"
     elif sorted(mine) == sorted(true):
-        words = "its dims in another order: a transpose too many, or one left out"
+        words = "its dims in another order"
     elif len(mine) != len(true):
-        words = "a dim too many or too few: a view or squeeze that was not taken back, or several tensors in one"
+        words = "a dim too many or too few"
     elif all(one >= other for one, other in zip(mine, true, strict=True)):
-        words = "rows or columns too many: padding that was not taken off, or parts gathered more than once"
+        words = "rows or columns too many"
     else:
-        words = "rows or columns that are missing: cut off, or a part told as the whole"
+        words = "rows or columns that are missing"
     return reported("other_shape", words, mine)

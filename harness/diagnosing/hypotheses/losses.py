@@ -23,18 +23,16 @@ def more_classes(failure: Failure) -> list[Cause]:
     evidence, name, value, parted = failure.evidence, failure.first, failure.value, failure.parted
     if kind_of(name) != "loss" or value is None:
         return []
-    gathered = "logits that are gathered already were fed to the vocabulary-parallel loss, "
-    gathered += "which counts every class on every rank"
     truth = evidence.truth[name].double()
     for axis, size in by_size(split_axes(evidence.case)):
-        words = f"it is the truth + ln({size}), and {axis}={size}: {gathered}"
+        words = f"it is the truth + ln({size}), and {axis}={size}: as if every class counted {size} times"
         if causes := claimed(
             "more_classes", words, Explained(value=value, truth=truth, guess=truth + math.log(size), names=(name,))
         ):
             return causes
     line = parted.line if parted and parted.kind == "extra" else None
     if line and line.phase == "loss" and line.reduce_op == "max" and _whole(evidence, name):
-        words = f"a maximum over {line.axis} is taken of classes that every rank holds: {gathered}"
+        words = f"a maximum over {line.axis} is taken of classes that every rank holds"
         return [reported("more_classes", words, line)]
     return []
 
@@ -65,6 +63,5 @@ def from_parts(failure: Failure) -> list[Cause]:
             classes.setdefault(rows, set()).add(float(loss[rank][0].local))
     if not any(len(losses) > 1 for losses in classes.values()):
         return []
-    words = "the logits are right and the loss differs between ranks: part of it (a sum, the mean of label smoothing) "
-    words += "is taken over each rank's own part of the vocabulary"
+    words = "the logits are right, and the loss differs between ranks that hold parts of one vocabulary"
     return [reported("loss_by_parts", words, classes)]

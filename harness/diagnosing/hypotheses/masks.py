@@ -30,7 +30,7 @@ def from_masks(failure: Failure) -> list[Cause]:
     """
     evidence, found = failure.evidence, failure.findings.get("masks")
     if found is not None and found.verdict == FAIL and evidence.mask_draws and evidence.mask_draws.anew:
-        words = "recomputation did not begin with the random state of its forward"
+        words = "recomputation drew masks that its forward did not draw"
         return [reported("drawn_anew", words, evidence.mask_draws.anew)]
     first = next((name for name in failure.wrong if kind_of(name) == KIND), "")
     if not first or not (evidence.torn or any(kind_of(name) == KIND for name in evidence.given)):
@@ -45,8 +45,8 @@ def _one_stream(evidence: Evidence, name: str) -> Iterator[Cause]:
         pairs = [(a, b) for group in groups for a, b in combinations([r for r in group if r in by_rank], 2)]
         masks = [(flat(by_rank[a]), flat(by_rank[b])) for a, b in pairs if same_samples(by_rank[a], by_rank[b])]
         if masks and all(torch.equal(one, other) and _could_differ(one, other) for one, other in masks):
-            words = f"{_ranks(groups[0])} hold different shards over {axis} and drop by one mask: they draw from one "
-            yield reported("one_stream", f"{words}stream, or from streams of one seed", pairs)
+            words = f"{_ranks(groups[0])} hold different shards over {axis} and drop by one mask"
+            yield reported("one_stream", words, pairs)
 
 
 def _own_streams(evidence: Evidence, name: str) -> Iterator[Cause]:
@@ -60,8 +60,8 @@ def _own_streams(evidence: Evidence, name: str) -> Iterator[Cause]:
         unlike = [(rank, mask) for rank, mask in copies if not torch.equal(mask, copies[0][1])]
         if unlike and all(_independent(copies[0][1], mask) for _, mask in unlike):
             ranks = _ranks([copies[0][0], *(rank for rank, _ in unlike)])
-            words = f"{ranks} hold the same tensor and drop by independent masks: each draws from a stream of its own, "
-            yield reported("own_streams", f"{words}or from another place of it", unlike)
+            words = f"{ranks} hold the same tensor and drop by independent masks"
+            yield reported("own_streams", words, unlike)
 
 
 def _independent(one: Tensor, other: Tensor) -> bool:

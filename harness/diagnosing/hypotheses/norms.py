@@ -115,9 +115,9 @@ def _other_norms(evidence: Evidence, name: str) -> Iterator[tuple[str, str, floa
     right, norms = float(evidence.truth[name]), [float(gradient.norm()) for gradient in gradients]
     largest, total = max(float(g.abs().max()) for g in gradients), sum(float(g.abs().sum()) for g in gradients)
     for words, other in {
-        "it is the sum of squares: the root is not taken": right**2,
-        "it is the largest element: a maximum in place of the root of the sum of squares": largest,
-        "it is the sum of magnitudes in place of the root of the sum of squares": total,
+        "it is the sum of squares, and not its root": right**2,
+        "it is the largest magnitude of an element": largest,
+        "it is the sum of magnitudes": total,
         "it is the norm of the parameter with the largest one": max(norms),
         "it is the root of the mean of squares, not of their sum": right / math.sqrt(sum(map(len, gradients))),
     }.items():
@@ -125,14 +125,14 @@ def _other_norms(evidence: Evidence, name: str) -> Iterator[tuple[str, str, floa
     yield "norm_of_norms", "it is the sum of the norms of all parameters, not of their squares", sum(norms)
     clip = getattr(evidence.case, "clip", 0.0)
     if 0 < clip < right:
-        words = f"it is clip={clip:g}: the norm of what clipping left, reported in place of the one before"
+        words = f"it is clip={clip:g}: the norm of what clipping leaves"
         yield "norm_after_clip", words, clip * right / (right + 1e-6)
         yield "norm_after_clip", words, clip
 
 
 def _norms_added(evidence: Evidence) -> Iterator[tuple[str, str, float]]:
     """Sums of norms over the ranks of a group, what every rank holds whole counted by the first."""
-    words = "it is the sum of the norms of the ranks' parts: the root is taken before the sum of the squares"
+    words = "it is the sum of the norms of the ranks' parts"
     for groups in evidence.axes.values():
         ranks = groups[0] if groups else ()
         norms = []
@@ -143,7 +143,7 @@ def _norms_added(evidence: Evidence) -> Iterator[tuple[str, str, float]]:
             norms.append(math.sqrt(sum(float(block.square().sum()) for block in blocks)))
         if len(norms) > 1:
             yield "norm_of_norms", words, sum(norms)
-            yield "norm_of_norms", f"{words}, and of that sum again", math.sqrt(sum(norms))
+            yield "norm_of_norms", words.replace("the sum", "the root of the sum", 1), math.sqrt(sum(norms))
 
 
 def _beyond_first(evidence: Evidence) -> dict[str, float]:
@@ -191,7 +191,7 @@ def _own_norms(evidence: Evidence, name: str) -> list[Cause]:
     value, guess = torch.tensor(values).double(), torch.tensor(guesses).double()
     truth = evidence.truth[name].double().expand_as(value)
     own = Explained(value=value, truth=truth, guess=guess, left=LEFT, names=(name,))
-    return claimed("norm_counts_few", "each rank's norm is that of its own parts: it was never summed", own)
+    return claimed("norm_counts_few", "each rank's norm is that of its own parts", own)
 
 
 HYPOTHESES = (

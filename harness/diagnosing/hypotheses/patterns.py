@@ -6,7 +6,6 @@ another order, collectives on flat memory, a neighbour's shard. Factors are thos
 """
 
 import itertools
-import math
 from collections.abc import Iterator, Mapping
 from functools import partial
 
@@ -19,14 +18,12 @@ from harness.diagnosing.causes.proofs import Explained, NotFinite, Rounded
 
 CLOSE = 1e-2
 """A tensor is right within this share of itself, as far as these patterns look."""
-NOT_FINITE = "NaN or infinite: uninitialised memory, an overflow or a division by zero"
+NOT_FINITE = "NaN or infinite"
 """Words of the cause `nan`."""
 _COUNTED = 20
 """A single whole number below this proves nothing."""
 MOST_ROWS = 4096
 """Rows beyond this are not searched for permutations."""
-_STEPS = 3
-"""Different steps at most in which a layout's order of n rows goes on, or n // 4."""
 
 
 def from_patterns(
@@ -42,7 +39,7 @@ def from_patterns(
         share = 1 - float(torch.isfinite(value).double().mean())
         return claimed("nan", f"{share:.0%} of it is {NOT_FINITE}", NotFinite(value=value, truth=truth, names=(name,)))
     x, t, is_guess = value.double(), truth.double(), partial(Explained, value=value, truth=truth, names=(name,))
-    words = "it is zero throughout: never computed, never accumulated, zeroed too late, or padding in its place"
+    words = "it is zero throughout"
     zero = [] if is_count(x, t) else claimed("zero", words, is_guess(guess=torch.zeros_like(t), left=0.0))
     moved = (_moved(x, t, axes, is_guess), _flat(t, axes, is_guess), _transposed(t, is_guess))
     return list(itertools.islice(itertools.chain(zero, _stale(x, t, others, is_guess), *moved), 1))
@@ -67,7 +64,7 @@ _Guess = partial[Explained]
 def _stale(x: Tensor, t: Tensor, others: Mapping[str, Tensor], is_guess: _Guess) -> Iterator[Cause]:
     for name, other in others.items():
         if other.shape == x.shape and not torch.equal(other.double(), t):
-            words = f"it equals {name} of the dense model: stale, or taken from the wrong place"
+            words = f"it equals {name} of the dense model"
             yield from claimed("stale", words, is_guess(guess=other))
 
 
@@ -79,16 +76,15 @@ def _moved(x: Tensor, t: Tensor, axes: Mapping[str, int], is_guess: _Guess) -> I
                 continue
             width = t.shape[dim] // size
             for shift in range(1, size):
-                words = f"along dim {dim} it is shifted by {shift} of {size} shards: a neighbour's shard ({axis})"
+                words = f"along dim {dim} it is shifted by {shift} of {size} shards ({axis})"
                 yield from claimed("shifted_shard", words, is_guess(guess=t.roll(shift * width, dim), fitted=1))
             if (order := _order(x, t, dim, width)) is not None:
-                words = f"along dim {dim} the {size} shards of {axis} are in another order: another rank's shard"
+                words = f"along dim {dim} the {size} shards of {axis} are in another order"
                 yield from claimed("other_shard", words, is_guess(guess=_reordered(t, dim, width, order), fitted=size))
             yield from _copied(x, t, dim, axis, size, is_guess)
     for dim in range(t.dim()):
         if (order := _order(x, t, dim, 1)) is not None:
-            why = "a wrong layout, reshape or gather dim" if _is_layout(order) else "sorted or routed in other groups"
-            words = f"along dim {dim} it holds the right rows in another order: {why}"
+            words = f"along dim {dim} it holds the right rows in another order"
             yield from claimed("rows_permuted", words, is_guess(guess=_reordered(t, dim, 1, order), fitted=len(order)))
 
 
@@ -117,7 +113,7 @@ def _transposed(t: Tensor, is_guess: _Guess) -> Iterator[Cause]:
     """Two dims exchanged, in a memory of the same shape."""
     for one, other in itertools.combinations(range(t.dim()), 2):
         if min(t.shape[one], t.shape[other]) > 1:
-            words = f"dims {one} and {other} are exchanged in memory: a transpose too many, or one left out"
+            words = f"dims {one} and {other} are exchanged in memory"
             yield from claimed("transposed", words, is_guess(guess=t.transpose(one, other).reshape(t.shape), fitted=1))
 
 
@@ -131,8 +127,7 @@ def _flat(t: Tensor, axes: Mapping[str, int], is_guess: _Guess) -> Iterator[Caus
         for axis, size in by_size(axes):
             if size == 1 or t.shape[dim] % size:
                 continue
-            words = f"it holds the right numbers as if flat memory were its {size} shards along dim {dim}: "
-            words += f"a collective over {axis} along dim {dim} that works along dim 0"
+            words = f"it holds the right numbers as if flat memory were its {size} shards along dim {dim} ({axis})"
             for stack in stacks:
                 blocks = t.unflatten(0, (stack, -1))
                 parts = blocks.unflatten(dim + 1, (size, -1)).movedim(dim + 1, 1)
@@ -160,21 +155,6 @@ def _order(x: Tensor, t: Tensor, dim: int, width: int) -> Tensor | None:
 def _reordered(t: Tensor, dim: int, width: int, order: Tensor) -> Tensor:
     rows = t.movedim(dim, 0)
     return rows.reshape(len(order), width, -1)[order].reshape(rows.shape).movedim(0, dim)
-
-
-def _is_layout(order: Tensor) -> bool:
-    """Whether an order of rows may follow from sizes alone.
-
-    Such an order goes on in few steps, and they change after as many rows each. The content of the rows decides
-    otherwise: sorted by an expert, they are runs of any length.
-    """
-    steps = (order.diff() % len(order)).tolist()
-    starts = [0]
-    for row in range(2, len(order)):
-        if steps[row - 1] != steps[row - 2] and row - starts[-1] > 1:
-            starts.append(row)
-    few = len(set(steps)) <= max(_STEPS, len(order) // 4)
-    return few and (len(starts) <= 2 or math.gcd(*starts, len(order)) > 1)
 
 
 def rounded(value: Tensor, truth: Tensor, name: str = "") -> list[Cause]:

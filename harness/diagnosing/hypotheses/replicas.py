@@ -107,9 +107,7 @@ def not_finite(locals_by_rank: Mapping[int, Tensor], truth: Tensor, name: str) -
 
 def drift(locals_by_rank: Mapping[int, Tensor], truth: Tensor, name: str) -> list[Cause]:
     """Whether replicas that differ all are right but for their last bits."""
-    words = (
-        "every rank's is right but for its last bits: replicas computed or updated apart, each with its own rounding"
-    )
+    words = "every rank's is right but for its last bits"
     return claimed("replicas_drift", words, Near(values=[*locals_by_rank.values()], truth=truth, names=(name,)))
 
 

@@ -8,28 +8,28 @@ from harness.diagnosing.causes.hypothesis import Failure
 from harness.diagnosing.hypotheses.layouts import from_flaws
 
 _STATED: Mapping[str, tuple[str, str]] = {
-    "data": ("data_path", "the code that reads the data, which the dense model and the ranks have in common"),
+    "data": ("data_path", "the dense model and the ranks read data that are wrong alike, as the check states"),
     "truth": (
         "other_model",
-        "its weights, or other numbers, are drawn in the case's dtype, where the same seed gives others: draw them in "
-        "float64 and round them, torch.randn(..., dtype=torch.float64).to(dtype)",
+        "in float32 the dense model is another one than in float64; draw its numbers in float64 and round them, "
+        "torch.randn(..., dtype=torch.float64).to(dtype)",
     ),
-    "coverage": (
-        "uncheckable",
-        "names that are not the canonical ones (loss/<step>, grad/<parameter>, ...), or a subject that returns nothing",
+    "coverage": ("uncheckable", "no name that the subject returns is one of the truth's"),
+    "merge": ("layout", "the ranks' parts do not make the full tensor, as the check states"),
+    "waits": ("not_waited", "its wait() was never called"),
+    "parallelism": (
+        "not_parallel",
+        "ranks of a case that splits send nothing, or hold everything, as the check states",
     ),
-    "merge": ("layout", "offsets of another rank, a padded or transposed shard, or a rank that leaves its part out"),
-    "waits": ("not_waited", "the handle was dropped before its wait()"),
-    "parallelism": ("not_parallel", "the split was done to a tensor that is not used, or undone by what followed it"),
     "determinism": (
         "not_deterministic",
-        "uninitialised memory, a random number without a seed, or a sum in no fixed order",
+        "two runs of the same ranks on the same data differ: some number does not follow from the case",
     ),
 }
 """Checks that are a cause by themselves and come before any number: check -> (cause, words)."""
 _USUAL: Mapping[str, tuple[str, str]] = {
-    "overlap": ("exposed", "the call is awaited where it is issued, or is no longer asynchronous"),
-    "recording": ("recording", "a program that asks whether modules or optimizers are watched, or that measures time"),
+    "overlap": ("exposed", "no product is computed between the call and its wait"),
+    "recording": ("recording", "the run that is watched and the one that is not differ"),
 }
 """Usual causes behind a check that nothing else explains: check -> (cause, words)."""
 

@@ -81,13 +81,13 @@ def _weighed(evidence: Evidence, name: str, value: Tensor) -> list[Cause]:
     what = "bias" if term.endswith(".bias") else term
     if abs(weight) <= near:
         known = "bias_missing" if what == "bias" else "term_missing"
-        return claimed(known, f"the {what} is not in it: never added", *predict(0.0))
+        return claimed(known, f"the {what} is not in it", *predict(0.0))
     summed = {axis: size for axis, size in split_axes(evidence.case).items() if summable(evidence, axis, name)}
     for axis, size in by_size(summed):
         if math.isclose(weight, size, rel_tol=near):
-            words = f"the {what} is in it {size} times, and {axis}={size}: every rank adds it before the sum"
+            words = f"the {what} is in it {size} times, and {axis}={size}"
             return claimed("bias_per_rank", words, *predict(size))
-    words = f"the {what} is in it {weight:.4g} times: a constant factor is wrong"
+    words = f"the {what} is in it {weight:.4g} times"
     return claimed("constant_factor", words, *predict(weight))
 
 
@@ -97,11 +97,11 @@ def _missing(evidence: Evidence, name: str, value: Tensor) -> list[Cause]:
     for other, term in evidence.truth.items():
         if kind_of(other) != kind or other == name or term.shape != truth.shape:
             continue
-        words = f"it is the truth without {other}, which belongs to it: one term of a sum is missing"
+        words = f"it is the truth without {other}"
         rest = Explained(value=value, truth=truth, guess=truth - term.double(), names=(name,))
         if causes := claimed("term_missing", words, rest):
             return causes
-        words = f"it is {other} alone: the other term of a sum is missing"
+        words = f"it is {other} alone"
         alone = Explained(value=value, truth=truth, guess=term, names=(name,))
         if (other.startswith(f"{name}.") or kind == "act_grad") and (causes := claimed("term_missing", words, alone)):
             return causes

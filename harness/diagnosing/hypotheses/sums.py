@@ -72,7 +72,7 @@ def _own_in_part(evidence: Evidence, names: Sequence[str]) -> list[Cause]:
         either = torch.cat([t[None], evidence.shares[name].sum(1)])
         nearest = (either - x).abs().argmin(0, keepdim=True)
         parts.append(Explained(value=x, truth=t, guess=either.gather(0, nearest)[0], names=(name,)))
-    words = "what is wrong in it is one data rank's own sum: that part was never summed over dp, or read before it was"
+    words = "what is wrong in it is one data rank's own sum"
     return claimed("not_summed", words, *parts) if len(evidence.shares["tokens"]) > 1 else []
 
 
@@ -99,7 +99,7 @@ def _by_rank(evidence: Evidence, names: Sequence[str], tokens: Tensor) -> list[C
         return claimed("local_count", words, fit)
     others = [torch.cat([w[: rows[rank]], w[rows[rank] + 1 :]]) for rank, w in weights.items()]
     if len(tokens) > 1 and all(bool((other.abs() < CLOSE).all()) for other in others):
-        words = "each data rank's own micro-batches alone are in it: it was never summed over dp"
+        words = "each data rank's own micro-batches alone are in it"
         return claimed("not_summed", words, fit)
     return _of_weights(weights[0], tokens, fit)
 
@@ -157,7 +157,7 @@ def _of_weights(weights: Tensor, tokens: Tensor, *fit: Explained) -> list[Cause]
     missing = weights.abs() < CLOSE
     if bool(missing.all(0).any()):
         lost = [str(m) for m in range(weights.shape[1]) if bool(missing[:, m].all())]
-        words = f"micro-batch {', '.join(lost)} of {weights.shape[1]} is missing in it: overwritten, or added too late"
+        words = f"micro-batch {', '.join(lost)} of {weights.shape[1]} is missing in it"
         return claimed("micro_missing", words, *fit)
     if bool(missing.all(1).any()):
         kept = [str(d) for d in range(weights.shape[0]) if not bool(missing[d].all())]
@@ -222,7 +222,7 @@ def from_counts(evidence: Evidence, name: str) -> list[Cause]:
         return []
     everyone = torch.ones(len(tokens), dtype=torch.float64)
     rules = [
-        ("not_summed", "each data rank's own: never summed over dp", tokens.sum(1)),
+        ("not_summed", "each data rank's own", tokens.sum(1)),
         ("micro_missing", "that of the last micro-batch alone", tokens[:, -1].sum() * everyone),
         ("micro_missing", "that of the first micro-batch alone", tokens[:, 0].sum() * everyone),
         ("micro_missing", "each data rank's own last micro-batch", tokens[:, -1]),

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from harness.checking.call_checks import SPLIT
+from harness.checking.checks import examine
 from harness.checking.coverage import coverage
-from harness.checking.evidence import PASS, UNKNOWN, Evidence, Finding, Verdict
+from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding, Verdict
 from harness.checking.numeric_checks import numeric
+from harness.diagnosing.diagnosis import explanation_of
 from harness.errors import RequestError
 from harness.ledger import NO_UPDATE
 from harness.running.proof import prove
@@ -23,7 +25,8 @@ from reference.case import Case
 from reference.training import subject as dense
 from reports.stored.frames import load
 from reports.stored.unchecked import unchecked_notes
-from tests.harness.toy_evidence import evidence, outcome_of, planted, truth
+from tests.harness.toy_evidence import drawn, evidence, outcome_of, planted, truth
+from tests.harness.toy_evidence import named as given_by
 from tests.harness.toy_subjects import LoopEngine, Stating
 
 W1, W2, BIAS = (f"layers.0.mlp.{leaf}" for leaf in ("w1.weight", "w2.weight", "w2.bias"))
@@ -204,3 +207,22 @@ def test_the_notes_of_a_run(tmp_path: Path, check: str, told: list[tuple[str, tu
         store.add(text, "", (), (one,), {})
     store.close()
     assert unchecked_notes(load(store.path)) == notes.splitlines()
+
+
+def test_a_state_of_a_step_that_the_truth_skips_is_a_failure_with_its_place() -> None:
+    """Right parameters and a moment that no step made: unknown without the truth's word that the step is skipped."""
+    made = {"exp_avg_after/0/layers.0.mlp.w2.bias": torch.zeros(6)}
+    for skips in (False, True):
+        known = {**truth(), "skipped/0": torch.tensor(int(skips)), "exp_avg_after/1/layers.0.mlp.w2.bias": drawn(6)}
+        found = planted(made, truth=known)
+        findings = examine(found)
+        assert given_by(findings, FAIL) == ({"update"} if skips else set())
+        assert given_by(findings, UNKNOWN) == (set() if skips else {"coverage"})
+    first = explanation_of(found, findings).first
+    assert (first.phase, first.step, first.name) == ("step", 0, *made)
+    assert "the dense model skips that step" in findings["update"].message
+
+    # A step that ranks skip alone is decided in grad_sync.
+    wrong = planted({"skipped/0": torch.tensor(0)}, truth=known)
+    first = explanation_of(wrong, examine(wrong)).first
+    assert (first.phase, first.step, first.name) == ("grad_sync", 0, "skipped/0")

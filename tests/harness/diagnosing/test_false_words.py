@@ -1,5 +1,6 @@
 """No cause is reported that its own numbers contradict: sentences that were, and random evidence."""
 
+import ast
 import re
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,7 @@ from harness.diagnosing.first_place import First
 from harness.diagnosing.hints import hint
 from harness.diagnosing.hypotheses.patterns import from_patterns
 from harness.shard import Shard
+from tests import ROOT
 from tests.harness.toy_evidence import case, drawn, evidence, ids_of, outcome_of, planted, truth
 
 ALONE = case("mode=tp tp=2 seq=16 micro=1 dtype=float32")
@@ -40,6 +42,20 @@ def words_of(found: list[Cause]) -> list[str]:
     return [cause.words for cause in found]
 
 
+def test_no_cause_guesses() -> None:
+    """An example or a supposition in a message says more than the numbers and calls show."""
+    sources = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "harness/diagnosing").rglob("*.py")}
+    texts = {
+        (name, node.value)
+        for name, source in sources.items()
+        for node in (ast.walk(ast.parse(source)) if "diagnosing.causes" in source else ())
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and not node.value.rstrip().endswith(".")
+    }
+    assert len(texts) > 300
+    supposed = re.compile(r"such as|probabl|perhaps|possibl|e\.g\.|usual|likely|uninitiali|might|may be")
+    assert [text for text in texts if supposed.search(text[1])] == []
+
+
 def test_a_factor_near_1_is_told_with_the_digits_that_tell_it_from_1() -> None:
     """Two numbers that are off by different shares have none, though both factors print as 1 in float32.
 
@@ -49,7 +65,7 @@ def test_a_factor_near_1_is_told_with_the_digits_that_tell_it_from_1() -> None:
     assert by_numbers(seen(values), ["loss/0", "loss/1"]) == []
     name = "act/layers.0.mlp.w2"
     (told,) = words_of(by_numbers(seen({name: truth()[name] * 1.0002}), [name]))
-    assert told == "it is 1.0002 x the truth: a constant factor is wrong"
+    assert told == "it is 1.0002 x the truth"
     in_words = {2.0: "2 x", 1 / 3: "0.3333 x", -1.0: "-1 x", 1 - 2e-7: "0.9999998 x", 1.05: "1.05 x"}
     assert {f: times(f) for f in in_words} == in_words
 
@@ -92,10 +108,7 @@ def test_rows_that_are_routed_in_other_groups_are_no_wrong_layout() -> None:
     rows, expert = drawn(64, 4), drawn(64).mul(100).long() % 4
     by_rank = torch.cat([expert[:32].argsort(stable=True), 32 + expert[32:].argsort(stable=True)])
     (told,) = words_of(from_patterns(rows[by_rank], rows[expert.argsort(stable=True)], {}, {}))
-    assert told == "along dim 0 it holds the right rows in another order: sorted or routed in other groups"
-    thirds = rows[:63].reshape(3, 21, 4).transpose(0, 1).reshape(63, 4)
-    (told,) = words_of(from_patterns(thirds, rows[:63], {}, {}))
-    assert told == "along dim 0 it holds the right rows in another order: a wrong layout, reshape or gather dim"
+    assert told == "along dim 0 it holds the right rows in another order"
 
     # Which expert a token goes to, as a row of one 1: any other routing with as many tokens is a permutation.
     one, other = (torch.eye(4).double()[drawn(64).roll(by).mul(100).long() % 4] for by in (0, 5))

@@ -38,7 +38,7 @@ def test_a_wrong_gradient_in_six_lines() -> None:
         f"error:  peak error {peak:.3g} ({peak / 2**-52:.3g} eps), allowed 1e-09 (4.5e+06 eps); "
         "1 tensor of this check wrong",
         "first:  backward of layers.0.mlp.w1 in step 0: grad/layers.0.mlp.w1.weight",
-        "causes: it is 2 x the truth, and micro=2: not divided by it, or multiplied once too often",
+        "causes: it is 2 x the truth, which is micro=2",
         'repeat: shardproof run "seq=16" --subject my.module:subject',
     ]
 
@@ -52,7 +52,7 @@ def test_a_missing_collective_in_six_lines() -> None:
         "error:  1 event more or less than expected on a rank, allowed 0",
         "first:  forward of layers.0.mlp.w2: in the ledger: missing event in forward of layers.0.mlp.w2 (1 call): "
         "all_reduce sum of 384 B float64 over tp (2 ranks)",
-        "causes: the all_reduce over tp is left out: each rank keeps its partial sum",
+        "causes: the all_reduce over tp is left out",
         'repeat: shardproof run "seq=16" --subject my.module:subject',
     ]
 
@@ -62,9 +62,8 @@ STOOD = [
     Position(rank=1, state="raised"),
 ]
 SUBJECTS, MACHINES = "the subject did not finish", "the machine failed"
-WAITS = "a rank that waits for ever, too little time, or a machine that failed"
-ENDED = "the subject ended the process of a rank: a crash in native code, or os._exit"
-STALLS = "a rank loops, sleeps or is stopped at the line above, or needs more time for what it does there"
+ENDED = "the process of a rank ended before the subject returned"
+STALLS = "a rank came to no further call in time: the line above says where it stood"
 SKIPS = "the ranks issued different calls, or not as many: the line above says where each stood"
 
 
@@ -75,8 +74,8 @@ SKIPS = "the ranks issued different calls, or not as many: the line above says w
         (partial(Desynchronised, kind="skipped"), SUBJECTS, SKIPS, "desynchronised"),
         (RankCrashed, SUBJECTS, ENDED, "crashed"),
         (Stalled, SUBJECTS, STALLS, "stalled"),
-        (TimeLimit, MACHINES, WAITS, "machine"),
-        (RankDied, MACHINES, WAITS, "machine"),
+        (TimeLimit, MACHINES, "the time was up", "machine"),
+        (RankDied, MACHINES, "the machine failed", "machine"),
     ],
 )
 def test_a_case_without_an_outcome_in_six_lines(error: Any, what: str, why: str, cause: str) -> None:
@@ -103,7 +102,7 @@ def test_every_failure_has_six_labelled_lines() -> None:
         assert labels == ["what", "where", "error", "first", "causes", "repeat"]
     silent = told_by(evidence(events=(), expectation=None), "parallelism")
     assert silent[2] == "error:  nothing to measure: this must never be"
-    assert silent[4] == "causes: the split was done to a tensor that is not used, or undone by what followed it"
+    assert silent[4] == "causes: ranks of a case that splits send nothing, or hold everything, as the check states"
 
 
 def test_the_rank_whose_shard_is_wrong_is_named() -> None:

@@ -176,7 +176,7 @@ def test_another_function_in_float32_fails_with_that_as_its_cause(share: float, 
     assert "truth" in failed and failed["truth"].verdict == "fail"
     what, _, error, _, causes, _ = failed["truth"].message.splitlines()
     assert "the dense model computes another function in float32 than in float64" in what
-    assert "rounding to float32 explains" in error and "drawn in the case's dtype" in causes
+    assert "rounding to float32 explains" in error and "draw its numbers in float64 and round them" in causes
     assert 0.2 * share < failed["truth"].worst.error < 5 * share
     assert told(Drawn(share), "tp=2", truth) == {}, "one model in float64 alone"
 

@@ -148,7 +148,7 @@ def test_default_cases_are_made_to_show_it_and_fail_with_its_cause(
     (text,) = frames.load("runs/latest").cases["case"]
     case = Case.parse(text)
     assert (case.mode, case.variant, case.packed, case.embedding) == ("msp", "flat-dim1", False, "hidden")
-    assert "a collective over tp along dim 1 that works along dim 0" in out
+    assert "along dim 1 (tp)" in out
 
 
 def test_a_case_that_is_given_keeps_its_words(shardproof_here: CommandLine) -> None:

@@ -61,6 +61,23 @@ def test_a_failing_case_has_a_map_of_layers_by_phases_with_the_first_place_marke
         assert html.count(there) == 1 and map_flaws(html.replace(there, planted), failing.path)[1], "a wrong cell"
 
 
+def test_what_overflows_on_ranks_and_in_the_control_run_is_beyond_every_limit(failing: Run) -> None:
+    """An infinite error beside an infinite limit: their ratio is no number."""
+    path = failing.path / "errors.csv"
+    errors = pd.read_csv(path, dtype="str", keep_default_na=False)
+    ours = errors["phase"].eq("step")
+    assert ours.any()
+    errors.assign(error=errors["error"].mask(ours, "inf"), allowed=errors["allowed"].mask(ours, "inf")).to_csv(
+        path, index=False
+    )
+    (drawn,) = failures.maps(failing.path, {sample_run.TP}).values()
+    assert {(cell.text, cell.heat) for _, cells in drawn.rows for cell in cells if cell.text == "inf"} == {("inf", "4")}
+    over = failing.verdicts.assign(worst_error=math.inf, worst_allowed=math.inf)
+    assert len(failures.bugs(over)) == 1
+    headline = summary.headline(dataclasses.replace(failing, verdicts=over))
+    assert drawings.lines(failing, headline)[0][0].share == math.inf
+
+
 def test_failures_with_one_first_place_are_one_block(failing: Run) -> None:
     told = failing.verdicts.iloc[-1:]
     elsewhere = told.assign(message=sample_run.MESSAGE.replace("act_grad/layers.0.mlp", "forward of head: logits/0"))

@@ -14,6 +14,7 @@ from harness.checking.evidence import Evidence
 from harness.diagnosing.causes.cause import Cause, claimed
 from harness.diagnosing.causes.places import blocks_of
 from harness.diagnosing.causes.proofs import Explained
+from harness.diagnosing.causes.proofs import times as in_words
 from harness.diagnosing.hypotheses.factors import Predict
 from harness.diagnosing.hypotheses.optimizer.moved import Moved, before_step, of_kind, times
 
@@ -38,7 +39,8 @@ def by_element(evidence: Evidence, state: Moved, step: int) -> list[Cause]:
     limited = int(((factor * right).abs() > largest).sum())
     if factor <= 0 or not 1 < limited < len(got):
         return []
-    words = f"in step {step} no element moves further than {largest:.3g}: each is limited, and not their norm"
+    less = f"what moves less is {in_words(factor)} the right ones"
+    words = f"in step {step} no element moves further than {largest:.3g}, and {less}"
     return claimed(
         "clipped_otherwise", words, Explained(value=got, truth=right, guess=guess, names=state.states, fitted=2)
     )
@@ -52,7 +54,7 @@ def by_square(evidence: Evidence, factor: float, relation: str, step: int, predi
     used = largest / (factor * min(1.0, largest / float(norm)))
     if not math.isclose(used, float(norm) ** 2, rel_tol=APART) or math.isclose(float(norm), 1, rel_tol=APART):
         return []
-    words = f"{relation}: clipped by {used:.4g}, the square of the norm: its root is not taken"
+    words = f"{relation}, as if clipped by {used:.4g}, which is the square of the norm"
     return claimed("clipped_otherwise", words, *predict(factor))
 
 
@@ -83,11 +85,11 @@ def by_block(evidence: Evidence, wrong: Sequence[str], step: int) -> list[Cause]
                 moved.append((got, right, factor * right))
     if not factors or _alike(factors.values()):
         return []
-    each = "each rank's own" if _by(factors, 1) else "every tensor's own" if _by(factors, 0) else "of each rank's parts"
+    each = "each rank" if _by(factors, 1) else "every tensor" if _by(factors, 0) else "each rank's parts"
     low, high = min(factors.values()), max(factors.values())
     if low < 1 - APART or high > max(1.0, float(norm) / largest) * (1 + APART):
         return []
-    words = f"in step {step} factors are {each}, from {low:.3g} to {high:.3g}: clipped by other norms than that of all"
+    words = f"the updates of step {step} are the right ones times a factor of {each}, from {low:.3g} to {high:.3g}"
     value, truth, guess = map(torch.cat, zip(*moved, strict=True))
     spoken = tuple(name for name, _ in of_kind(evidence, wrong, "param", step))
     own = Explained(value=value, truth=truth, guess=guess, left=APART, names=spoken, fitted=len(factors))

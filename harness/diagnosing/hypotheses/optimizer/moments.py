@@ -56,7 +56,7 @@ def from_moments(evidence: Evidence, wrong: Sequence[str], step: int) -> list[Ca
     fits, betas = _fits(evidence, wrong, step), dict(zip(_KINDS, kept, strict=True))
     states = {kind: state for kind in fits if (state := moved(evidence, wrong, kind, step))}
     if fits and step and all(_near(x, 1) and _near(y, -betas[kind]) for kind, (x, y) in fits.items()):
-        words = f"in step {step} the moments are those of its gradient alone: they begin anew, their past is lost"
+        words = f"in step {step} the moments are those of its gradient alone"
         anew = (_sum(state, 1.0, -betas[kind]) for kind, state in states.items())
         return claimed("moments_reset", words, *anew)
     if fits and gradient_factor(evidence, wrong, step) is None:
@@ -124,7 +124,7 @@ def _decay_in_gradient(mean: Moved | None, step: int) -> list[Cause]:
     share = times(mean.value - mean.truth, parameters) if mean and parameters is not None else None
     if mean is None or parameters is None or share is None or share <= 0:
         return []
-    words = f"the mean of gradients of step {step} holds {share:.3g} x the parameters: weight decay goes through it"
+    words = f"the mean of gradients of step {step} holds {share:.3g} x the parameters"
     decayed = mean.truth + share * parameters
     return claimed(
         "decay_in_gradient",
@@ -144,15 +144,16 @@ def correction(evidence: Evidence, factor: float, step: int, predict: Predict) -
 
     (b1, b2), count = kept, step + 1
     now = size(1 - b1**count, 1 - b2**count)
-    others = {f"of step {n}": size(1 - b1 ** (n + 1), 1 - b2 ** (n + 1)) for n in range(step + 3) if n != step}
+    steps = (n for n in range(step + 3) if n != step)
+    others = {f"the correction of step {n}": size(1 - b1 ** (n + 1), 1 - b2 ** (n + 1)) for n in steps}
     others |= {
-        "of none": 1.0,
-        "of the mean alone": 1 / (1 - b1**count),
-        "of the squares alone": math.sqrt(1 - b2**count),
+        "no correction": 1.0,
+        "the correction of the mean alone": 1 / (1 - b1**count),
+        "the correction of the squares alone": math.sqrt(1 - b2**count),
     }
     for what, other in others.items():
         if math.isclose(factor, other / now, rel_tol=NEAR):
-            words = f"what step {step} makes of its moments is {in_words(factor)} the right: corrected as that {what}"
+            words = f"what step {step} makes of its moments is {in_words(factor)} the right, as with {what}"
             return claimed("bias_correction", words, *predict(other / now))
     return []
 

@@ -6,7 +6,7 @@ states of the step are looked at together.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -17,7 +17,7 @@ from harness.checking.measures.kinds import kind_of, step_of
 from harness.diagnosing.causes.cause import Cause, claimed
 from harness.diagnosing.causes.hypothesis import STATE, Failure, Hypothesis
 from harness.diagnosing.causes.places import blocks_of
-from harness.diagnosing.causes.proofs import Explained
+from harness.diagnosing.causes.proofs import FEWEST_OF_A_FACTOR, Explained, independent
 from harness.diagnosing.causes.proofs import times as in_words
 from harness.diagnosing.hypotheses.factors import Measure, Predict, every_size, meaning_of
 from harness.diagnosing.hypotheses.optimizer.clipped import by_block, by_element, by_square
@@ -101,8 +101,7 @@ def _decayed(step: _Step) -> list[Cause]:
     factor, share = fit
     if math.isclose(factor, 1, rel_tol=CLOSE):
         known = "decay_missing" if share > 0 else "decay_added"
-        meaning = "weight decay is left out" if share > 0 else "weight decay that does not belong there"
-        words = f"what is wrong in step {number} is {share:.3g} x the parameters themselves: {meaning}"
+        words = f"what is wrong in step {number} is {share:.3g} x the parameters before it"
         decayed = _got(state, state.right + share * state.before, fitted=2)
         return claimed(known, words, decayed) if abs(share) < LITTLE else []
     if not 0 < share / (factor - 1) < LITTLE:  # the decay that is right already
@@ -136,7 +135,7 @@ def _not_taken(failed: _Step) -> list[Cause]:
         named = "the parameters" if len(still) == len(known) else ", ".join(still[:3]) + " ..." * (len(still) > 3)
         return claimed("never_updated", f"{named}: as before step {step}", *stays)
     when = "the last step" if step == last else f"step {step}"
-    words = f"the parameters are as before {when}: it was not taken, or came after they were read"
+    words = f"the parameters are as before {when}"
     return claimed("step_missing", words, *stays)
 
 
@@ -174,24 +173,21 @@ def _scaled(
     clips: bool = True,
 ) -> list[Cause]:
     """Causes of one factor on all wrong updates or gradients of a step; `clips`: whether clipping may be behind it."""
-    if factor is None:
+    if factor is None or independent(proof.truth for proof in predict(factor)) < FEWEST_OF_A_FACTOR:
         return []
     relation = f"the {what} of step {step} are {in_words(factor)} the right ones"
     largest, norm = getattr(evidence.case, "clip", 0.0) if clips else 0.0, evidence.truth.get(f"grad_norm/{step}")
     if largest and norm is not None and math.isclose(factor, max(1.0, float(norm) / largest), rel_tol=CLOSE):
-        return claimed("unclipped", f"{relation}: they are not clipped", *predict(factor))
+        return claimed("unclipped", f"{relation}, as if they were not clipped", *predict(factor))
     if largest and norm is not None and factor > 1 and math.isclose(factor * float(norm), largest, rel_tol=CLOSE):
-        return claimed("clip_scales_up", f"{relation}: a norm below the limit is scaled up to it", *predict(factor))
+        return claimed("clip_scales_up", f"{relation}, as if scaled up to clip={largest:g}", *predict(factor))
     if largest and (norm is None or float(norm) > largest or factor < 1):
         return by_square(evidence, factor, relation, step, predict)  # any other may come of another norm or limit
     sizes = [] if step else every_size(evidence)  # a sum or mean too many would show in every step
     causes = meaning_of(evidence, factor, relation, CLOSE, measure, predict, sizes)
     if 0 < factor < LITTLE and all(cause.id == "constant_factor" for cause in causes):
-        return claimed("scaled_down", f"{relation}: divided once more before the step", *predict(factor))
-    if what == "gradients":
-        return causes
-    rate = ", such as the learning rate"
-    return [replace(one, words=one.words + rate * (one.id == "constant_factor" and not one.follows)) for one in causes]
+        return claimed("scaled_down", relation, *predict(factor))
+    return causes
 
 
 def _of_gradients(names: Sequence[str], other: Evidence) -> float | None:
@@ -217,7 +213,7 @@ def _momentum(failed: _Step) -> list[Cause]:
     share = times(state.got - state.right, last)
     if share is None or not 0 < share < 1:
         return []
-    words = f"the updates of step {step} hold {share:.4g} x those of the step before: there is no momentum"
+    words = f"the updates of step {step} hold {share:.4g} x those of the step before"
     return claimed("momentum_added", words, _got(state, state.right + share * last))
 
 
@@ -236,7 +232,7 @@ def _not_zeroed(failed: _Step) -> list[Cause]:
     again = [share * gradient for share, gradient in shares if share is not None]
     if len(again) < len(shares):
         return []
-    words = f"step {step} holds the gradient of the first step once more: gradients are not set to zero in between"
+    words = f"step {step} holds the gradient of the first step once more"
     guess = state.truth + torch.cat(again)
     value, truth = state.value, state.truth
     again_in_it = Explained(value=value, truth=truth, guess=guess, left=LEFT, names=state.states, fitted=len(again))

@@ -37,7 +37,7 @@ def never_updated(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
 def not_zeroed(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
     """Whether the wrong parameters were updated with the first step's gradient once more."""
     truth, known = evidence.truth, _starts(evidence, wrong) if evidence.case.steps > 1 else {}
-    words = "the update holds the gradient of the first step once more: gradients are not set to zero in between"
+    words = "the update holds the gradient of the first step once more"
     gradients = {n: truth.get(n.replace("param/", "grad/", 1)) for n in known}
     old = {n: gradient.double() for n, gradient in gradients.items() if gradient is not None}
     if len(old) < len(known):

@@ -64,7 +64,7 @@ def test_recomputation_that_draws_anew_is_seen(monkeypatch: pytest.MonkeyPatch) 
     result = planted(monkeypatch, "tp=2 recompute=true", "checkpoint", wrong)
     assert {"masks", "parameter_gradients"} <= failed(result)
     assert "backward drops by another mask than forward at " in message(result, "masks")
-    assert "causes: recomputation did not begin with the random state of its forward" in message(result, "masks")
+    assert "causes: recomputation drew masks that its forward did not draw" in message(result, "masks")
     assert {cause.id for one in result.diagnoses.values() if one for cause in one.causes} == {"drawn_anew"}
 
 
