@@ -82,16 +82,16 @@ def _problem(words: Words) -> Problem:
 class Pairs:
     """The levels of cases, each a word with a value, and which pairs of them a case holds.
 
-    Beside the words there are the mode of a case that splits something, the length of a long one, and the states that a
-    long case of several micro-batches keeps.
+    Further levels are the mode of a case that splits something and the length of a long one. A long case of several
+    micro-batches has the states that it keeps too.
     """
 
     def __init__(self) -> None:
         self.domains = paired_domains()
         plain = [(word, value) for word, values in self.domains.items() for value in values]
         split = [("split", mode) for mode in self.domains["mode"]]
-        kept = [(f"kept {word}", value) for word, value in plain if word in STATES]
-        self.levels: list[tuple[str, object]] = [*plain, *split, ("long", True), *kept]
+        states = [(f"kept {word}", value) for word, value in plain if word in STATES]
+        self.levels: list[tuple[str, object]] = [*plain, *split, ("long", True), *states]
         self._number = {level: number for number, level in enumerate(self.levels)}
         kinds = [word.partition(" ")[0] if word in ("split", "long") or " " in word else "" for word, _ in self.levels]
         words = [word for word, _ in self.levels]
@@ -118,7 +118,7 @@ class Pairs:
         vector[[self._number[level] for level in found if level in self._number]] = 1
         return vector
 
-    def held(self, words: Words) -> Matrix:
+    def pairs_of(self, words: Words) -> Matrix:
         """The pairs of a case."""
         vector = self.vector(words) > 0
         return vector[:, None] & vector & self.kinds
@@ -144,7 +144,7 @@ class Search:
         for one, other in np.argwhere(np.triu(self.pairs.kinds)):
             if not self.wanted[one, other] and (found := self._near(self.pairs.words(one, other))):
                 self.known.append(found)
-                self.wanted |= self.pairs.held(found)
+                self.wanted |= self.pairs.pairs_of(found)
         for place, (word, mode) in enumerate(self.pairs.levels):  # a mode that splits something is that mode
             if word == "split":
                 whole = self.pairs.levels.index(("mode", mode))
@@ -155,7 +155,7 @@ class Search:
     def _union(self, cases: Iterable[Words]) -> Matrix:
         found = np.zeros_like(self.pairs.kinds)
         for words in cases:
-            found |= self.pairs.held(words)
+            found |= self.pairs.pairs_of(words)
         return found
 
     def changed(self, words: Words, fixed: Words) -> Words | None:
@@ -215,23 +215,23 @@ class Search:
                     break
                 best = holding[0]
             cases.append(best)
-            missing[self.pairs.held(best)] = 0
+            missing[self.pairs.pairs_of(best)] = 0
         return self.without_idle(cases)
 
     def _times(self, cases: Iterable[Words]) -> NDArray[np.int16]:
         times = np.zeros(self.wanted.shape, np.int16)
         for words in cases:
-            times += self.pairs.held(words)
+            times += self.pairs.pairs_of(words)
         return times
 
     def without_idle(self, cases: list[Words]) -> list[Words]:
         """The cases without those of which others hold all that is wanted, the dearest left out first."""
         times = self._times(cases)
         for words in sorted(cases, key=cost, reverse=True):
-            held = self.pairs.held(words)
-            if not (self.wanted & held & (times < 2)).any():
+            its_pairs = self.pairs.pairs_of(words)
+            if not (self.wanted & its_pairs & (times < 2)).any():
                 cases = [other for other in cases if other is not words]
-                times -= held
+                times -= its_pairs
         return cases
 
     def plainer(self, cases: Sequence[Words]) -> list[Words]:
@@ -242,7 +242,7 @@ class Search:
                 words = cases[place]
                 other = self.changed(words, {word: value}) if words[word] != value else None
                 if other and cost(other) < cost(words):
-                    gone, come = self.pairs.held(words), self.pairs.held(other)
+                    gone, come = self.pairs.pairs_of(words), self.pairs.pairs_of(other)
                     if not (self.wanted & gone & ~come & (times < 2)).any():
                         times += come.astype(np.int16) - gone
                         cases[place] = other
@@ -251,7 +251,7 @@ class Search:
     def cheaper(self, cases: list[Words]) -> list[Words]:
         """The list with a few cases found anew, those that hold least alone before others; or as it was."""
         times, count = self._times(cases), self.random.randint(2, _TAKEN_OUT)
-        alone = [int((self.wanted & self.pairs.held(words) & (times < 2)).sum()) / cost(words) for words in cases]
+        alone = [int((self.wanted & self.pairs.pairs_of(words) & (times < 2)).sum()) / cost(words) for words in cases]
         order = sorted(range(len(cases)), key=lambda place: alone[place] * (0.3 + self.random.random()))
         out = {*order[:count]} if self.random.random() < 0.6 else {*self.random.sample(range(len(cases)), count)}
         new = self.completed([words for place, words in enumerate(cases) if place not in out])
