@@ -37,6 +37,7 @@ from reference.case.default_cases import default_cases
 from reference.case.domains import domains
 from reference.case.repair import repaired, words_of
 from reference.language.modes import MODES
+from reports.options.request import REPEATED
 from suites.mutants.catalogue import HELD_BACK, UNSEEN
 from suites.mutants.kill_rows import cause_told, right_place
 from suites.mutants.mutant import Mutant, holds
@@ -81,8 +82,9 @@ def measured(bug: Mutant, engine: InprocEngine) -> Row:
     start_s, result = time.monotonic(), None
     with bug.subject() as planted, tempfile.TemporaryDirectory() as folder:
         subject = named(planted)
+        twice = default_cases(checkpoint=f"{folder}/checkpoint")[::REPEATED]
         for case in in_order(f"{folder}/checkpoint"):
-            result = prove(case, subject, engine, timeout_s=_TIMEOUT_S)
+            result = prove(case, subject, engine, timeout_s=_TIMEOUT_S, repeat=case in twice)
             if result.verdict == FAIL:
                 break
         if not result or result.verdict != FAIL:

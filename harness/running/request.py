@@ -24,7 +24,7 @@ class Request:
     They watch `profile_steps` of that run, None for all. Where this process can be forked, `processes` prove the cases
     in its place; with 0 this one does. So a case that ends its process ends no other. `fail_fast`: the first case that
     neither passes nor is skipped is the last. `when_s`: how long the words that a failure needs are looked for, three
-    times that in all; 0: not at all. `repeat_every`: 3 where every third case is run twice, so that its runs are compared.
+    times that in all; 0: not at all. `repeat_every`: 3 where every third case is run twice, to compare its two runs.
     """
 
     cases: tuple[CaseLike, ...]

@@ -91,8 +91,8 @@ def default_cases(
 
     `refuses` is a subject's reason against a case, "" for none: the stored cases are changed until it takes them.
     The next one of the stored holds the most pairs that none before it has, so that a failure is met early.
-    `deep`: every stored case in every one of the modes, with two layers and two steps or more. `checkpoint` is the folder of
-    the recipes that save and load, which are left out without one.
+    `deep`: every stored case in every one of the modes, with two layers and two steps or more. `checkpoint` is the
+    folder of the recipes that save and load, which are left out without one.
     """
     plain = [min(_plain(mode), key=lambda case: bool(refuses(case))) for mode in modes]
     stored = [case for section in lines().values() for case in section if not case.save and not case.load]
