@@ -157,6 +157,31 @@ def test_the_cases_can_show_a_bug() -> None:
     assert any(case.padded_vocab // case.tp * (case.tp - 1) >= case.vocab for case in cases), "a rank of padding alone"
 
 
+SIZES_OF_ALL = {"hidden", "heads", "batch", "seed"}
+ONE_VALUE = {
+    "bucket": "elements of a buffer: which parameters share it is what shows",
+    "recompute_layers": "its default is a number of layers too",
+    "qk_rope_dim": "its default is a width too",
+    "ffn": "follows tp",
+}
+
+
+def test_no_constant_and_no_other_number_could_stand_for_a_number() -> None:
+    """A rule that reads another word in its place, or a constant, half, twice or one beside it, differs somewhere."""
+    plain, cases = Case(), default_cases()
+    whole = [field.name for field in dataclasses.fields(Case) if type(getattr(plain, field.name)) is int]
+    sizes_of = {case: {word: getattr(case, word) for word in whole} | {"world": case.world_size} for case in cases}
+    likely = {"": lambda n: n, "half ": lambda n: n // 2, "twice ": lambda n: 2 * n, "-1": lambda n: n - 1}
+    likely |= {"+1": lambda n: n + 1}
+    for word in (word for word in whole if word not in SIZES_OF_ALL):
+        used = [sizes for sizes in sizes_of.values() if sizes[word] not in (0, getattr(plain, word))]
+        assert word in ONE_VALUE or len({sizes[word] for sizes in used}) > 1, word
+        for other in (other for other in (*whole, "world") if other != word):
+            for name, formula in likely.items():
+                same = all(formula(sizes[other]) == sizes[word] for sizes in used)
+                assert not same or word in ONE_VALUE, (word, f"{name} {other}")
+
+
 def test_words_without_pairs_have_their_reason() -> None:
     assert FIXED.keys() & domains().keys() | paired_domains().keys() == domains().keys()
     unnamed = {field.name for field in dataclasses.fields(Case)} - {*domains(), *FIXED}
