@@ -1,8 +1,8 @@
 """The loss scale of float16 training in the dense model: which steps it skips, and what it becomes.
 
 A step whose scaled gradients leave float16 is skipped by every implementation alike, as long as they leave it clearly.
-In between, where the rounding of one product decides, no dense model can say: such a case is refused. Source: the rule
-in words of around.md 15.2; arXiv:1710.03740.
+In between, where the rounding or order of sums decides, no dense model can say: such a case is refused. Source: the
+rule in words of around.md 15.2; arXiv:1710.03740.
 """
 
 import math
@@ -14,15 +14,13 @@ from torch import Tensor
 from reference.case import Case
 from reference.checkpoints.stored import stored
 from reference.errors import CaseError
+from reference.training.reach import Reach
 
 GROWTH_INTERVAL = 1000
 HYSTERESIS = 2
 _LARGEST = torch.finfo(torch.float16).max
-_SURELY_OUTSIDE = 2.0
-"""The gradient of some logit is this many times the largest number: no implementation computes it in float16."""
-_SURELY_INSIDE = 1 / 8
-"""Every gradient is below this share of the largest number: partial sums are no more than some times as large."""
-
+_ROUNDING = 1 / 16
+"""Share of the largest gradient that rounding stays below: 128 units of 2**-11, more than any path through a model."""
 
 @dataclass(slots=True, kw_only=True)
 class LossScale:
@@ -42,8 +40,8 @@ class LossScale:
             return cls(case=case, value=value, finite=int(finite), infinite=HYSTERESIS - int(hysteresis))
         return cls(case=case, value=1.0 if case.scaler == "none" else case.loss_scale)
 
-    def overflows(self, step: int, logits: float, gradients: float, *, exact: bool) -> bool:
-        """Whether the step is skipped, given the largest scaled gradient of a logit and of a parameter.
+    def overflows(self, step: int, reach: Reach, *, exact: bool) -> bool:
+        """Whether the step is skipped, given how far its scaled gradients reach.
 
         `exact`: they were computed in more than float16. Raises CaseError when they are neither surely outside of
         float16 nor surely inside.
@@ -51,15 +49,17 @@ class LossScale:
         if self.case.scaler == "none":
             return False
         if not exact:
-            return not math.isfinite(logits + gradients)
-        if logits > _SURELY_OUTSIDE * _LARGEST:
+            return not math.isfinite(reach.held)
+        if reach.held > (1 + _ROUNDING) * _LARGEST:
             return True
-        largest = max(logits, gradients)
-        if largest < _SURELY_INSIDE * _LARGEST:
+        if reach.bound < (1 - _ROUNDING) * _LARGEST:
             return False
-        rule = f"scaled gradients reach {largest:.3g} in step {step}, at the edge of float16: rounding decides the skip"
-        legal = 2.0 ** math.floor(math.log2(self.value * _SURELY_INSIDE * _LARGEST / largest))
-        raise CaseError("loss_scale", self.case.loss_scale, rule, f"loss_scale={legal}")
+        rule = (
+            f"some scaled gradient in step {step} reaches {reach.held:.3g} to {reach.bound:.3g}, at the edge of "
+            f"float16 ({_LARGEST:.5g}): rounding decides the skip"
+        )
+        legal = 2.0 ** math.floor(math.log2(self.case.loss_scale * (1 - _ROUNDING) * _LARGEST / reach.bound))
+        raise CaseError("loss_scale", self.case.loss_scale, rule, f"loss_scale={max(1.0, legal)}")
 
     def outcome(self, step: int, *, skipped: bool) -> dict[str, Tensor]:
         """Values of the step's scale in an outcome; nothing without a scaler."""

@@ -20,6 +20,7 @@ from reference.losses.cross_entropy import wide
 from reference.model import decoder, layers
 from reference.model.branch import Beside, updated_values, values_of
 from reference.model.decoder import PLAIN, Arithmetic
+from reference.training.reach import Reach
 from reference.training.scaling import LossScale
 from reference.training.states import after, begin, load, saved
 
@@ -46,8 +47,7 @@ class Sums:
     """Sums of one step's forwards: scalars, logits, metric and activations.
 
     Logits are [dp*micro*batch, seq, vocab] or None when too large. The metric is of every data rank, when the case has
-    one; activations are of micro-batch 0, when observed. `largest`, with a loss scale: the largest scaled gradient of a
-    logit, and of a parameter after any micro-batch. `counts`: integers that branches leave
+    one; activations are of micro-batch 0, when observed. `reach` is known with a loss scale. `counts`: integers that branches leave
     (`reference.model.branch`), rows as those of the logits.
     """
 
@@ -56,7 +56,7 @@ class Sums:
     logits: Tensor | None
     metrics: "list[Totals]"
     activations: Mapping[str, Tensor]
-    largest: tuple[float, float]
+    reach: Reach
     counts: Mapping[str, Tensor]
 
 
@@ -96,7 +96,7 @@ def train(
         sums = _accumulate(
             case, parameters, values, step, feed, arithmetic, last_first, observed and step == 0, scale.value
         )
-        skipped = scale.overflows(step, *sums.largest, exact=dtype is not None)
+        skipped = scale.overflows(step, sums.reach, exact=dtype is not None)
         outcome |= _summed_up(sums, step)
         gradients = {n: _handed(parameters[n], w).div_(sums.tokens * scale.value) for n, w in trained.items()}
         outcome |= scale.outcome(step, skipped=skipped)
@@ -185,21 +185,22 @@ def _accumulate(
     losses, tokens, rows = {}, {}, {}
     metrics: dict[int, Totals] = {}
     outputs: dict[int, dict[str, Tensor]] = {}
-    largest = [(0.0, 0.0)]
+    reach = Reach(case=case)
     for place in reversed(places) if last_first else places:
         data_rank, micro = place
         batch, beside = batches[place], besides[place]
         tapped = outputs.setdefault(data_rank, {}) if observed and micro == 0 else None
         tap = decoder.silent if tapped is None else partial(_kept, tapped)
+        tap = tap if case.scaler == "none" else partial(_met, reach, tap)
         logits = decoder.logits(case, {**parameters, **values}, batch, tap=tap, arithmetic=arithmetic, beside=beside)
         summed, tokens[place] = loss.summed(logits, batch.labels, batch.loss_mask, case.label_smoothing)
         total = sum(beside.losses, summed)
         if case.scaler == "none":
             total.backward()
         else:
-            logits.register_hook(lambda gradient: largest.append((float(gradient.abs().max()), 0.0)))
+            logits.register_hook(reach.meet_logits)
             (total * scale).backward()
-            largest.append((0.0, max(float(_gradient(weight).abs().max()) for weight in parameters.values())))
+            reach.meet_sums({name: _gradient(weight) for name, weight in parameters.items()})
         losses[place] = summed.detach()
         if keep:
             rows[place] = logits.detach()
@@ -214,9 +215,14 @@ def _accumulate(
         logits=torch.cat([rows[place] for place in places]) if keep else None,
         metrics=[metrics[data_rank] for data_rank in sorted(metrics)],
         activations=_joined([outputs[data_rank] for data_rank in sorted(outputs)]),
-        largest=(max(one[0] for one in largest), max(one[1] for one in largest)),
+        reach=reach,
         counts={name: torch.cat([besides[place].counts[name] for place in places]) for name in beside.counts},
     )
+
+
+def _met(reach: Reach, tap: decoder.Tap, module: str, output: Tensor) -> None:
+    output.register_hook(reach.meet_output)
+    tap(module, output)
 
 
 def _kept(outputs: dict[str, Tensor], module: str, output: Tensor) -> None:

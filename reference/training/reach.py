@@ -1,0 +1,91 @@
+"""How far the scaled gradients of one step reach, whatever parts an implementation computes and adds them in.
+
+    held    some tensor of float16 holds a number of at least this size: above float16 the step is skipped, surely
+    bound   no tensor of float16 holds a larger number: below float16 no step is skipped
+
+A logit's gradient is held as it is, that of a module's output as a sum of ranks' parts. A parameter's gradient is held whole where gradients
+travel in float16 (`grad_dtype=model`). In float32 only its parts are: one of n parts is at least an n-th of the whole.
+A sum over some of the micro-batches is at most the sum of what each of them has at most (the triangle inequality).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from reference.case import Case
+from reference.language.modes import MODES
+
+_OF_A_PART = 2.0
+"""A rank's part of a gradient (of some tokens, of some heads) is at most this many times the whole."""
+_BETWEEN_OUTPUTS = 4.0
+"""Gradients between two outputs, or a rank's part of one, are at most this many times as large as those seen."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Reach:
+    """Largest scaled gradients, met one after the other; NaN and infinity stay."""
+
+    case: Case
+    _logits: float = 0.0
+    _outputs: float = 0.0
+    _before: dict[str, Tensor] = field(default_factory=dict)
+    _parts: dict[str, float] = field(default_factory=dict)
+
+    def meet_logits(self, gradient: Tensor) -> None:
+        """Count the gradient of a micro-batch's logits."""
+        self._logits = _larger(self._logits, gradient)
+
+    def meet_output(self, gradient: Tensor) -> None:
+        """Count the gradient of a module's output."""
+        self._outputs = _larger(self._outputs, gradient)
+
+    def meet_sums(self, sums: Mapping[str, Tensor]) -> None:
+        """Count the parameters' gradients, added up so far: the last micro-batch's are what came since."""
+        for name, summed in sums.items():
+            part = summed - self._before[name] if name in self._before else summed
+            size, former = _size(part), self._parts.get(name, 0.0)
+            self._parts[name] = former + size if self.case.grad_dtype == "model" else max(former, size)
+            self._before[name] = summed.clone()
+
+    @property
+    def held(self) -> float:
+        """Some tensor of float16 holds a number of at least this size; NaN or infinite where a gradient is."""
+        whole = 0.0
+        for summed in self._before.values():
+            whole = _larger(whole, summed)
+        return float(torch.tensor([self._logits, whole / self._pieces], dtype=torch.float64).max())
+
+    @property
+    def bound(self) -> float:
+        """No tensor of float16 holds a larger number."""
+        parameters = max(size * self._cut(name) for name, size in self._parts.items())
+        return max(self._logits, self._outputs * _BETWEEN_OUTPUTS, parameters)
+
+    @property
+    def _pieces(self) -> float:
+        """Numbers of float16 whose sum is an element of a gradient: a rank has two of a tied table."""
+        case = self.case
+        if case.grad_dtype == "model":
+            return 1
+        return 2 * case.world_size * case.micro if case.wgrad == "plain" else torch.inf  # float32 from the product on
+
+    def _cut(self, name: str) -> float:
+        """How many times the whole gradient a part may be that some rank holds.
+
+        Context ranks and isp hold all gradients by parts of the tokens, sequence parallelism those of vectors. Vectors
+        of queries and keys are held by parts of the heads, and a tied table by its two readers.
+        """
+        case, mode = self.case, MODES[self.case.mode]
+        vector = self._before[name].dim() == 1 and (mode.sequence or ".q_norm" in name or ".k_norm" in name)
+        table = case.tied and name.startswith("embedding")
+        return _OF_A_PART if table or vector or case.cp > 1 or mode.gathers_weights else 1.0
+
+
+def _size(gradient: Tensor) -> float:
+    return float(gradient.abs().max())
+
+
+def _larger(size: float, gradient: Tensor) -> float:
+    return float(torch.tensor([size, _size(gradient)], dtype=torch.float64).max())
