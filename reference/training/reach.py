@@ -8,6 +8,7 @@ travel in float16 (`grad_dtype=model`). In float32 only its parts are: one of n 
 A sum over some of the micro-batches is at most the sum of what each of them has at most (the triangle inequality).
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -46,33 +47,42 @@ class Reach:
         for name, summed in sums.items():
             part = summed - self._before[name] if name in self._before else summed
             size, former = _size(part), self._parts.get(name, 0.0)
-            self._parts[name] = former + size if self.case.grad_dtype == "model" else max(former, size)
+            self._parts[name] = former + size if self._travels_narrow else max(former, size)
             self._before[name] = summed.clone()
 
     @property
     def held(self) -> float:
         """Some tensor of float16 holds a number of at least this size; NaN or infinite where a gradient is."""
-        whole = 0.0
-        for summed in self._before.values():
-            whole = _larger(whole, summed)
-        return float(torch.tensor([self._logits, whole / self._pieces], dtype=torch.float64).max())
+        sizes = [self._logits]
+        for name, summed in self._before.items():
+            whole = _size(summed)
+            sizes.append(whole if self._travels_narrow or not math.isfinite(whole) else self._held_of_parts(name))
+        return float(torch.tensor(sizes, dtype=torch.float64).max())
 
     @property
     def bound(self) -> float:
         """No tensor of float16 holds a larger number."""
-        parameters = max(size * self._cut(name) for name, size in self._parts.items())
+        cut = {name: _OF_A_PART if self._is_cut(name) else 1.0 for name in self._parts}
+        parameters = max(size * cut[name] for name, size in self._parts.items())
         return max(self._logits, self._outputs * _BETWEEN_OUTPUTS, parameters)
 
     @property
-    def _pieces(self) -> float:
-        """Numbers of float16 whose sum is an element of a gradient: a rank has two of a tied table."""
-        case = self.case
-        if case.grad_dtype == "model":
-            return 1
-        return 2 * case.world_size * case.micro if case.wgrad == "plain" else torch.inf  # float32 from the product on
+    def _travels_narrow(self) -> bool:
+        return self.case.grad_dtype == "model"
 
-    def _cut(self, name: str) -> float:
-        """How many times the whole gradient a part may be that some rank holds.
+    def _held_of_parts(self, name: str) -> float:
+        """The least size of the largest part, where a micro-batch's gradient is all that float16 holds.
+
+        A fused or deferred product is in float32 from the start. Ranks of experts mix the tokens of data ranks.
+        """
+        case = self.case
+        if case.wgrad != "plain" or case.experts:
+            return 0.0
+        ranks = case.world_size // case.dp  # each has at most two parts of a tied table, and one of another parameter
+        return self._parts[name] / (2 * ranks if self._is_cut(name) else 1)
+
+    def _is_cut(self, name: str) -> bool:
+        """Whether ranks hold parts of this gradient that add up to a micro-batch's.
 
         Context ranks and isp hold all gradients by parts of the tokens, sequence parallelism those of vectors. Vectors
         of queries and keys are held by parts of the heads, and a tied table by its two readers.
@@ -80,7 +90,7 @@ class Reach:
         case, mode = self.case, MODES[self.case.mode]
         vector = self._before[name].dim() == 1 and (mode.sequence or ".q_norm" in name or ".k_norm" in name)
         table = case.tied and name.startswith("embedding")
-        return _OF_A_PART if table or vector or case.cp > 1 or mode.gathers_weights else 1.0
+        return table or vector or case.cp > 1 or mode.gathers_weights
 
 
 def _size(gradient: Tensor) -> float:
