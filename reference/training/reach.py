@@ -5,7 +5,8 @@
 
 A logit's gradient is held as it is, that of a module's output as a sum of ranks' parts. A parameter's gradient is held whole where gradients
 travel in float16 (`grad_dtype=model`). In float32 only its parts are: one of n parts is at least an n-th of the whole.
-A sum over some of the micro-batches is at most the sum of what each of them has at most (the triangle inequality).
+A sum over some of the micro-batches is at most the sum of what each of them has at most (the triangle inequality). The
+control run adds them all in float16, whatever `grad_dtype` is, so `bound` is of such sums.
 """
 
 import math
@@ -33,6 +34,7 @@ class Reach:
     _outputs: float = 0.0
     _before: dict[str, Tensor] = field(default_factory=dict)
     _parts: dict[str, float] = field(default_factory=dict)
+    _sums: dict[str, float] = field(default_factory=dict)
 
     def meet_logits(self, gradient: Tensor) -> None:
         """Count the gradient of a micro-batch's logits."""
@@ -47,7 +49,8 @@ class Reach:
         for name, summed in sums.items():
             part = summed - self._before[name] if name in self._before else summed
             size, former = _size(part), self._parts.get(name, 0.0)
-            self._parts[name] = former + size if self._travels_narrow else max(former, size)
+            self._parts[name] = max(former, size)
+            self._sums[name] = self._sums.get(name, 0.0) + size
             self._before[name] = summed.clone()
 
     @property
@@ -62,8 +65,8 @@ class Reach:
     @property
     def bound(self) -> float:
         """No tensor of float16 holds a larger number."""
-        cut = {name: _OF_A_PART if self._is_cut(name) else 1.0 for name in self._parts}
-        parameters = max(size * cut[name] for name, size in self._parts.items())
+        cut = {name: _OF_A_PART if self._is_cut(name) else 1.0 for name in self._sums}
+        parameters = max(size * cut[name] for name, size in self._sums.items())
         return max(self._logits, self._outputs * _BETWEEN_OUTPUTS, parameters)
 
     @property
