@@ -3,10 +3,11 @@
     held    some tensor of float16 holds a number of at least this size: above float16 the step is skipped, surely
     bound   no tensor of float16 holds a larger number: below float16 no step is skipped
 
-A logit's gradient is held as it is, that of a module's output as a sum of ranks' parts. A parameter's gradient is held whole where gradients
-travel in float16 (`grad_dtype=model`). In float32 only its parts are: one of n parts is at least an n-th of the whole.
-A sum over some of the micro-batches is at most the sum of what each of them has at most (the triangle inequality). The
-control run adds them all in float16, whatever `grad_dtype` is, so `bound` is of such sums.
+A logit's gradient is held as it is, that of a module's output as a sum of ranks' parts. A parameter's gradient is held
+whole where gradients travel in float16 (`grad_dtype=model`). In float32 only a micro-batch's parts are: one of n parts
+is at least an n-th of the whole. A sum over some of the micro-batches is at most the sum of what each of them has at
+most (the triangle inequality). The control run adds them all in float16, whatever `grad_dtype` is, so `bound` is of
+such sums.
 """
 
 import math
@@ -71,7 +72,7 @@ class Reach:
 
     @property
     def _travels_narrow(self) -> bool:
-        return self.case.grad_dtype == "model"
+        return bool(self.case.grad_dtype == "model")
 
     def _held_of_parts(self, name: str) -> float:
         """The least size of the largest part, where a micro-batch's gradient is all that float16 holds.

@@ -22,6 +22,7 @@ _LARGEST = torch.finfo(torch.float16).max
 _ROUNDING = 1 / 16
 """Share of the largest gradient that rounding stays below: 128 units of 2**-11, more than any path through a model."""
 
+
 @dataclass(slots=True, kw_only=True)
 class LossScale:
     """The scale of the coming step, with the finite steps in a row and the infinite ones that have been seen."""
@@ -58,7 +59,7 @@ class LossScale:
             f"some scaled gradient in step {step} reaches {reach.held:.3g} to {reach.bound:.3g}, at the edge of "
             f"float16 ({_LARGEST:.5g}): rounding decides the skip"
         )
-        legal = 2.0 ** math.floor(math.log2(self.case.loss_scale * (1 - _ROUNDING) * _LARGEST / reach.bound))
+        legal = 2.0 ** math.floor(math.log2(self.value * (1 - _ROUNDING) * _LARGEST / reach.bound))
         raise CaseError("loss_scale", self.case.loss_scale, rule, f"loss_scale={max(1.0, legal)}")
 
     def outcome(self, step: int, *, skipped: bool) -> dict[str, Tensor]:

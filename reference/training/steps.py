@@ -47,8 +47,8 @@ class Sums:
     """Sums of one step's forwards: scalars, logits, metric and activations.
 
     Logits are [dp*micro*batch, seq, vocab] or None when too large. The metric is of every data rank, when the case has
-    one; activations are of micro-batch 0, when observed. `reach` is known with a loss scale. `counts`: integers that branches leave
-    (`reference.model.branch`), rows as those of the logits.
+    one; activations are of micro-batch 0, when observed. `reach` is known with a loss scale. `counts`: integers that
+    branches leave (`reference.model.branch`), rows as those of the logits.
     """
 
     loss: Tensor

@@ -4,7 +4,6 @@ import pytest
 
 from bugs.planting import planted
 from harness.checking.evidence import FAIL
-from parallel.subject import subject
 from reference.case import Case
 from suites.mutants.catalogue import of_file
 from suites.mutants.mutant import Mutant
