@@ -47,8 +47,9 @@ def _compare(evidence: Evidence, returned: Set[str], belongs: Callable[[str], bo
     if not expected and not any(returned & outcome.keys() for outcome in evidence.outcomes):
         return None  # captured, where the truth has none: gradients of a step that a loss scale skips
     known = [name for name in expected if name in evidence.merged.tensors]
-    flawed = {flaw.name for flaw in evidence.merged.flaws}.intersection(expected)  # another check found these wrong
-    unchecked = [f"{name}{FLAWED * (name in flawed)}" for name in expected if name not in evidence.merged.tensors]
+    absent = [name for name in expected if name not in evidence.merged.tensors]
+    flawed = {flaw.name for flaw in evidence.merged.flaws}.intersection(absent)  # another check found these wrong
+    unchecked = [f"{name}{FLAWED * (name in flawed)}" for name in absent]
     unchecked += sorted(returned - set(expected))
     results, notes = _measured(evidence, known, expected), list[str]()
     if evidence.deviates:

@@ -1,7 +1,7 @@
 """Merging: the blocks of all ranks put together into full tensors, and what is wrong with the layout said first.
 
-Runs outside the ranks, so it adds no communication. A name whose blocks are flawed has no merged tensor: no number of
-it is compared, and the verdicts say so, unless rounding alone sets replicas apart that are all far from the truth.
+Runs outside the ranks, so it adds no communication. A name whose blocks are flawed has no merged tensor. No number of
+it is compared then, and the verdicts say so. Replicas that rounding sets apart are compared where all are far off.
 Shapes count elements. Shards of any extent may overlap (a head that some ranks share), and agree bit for bit there.
 Source of the verdicts: TTrace (omission, replica conflict before any numeric comparison).
 """
@@ -42,20 +42,20 @@ _REDUCE = {
 class Flaw:
     """Why the blocks of a name do not make one full tensor; `ranks` are those to look at.
 
-    `held` is the tensor that the first of replicas that differ make, `apart` how far the others are from it.
+    Of replicas that differ, `value` is the tensor of the first ones, `distance` the largest difference from it.
     """
 
     name: str
     kind: str
     message: str
     ranks: tuple[int, ...]
-    held: Tensor | None = field(default=None, compare=False, repr=False)
-    apart: float = field(default=math.inf, compare=False)
+    value: Tensor | None = field(default=None, compare=False, repr=False)
+    distance: float = field(default=math.inf, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Merged:
-    """The full tensors of names without a flaw, and the flaws; `against` adds replicas that are wrong alike."""
+    """The full tensors of names without a flaw, and the flaws; `against` adds replicas that all are wrong."""
 
     tensors: Mapping[str, Tensor]
     flaws: tuple[Flaw, ...]
@@ -64,10 +64,10 @@ class Merged:
 def against(merged: Merged, truth: Mapping[str, Tensor]) -> Merged:
     """The merged tensors that have the truth's shape and kind of number; the others become flaws.
 
-    Replicas that differ keep their flaw. Their first is among the tensors where it has an error of its own.
+    Replicas that differ keep their flaw. Their first is added to the tensors where all of them are wrong.
     """
     flaws = list(merged.flaws)
-    tensors = {flaw.name: flaw.held for flaw in flaws if flaw.held is not None and _is_off_alike(flaw, truth)}
+    tensors = {flaw.name: flaw.value for flaw in flaws if flaw.value is not None and _are_all_wrong(flaw, truth)}
     for name, tensor in merged.tensors.items():
         true = truth.get(name)
         if true is not None and tensor.shape != true.shape:
@@ -81,14 +81,14 @@ def against(merged: Merged, truth: Mapping[str, Tensor]) -> Merged:
     return Merged(tensors=tensors, flaws=tuple(flaws))
 
 
-def _is_off_alike(flaw: Flaw, truth: Mapping[str, Tensor]) -> bool:
-    """Whether replicas are apart by rounding and their error is no rounding: it does not come of their distance."""
-    true, held = truth.get(flaw.name), flaw.held
-    if true is None or held is None or true.shape != held.shape or not held.is_floating_point():
+def _are_all_wrong(flaw: Flaw, truth: Mapping[str, Tensor]) -> bool:
+    """Whether replicas differ by rounding alone, and from the truth by more: their difference is not their error."""
+    true, value = truth.get(flaw.name), flaw.value
+    if true is None or value is None or true.shape != value.shape or true.is_complex():
         return False
-    largest, error = float(true.abs().max()), float((held.double() - true.double()).abs().max())
+    largest, error = float(true.abs().max()), float((value.double() - true.double()).abs().max())
     # Half-way, in orders of magnitude, between the rounding of the dtype and the tensor itself.
-    return flaw.apart <= largest * math.sqrt(torch.finfo(held.dtype).eps) < error
+    return flaw.distance <= largest * math.sqrt(torch.finfo(value.dtype).eps) < error
 
 
 class _Flawed(Exception):
@@ -112,8 +112,8 @@ def merge(outcomes: Outcomes, known: Mapping[str, Tensor] | None = None) -> Merg
         try:
             tensors[name] = _merge_one(placed, absent)
         except _Flawed as flaw:
-            held, apart = _held_by_first(placed, absent) if flaw.kind == "replica conflict" else (None, math.inf)
-            flaws.append(Flaw(name=name, kind=flaw.kind, message=str(flaw), ranks=flaw.ranks, held=held, apart=apart))
+            full, gap = _first_replicas(placed, absent) if flaw.kind == "replica conflict" else (None, math.inf)
+            flaws.append(Flaw(name=name, kind=flaw.kind, message=str(flaw), ranks=flaw.ranks, value=full, distance=gap))
     return Merged(tensors=tensors, flaws=tuple(flaws))
 
 
@@ -139,18 +139,18 @@ def _merge_one(placed: Placed, absent: list[int]) -> Tensor:
     return full
 
 
-def _held_by_first(placed: Placed, absent: list[int]) -> tuple[Tensor | None, float]:
-    """The tensor that the first of differing replicas make, where they make one, and how far the others are from it."""
+def _first_replicas(placed: Placed, absent: list[int]) -> tuple[Tensor | None, float]:
+    """The tensor of the first of differing replicas, None where there is none, and the largest difference from it."""
     firsts: dict[tuple[tuple[int, int], ...], tuple[int, Block]] = {}
-    apart = 0.0
+    gap = 0.0
     for rank, block in placed:
         kept = firsts.setdefault(block.region, (rank, block))[1]
-        if block.reduce_op or block.local.shape != kept.local.shape or block.local.is_complex():
+        if block.reduce_op or block.local.shape != kept.local.shape or not block.local.is_floating_point():
             return None, math.inf
         gaps = (block.local.double() - kept.local.double()).abs().flatten()
-        apart = max(apart, float(gaps.max()) if len(gaps) else 0.0)
+        gap = max(gap, float(gaps.nan_to_num(math.inf).max()) if len(gaps) else 0.0)
     try:
-        return _merge_one([*firsts.values()], absent), apart
+        return _merge_one([*firsts.values()], absent), gap
     except _Flawed:
         return None, math.inf
 

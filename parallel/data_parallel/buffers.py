@@ -17,9 +17,10 @@ With `master=float32` the optimizer steps float32 copies, which are rounded into
 Source: Megatron-Core 0.16.1 `_ParamAndGradBuffer`, `DistributedOptimizer` (around.md 15.1, 15.2).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -42,6 +43,18 @@ class _Under:
     flat: Tensor
     arrived: int = 0
     pending: Pending | None = None
+
+
+def _weak_hook(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A hook that calls `method(name, ...)` and does not keep its object: Python collects no cycle through autograd."""
+    known: WeakMethod[Callable[..., Any]] = WeakMethod(method)
+
+    def call(*args: Tensor) -> Any:
+        found = known()
+        assert found is not None  # the buffer lives as long as its rank trains
+        return found(name, *args)
+
+    return call
 
 
 class Buckets:
@@ -70,8 +83,8 @@ class Buckets:
         for name, parameter in rank.parameters.items():
             self._came[name] = 0
             if taken_over(case, name):
-                set_holder(parameter, partial(self._take_over, name))
-            parameter.register_post_accumulate_grad_hook(partial(self._arrived, name))
+                set_holder(parameter, _weak_hook(self._take_over, name))
+            parameter.register_post_accumulate_grad_hook(_weak_hook(self._arrived, name))
         return self._split(rank) if self._sharded else self._whole(rank)
 
     def lay_out(self, rank: Rank) -> None:

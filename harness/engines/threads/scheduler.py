@@ -167,7 +167,9 @@ class Scheduler:
     def frames(self) -> list[FrameType | None]:
         """The innermost Python frame of every rank, None for those that have ended."""
         frames = sys._current_frames()
-        return [frames.get(ident) for ident in self.idents]
+        found = [frames.get(ident) for ident in self.idents]
+        frames.clear()  # it has this frame too: a cycle would keep what all ranks held in their variables
+        return found
 
     def stop(self) -> tuple[int, ...]:
         """End every rank: sleeping ones are woken to unwind, running ones interrupted. Returns those that went on."""
@@ -175,7 +177,7 @@ class Scheduler:
             self.stopping = True
             order = sorted(range(len(self.statuses)), key=lambda rank: self.statuses[rank] is not RankStatus.RUNNING)
             self._stayed = tuple(rank for rank in order if not self._ended(rank))
-            # Both refer to the run, which refers to this. Groups outlive a run where a program leaks its graphs.
+            # Both refer to the run, and a program that leaks its graphs keeps its groups, which refer to this.
             self._body, self.alive = nothing, str
         return self._stayed
 

@@ -108,11 +108,8 @@ def _truths(trial: Trial, evidence: Evidence) -> tuple[ModuleCalls, list[ModuleC
         if trial.given:
             own = replace(own, call=names.own.with_masks(trial.given), address="")
         (calls,) = _ranks(trial, one.but(dtype=EXACT), own.sent)
-        return (
-            calls,
-            _ranks(trial, one, InParts(own, PartialSums(parts=_PARTS))) if low and calls.outputs else [],
-            False,
-        )
+        cut = InParts(own, PartialSums(parts=_PARTS))
+        return calls, _ranks(trial, one, cut) if low and calls.outputs else [], False
     calls = _dense(names.truth, trial)
     return calls, [_dense(names.control, trial)] if low and calls.outputs else [], False
 

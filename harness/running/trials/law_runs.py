@@ -129,8 +129,9 @@ def with_first_forward(trial: Trial, evidence: Evidence) -> Evidence:
 
     So the first forward of its float32 run is held against that in float64. Rounding explains the error in theory of as
     many operations in a row as there are tensors of parameters. Each is a sum of as many terms as the longest dim of
-    them has elements. A model may amplify rounding: LEAP times the effect of a random error in the result of every
-    operator is explained too. Where a router chooses otherwise, some rows differ, which says nothing.
+    them has elements. A model may amplify rounding. So LEAP times the effect of a random error in the result of
+    every operator is explained too, of several draws the largest. Where a router chooses otherwise, some rows differ,
+    which decides nothing.
 
     Where the difference came from one operator (harness.running.truth.of_dtype), the function depends on the dtype, and
     the truth is that in the case's dtype.

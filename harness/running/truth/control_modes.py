@@ -37,7 +37,8 @@ from harness.running.truth.random_rounding import RandomRounding
 PERTURBED = (-1, -8, -9, -10)
 """In place of the number of parts: whole sums, and every result moved by a random part of its own dtype's rounding.
 
-Several draws: of a single number one draw in twenty lands within a tenth of its usual distance, four in a row do not.
+Several draws, for a single number: of normal errors 8 % are below a tenth of their standard deviation. Four such draws
+in a row have a probability of 4e-5.
 """
 AMPLIFIED = (-2, -3, -4, -5, -6, -7)
 """The same by CONTROL_FACTOR times as much: what a right result may be off by where a choice depends on rounding."""
