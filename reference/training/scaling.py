@@ -6,7 +6,9 @@ rule in words of around.md 15.2; arXiv:1710.03740.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,11 +18,14 @@ from reference.checkpoints.stored import stored
 from reference.errors import CaseError
 from reference.training.reach import Reach
 
+if TYPE_CHECKING:
+    from reference.training.steps import Sums
+
 GROWTH_INTERVAL = 1000
 HYSTERESIS = 2
 _LARGEST = torch.finfo(torch.float16).max
-_ROUNDING = 1 / 16
-"""Share of the largest gradient that rounding stays below: 128 units of 2**-11, more than any path through a model."""
+_UNIT = 2.0**-11
+"""Share of a number that float16 rounds off at most."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,26 +46,42 @@ class LossScale:
             return cls(case=case, value=value, finite=int(finite), infinite=HYSTERESIS - int(hysteresis))
         return cls(case=case, value=1.0 if case.scaler == "none" else case.loss_scale)
 
-    def overflows(self, step: int, reach: Reach, *, exact: bool) -> bool:
-        """Whether the step is skipped, given how far its scaled gradients reach.
+    def overflows(self, step: int, reach: Reach) -> bool:
+        """Whether the step is skipped, given how far its scaled gradients reach in more than float16.
 
-        `exact`: they were computed in more than float16. Raises CaseError when they are neither surely outside of
-        float16 nor surely inside.
+        Raises CaseError when they are neither surely outside of float16 nor surely inside.
         """
-        if self.case.scaler == "none":
+        if self.case.scaler == "none" or not reach.finite:  # which diverges
             return False
-        if not exact:
-            return not math.isfinite(reach.held)
-        if reach.held > (1 + _ROUNDING) * _LARGEST:
+        rounding = _roundings(self.case) * _UNIT
+        if reach.held > (1 + rounding) * _LARGEST:
             return True
-        if reach.bound < (1 - _ROUNDING) * _LARGEST:
+        if reach.bound < (1 - rounding) * _LARGEST:
             return False
         rule = (
             f"some scaled gradient in step {step} reaches {reach.held:.3g} to {reach.bound:.3g}, at the edge of "
             f"float16 ({_LARGEST:.5g}): rounding decides the skip"
         )
-        legal = 2.0 ** math.floor(math.log2(self.value * (1 - _ROUNDING) * _LARGEST / reach.bound))
+        legal = 2.0 ** math.floor(math.log2(self.value * (1 - rounding) * _LARGEST / reach.bound))
         raise CaseError("loss_scale", self.case.loss_scale, rule, f"loss_scale={max(1.0, legal)}")
+
+    def tried(self, backward: "Callable[[float], Sums]") -> "tuple[Sums, float, bool]":
+        """A step in float16: its sums, the scale that they have, and whether it is skipped.
+
+        A power of two changes no digit. So what would overflow at the scale of the case is computed at a smaller one,
+        and skipped for the reason for which it surely is: parts that only this order of sums has skip nothing.
+        """
+        sums = backward(self.value)
+        if self.case.scaler == "none" or sums.reach.finite:
+            return sums, self.value, False
+        least = backward(1.0)
+        if not least.reach.finite or least.reach.held * self.value > _LARGEST:
+            return least, 1.0, True
+        scale = self.value
+        while not sums.reach.finite:
+            scale /= 2
+            sums = backward(scale)
+        return sums, scale, False
 
     def outcome(self, step: int, *, skipped: bool) -> dict[str, Tensor]:
         """Values of the step's scale in an outcome; nothing without a scaler."""
@@ -88,3 +109,14 @@ class LossScale:
             if self.finite == GROWTH_INTERVAL:
                 self.finite = self.infinite = 0
                 self.value *= 2
+
+
+def _roundings(case: Case) -> int:
+    """How many roundings follow each other at most, from the tokens to a gradient: each is of a share of _UNIT.
+
+    A block has 13 operations, forward and backward: norm, linear, heads' norm, rotation, scores, context, linear, sum;
+    norm, linear, activation, linear, sum. Outside of blocks there are no more than in one. Up to four sums over ranks
+    belong to a block. The last ones are those of micro-batches and data ranks.
+    """
+    blocks = len(case.blocks) + 1
+    return blocks * (2 * 13 + 4 * (case.world_size // case.dp - 1)) + case.micro * case.dp

@@ -23,6 +23,7 @@ from reference.model.decoder import PLAIN, Arithmetic
 from reference.training.reach import Reach
 from reference.training.scaling import LossScale
 from reference.training.states import after, begin, load, saved
+from reference.training.terms import with_terms
 
 if TYPE_CHECKING:
     from reference.model.metric import Totals
@@ -93,15 +94,19 @@ def train(
             load(case, step - 1, trained, stepper, states)
             _rounded(case, trained, parameters)
             values = {name: states.get(f"value_after/{step - 1}/{name}", own) for name, own in values.items()}
-        sums = _accumulate(
-            case, parameters, values, step, feed, arithmetic, last_first, observed and step == 0, scale.value
+        backward = partial(
+            _accumulate, case, parameters, values, step, feed, arithmetic, last_first, observed and step == 0
         )
-        skipped = scale.overflows(step, sums.reach, exact=dtype is not None)
+        if dtype is None:
+            sums, scaled, skipped = scale.tried(backward)
+        else:
+            sums, scaled = backward(scale.value), scale.value
+            skipped = scale.overflows(step, sums.reach)
         outcome |= _summed_up(sums, step)
-        gradients = {n: _handed(parameters[n], w).div_(sums.tokens * scale.value) for n, w in trained.items()}
+        gradients = {n: _handed(parameters[n], w).div_(sums.tokens * scaled) for n, w in trained.items()}
         outcome |= scale.outcome(step, skipped=skipped)
         scale.update(skipped=skipped)
-        activations = _observed(sums, skipped=skipped) if step == 0 else activations
+        activations = _observed(sums, scale.value / scaled, skipped=skipped) if step == 0 else activations
         if skipped:
             stepper.zero_grad()  # an optimizer leaves alone what has no gradient
         else:
@@ -129,9 +134,10 @@ def _summed_up(sums: Sums, step: int) -> dict[str, Tensor]:
     return found | {name.replace("/", f"/{step}/", 1): counts for name, counts in sums.counts.items()}
 
 
-def _observed(sums: Sums, *, skipped: bool) -> Mapping[str, Tensor]:
-    """The activations, of a skipped step without gradients."""
-    return {name: x for name, x in sums.activations.items() if not (skipped and name.startswith("act_grad/"))}
+def _observed(sums: Sums, factor: float, *, skipped: bool) -> Mapping[str, Tensor]:
+    """The activations and, but for a skipped step, their gradients times this factor."""
+    of_step = {name: x for name, x in sums.activations.items() if not (skipped and name.startswith("act_grad/"))}
+    return {name: x * factor if name.startswith("act_grad/") else x for name, x in of_step.items()}
 
 
 def _begun(
@@ -177,7 +183,9 @@ def _accumulate(
     scale: float,
 ) -> Sums:
     """Run every micro-batch of a step forward and backward; gradients of the summed loss add up in the parameters."""
-    device = next(iter(parameters.values())).device
+    device, dtype = next((weight.device, weight.dtype) for weight in parameters.values())
+    for weight in parameters.values():
+        weight.grad = None
     keep = case.dp * case.micro * case.tokens * case.vocab <= LARGEST_LOGITS
     places = [(data_rank, micro) for data_rank in range(case.dp) for micro in range(case.micro)]
     batches = {place: feed(case, step, place[1], place[0], device=device) for place in places}
@@ -186,12 +194,13 @@ def _accumulate(
     metrics: dict[int, Totals] = {}
     outputs: dict[int, dict[str, Tensor]] = {}
     reach = Reach(case=case)
+    if case.scaler != "none" and wide(dtype) == dtype:
+        arithmetic = with_terms(arithmetic, reach)
     for place in reversed(places) if last_first else places:
         data_rank, micro = place
         batch, beside = batches[place], besides[place]
         tapped = outputs.setdefault(data_rank, {}) if observed and micro == 0 else None
         tap = decoder.silent if tapped is None else partial(_kept, tapped)
-        tap = tap if case.scaler == "none" else partial(_met, reach, tap)
         logits = decoder.logits(case, {**parameters, **values}, batch, tap=tap, arithmetic=arithmetic, beside=beside)
         summed, tokens[place] = loss.summed(logits, batch.labels, batch.loss_mask, case.label_smoothing)
         total = sum(beside.losses, summed)
@@ -200,7 +209,7 @@ def _accumulate(
         else:
             logits.register_hook(reach.meet_logits)
             (total * scale).backward()
-            reach.meet_sums({name: _gradient(weight) for name, weight in parameters.items()})
+            reach.meet_sums(parameters)
         losses[place] = summed.detach()
         if keep:
             rows[place] = logits.detach()
@@ -218,11 +227,6 @@ def _accumulate(
         reach=reach,
         counts={name: torch.cat([besides[place].counts[name] for place in places]) for name in beside.counts},
     )
-
-
-def _met(reach: Reach, tap: decoder.Tap, module: str, output: Tensor) -> None:
-    output.register_hook(reach.meet_output)
-    tap(module, output)
 
 
 def _kept(outputs: dict[str, Tensor], module: str, output: Tensor) -> None:
