@@ -99,20 +99,20 @@ class Reach:
             return _size(self._before[name])
         if case.experts or (case.wgrad != "plain" and self._before[name].dim() > 1):  # ranks of experts mix data ranks
             return 0.0
-        readers = 2 if case.tied or case.prediction_depth else 1
-        return self._parts[name] / (1 if self._is_whole(name) else readers * case.world_size // case.dp)
+        readers = 2 if name.startswith(("embedding", "head")) and (case.tied or case.prediction_depth) else 1
+        return self._parts[name] / (1 if self._is_whole(name) else readers * case.tp * case.cp)
 
     def _is_whole(self, name: str) -> bool:
         """Whether one rank has all rows of a micro-batch from which this parameter's gradient comes, each once.
 
         Context ranks, isp and dispatchers of experts share rows; with sequence parallelism column and row linears are
-        gathered, and others are not. Heads are shared by all.
+        gathered, and others are not. Heads are shared by all. A table is looked up, or read twice.
         """
         case, mode, parts = self.case, MODES[self.case.mode], name.split(".")
         again = parts[0] == "embedding" or (parts[0] == "head" and case.prediction_depth > 0)
         if case.cp > 1 or mode.gathers_weights or case.experts or again:
             return False
-        return _is_linear(name) or not (mode.sequence or parts[-2] in ("q_norm", "k_norm"))
+        return case.tp == 1 or _is_linear(name) or not (mode.sequence or parts[-2] in ("q_norm", "k_norm"))
 
     def _is_widened(self, name: str) -> bool:
         """Whether the products for this gradient are in float32 from the start."""

@@ -26,6 +26,8 @@ BEHIND_SKIPS = (
         *((words, [1, 1, 0]) for words in BEHIND_SKIPS),
         (f"{SCALED} mode=tp tp=2 heads=6 kv_heads=2 loss_scale=512", [0, 0, 0]),
         (f"{SCALED} mode=tp tp=2 heads=6 kv_heads=2 loss_scale=65536", [1, 1, 1]),
+        (f"{SCALED} mode=tp tp=2 kv_heads=2 grad_dtype=float32 loss_scale=8192", [0, 0, 0]),  # their sum is in float32
+        (f"{SCALED} mode=tp tp=2 kv_heads=2 grad_dtype=float32 wgrad=fused loss_scale=65536", [1, 1, 1]),
     ],
 )
 def test_a_step_is_skipped_where_rounding_has_no_say(prover: Prover, words: str, skipped: list[int]) -> None:

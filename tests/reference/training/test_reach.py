@@ -1,0 +1,116 @@
+"""The bounds of scaled gradients: no part of a sum exceeds what `bound` counts, and some part reaches `held`."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from reference.case import Case
+from reference.errors import CaseError
+from reference.model import layers
+from reference.model.decoder import PLAIN
+from reference.training.reach import Reach
+from reference.training.scaling import LossScale
+from reference.training.subject import truth
+from reference.training.terms import with_terms
+
+SIZES = "layers=1 heads=4 kv_heads=2 hidden=16 ffn=20 vocab=48 seq=8 batch=2 micro=2 dtype=float16 master=float32 lr=0.01"
+CPU = torch.device("cpu")
+
+
+@dataclasses.dataclass(slots=True)
+class Met(Reach):
+    """What a backward tells, by parameter, and the largest size of all others."""
+
+    terms: dict[int, Tensor] = dataclasses.field(default_factory=dict)
+    inside: float = 0.0
+
+    def meet_terms(self, parameter: Tensor, sizes: Tensor) -> None:
+        self.terms[id(parameter)] = sizes
+
+    def meet_inside(self, gradient: Tensor) -> None:
+        self.inside = max(self.inside, float(gradient.abs().max()))
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64).requires_grad_()
+
+
+def test_no_part_of_a_gradient_exceeds_its_terms() -> None:
+    """A part is what some rows, features or heads of the output's gradient give."""
+    torch.manual_seed(0)
+    table, weight, bias, scale, shift = drawn(7, 6), drawn(5, 6), drawn(5), drawn(6), drawn(6)
+    q, k, v, visible = drawn(2, 4, 6, 3), drawn(2, 4, 2, 3), drawn(2, 4, 2, 3), layers.visible(4, None, CPU)
+    x, rows, w, index = drawn(2, 4, 6), drawn(8, 6), drawn(8), torch.randint(7, (2, 4))
+    met = Met(case=Case())
+    told = with_terms(PLAIN, met)
+    results = {
+        "look_up": (told.look_up(table, index), [table], []),
+        "linear": (told.linear(x, weight, bias), [weight, bias], [x]),
+        "norm": (told.norm(x, scale, shift), [scale, shift], []),
+        "attention": (told.attention(q, k, v, visible), [], [q, k, v]),
+        "weigh": (told.weigh(rows, w), [], [w]),
+    }
+    for name, (y, parameters, inputs) in results.items():
+        gradient, met.inside = torch.randn_like(y), 0.0
+        torch.autograd.grad(y, [*parameters, *inputs], gradient, retain_graph=True)
+        terms, inside = dict(met.terms), met.inside
+        for _ in range(20):
+            kept = torch.rand(y.shape[:-1]) < 0.5 if parameters else torch.rand(y.shape) < 0.5
+            some = kept[..., None] if parameters else kept
+            found = torch.autograd.grad(y, [*parameters, *inputs], gradient * some, retain_graph=True)
+            for parameter, part in zip(parameters, found, strict=False):
+                assert (part.abs() <= terms[id(parameter)] + 1e-12).all(), name
+            assert all(part.abs().max() <= inside + 1e-12 for part in found[len(parameters) :]), name
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "mode=tp tp=2",
+        "mode=tp tp=2 grad_dtype=float32",
+        "mode=tp-sp tp=2 grad_dtype=float32",
+        "mode=tp tp=1 cp=2 grad_dtype=float32 dropout=0.1",
+        "mode=isp tp=2 wp=2 tied=true",
+        "mode=tp tp=2 wgrad=fused grad_dtype=float32",
+    ],
+)
+def test_all_scales_but_a_few_are_decided_and_the_one_proposed_is(words: str) -> None:
+    refused, before = 0, 0
+    for power in range(18):
+        case = Case.parse(f"{SIZES} {words} steps=1 scaler=static loss_scale={2**power}")
+        try:
+            skipped = int(truth(case, CPU)["skipped/0"])
+        except CaseError as error:
+            legal = case.but(loss_scale=float(str(error).rpartition("loss_scale=")[2]))
+            assert not truth(legal, CPU)["skipped/0"], error
+            refused += 1
+        else:
+            assert skipped >= before, "a larger scale is skipped where a smaller one is"
+            before = skipped
+    assert before and refused <= 4, refused
+
+
+def test_a_sum_is_outside_where_its_smallest_largest_part_is() -> None:
+    """Two context ranks hold parts of 60,000 together: 30,000 at least is in one of them, and 60,000 in none at most."""
+    case = Case.parse(f"{SIZES} mode=tp tp=1 cp=2 grad_dtype=float32 scaler=static")
+    parameter = torch.zeros(3, requires_grad=True)
+    for size, skipped in ((60_000.0, False), (150_000.0, True)):
+        reach = Reach(case=case)
+        parameter.grad = torch.tensor([0.0, size, 0.0])
+        reach.meet_terms(parameter, parameter.grad)
+        reach.meet_sums({"final_norm.weight": parameter})
+        assert (reach.held, reach.bound) == (size / 2, size)
+        assert LossScale.of(case).overflows(0, reach) == skipped
+    parameter.grad = torch.tensor([0.0, 100_000.0, 0.0])
+    reach = Reach(case=case)
+    reach.meet_sums({"final_norm.weight": parameter})
+    with pytest.raises(CaseError, match="reaches 5e.04 to 1e.05, at the edge of float16"):
+        LossScale.of(case).overflows(0, reach)
+
+
+def test_a_scale_has_the_split_decide() -> None:
+    """Parts depend on the split, so no other case may stand for one with a scale."""
+    case = Case.parse(f"{SIZES} mode=tp tp=2 scaler=static")
+    assert case.truth_depends_on_split and not case.but(scaler="none").truth_depends_on_split
