@@ -31,6 +31,11 @@ _DEARER = {"dropout": 0.035, "dtype": 0.055, "recompute": 0.004, "zero": 0.01, "
 _PLAIN = {"recompute": ("none", "selective"), "dtype": ("float64",), "optimizer": ("sgd",)}
 
 
+_STATES = (
+    *("zero", "prefetch", "early_stop", "recompute", "scaler", "no_sync", "grad_dtype", "parity"),
+    *("dropout", "attention_dropout", "random", "bias_rate"),
+)
+"""Words of what is kept from micro-batch to micro-batch, or from step to step."""
 _AXES = tuple(Case().mesh)
 """The words that are sizes of a mesh of ranks."""
 
@@ -198,13 +203,31 @@ def _short(words: Words) -> Words:
     return _with({**words, "micro": 1 if words["micro"] == 2 else words["micro"]}, 1, range(1, 9))
 
 
+def _long(words: Words) -> Words:
+    """The case with two layers, two steps, three where a period is counted, and several micro-batches."""
+    steps, fewest = (3 if words["parity"] > 1 else 2), max(2, words["layers"])
+    ways = ({**words, "micro": micro} for micro in (words["micro"], 3, 2) if micro > 1)
+    return _with(next((way for way in ways if not problem_of(way, _degenerate)), words), steps, range(fewest, 9))
+
+
+def _lasting(words: Words, of: Iterable[str]) -> set[tuple[str, object]]:
+    """The values that a case holds for long enough: its states have a next micro-batch, layer and step to go to."""
+    if words["steps"] < 2 or words["layers"] < 2:
+        return set()
+    short = words["micro"] < 2
+    return {
+        (word, words[word])
+        for word in of
+        if not (short and word in _STATES) and not (word == "parity" and words["steps"] <= words[word])
+    }
+
+
 def finished(cases: Sequence[Words], kept: Sequence[Words], words: Iterable[str]) -> list[Words]:
-    """The cases with two steps and layers where a value of these words would be in no such case otherwise."""
-    words, done = list(words), set[tuple[str, object]]()
-    for case in kept:
-        done |= {(word, case[word]) for word in words} if case["steps"] > 1 and case["layers"] > 1 else set()
-    longer = [_with(case, 2, range(max(2, case["layers"]), 9)) for case in cases]
-    levels = [{(word, case[word]) for word in words} for case in longer]
+    """The cases with more steps, layers and micro-batches where a value of these words would be in no long case."""
+    words = list(words)
+    done = set[tuple[str, object]]().union(*(_lasting(case, words) for case in kept))
+    longer = [_long(case) for case in cases]
+    levels = [_lasting(case, words) for case in longer]
     chosen = set[int]()
     while missing := set().union(*levels) - done:
         best = max(range(len(cases)), key=lambda n: len(missing & levels[n]) / (cost(longer[n]) - cost(cases[n])))

@@ -26,11 +26,11 @@ from harness.ledger import Event
 from harness.outcome.merging import Outcomes
 from harness.protocols import CaseLike, Subject
 from harness.running.judging import judged
-from harness.running.proof import NEED_UNRECORDED_RUN
+from harness.running.proof import NEED_REPEAT
 from harness.running.trials.reference import Reference, reference_of
 from harness.running.trials.runs import recorded
 from harness.running.trials.trial import Trial
-from harness.running.trials.unrecorded import with_unrecorded_run
+from harness.running.trials.repeating import with_repeat
 from harness.subject import NamedSubject, answered, named, offers
 
 
@@ -146,10 +146,10 @@ def _on(trial: Trial, intervention: Intervention) -> Trial:
 
 def _examined(trial: Trial, checks: Mapping[str, Check], first_only: bool) -> tuple[Evidence, dict[str, Finding]]:
     """Findings of the checks; with `first_only` activations are captured only when nothing has failed before."""
-    unwatched = {name: check for name, check in checks.items() if name not in NEED_UNRECORDED_RUN}
+    unwatched = {name: check for name, check in checks.items() if name not in NEED_REPEAT}
     evidence, findings = judged(trial, recorded(trial), unwatched)
-    if NEED_UNRECORDED_RUN & set(checks) and not (first_only and _failed(findings)):
-        evidence, findings = judged(trial, with_unrecorded_run(trial, evidence), checks)
+    if NEED_REPEAT & set(checks) and not (first_only and _failed(findings)):
+        evidence, findings = judged(trial, with_repeat(trial, evidence), checks)
     return evidence, findings
 
 

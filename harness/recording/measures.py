@@ -8,7 +8,7 @@ An asynchronous call is hidden when its rank computed a product between the call
 is a matrix product, a convolution or attention: the operators that torch.utils.flop_counter counts. Each gets a kernel
 at the dispatch key BackendSelect, where torch has none for these operators. The kernel counts and sends the call on,
 below autograd, so that no bit changes and nothing else is touched. A product costs microseconds more, hence Overlap is
-entered in runs that are not timed. A product of code that torch.compile wrote is not seen.
+entered only where calls are expected to be hidden. A product of code that torch.compile wrote is not seen.
 
 Saved activations are the storages that forward passes hand to autograd, each counted once while it is held, parameters
 left out. The peak is what one rank must have room for beside its parameters. The hooks change no value: pack and unpack
@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import flop_counter
 
-from harness.ledger import Call
+from harness.ledger import Call, Observer, notify_waited
 from harness.torch_internals.memory import storage_id
 from harness.torch_internals.operators import BACKEND_SELECT, FUSED, FUSED_BACKWARD, full_name, has_kernel, kernels
 
@@ -37,10 +37,14 @@ _KEY = "BackendSelect"
 
 
 class Overlap:
-    """`hidden` are the asynchronous calls (rank, call index) behind which their rank computed a product."""
+    """`hidden` are the asynchronous calls (rank, call index) behind which their rank computed a product.
 
-    def __init__(self) -> None:
+    Calls are passed on to another observer where there is one, whose tickets are call indices too.
+    """
+
+    def __init__(self, other: Observer | None = None) -> None:
         self.hidden: set[RankCallIndex] = set()
+        self._other = other
         self._products: Counter[int] = Counter()
         self._calls: Counter[int] = Counter()
         self._open: dict[RankCallIndex, tuple[int, str]] = {}
@@ -70,7 +74,7 @@ class Overlap:
 
     def issued(self, rank: int, call: Call) -> int:
         """A rank is about to issue a call; the ticket is the call's index on the rank."""
-        ticket = self._calls[rank]
+        ticket = self._other.issued(rank, call) if self._other else self._calls[rank]
         self._calls[rank] += 1
         if call.is_async:
             self._open[rank, ticket] = self._products[rank], call.device
@@ -78,11 +82,18 @@ class Overlap:
 
     def completed(self, rank: int, ticket: int) -> None:
         """The call is complete: on the CPU its wait returned, on a GPU it may not have been waited for yet."""
+        if self._other:
+            self._other.completed(rank, ticket)
         if self._open.get((rank, ticket), (0, ""))[1] != "cuda":
-            self.waited(rank, ticket)
+            self._ended(rank, ticket)
 
     def waited(self, rank: int, ticket: int) -> None:
         """The rank waits for the call, or reads its result."""
+        if self._other:
+            notify_waited(self._other, rank, ticket)
+        self._ended(rank, ticket)
+
+    def _ended(self, rank: int, ticket: int) -> None:
         before, _device = self._open.pop((rank, ticket), (self._products[rank], ""))
         if self._products[rank] > before:
             self.hidden.add((rank, ticket))

@@ -23,7 +23,7 @@ from harness.diagnosing.needed_words import NeededWords, OutOfTime, needed_words
 from harness.errors import ShardproofError
 from harness.protocols import CaseLike, case_text
 from harness.running.forked_process import forked
-from harness.running.proof import NEED_UNRECORDED_RUN
+from harness.running.proof import NEED_REPEAT
 from harness.running.request import Request
 from harness.running.result import CaseResult
 from harness.running.store import STOPPED, Store
@@ -190,5 +190,5 @@ def _checks(failed: Sequence[str]) -> Mapping[str, Check]:
     every = {**CHECKS, **LAWS}
     if failed and {*failed} <= _OF_CALLS:
         return {name: check for name, check in CHECKS.items() if name in _OF_CALLS}
-    once = {name: check for name, check in CHECKS.items() if name not in NEED_UNRECORDED_RUN}
+    once = {name: check for name, check in CHECKS.items() if name not in NEED_REPEAT}
     return once if {*failed} & {*once, "run"} else every

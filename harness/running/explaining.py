@@ -28,7 +28,7 @@ from harness.running.locating.samples import with_other_samples
 from harness.running.locating.wrong_module import with_wrong_module
 from harness.running.trials.runs import recorded
 from harness.running.trials.trial import Trial
-from harness.running.trials.unrecorded import with_unrecorded_run
+from harness.running.trials.repeating import with_repeat
 from harness.subject import refusal
 
 MOST_RANKS = 8
@@ -38,13 +38,13 @@ _WORDS = {"all ranks": "dp", "wdp": "dp", "tokens of the step": "micro"}
 
 
 def with_explanations(
-    trial: Trial, evidence: Evidence, findings: Mapping[str, Finding], *, unrecorded_run: bool
+    trial: Trial, evidence: Evidence, findings: Mapping[str, Finding]
 ) -> tuple[Evidence, Mapping[str, Finding]]:
     """The evidence with what explains these findings, and all findings by which a failure is explained.
 
-    `unrecorded_run`: whether it has been made. Its activations show the first wrong place.
+    Runs that differ may be all that is wrong, so the run is repeated unless it was.
     """
-    evidence = evidence if unrecorded_run else with_unrecorded_run(trial, evidence)
+    evidence = evidence if evidence.repeats else with_repeat(trial, evidence)
     with trial.timed("checks"):
         context = {**examine(evidence), **findings}  # of activations too; findings made with control runs stay
     wrong = {name for finding in context.values() if finding.verdict == FAIL for name in finding.names}
@@ -75,7 +75,7 @@ def _ended_earlier(
         with trial.timed("elsewhere"):
             seen, findings = judged(other, recorded(other))
             failed = any(finding.verdict == FAIL for finding in findings.values())
-            return with_explanations(other, seen, findings, unrecorded_run=False) if failed else (seen, findings)
+            return with_explanations(other, seen, findings) if failed else (seen, findings)
     except Exception:  # a case that cannot be run shows nothing of the update
         return None
 
@@ -150,8 +150,6 @@ def _elsewhere(trial: Trial, case: CaseLike, first: str) -> Evidence | None:
             return None
         with trial.timed("elsewhere"):
             seen = recorded(other)
-            if kind_of(first) in ("act", "act_grad"):
-                seen = with_unrecorded_run(other, seen)
             return replace(seen, shares=other.dense(model.shares) if (model := trial.reference.model) else {})
     except Exception:  # a case that cannot be run shows nothing of the factor
         return None

@@ -1,6 +1,6 @@
 """Proof of one case: its runs, every check on them, and verdicts whose failures explain themselves.
 
-The subject runs recorded, and once more unrecorded where a check needs that (NEED_UNRECORDED_RUN).
+The subject runs recorded, and once more without anything around it where a check needs that (NEED_REPEAT).
 """
 
 from collections.abc import Callable, Mapping
@@ -28,13 +28,8 @@ if TYPE_CHECKING:
 
 _UNDECIDED = (NoNumbers, NotComputed)
 """Errors of an engine that could not run a program to its end: the program may be right."""
-NEED_UNRECORDED_RUN = frozenset(
-    {"coverage", "activations", "activation_gradients", "determinism", "recording", "overlap"}
-)
-"""Checks that read what only the unrecorded run gives: activations, saved bytes, hidden calls, a repeated outcome.
-
-`coverage` counts the activations among the names that were returned.
-"""
+NEED_REPEAT = frozenset({"determinism", "recording"})
+"""Checks that compare two runs, one recorded and one not."""
 
 
 def prove(
@@ -50,10 +45,12 @@ def prove(
     truths: Truths | None = None,
     heard: Callable[[str], object] = str,
     explain: bool = True,
+    repeat: bool = True,
 ) -> CaseResult:
     """Run and check one case on a subject, named or given. `options`: further words of the command that repeats it.
 
-    Without `explain` a failure is not diagnosed, and takes no further runs. `reference` replaces the subject's own
+    Without `explain` a failure is not diagnosed, and takes no further runs. Without `repeat` the subject runs once, and
+    no check compares two runs unless another one fails. `reference` replaces the subject's own
     truth, or the decoder where it has none. `truths`: what the dense model computed for the case before, on this device
     and with this reference. `heard` is called with the name of every part of the proof as it begins ("recorded",
     "truth", ..). Raises RequestError when there is no such subject, too many ranks for this machine, or a case that the
@@ -88,6 +85,8 @@ def prove(
         checks = {**CHECKS, **LAWS}
     try:
         with one_thread():
+            if not repeat:
+                checks = {name: check for name, check in checks.items() if name not in NEED_REPEAT}
             return _proved(trial, checks, options, explain=explain)
     except (ProgramError, MachineError) as error:
         return replace(ended_by(trial.case, trial.subject.name, error, options), seconds=trial.seconds)
@@ -95,13 +94,13 @@ def prove(
 
 def _proved(trial: Trial, checks: Mapping[str, Check], options: str, *, explain: bool) -> CaseResult:
     """Run, compare, and explain what failed."""
-    is_dry, unrecorded_run = trial.engine.name == "dry", bool(NEED_UNRECORDED_RUN & set(checks))
+    is_dry, repeat = trial.engine.name == "dry", bool(NEED_REPEAT & set(checks))
     if is_dry:
         from harness.running.trials.dry import dry_run_checked  # noqa: PLC0415
 
         evidence, findings = dry_run_checked(trial)
     else:
-        evidence = recorded(trial, unrecorded_run=unrecorded_run)
+        evidence = recorded(trial, repeat=repeat)
         give_back(evidence.merged.tensors.values())
         if LAWS.keys() & checks:
             from harness.running.trials.law_runs import regrouped  # noqa: PLC0415
@@ -117,7 +116,7 @@ def _proved(trial: Trial, checks: Mapping[str, Check], options: str, *, explain:
         if failed and not is_dry:
             from harness.running.explaining import with_explanations  # noqa: PLC0415
 
-            evidence, context = with_explanations(trial, evidence, findings, unrecorded_run=unrecorded_run)
+            evidence, context = with_explanations(trial, evidence, findings)
         for check, problem in trial.problems.items():
             findings[check] = Finding(verdict=UNKNOWN, message=problem, unchecked=(check,))
         if failed:

@@ -24,7 +24,7 @@ class Request:
     They watch `profile_steps` of that run, None for all. Where this process can be forked, `processes` prove the cases
     in its place; with 0 this one does. So a case that ends its process ends no other. `fail_fast`: the first case that
     neither passes nor is skipped is the last. `when_s`: how long the words that a failure needs are looked for, three
-    times that in all; 0: not at all.
+    times that in all; 0: not at all. `repeat_every`: the first of so many cases is run twice, to compare its two runs.
     """
 
     cases: tuple[CaseLike, ...]
@@ -39,6 +39,11 @@ class Request:
     processes: int = 0
     fail_fast: bool = False
     when_s: float = 0.0
+    repeat_every: int = 1
+
+    def repeats(self, case: CaseLike) -> bool:
+        """Whether this case is run twice."""
+        return self.repeat_every == 1 or case in self.cases[:: self.repeat_every]
 
     @property
     def options(self) -> str:

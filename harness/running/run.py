@@ -101,7 +101,7 @@ def proving(request: Request, heard: Callable[[str], object] = str) -> Iterator[
         def prove_case(case: CaseLike, **how: Any) -> CaseResult:  # `how` is given by experiments alone
             nonlocal on_processes
             usual: dict[str, Any] = {"device": request.device, "timeout_s": request.timeout_s, "heard": heard}
-            usual |= {"options": request.options, "truths": truths}
+            usual |= {"options": request.options, "truths": truths, "repeat": request.repeats(case)}
             try:
                 if len(request.cases) > 1:
                     admit([case], request.engine)

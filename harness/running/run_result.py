@@ -76,12 +76,14 @@ def run_result(
     """
     truth, left = truth_of(request.subject), len(request.cases) - len(results)
     compared = _DRY if request.engine == "dry" else truth and f"compared with {compared_with(truth)}"
+    once = len(request.cases) - sum(map(request.repeats, request.cases))
+    repeated = f"determinism and recording: {once} cases were run once; alone, each is run twice" if once else ""
     not_run = f"--fail-fast: {left} of {len(request.cases)} cases were not run" if left else ""
     return RunResult(
         path=store.path,
         verdicts=tuple(v for result in results for v in amended.get(result.text, result.verdicts)),
         exit_status=INTERRUPTED if STOPPED in store.notes else _exit_status(results),
-        notes=tuple(filter(None, (*store.notes, untested(), compared, *witnessed, *shared, not_run))),
+        notes=tuple(filter(None, (*store.notes, untested(), compared, *witnessed, *shared, repeated, not_run))),
     )
 
 

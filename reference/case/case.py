@@ -49,6 +49,10 @@ class Case(_Words):
         def __init__(self, **words: Any) -> None:
             """The case with these words."""
 
+    def __hash__(self) -> int:
+        """Of a few words alone: cases are keys wherever a rank looks something up, and have over a hundred words."""
+        return hash((self.mode, self.tp, self.dp, self.pp, self.cp, self.steps, self.micro, self.dtype, self.seed))
+
     def __post_init__(self) -> None:
         for problems in (rules.problems, *(feature.problems for feature in FEATURES.values())):
             for key, rule, legal in problems(self):

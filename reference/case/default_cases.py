@@ -15,9 +15,8 @@ from typing import Any
 from reference.case.case import Case
 from reference.case.domains import domains
 from reference.case.repair import Problem, Words, problem_of, repaired, words_of
-from reference.features import FEATURES, PARTS
 from reference.language.modes import MODES
-from reference.language.words import declared, write
+from reference.language.words import write
 
 FILE = Path(__file__).with_suffix(".txt")
 RANKS = 8
@@ -39,11 +38,6 @@ FIXED: Mapping[str, str] = {
     "layers": "as few as the case needs, more in cases of two steps",
     "steps": "1, but for cases that hold every value in two steps",
     **{word: "a size of all cases" for word in NUMBERS},
-    **{
-        word: "is a part of some models, whose words have more pairs than all others together: recipes, drawn cases"
-        for owner in PARTS
-        for word in declared(FEATURES[owner])
-    },
 }
 """Words of which no pairs are wanted, and why."""
 CHECKPOINT = "CHECKPOINT"
@@ -96,6 +90,7 @@ def default_cases(
     """The default cases of these modes: a plain one of each, recipes, and those that hold every pair.
 
     `refuses` is a subject's reason against a case, "" for none: the stored cases are changed until it takes them.
+    The next one of the stored holds the most pairs that none before it has, so that a failure is met early.
     `deep`: every stored case in every one of the modes, with two layers and two steps. `checkpoint` is the folder of
     the recipes that save and load, which are left out without one.
     """
@@ -109,7 +104,7 @@ def default_cases(
     if any(case.mode not in modes or refuses(case) for case in moved):
         moved = []
     if not deep and {*modes} == {*MODES} and not any(map(refuses, stored)):
-        return (*plain, *moved, *stored)
+        return (*plain, *moved, *(case for case, _ in _in_order(stored)))
     changes = _Changes(modes, refuses, plain)
     twice = {"steps": 2, "layers": 2} if deep else {}
     places = (
@@ -171,10 +166,20 @@ class _Changes:
 
 def _needed(cases: Iterable[Case]) -> list[Case]:
     """Few of these cases that hold all pairs that they hold together: the next one has the most more for its ranks."""
+    return [case for case, more in _in_order(cases, lambda case: 2 + case.world_size) if more]
+
+
+def _in_order(cases: Iterable[Case], price: Callable[[Case], int] = lambda case: 1) -> Iterator[tuple[Case, int]]:
+    """These cases, the next one with the most pairs that none before it has for its price; and how many those are."""
     varied = paired_domains()
     numbers: dict[Level, int] = {}
     levels = {
-        case: [numbers.setdefault((word, getattr(case, word)), len(numbers)) for word in varied] for case in cases
+        case: [
+            numbers.setdefault((word, value), len(numbers))
+            for word, values in varied.items()
+            if (value := getattr(case, word)) in values
+        ]
+        for case in cases
     }
     bits = {case: sum(1 << number for number in values) for case, values in levels.items()}
     missing = [0] * len(numbers)
@@ -182,19 +187,17 @@ def _needed(cases: Iterable[Case]) -> list[Case]:
         for number in values:
             missing[number] |= bits[case]
 
-    def more(case: Case) -> float:
-        return sum((missing[number] & bits[case]).bit_count() for number in levels[case]) / (2 + case.world_size)
+    def more(case: Case) -> int:
+        return sum((missing[number] & bits[case]).bit_count() for number in levels[case])
 
-    found: list[Case] = []
-    left = [(-more(case), number, case) for number, case in enumerate(levels)]
+    left = [(-more(case) / price(case), number, case) for number, case in enumerate(levels)]
     heapify(left)
-    while left:  # what a case has more than those found only shrinks: only the first one is counted again
+    while left:  # what a case has more than those before only shrinks: only the first one is counted again
         _, number, case = heappop(left)
         now = more(case)
-        if left and now < -left[0][0]:
-            heappush(left, (-now, number, case))
-        elif now:
-            found.append(case)
-            for level in levels[case]:
-                missing[level] &= ~bits[case]
-    return found
+        if left and now / price(case) < -left[0][0]:
+            heappush(left, (-now / price(case), number, case))
+            continue
+        yield case, now
+        for level in levels[case]:
+            missing[level] &= ~bits[case]

@@ -59,7 +59,7 @@ class DataParallel(Core):
         0,
         "steps between the program's own comparisons of replicas by hash; 0: none",
         legal="0, or at least 1",
-        domain=(0, 1),
+        domain=(0, 1, 2),
         dense=0,
     )
     grad_dtype: str = word(

@@ -61,12 +61,29 @@ def reordered(case: Case, parts: int = 0) -> Arithmetic:
 
 def split_linear(x_BSE: Tensor, weight: Tensor, bias: Tensor | None, *, parts: int) -> Tensor:
     """The linear layer by `parts` partial sums over inputs and over outputs, and by two blocks of tokens."""
-    pieces = [_parts(rows, parts, -1) for rows in _parts(weight, parts, 0)]  # once: their gradients add up as pieces
-    blocks = [
-        torch.cat([_summed(x_TE, columns) for columns in pieces], -1) for x_TE in _parts(x_BSE.flatten(0, -2), 2, 0)
-    ]
-    y_BSF = torch.cat(blocks).view(*x_BSE.shape[:-1], len(weight))
+    product: Tensor = _SplitProduct.apply(x_BSE.flatten(0, -2), weight, parts)
+    y_BSF = product.view(*x_BSE.shape[:-1], len(weight))
     return y_BSF if bias is None else y_BSF + bias
+
+
+class _SplitProduct(torch.autograd.Function):
+    """x [T, E] and weight [F, E] -> x @ weight^T [T, F], each of its three contractions by partial sums."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, parts: int) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.parts = parts
+        return _in_parts(x, weight, parts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        of_x, of_weight, _ = ctx.needs_input_grad
+        return (
+            _in_parts(grad, weight.mT, ctx.parts) if of_x else None,
+            _in_parts(grad.mT, x.mT, 2) if of_weight else None,
+            None,
+        )
 
 
 def split_attention(
@@ -129,6 +146,11 @@ def fused_attention(q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, visible_SS: 
     k_BNSD, v_BNSD = (x.repeat_interleave(group, dim=2).transpose(1, 2) for x in (k_BSKD, v_BSKD))
     context_BNSD = functional.scaled_dot_product_attention(q_BSND.transpose(1, 2), k_BNSD, v_BNSD, attn_mask=visible_SS)
     return context_BNSD.transpose(1, 2).flatten(2)
+
+
+def _in_parts(x_TE: Tensor, rows_FE: Tensor, parts: int) -> Tensor:
+    """x @ rows^T, its sums over E in `parts`."""
+    return _summed(x_TE, _parts(rows_FE, parts, -1))
 
 
 def _summed(x_TE: Tensor, columns: Sequence[Tensor]) -> Tensor:

@@ -43,6 +43,8 @@ from reports.options.option_checks import (
 
 LAUNCHED = "torchrun"
 """The engine of ranks that torchrun has launched: all run this command, and rank 0 alone does the work."""
+_REPEATED = 3
+"""Of our own subject, every third default case is run twice: two runs cost more than what they find there."""
 _OF_OUR_DECODER = ("variant", "data", "deep", "preset_experiment")
 """Options that need the case language of our decoder."""
 
@@ -91,6 +93,7 @@ def requested(arguments: argparse.Namespace) -> Request:
         processes=most if getattr(arguments, "isolated", False) else 0,
         fail_fast=arguments.fail_fast,
         when_s=seconds(arguments.when, "when", "0"),
+        repeat_every=_REPEATED if arguments.subject == SUBJECT and not (given or arguments.deep) else 1,
     )
 
 

@@ -166,13 +166,13 @@ def _watching(
     """Observers of the ranks of this process, as a task states: all of it is made and entered here."""
     case, recorder = task.case, None
     saved = SavedActivations() if task.watch else None
-    hiding = entered.enter_context(Overlap()) if task.overlap else None
     places = task.watch and offers(subject, "activations")
     capture = entered.enter_context(Capture()) if places else None
     if task.record:
         named = task.text, case.mode, case.world_size, named_axes(case, subject)
         recorder = Recorder(*named, ranges=_ranges(), origin_s=origin_s, stopwatch=_stopwatch(device))
         entered.enter_context(recorder)
+    hiding = entered.enter_context(Overlap(recorder)) if task.overlap else None
     return Watching(
         case=case,
         subject=subject,
@@ -180,5 +180,5 @@ def _watching(
         hiding=hiding,
         capture=capture,
         recorder=recorder,
-        observer=recorder or hiding,
+        observer=hiding or recorder,
     )

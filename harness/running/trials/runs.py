@@ -1,11 +1,11 @@
-"""The recorded run of one case and its dense model, as evidence; the unrecorded run is `unrecorded` beside this file.
+"""The recorded run of one case and its dense model, as evidence; the plain run is `repeating` beside this file.
 
 The dense model is computed after the ranks' runs unless these need it: both at once in float64 could fill the memory.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -15,7 +15,7 @@ from harness.errors import ShardproofError
 from harness.outcome.merging import Merged, Outcomes, against, held_once
 from harness.running.trials.statements import asked, deviations_of, expectation_of, facts_of, orders_of
 from harness.running.trials.trial import Trial
-from harness.running.trials.unrecorded import with_unrecorded_run
+from harness.running.trials.repeating import with_repeat
 from harness.subject import deviating, left_out
 from harness.torch_internals.memory import give_back
 
@@ -26,8 +26,8 @@ GIVEN = "mask", "init"
 """Kinds of tensors (dropout masks, initial weights) that a truth may take from the ranks instead of drawing its own."""
 
 
-def recorded(trial: Trial, *, unrecorded_run: bool = False) -> Evidence:
-    """The evidence of one recorded run beside the dense model, and of an unrecorded run if wanted; no control runs.
+def recorded(trial: Trial, *, repeat: bool = False) -> Evidence:
+    """The evidence of one recorded run beside the dense model, of a plain one too with `repeat`; no control runs.
 
     `trial.reference` is the dense model: `own` where the subject brings one, else `model`, our decoder. Raises
     RequestError when the dense model cannot be computed, and what the engine raises.
@@ -35,10 +35,10 @@ def recorded(trial: Trial, *, unrecorded_run: bool = False) -> Evidence:
     kinds = _kinds(trial)
     if kinds or trial.reference.own:  # the truth needs what ranks drew, or the subject has a truth of its own: first
         evidence = _recorded(trial, {} if kinds else trial.true(), kinds)
-        return with_unrecorded_run(trial, evidence) if unrecorded_run else evidence
+        return with_repeat(trial, evidence) if repeat else evidence
     try:
         evidence = _recorded(trial, {}, ())
-        evidence = with_unrecorded_run(trial, evidence) if unrecorded_run else evidence
+        evidence = with_repeat(trial, evidence) if repeat else evidence
     except ShardproofError:
         trial.true()  # a case that the dense model refuses is refused, whatever its ranks do
         raise
@@ -60,44 +60,51 @@ def _recorded(trial: Trial, truth: Mapping[str, Tensor], kinds: Sequence[str]) -
     case, own, torn = trial.case, trial.reference.own, False
     draws = own.draws.get(trial.text, ()) if own and not own.takes_given else ()
     masks: Outcomes = ()
-    deviates = _deviates(trial)
+    deviates, expectation = _deviates(trial), expectation_of(trial)
+    how: dict[str, Any] = {"record": True, "watch": True, "overlap": any(getattr(term, "hidden", False) for term in expectation or ())}
     drawn, problem = None, ""
     if draws:
         from harness.recording.capturing.dropout_masks import WithMasks  # noqa: PLC0415
         from harness.running.truth.joint_masks import masks_of  # noqa: PLC0415
 
         with trial.timed("recorded"):
-            run = trial.run(WithMasks(trial.subject), record=True)
+            run = trial.run(WithMasks(trial.subject), **how)
         ranks = masks_of(case, {**case.axes, **orders_of(trial)}, draws, run.outcomes)
         returned, masks, drawn, problem = ranks.outcomes, ranks.masks, ranks.draws, ranks.problem
         del ranks
     else:
         with trial.timed("recorded"):
-            run = trial.run(trial.subject.call, record=True, name=trial.subject.address)
+            run = trial.run(trial.subject.call, name=trial.subject.address, **how)
         returned = run.outcomes
     if problem:
         trial.problems["masks"], truth, torn = problem, {}, True
     elif kinds or draws:
         merged = merged_outcomes(returned, masks, {} if draws else truth)
         truth, torn = _given(trial, kinds or GIVEN, merged)
+    if run.problem:
+        trial.problems["activations"] = run.problem
+    captured = _captured(run.captured, masks, truth if own else None)
     compared = comparable(truth, returned)
-    expectation, orders, facts = expectation_of(trial), orders_of(trial), facts_of(trial)
+    orders, facts = orders_of(trial), facts_of(trial)
     declared: tuple[str, ...] = asked(trial, "coverage", lambda: left_out(trial.subject), ())
-    merged = merged_outcomes(returned, masks, truth)
-    outcomes, events, unwaited, spans = held_once(returned, merged), run.events, run.unwaited, run.spans
-    del run, returned
+    merged = merged_outcomes(returned, captured, truth)
+    outcomes, captured = held_once(returned, merged), held_once(captured, merged)
+    run = replace(run, outcomes=(), captured=())
+    del returned
     give_back(merged.tensors.values())
     return Evidence(
         case=case,
         outcomes=outcomes,
-        captured=masks,
+        captured=captured,
         merged=merged,
         truth=compared,
         initial=trial.initial(compared),
-        events=events,
+        events=run.events,
         expectation=expectation,
-        unwaited=unwaited,
-        spans=spans,
+        unwaited=run.unwaited,
+        spans=run.spans,
+        saved_bytes=run.saved_bytes,
+        hidden=run.hidden,
         orders=orders,
         facts=facts,
         declared=declared,
@@ -107,6 +114,15 @@ def _recorded(trial: Trial, truth: Mapping[str, Tensor], kinds: Sequence[str]) -
         torn=torn,
         deviates=deviates,
     )
+
+
+def _captured(captured: Outcomes, masks: Outcomes, own: Mapping[str, Tensor] | None) -> Outcomes:
+    """The activations and the masks of every rank; a truth of the subject's `own` knows only those that it returns."""
+    if own is not None:
+        captured = tuple({name: rank[name] for name in rank if name in own} for rank in captured)
+    if not masks or not captured:
+        return captured or masks
+    return tuple({**a, **b} for a, b in zip(captured, masks, strict=True))
 
 
 def _deviates(trial: Trial) -> "Deviations | None":

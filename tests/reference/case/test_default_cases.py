@@ -95,6 +95,18 @@ def test_every_legal_pair_of_values_is_in_a_default_case() -> None:
     assert frozenset({("zero", 3), ("packed", True)}) in missing_of_near(fewer), "a pair that is not there is missed"
 
 
+def test_every_next_case_holds_most_of_the_pairs_that_none_before_it_has() -> None:
+    cases = [case for case in default_cases() if case in {case for section in lines().values() for case in section}]
+    held = [pairs([case]) for case in cases]
+    seen = torch.zeros_like(held[0])
+    for place, own in enumerate(held):
+        more = [int((other & ~seen).sum()) for other in held[place:]]
+        assert more[0] == max(more), cases[place]
+        seen |= own
+    new = [int(pairs(cases[:count]).sum()) for count in (len(cases) // 4, len(cases))]
+    assert new[0] > 0.8 * new[1], "a quarter of the cases has most pairs"
+
+
 def test_every_value_is_in_a_case_of_two_steps_and_layers() -> None:
     cases = default_cases()
     twice = {level for case in cases if case.steps == 2 and case.layers > 1 for level in levels(case)}
