@@ -90,7 +90,7 @@ class Reach:
         case = self.case
         kept = 1 - max(case.dropout, case.attention_dropout)  # what a mask drops is scaled before it is dropped
         experts = max(1, case.top_k) if case.experts else 1  # a token's gradient is the sum of its experts'
-        return max(self._logits, self._inside * experts / kept, *map(_size, self._sums.values()))
+        return max(self._logits, self._inside * experts / float(kept), *map(_size, self._sums.values()))
 
     def _held_of(self, name: str) -> float:
         """A sum of n parts has a part that is at least an n-th of it."""

@@ -77,10 +77,9 @@ class LossScale:
         least = backward(1.0)
         if not least.reach.finite or least.reach.held * self.value > _LARGEST:
             return least, 1.0, True
-        scale = self.value
-        while not sums.reach.finite:
+        scale = self.value / 2
+        while not (sums := backward(scale)).reach.finite:
             scale /= 2
-            sums = backward(scale)
         return sums, scale, False
 
     def outcome(self, step: int, *, skipped: bool) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from reference.training.scaling import LossScale
 from reference.training.subject import truth
 from reference.training.terms import with_terms
 
-SIZES = "layers=1 heads=4 kv_heads=2 hidden=16 ffn=20 vocab=48 seq=8 batch=2 micro=2 dtype=float16 master=float32 lr=0.01"
+SIZES = "layers=1 heads=4 kv_heads=2 hidden=16 ffn=20 vocab=48 seq=8 batch=2 micro=2 dtype=float16 master=float32"
 CPU = torch.device("cpu")
 
 
@@ -74,6 +74,7 @@ def test_no_part_of_a_gradient_exceeds_its_terms() -> None:
         "mode=tp tp=1 cp=2 grad_dtype=float32 dropout=0.1",
         "mode=isp tp=2 wp=2 tied=true",
         "mode=tp tp=2 wgrad=fused grad_dtype=float32",
+        "mode=tp-sp tp=2 activation=relu bias=true",
     ],
 )
 def test_all_scales_but_a_few_are_decided_and_the_one_proposed_is(words: str) -> None:
@@ -93,7 +94,7 @@ def test_all_scales_but_a_few_are_decided_and_the_one_proposed_is(words: str) ->
 
 
 def test_a_sum_is_outside_where_its_smallest_largest_part_is() -> None:
-    """Two context ranks hold parts of 60,000 together: 30,000 at least is in one of them, and 60,000 in none at most."""
+    """Two context ranks hold parts of 60,000 together: one holds at least 30,000, and none more than 60,000."""
     case = Case.parse(f"{SIZES} mode=tp tp=1 cp=2 grad_dtype=float32 scaler=static")
     parameter = torch.zeros(3, requires_grad=True)
     for size, skipped in ((60_000.0, False), (150_000.0, True)):
