@@ -8,7 +8,7 @@ rule in words of around.md 15.2; arXiv:1710.03740.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,14 +18,23 @@ from reference.checkpoints.stored import stored
 from reference.errors import CaseError
 from reference.training.reach import Reach
 
-if TYPE_CHECKING:
-    from reference.training.steps import Sums
-
 GROWTH_INTERVAL = 1000
 HYSTERESIS = 2
 _LARGEST = torch.finfo(torch.float16).max
 _UNIT = 2.0**-11
 """Share of a number that float16 rounds off at most."""
+
+
+class Reaching(Protocol):
+    """Sums of a step of which it is known how far their gradients reach."""
+
+    @property
+    def reach(self) -> Reach:
+        """How far."""
+        ...
+
+
+_Sums = TypeVar("_Sums", bound=Reaching)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,7 +55,26 @@ class LossScale:
             return cls(case=case, value=value, finite=int(finite), infinite=HYSTERESIS - int(hysteresis))
         return cls(case=case, value=1.0 if case.scaler == "none" else case.loss_scale)
 
-    def overflows(self, step: int, reach: Reach) -> bool:
+    def taken(self, step: int, backward: Callable[[float], _Sums], *, exact: bool) -> tuple[_Sums, float, bool]:
+        """A step: its sums, the scale that they have, and whether it is skipped.
+
+        `exact`: they are in more than float16. In float16 another order of sums may have parts that overflow where no
+        others do. A power of two changes no digit, so such a step is computed at a smaller scale.
+        """
+        sums = backward(self.value)
+        if exact:
+            return sums, self.value, self._overflows(step, sums.reach)
+        if self.case.scaler == "none" or sums.reach.finite:
+            return sums, self.value, False
+        least = backward(1.0)
+        if not least.reach.finite or least.reach.held * self.value > _LARGEST:
+            return least, 1.0, True
+        scale = self.value / 2
+        while not (sums := backward(scale)).reach.finite:
+            scale /= 2
+        return sums, scale, False
+
+    def _overflows(self, step: int, reach: Reach) -> bool:
         """Whether the step is skipped, given how far its scaled gradients reach in more than float16.
 
         Raises CaseError when they are neither surely outside of float16 nor surely inside.
@@ -64,23 +92,6 @@ class LossScale:
         )
         legal = 2.0 ** math.floor(math.log2(self.value * (1 - rounding) * _LARGEST / reach.bound))
         raise CaseError("loss_scale", self.case.loss_scale, rule, f"loss_scale={max(1.0, legal)}")
-
-    def tried(self, backward: "Callable[[float], Sums]") -> "tuple[Sums, float, bool]":
-        """A step in float16: its sums, the scale that they have, and whether it is skipped.
-
-        A power of two changes no digit. So what would overflow at the scale of the case is computed at a smaller one,
-        and skipped for the reason for which it surely is: parts that only this order of sums has skip nothing.
-        """
-        sums = backward(self.value)
-        if self.case.scaler == "none" or sums.reach.finite:
-            return sums, self.value, False
-        least = backward(1.0)
-        if not least.reach.finite or least.reach.held * self.value > _LARGEST:
-            return least, 1.0, True
-        scale = self.value / 2
-        while not (sums := backward(scale)).reach.finite:
-            scale /= 2
-        return sums, scale, False
 
     def outcome(self, step: int, *, skipped: bool) -> dict[str, Tensor]:
         """Values of the step's scale in an outcome; nothing without a scaler."""

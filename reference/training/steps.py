@@ -97,11 +97,7 @@ def train(
         backward = partial(
             _accumulate, case, parameters, values, step, feed, arithmetic, last_first, observed and step == 0
         )
-        if dtype is None:
-            sums, scaled, skipped = scale.tried(backward)
-        else:
-            sums, scaled = backward(scale.value), scale.value
-            skipped = scale.overflows(step, sums.reach)
+        sums, scaled, skipped = scale.taken(step, backward, exact=dtype is not None)
         outcome |= _summed_up(sums, step)
         gradients = {n: _handed(parameters[n], w).div_(sums.tokens * scaled) for n, w in trained.items()}
         outcome |= scale.outcome(step, skipped=skipped)

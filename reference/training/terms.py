@@ -1,6 +1,6 @@
-"""Arithmetic that meets the terms of every sum of a backward (`reference.training.reach`), its results unchanged.
+"""Arithmetic that has the terms of every sum of a backward met (`reference.training.reach`), its results unchanged.
 
-In backward of y = x @ W^T: |g| @ |W| is what no part of the gradient of x exceeds, |g|^T @ |x| no part of that of W.
+In backward of y = x @ W^T no part of the gradient of x exceeds |g| @ |W|, and no part of that of W |g|^T @ |x|.
 
 Letters: those of `reference.model.layers`; T rows of any kind, E inputs, F outputs.
 """
@@ -17,7 +17,7 @@ from reference.training.reach import Reach
 
 
 def with_terms(plain: Arithmetic, reach: Reach) -> Arithmetic:
-    """The same arithmetic, which tells `reach` of all gradients in backward."""
+    """This arithmetic, with all gradients of its backward counted in `reach`."""
     return replace(
         plain,
         look_up=partial(_look_up, plain, reach),

@@ -1,6 +1,7 @@
 """The bounds of scaled gradients: no part of a sum exceeds what `bound` counts, and some part reaches `held`."""
 
 import dataclasses
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -19,9 +20,15 @@ SIZES = "layers=1 heads=4 kv_heads=2 hidden=16 ffn=20 vocab=48 seq=8 batch=2 mic
 CPU = torch.device("cpu")
 
 
+class Sums(NamedTuple):
+    """All that a loss scale reads of a step."""
+
+    reach: Reach
+
+
 @dataclasses.dataclass(slots=True)
 class Met(Reach):
-    """What a backward tells, by parameter, and the largest size of all others."""
+    """Keeps the terms of every parameter, and the largest size of all others."""
 
     terms: dict[int, Tensor] = dataclasses.field(default_factory=dict)
     inside: float = 0.0
@@ -44,13 +51,13 @@ def test_no_part_of_a_gradient_exceeds_its_terms() -> None:
     q, k, v, visible = drawn(2, 4, 6, 3), drawn(2, 4, 2, 3), drawn(2, 4, 2, 3), layers.visible(4, None, CPU)
     x, rows, w, index = drawn(2, 4, 6), drawn(8, 6), drawn(8), torch.randint(7, (2, 4))
     met = Met(case=Case())
-    told = with_terms(PLAIN, met)
+    watched = with_terms(PLAIN, met)
     results = {
-        "look_up": (told.look_up(table, index), [table], []),
-        "linear": (told.linear(x, weight, bias), [weight, bias], [x]),
-        "norm": (told.norm(x, scale, shift), [scale, shift], []),
-        "attention": (told.attention(q, k, v, visible), [], [q, k, v]),
-        "weigh": (told.weigh(rows, w), [], [w]),
+        "look_up": (watched.look_up(table, index), [table], []),
+        "linear": (watched.linear(x, weight, bias), [weight, bias], [x]),
+        "norm": (watched.norm(x, scale, shift), [scale, shift], []),
+        "attention": (watched.attention(q, k, v, visible), [], [q, k, v]),
+        "weigh": (watched.weigh(rows, w), [], [w]),
     }
     for name, (y, parameters, inputs) in results.items():
         gradient, met.inside = torch.randn_like(y), 0.0
@@ -94,21 +101,22 @@ def test_all_scales_but_a_few_are_decided_and_the_one_proposed_is(words: str) ->
 
 
 def test_a_sum_is_outside_where_its_smallest_largest_part_is() -> None:
-    """Two context ranks hold parts of 60,000 together: one holds at least 30,000, and none more than 60,000."""
+    """Two context ranks hold parts of a sum: one holds at least half of it, and none more than all."""
     case = Case.parse(f"{SIZES} mode=tp tp=1 cp=2 grad_dtype=float32 scaler=static")
     parameter = torch.zeros(3, requires_grad=True)
-    for size, skipped in ((60_000.0, False), (150_000.0, True)):
+
+    def backward(scale: float) -> Sums:
+        parameter.grad = torch.tensor([0.0, size * scale / case.loss_scale, 0.0])
         reach = Reach(case=case)
-        parameter.grad = torch.tensor([0.0, size, 0.0])
-        reach.meet_terms(parameter, parameter.grad)
         reach.meet_sums({"final_norm.weight": parameter})
-        assert (reach.held, reach.bound) == (size / 2, size)
-        assert LossScale.of(case).overflows(0, reach) == skipped
-    parameter.grad = torch.tensor([0.0, 100_000.0, 0.0])
-    reach = Reach(case=case)
-    reach.meet_sums({"final_norm.weight": parameter})
-    with pytest.raises(CaseError, match="reaches 5e.04 to 1e.05, at the edge of float16"):
-        LossScale.of(case).overflows(0, reach)
+        return Sums(reach)
+
+    for size, skipped in ((60_000.0, False), (150_000.0, True)):
+        sums, scale, found = LossScale.of(case).taken(0, backward, exact=True)
+        assert (sums.reach.held, sums.reach.bound, scale, found) == (size / 2, size, case.loss_scale, skipped)
+    size = 100_000.0
+    with pytest.raises(CaseError, match="in step 0 reaches 5e.04 to 1e.05, at the edge of float16"):
+        LossScale.of(case).taken(0, backward, exact=True)
 
 
 def test_a_scale_has_the_split_decide() -> None:
