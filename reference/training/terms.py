@@ -1,6 +1,6 @@
 """Arithmetic that has the terms of every sum of a backward met (`reference.training.reach`), its results unchanged.
 
-In backward of y = x @ W^T no part of the gradient of x exceeds |g| @ |W|, and no part of that of W |g|^T @ |x|.
+In backward of y = x @ W^T no part of the gradient of x exceeds |g| @ |W|. No part of that of W exceeds |g|^T @ |x|.
 
 Letters: those of `reference.model.layers`; T rows of any kind, E inputs, F outputs.
 """

@@ -11,6 +11,8 @@ from reference.case import Case
 from reference.errors import CaseError
 from reference.model import layers
 from reference.model.decoder import PLAIN
+from reference.model.parameters import weights
+from reference.training.kinks import refuse_decisive
 from reference.training.reach import Reach
 from reference.training.scaling import LossScale
 from reference.training.subject import truth
@@ -123,3 +125,12 @@ def test_a_scale_has_the_split_decide() -> None:
     """Parts depend on the split, so no other case may stand for one with a scale."""
     case = Case.parse(f"{SIZES} mode=tp tp=2 scaler=static")
     assert case.truth_depends_on_split and not case.but(scaler="none").truth_depends_on_split
+
+
+def test_a_relu_that_rounding_flips_decides_no_skip() -> None:
+    """Where a kink on either side has another step skipped, the case is refused with a smaller scale."""
+    case = Case.parse(f"{SIZES} mode=tp tp=2 activation=relu steps=1 scaler=static loss_scale=64")
+    found = truth(case, CPU)
+    refuse_decisive(case, weights(case, CPU), found, None)
+    with pytest.raises(CaseError, match="loss_scale=64.0: rounding decides skipped/0: it flips a relu; legal: .*=16.0"):
+        refuse_decisive(case, weights(case, CPU), found | {"skipped/0": torch.tensor(1)}, None)
