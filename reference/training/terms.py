@@ -59,20 +59,20 @@ def _linear(plain: Arithmetic, reach: Reach, x_BSE: Tensor, weight_FE: Tensor, b
 
 
 def _norm(plain: Arithmetic, reach: Reach, x_BSE: Tensor, weight_E: Tensor, bias_E: Tensor | None) -> Tensor:
-    read_BSE = x_BSE.view_as(x_BSE)  # x has other readers too
-    y_BSE = plain.norm(read_BSE, weight_E, bias_E)
+    y_BSE = plain.norm(x_BSE, weight_E, bias_E)
 
     def meet(grad_BSE: Tensor) -> None:
+        alone_BSE = x_BSE.detach().requires_grad_()  # x has other readers too
+        zeros_E = None if bias_E is None else torch.zeros_like(bias_E)
+        with torch.enable_grad():
+            bare_BSE = plain.norm(alone_BSE, torch.ones_like(weight_E), zeros_E)
         reach.meet_inside(grad_BSE)
-        bare_BSE = plain.norm(
-            x_BSE.detach(), torch.ones_like(weight_E), None if bias_E is None else bias_E.detach() * 0
-        )
-        reach.meet_terms(weight_E, (grad_BSE * bare_BSE).abs().flatten(0, -2).sum(0))
+        reach.meet_inside(torch.autograd.grad(bare_BSE, alone_BSE, grad_BSE * weight_E.detach())[0])
+        reach.meet_terms(weight_E, (grad_BSE * bare_BSE.detach()).abs().flatten(0, -2).sum(0))
         if bias_E is not None:
             reach.meet_terms(bias_E, grad_BSE.abs().flatten(0, -2).sum(0))
 
     y_BSE.register_hook(meet)
-    read_BSE.register_hook(reach.meet_inside)
     return y_BSE
 
 
