@@ -5,8 +5,9 @@
 For every bug the default cases run, the simplest first, until one fails. Then the words that the failure needs are
 looked for, as `shardproof run` does. A row has the case, whether the first place is the bug's, and the causes with
 their words. Then it has the line `when:` and whether that names exactly the words that the bug needs. Needed are the
-words of its condition, but for usual values and words that others imply by the rules of the case language. Causes of
-the unseen bugs are judged by hand, beside the sentence `wrong` of the bug.
+words of its condition, but for usual values and words that others imply by the rules of the case language. Each
+statement of the line is run again: `when_true` is "yes" when all are so. Causes of the unseen bugs are judged by hand,
+beside the sentence `wrong` of the bug.
 """
 
 import argparse
@@ -22,8 +23,9 @@ from pathlib import Path
 
 import torch
 
+from bench.when_lines import false_statements
 from harness.checking.evidence import FAIL
-from harness.diagnosing.needed_words import NeededWords
+from harness.diagnosing.words_text import NeededWords
 from harness.engines.threads.inproc import InprocEngine
 from harness.mesh_axes import SLICES
 from harness.running.experiments import Failed, words_needed
@@ -59,6 +61,7 @@ class Row:
     cause_right: str
     causes: str
     when_right: str
+    when_true: str
     when: str
     needed: str
     wrong: str
@@ -83,11 +86,14 @@ def measured(bug: Mutant, engine: InprocEngine) -> Row:
             if result.verdict == FAIL:
                 break
         if not result or result.verdict != FAIL:
-            return _row(bug, None, "", "", time.monotonic() - start_s)
+            return _row(bug, None, "", "", "", time.monotonic() - start_s)
         failed = Failed(case=result.case, verdicts=result.verdicts)
         proves = partial(prove, subject=subject, engine=engine, explain=False)
         found = words_needed(failed, subject, proves, time.monotonic() + _WHEN_S)
-        return _row(bug, result, _judged(bug, found), found.text, time.monotonic() - start_s)
+        seconds = time.monotonic() - start_s
+        again = partial(proves, timeout_s=_TIMEOUT_S)
+        is_true = not false_statements(found.text, lambda text: again(Case.parse(text)))
+        return _row(bug, result, _judged(bug, found), "yes" if is_true else "no", found.text, seconds)
 
 
 def _judged(bug: Mutant, found: NeededWords) -> str:
@@ -96,7 +102,7 @@ def _judged(bug: Mutant, found: NeededWords) -> str:
     "none" is for a line that names none, unless the bug needs none and every word was tried.
     """
     words, case = {one.word for one in found.needed}, found.case
-    if not isinstance(case, Case) or not words and found.untried:
+    if not isinstance(case, Case) or found.unproved or not words and found.untried:
         return "none"
     condition = f"{bug.condition} {bug.modes.get(case.mode, '')}"
     asked = {re.split(r"[!=<>%]", word)[0] for word in condition.split()}
@@ -118,7 +124,7 @@ def _implied(word: str, words: set[str], case: Case, condition: str) -> bool:
     return all(holds(about, Case(**other)) for other in others if other)
 
 
-def _row(bug: Mutant, result: CaseResult | None, when_right: str, when: str, seconds: float) -> Row:
+def _row(bug: Mutant, result: CaseResult | None, when_right: str, when_true: str, when: str, seconds: float) -> Row:
     diagnosis = result.diagnosis if result else None
     first = diagnosis.first if diagnosis else None
     failed = [v for v in result.verdicts if v.verdict == FAIL] if result else []
@@ -133,6 +139,7 @@ def _row(bug: Mutant, result: CaseResult | None, when_right: str, when: str, sec
         cause_right=(cause_told(bug, diagnosis) if bug.cause else "") if result else "",
         causes=next(iter(causes), ""),
         when_right=when_right,
+        when_true=when_true,
         when=when,
         needed=f"{bug.condition} modes={'|'.join(bug.modes)}",
         wrong=bug.wrong,
@@ -161,6 +168,7 @@ def main(words: Sequence[str]) -> int:
     print(f"killed {len(killed)} of {len(rows)}")
     print(f"first place right {sum(row.place_right == 'yes' for row in killed)} of {len(killed)}")
     print(f"when: right {sum(row.when_right == 'yes' for row in killed)} of {len(killed)}")
+    print(f"when: every statement true {sum(row.when_true == 'yes' for row in killed)} of {len(killed)}")
     return 0
 
 

@@ -5,16 +5,18 @@ changes others is left out when one of these removes the failure with fewer chan
 once, and in halves where the failure is gone. So n words of which k are needed take about `2 k log2(n / k)` runs. First
 of all comes the plainest dtype, then one rank. Then the case becomes as plain as the failure allows: every word gets
 its plainest value, a number the plainest that still fails. Then each word takes another one, the words that are not
-plain first. No rule about any bug enters. Source: delta debugging (Zeller and Hildebrandt 2002, "Simplifying and
-Isolating Failure-Inducing Input").
+plain first. Runs of the plainest case with one word changed are stated, no others. A change that is refused or cannot
+be decided states nothing. Nor does one beside other words that remove the failure alone. No rule about any bug enters.
+Source: delta debugging (Zeller and Hildebrandt 2002, "Simplifying and Isolating Failure-Inducing Input").
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
+from harness.diagnosing.tried_words import OutOfTime, combined
+from harness.diagnosing.words_text import Change, Needed, NeededWords, Right
 from harness.protocols import CaseLike
 
 Fails = Callable[[CaseLike], "bool | None"]
@@ -22,55 +24,8 @@ Fails = Callable[[CaseLike], "bool | None"]
 
 Raises OutOfTime when the budget is spent.
 """
-Change = tuple[str, Any]
-"""A word and the value that it gets."""
-_LISTED = 12
-"""Most untried words that a line names."""
 _REPAIRS = 4
 """Most repairs of an illegal change, each of a further word."""
-_UNDECIDED = "no other case shows it: each cannot be run or decided, or fails for another reason"
-
-
-class OutOfTime(Exception):
-    """No further case can be run."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Needed:
-    """A word that the failure needs: the values with which the case fails, its own first, and is right."""
-
-    word: str
-    fails: tuple[Any, ...]
-    right: tuple[Any, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NeededWords:
-    """Results of the experiments on one failure. `case` is the plainest that fails.
-
-    `without`: words of which some change left the failure and none made the case right. `untried`: words for which
-    there was no time.
-    """
-
-    case: CaseLike
-    needed: tuple[Needed, ...]
-    without: tuple[str, ...]
-    untried: tuple[str, ...] = ()
-
-    @property
-    def text(self) -> str:
-        """The line of a failure: "only with tied=true and tp=2; right with tied=false, with tp=1"."""
-        more = f" and {len(self.untried) - _LISTED} more" if len(self.untried) > _LISTED else ""
-        untried = f" (no time was left to try {', '.join(self.untried[:_LISTED])}{more})" if self.untried else ""
-        if not self.needed and not self.without:
-            return "not searched: no time left" if self.untried else _UNDECIDED
-        if not self.needed:
-            ranks = ", with one rank too" if self.case.world_size == 1 else ""
-            words = f"{len(self.without)} words" if len(self.without) > 1 else self.without[0]
-            return f"other values of {words} change nothing{ranks}{untried}"
-        fails = " and ".join(_word_values(one.word, one.fails) for one in self.needed)
-        right = ", ".join(f"with {_word_values(one.word, one.right)}" for one in self.needed)
-        return f"only with {fails}; right {right}{untried}"
 
 
 def needed_words(case: CaseLike, domains: Mapping[str, Sequence[Any]], fails: Fails) -> NeededWords:
@@ -80,11 +35,9 @@ def needed_words(case: CaseLike, domains: Mapping[str, Sequence[Any]], fails: Fa
     """
     search = _Search(case, domains, fails)
     with suppress(OutOfTime):
-        search.simplify_first([("dtype", domains["dtype"][0])] if "dtype" in domains else [])
-        search.simplify_first(search.fewer_ranks())
-        search.simplify([(word, values[0]) for word, values in domains.items() if getattr(case, word) != values[0]])
-        search.simplify_each()
-        search.decide()
+        search.run()
+        if kept := search.contradicting():
+            search.run(kept)
     return search.result()
 
 
@@ -92,63 +45,74 @@ class _Search:
     """The experiments on one case; `case` is the plainest that still fails."""
 
     def __init__(self, case: CaseLike, domains: Mapping[str, Sequence[Any]], fails: Fails) -> None:
-        self.case = case
+        self.case = self._failed = case
         self._domains = domains
         self._fails = fails
         self._known: dict[str, bool | None] = {}
-        self._right: dict[str, list[Any]] = {}
-        self._wrong: dict[str, list[Any]] = {}
-        self._along: dict[str, set[str]] = {}
-        """Word -> those that had to change with it."""
+        self._kept: Collection[str] = ()
         self._tried: set[str] = set()
-        self._left: set[str] = set()
-        """Words with another value of which the failure is still there."""
-        self._first: dict[str, Any] = {}
-        """Word -> the value with which the case is right, of changes that came first."""
+
+    def run(self, kept: Collection[str] = ()) -> None:
+        """Make all experiments from the failing case on; words that are `kept` do not become plain by themselves."""
+        self.case, self._kept = self._failed, kept
+        self._tried.clear()
+        plain = {word: values[0] for word, values in self._domains.items() if word not in kept}
+        self.simplify_first([("dtype", plain["dtype"])] if "dtype" in plain else [])
+        self.simplify_first(self.fewer_ranks())
+        self.simplify([(word, value) for word, value in plain.items() if getattr(self.case, word) != value])
+        if self.simplify_each():
+            self.simplify_each()  # what was not legal or not wrong may be so beside plainer words
+        self.decide()
+
+    def contradicting(self) -> set[str]:
+        """Words of which the plainest case is right with the value of the failing case: other words matter to it."""
+        return {word for word in self._domains if self._own(word) in self._runs(word, False)}
 
     def fewer_ranks(self) -> list[Change]:
         """The changes that take ranks away, as many as there are."""
         changes = []
         for word, values in self._domains.items():
+            if word in self._kept:
+                continue
             with suppress(ValueError, TypeError):  # no legal case
                 if self._with(self.case, word, values[0]).world_size < self.case.world_size:
                     changes.append((word, values[0]))
         return changes
 
     def simplify_first(self, changes: Sequence[Change]) -> None:
-        """Make these changes if the case is legal and still fails; else note that a single one makes it right."""
+        """Make these changes if the case is legal and still fails."""
         changes = [(word, value) for word, value in changes if value != getattr(self.case, word)]
         other, made = self._changed(changes)
-        found = self._failing(other) if made else None
-        if found:
-            self._left |= {word for word, _ in made}
+        if made and self._failing(other):
             self.case = other
-        elif found is False and len(made) == 1:
-            self._first |= dict(made)
 
     def simplify(self, changes: Sequence[Change]) -> None:
         """Make each of these changes with which the case still fails."""
         other, made = self._changed(changes)
         if made and self._failing(other):
-            self._left |= {word for word, _ in made}
             self.case = other
         elif len(made) > 1:
             half = len(made) // 2
             self.simplify(made[:half])
             self.simplify(made[half:])
 
-    def simplify_each(self) -> None:
-        """Give every word that is not plain, one by one, the plainest value with which the case still fails."""
+    def simplify_each(self) -> bool:
+        """Give every word that is not plain, one by one, the plainest value with which the case still fails.
+
+        Return whether one was changed.
+        """
+        before = self.case
         for word, values in self._domains.items():
+            if word in self._kept:
+                continue
             mine = getattr(self.case, word)
             for value in self._others(word) if _is_ordered(word, mine) else values[:1]:
                 with suppress(ValueError, TypeError):  # no legal case
                     other = self._with(self.case, word, value)
                     if value != mine and self._failing(other):
-                        self._wrong.setdefault(word, []).append(mine)
-                        self._left.add(word)
                         self.case = other
                         break
+        return self.case is not before
 
     def decide(self) -> None:
         """Find the words that are needed: those that are not plain one by one, then all others many at once.
@@ -163,13 +127,14 @@ class _Search:
         self._decide_many([(word, self._others(word)[0]) for word in plain if word != "mode"])
         if "mode" in plain:
             self._decide_one("mode")
+        right = [word for word in words if self._right(word)]
+        self._combine(right, lambda case: self._failing(case, self._failed.world_size))
 
     def _decide_many(self, changes: Sequence[Change]) -> None:
         """Find the changes that make the case pass, in halves."""
         other, made = self._changed(changes)
         if len(made) > 1 and self._failing(other):
             self._tried |= {word for word, _ in made}
-            self._left |= {word for word, _ in made}
         elif len(made) > 1:
             half = len(made) // 2
             self._decide_many(made[:half])
@@ -184,20 +149,81 @@ class _Search:
                 self._decide_one(word)
 
     def _decide_one(self, word: str) -> None:
-        """Try every other value of a word."""
-        for value in self._others(word):
+        """Try every other value of a word, and where one is right those words alone that had to change with it."""
+        for value in dict.fromkeys((*self._others(word), self._own(word))):
             with suppress(ValueError, TypeError):  # no legal case
                 other = self._with(self.case, word, value)
-                if (found := self._failing(other)) is not None:
-                    (self._wrong if found else self._right).setdefault(word, []).append(value)
-                    self._left |= {word} if found else set()
-                    self._along[word] = self._along.get(word, set()) | self._differing(other) - {word}
+                found = self._failing(other, self._failed.world_size if value == self._own(word) else 0)
+                for control in self._controls(word, other) if found is False else ():
+                    self._failing(control)
         self._tried.add(word)
 
-    def _failing(self, case: CaseLike) -> bool | None:
+    def _own(self, word: str) -> Any:
+        return getattr(self._failed, word)
+
+    def _controls(self, word: str, other: CaseLike) -> list[CaseLike]:
+        """Cases with the words that changed beside this one, each of them and all, and with this one as it is.
+
+        None where a rule changes them together.
+        """
+        along = {one: getattr(other, one) for one in sorted(self._differing(other) - {word})}
+        found = []
+        for changes in [*({one: value} for one, value in along.items()), along]:
+            with suppress(ValueError, TypeError):  # no legal case
+                control = self._with(self.case, *next(iter(changes.items()))) if len(changes) == 1 else None
+                control = control or self.case.but(**changes)
+                if word not in self._differing(control) != set():
+                    found.append(control)
+        return found
+
+    def _runs(self, word: str, fails: bool) -> list[Any]:
+        """Other values of a word with which the plainest case was run, the rest as it is, and failed or was right."""
+        found = []
+        for value in dict.fromkeys((self._own(word), *self._others(word))):
+            with suppress(ValueError, TypeError):  # no legal case
+                other = self._with(self.case, word, value)
+                if value != getattr(self.case, word) and self._known.get(str(other)) is fails:
+                    found.append(value)
+        return found
+
+    def _right(self, word: str) -> list[Right]:
+        """Values of a word with which the case is right, and not for the words that changed beside it."""
+        if self._own(word) not in (getattr(self.case, word), *self._runs(word, True)):
+            return []  # the failing case itself would contradict
+        found = []
+        for value in self._runs(word, False):
+            other = self._with(self.case, word, value)
+            if all(self._known.get(str(control)) for control in self._controls(word, other)):
+                further = sorted(self._differing(other) - {word})
+                found.append(Right(value=value, further=tuple((one, getattr(other, one)) for one in further)))
+        return found
+
+    def _combine(
+        self, words: Sequence[str], failing: Callable[[CaseLike | None], bool | None]
+    ) -> dict[str, tuple[Any, ...]]:
+        """The values of these words with which the case fails in every combination, those of the failing case first.
+
+        A word is left out where the value that it has in the failing case is none of them.
+        """
+        first = {word: getattr(self.case, word) for word in words}
+        found = combined(
+            first, {word: self._runs(word, True) for word in words}, lambda words: failing(self._but(words))
+        )
+        return {word: values for word, values in found.items() if self._own(word) in values}
+
+    def _but(self, words: Mapping[str, Any]) -> CaseLike | None:
+        """The case with these words, and what follows from them by rule; None where it is not legal."""
+        with suppress(ValueError, TypeError):
+            return self.case.but(**words)
+        return None
+
+    def _failing(self, case: CaseLike | None, most_ranks: int = 0) -> bool | None:
+        """Whether it fails; None for one of more ranks than the plainest case, unless more are allowed."""
+        if case is None or case.world_size > max(most_ranks, self.case.world_size):
+            return None
         text = str(case)
         if text not in self._known:
-            self._known[text] = self._fails(case) if case.world_size <= self.case.world_size else None
+            self._known[text] = self._fails(case)
         return self._known[text]
 
     def _changed(self, changes: Sequence[Change]) -> tuple[CaseLike, list[Change]]:
@@ -234,10 +260,11 @@ class _Search:
                     words[key] = self._domains[key][0]
         return case.but(**words)
 
-    def _implied(self, word: str) -> bool:
-        """Whether a word that changed with this one is right with fewer others changed: the case needs that word."""
-        along = self._along[word]
-        return any(other in self._right and len(self._along[other]) < len(along) for other in along)
+    def _is_tied(self, word: str) -> bool:
+        """Whether no rule lets this word alone become plain."""
+        with suppress(ValueError, TypeError):
+            return self._differing(self.case.but(**{word: self._domains[word][0]})) != {word}
+        return True
 
     def _differing(self, other: CaseLike) -> set[str]:
         return {word for word in self._domains if getattr(other, word) != getattr(self.case, word)}
@@ -251,27 +278,19 @@ class _Search:
     def result(self) -> NeededWords:
         """Words that are known now."""
         words = [word for word in self._domains if self._others(word)]
-        early = {word: [value] for word, value in self._first.items() if word not in self._tried}
-        right = {**early, **self._right}
-        needed = [word for word in words if word in right and (word in early or not self._implied(word))]
+        right = {word: found for word in words if (found := self._right(word))}
+        fails = self._combine(list(right), lambda case: self._known.get(str(case)))
+        untried = tuple(word for word in words if word not in self._tried and word not in fails)
+        plain = {word for word in words if getattr(self.case, word) == self._domains[word][0]}
         return NeededWords(
             case=self.case,
-            needed=tuple(
-                Needed(
-                    word=word, fails=(getattr(self.case, word), *self._wrong.get(word, ())), right=tuple(right[word])
-                )
-                for word in needed
-            ),
-            without=tuple(word for word in self._domains if word in self._left and word not in right),
-            untried=tuple(word for word in words if word not in self._tried and word not in right),
+            needed=tuple(Needed(word=word, fails=fails[word], right=tuple(right[word])) for word in fails),
+            left=True in self._known.values(),
+            untried=untried,
+            beside=tuple(word for word in words if word not in {*fails, *untried, *plain} and not self._is_tied(word)),
         )
 
 
 def _is_ordered(word: str, value: Any) -> bool:
     """Whether plainer values alone are tried: of numbers, and of dtypes, whose wider limits may hide what is wrong."""
     return word == "dtype" or (isinstance(value, int | float) and not isinstance(value, bool))
-
-
-def _word_values(word: str, values: Sequence[Any]) -> str:
-    """The word with these values as a case writes them: "norm=layernorm|rmsnorm"."""
-    return f"{word}=" + "|".join(str(value).lower() if isinstance(value, bool) else str(value) for value in values)

@@ -28,9 +28,9 @@ from harness.protocols import CaseLike, Subject
 from harness.running.judging import judged
 from harness.running.proof import NEED_REPEAT
 from harness.running.trials.reference import Reference, reference_of
+from harness.running.trials.repeating import with_repeat
 from harness.running.trials.runs import recorded
 from harness.running.trials.trial import Trial
-from harness.running.trials.repeating import with_repeat
 from harness.subject import NamedSubject, answered, named, offers
 
 

@@ -19,7 +19,9 @@ from harness.checking.checks import CHECKS, LAWS, Check
 from harness.checking.evidence import FAIL, PASS, Verdict
 from harness.diagnosing.diagnosis import BIT_FOR_BIT
 from harness.diagnosing.failure_lines import line_of, site, with_when
-from harness.diagnosing.needed_words import NeededWords, OutOfTime, needed_words
+from harness.diagnosing.needed_words import needed_words
+from harness.diagnosing.tried_words import OutOfTime, Proved, confirmed
+from harness.diagnosing.words_text import NeededWords
 from harness.errors import ShardproofError
 from harness.protocols import CaseLike, case_text
 from harness.running.forked_process import forked
@@ -27,10 +29,12 @@ from harness.running.proof import NEED_REPEAT
 from harness.running.request import Request
 from harness.running.result import CaseResult
 from harness.running.store import STOPPED, Store
-from harness.subject import NamedSubject, domains_of
+from harness.subject import NamedSubject, case_of, domains_of
 
 _IN_ALL = 3
 """How many failures may take their whole time."""
+_SEARCH = 0.7
+"""Share of the time of a failure for the search; the rest is for trying what it found."""
 _GRACE_S = 10.0
 """How much longer a case of an experiment may take, that began in time."""
 ENGINES = ("inproc", "pool", "dry")
@@ -126,13 +130,19 @@ def _examined(
         groups.setdefault(site(failed.first.message), []).append(failed)
     end_s = time.monotonic() + _IN_ALL * request.when_s
     with proving(request) as prove_case, redirect_stdout(StringIO()), redirect_stderr(StringIO()):
-        for group in groups.values():
+        waiting = [*groups.values()]
+        for group in waiting:
             limit_s = min(end_s, time.monotonic() + request.when_s)
-            words = words_needed(group[0], request.subject, partial(prove_case, explain=False), limit_s).text
-            on = f" (tried on {case_text(group[0].case)!r})"
-            yield {
-                case_text(failed.case): _amended(failed, words + ("" if failed is group[0] else on)) for failed in group
-            }
+            found = words_needed(group[0], request.subject, partial(prove_case, explain=False), limit_s)
+            alike = [failed for failed in group if failed is group[0] or not _contradicts(failed.case, found)]
+            yield {case_text(failed.case): _amended(failed, found.text) for failed in alike}
+            if others := [failed for failed in group if failed not in alike]:
+                waiting.append(others)
+
+
+def _contradicts(case: CaseLike, found: NeededWords) -> bool:
+    """Whether a failing case has a value with which another one is said to be right."""
+    return any(getattr(case, one.word, None) == each.value for one in found.needed for each in one.right)
 
 
 def _amended(failed: Failed, words: str) -> tuple[Verdict, ...]:
@@ -141,10 +151,17 @@ def _amended(failed: Failed, words: str) -> tuple[Verdict, ...]:
 
 
 def words_needed(failed: Failed, subject: NamedSubject, prove: Proves, end_s: float) -> NeededWords:
-    """The words that the failure of this case needs, looked for until `end_s` on the monotonic clock."""
+    """The words that the failure of this case needs, looked for until `end_s` on the monotonic clock.
+
+    Each statement is tried again by all checks, as a reader would run it.
+    """
+    start_s = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        fails = _Fails(failed, prove, end_s, {"save": f"{folder}/save"} if getattr(failed.case, "save", "") else {})
-        return needed_words(failed.case, domains_of(failed.case, subject), fails)
+        saved = {"save": f"{folder}/save"} if getattr(failed.case, "save", "") else {}
+        fails = _Fails(failed, prove, start_s + _SEARCH * (end_s - start_s), saved)
+        found = needed_words(failed.case, domains_of(failed.case, subject), fails)
+        again = _Fails(failed, prove, end_s, saved)
+        return confirmed(found, failed.case, lambda text: case_of(text, subject), again.by_all_checks)
 
 
 class _Fails:
@@ -158,22 +175,45 @@ class _Fails:
         self._reasons = {_reason(verdict) for verdict in failed.fault}
         others = (verdict for verdict in failed.verdicts if verdict.verdict == FAIL and verdict not in failed.fault)
         self._others = {_reason(verdict) for verdict in others}
+        self._laws = frozenset() if {verdict.check for verdict in failed.fault} <= {*LAWS} else frozenset(LAWS)
+        """Checks that run other cases too, whose failure says nothing of this one alone."""
         self._prove, self._end_s, self._words = prove, end_s, words
 
     def __call__(self, case: CaseLike) -> bool | None:
-        left_s = self._end_s - time.monotonic()
-        if left_s <= 0:
-            raise OutOfTime
-        try:
-            kept = {word: value for word, value in self._words.items() if getattr(case, word)}
-            result = self._prove(case.but(**kept) if kept else case, checks=self._checks, timeout_s=left_s)
-        except (ShardproofError, ValueError):
+        result = self._proved(case, self._checks)
+        if not result:
             return None
         failures = [verdict for verdict in result.verdicts if verdict.verdict == FAIL]
         if any(_reason(verdict) not in self._others for verdict in failures):
             first = Failed(case=case, verdicts=result.verdicts).first
             return True if _reason(first) in self._reasons else None
         return False if failures or result.verdict == PASS else None  # another fault of the case is left
+
+    def by_all_checks(self, case: CaseLike) -> Proved:
+        """Whether it fails so by any check, and all checks that fail."""
+        result = self._proved(case, CHECKS)
+        if not result:
+            return None, ()
+        failures = [verdict for verdict in result.verdicts if verdict.verdict == FAIL]
+        checks = tuple(sorted({verdict.check for verdict in failures}))
+        mine = {_reason(verdict) for verdict in failures if verdict.check not in self._laws} - self._others
+        if mine:
+            return (True if mine & self._reasons else None), checks
+        return (False if failures or result.verdict == PASS else None), checks
+
+    def _proved(self, case: CaseLike, checks: Mapping[str, Check]) -> CaseResult | None:
+        """The result of a case, None where it is refused; one that time itself ended is none."""
+        left_s = self._end_s - time.monotonic()
+        if left_s <= 0:
+            raise OutOfTime
+        try:
+            kept = {word: value for word, value in self._words.items() if getattr(case, word)}
+            result = self._prove(case.but(**kept) if kept else case, checks=checks, timeout_s=left_s)
+        except (ShardproofError, ValueError):
+            return None
+        if time.monotonic() >= self._end_s and result.verdict != PASS:
+            raise OutOfTime
+        return result
 
 
 def _reason(verdict: Verdict) -> tuple[str, str]:

@@ -26,9 +26,9 @@ from harness.running.judging import judged
 from harness.running.locating.drawn import with_drawn_numbers
 from harness.running.locating.samples import with_other_samples
 from harness.running.locating.wrong_module import with_wrong_module
+from harness.running.trials.repeating import with_repeat
 from harness.running.trials.runs import recorded
 from harness.running.trials.trial import Trial
-from harness.running.trials.repeating import with_repeat
 from harness.subject import refusal
 
 MOST_RANKS = 8

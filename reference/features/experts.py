@@ -246,13 +246,13 @@ class Experts(Core):
         yield from self._beside()
 
     def _ranks(self) -> Iterator[Problem]:
-        ep, etp, tp, axis = self.ep, self.expert_parts, self.tp, self.system.weight_axis
+        ep, etp, tp, weights = self.ep, self.expert_parts, self.tp, self.system.weight_axis
         if self.experts % ep:
             yield "experts", f"must be a multiple of ep={ep}", f"experts={multiple(self.experts, ep)}"
         if self.expert_width % etp:
             yield "expert_ffn", f"must be a multiple of etp={etp}", f"expert_ffn={multiple(self.expert_width, etp)}"
-        if self.shared_ffn % (split := getattr(self, axis)):
-            rule = f"must be a multiple of {axis}={split}"
+        if self.shared_ffn % (split := getattr(self, weights)):
+            rule = f"must be a multiple of {weights}={split}"
             yield "shared_ffn", rule, f"shared_ffn={multiple(self.shared_ffn, split)}"
         ranks = self.world_size // math.prod(self.mesh[axis] for axis in self.pipeline_axes)
         if ranks % (ep * etp):

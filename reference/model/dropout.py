@@ -6,6 +6,7 @@ being "prediction.{k}.layer". Sample number of a step: number of the micro-batch
 row is one sample. Source: arXiv:1207.0580; the sites are those of Megatron-LM's GPT.
 """
 
+import functools
 import math
 
 from torch import Tensor
@@ -17,6 +18,8 @@ from reference.errors import CaseError
 from reference.model.given import given_now
 
 SHARES = "shares"
+_SMALL = 2**17
+"""Elements of masks that are kept: the truth and each of its control runs drop by the same ones."""
 
 
 def sites(case: Case) -> dict[str, tuple[int, ...]]:
@@ -67,8 +70,13 @@ def masks(case: Case) -> dict[str, Tensor]:
 
 
 def _of_field(case: Case, site: str, step: int, samples: range) -> Tensor:
+    shape = sites(case)[site]
+    draw = _drawn if len(samples) * math.prod(shape) <= _SMALL else _drawn.__wrapped__
+    return draw(f"{case.seed} dropout {site}", rate_of(case, site), steps_before(case) + step, samples, shape)
+
+
+@functools.lru_cache(maxsize=256)
+def _drawn(text: str, rate: float, step: int, samples: range, shape: tuple[int, ...]) -> Tensor:
     from reference.model.field import words  # noqa: PLC0415
 
-    shape = sites(case)[site]
-    first = words(f"{case.seed} dropout {site}", samples=samples, step=steps_before(case) + step, shape=shape)[0]
-    return first >= math.ceil(rate_of(case, site) * 2**32)
+    return words(text, samples=samples, step=step, shape=shape)[0] >= math.ceil(rate * 2**32)

@@ -111,7 +111,9 @@ def test_a_bug_is_measured_beside_the_same_case_without_it(monkeypatch: pytest.M
 def test_what_was_measured_is_told_with_what_went_wrong(tmp_path: Path) -> None:
     rows = [
         dataclasses.replace(kill("good", "ledger", right="yes"), twin="yes", when="only with tp=2; right with tp=1"),
-        dataclasses.replace(kill("bad", "ledger", right="no"), twin="no", when="other values change nothing"),
+        dataclasses.replace(
+            kill("bad", "ledger", right="no"), twin="no", when="no word is known to be needed; 'tp=1' fails"
+        ),
         dataclasses.replace(kill("secret", "ledger", right="no", held_back=True), twin="yes"),
     ]
     told = figures([*rows[:2], kill("c", "ledger")])

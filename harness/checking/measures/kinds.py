@@ -1,5 +1,6 @@
 """The kind of an outcome name, and the step in it."""
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
@@ -32,6 +33,7 @@ KIND_WORDS: dict[str, str] = {
 """Kind of name -> the kind of tensors in words, where that is another word than the name's."""
 
 
+@functools.lru_cache(maxsize=4096)
 def kind_of(name: str) -> str:
     """The kind of an outcome name: "grad" of "grad/layers.0.mlp.w1.weight"."""
     return name.partition("/")[0]

@@ -13,9 +13,9 @@ from harness.checking.evidence import Evidence, merged_outcomes
 from harness.checking.measures.kinds import comparable, kind_of
 from harness.errors import ShardproofError
 from harness.outcome.merging import Merged, Outcomes, against, held_once
+from harness.running.trials.repeating import with_repeat
 from harness.running.trials.statements import asked, deviations_of, expectation_of, facts_of, orders_of
 from harness.running.trials.trial import Trial
-from harness.running.trials.repeating import with_repeat
 from harness.subject import deviating, left_out
 from harness.torch_internals.memory import give_back
 
@@ -61,7 +61,8 @@ def _recorded(trial: Trial, truth: Mapping[str, Tensor], kinds: Sequence[str]) -
     draws = own.draws.get(trial.text, ()) if own and not own.takes_given else ()
     masks: Outcomes = ()
     deviates, expectation = _deviates(trial), expectation_of(trial)
-    how: dict[str, Any] = {"record": True, "watch": True, "overlap": any(getattr(term, "hidden", False) for term in expectation or ())}
+    hides = any(getattr(term, "hidden", False) for term in expectation or ())
+    how: dict[str, Any] = {"record": True, "watch": True, "overlap": hides}
     drawn, problem = None, ""
     if draws:
         from harness.recording.capturing.dropout_masks import WithMasks  # noqa: PLC0415

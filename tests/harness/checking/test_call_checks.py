@@ -188,11 +188,14 @@ def test_on_a_device_a_call_is_hidden_until_it_is_waited_for_in_process_too(monk
     """As on a GPU, where calls are of the device "cuda": completion is no wait there."""
     on_cpu, case = CollectiveMatcher._ledger_call, Case.parse("mode=tp-sp layers=1 micro=1 steps=1")
 
-    def promised(engine: InprocEngine) -> frozenset[tuple[int, int]] | None:
-        return execute(case, subject, engine, record=False, watch=True, overlap=True).hidden
+    def promised(engine: InprocEngine, record: bool = False) -> frozenset[tuple[int, int]] | None:
+        run = execute(case, subject, engine, record=record, watch=True, overlap=True)
+        calls = {(event.rank, event.call_index) for event in run.events}
+        assert run.hidden is not None and (run.hidden <= calls or not record)
+        return run.hidden
 
     with InprocEngine() as engine:
         right = promised(engine)
-        assert right
+        assert right and right == promised(engine, record=True)
         monkeypatch.setattr(CollectiveMatcher, "_ledger_call", lambda *args: replace(on_cpu(*args), device="cuda"))
         assert promised(engine) == right

@@ -29,7 +29,6 @@ from harness.running.trials import rounding
 from harness.running.trials.rounding import FURTHER_PARTS, MORE_PARTS, NEAR, controlled, measured_apart, stepwise
 from harness.running.trials.runs import recorded
 from harness.running.trials.trial import Trial
-from harness.running.trials.unrecorded import with_unrecorded_run
 from harness.subject import named
 from parallel.subject import subject
 from parallel.training import step as step_
@@ -202,7 +201,7 @@ CASES = (
 def test_a_tensor_times_a_factor_fails_or_is_undecided(text: str, engine: InprocEngine) -> None:
     """On the evidence of our subject, with everything that the checks came to need."""
     trial = Trial(case=Case.parse(text), subject=named(subject), engine=engine)
-    evidence = judged(trial, with_unrecorded_run(trial, recorded(trial)))[0]
+    evidence = judged(trial, recorded(trial))[0]
     rms = kind_rms(evidence.truth)
     undecided = set()
     for name in (name for name, tensor in evidence.truth.items() if tensor.is_floating_point()):

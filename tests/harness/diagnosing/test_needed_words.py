@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.diagnosing.needed_words import NeededWords, OutOfTime, needed_words
+from harness.diagnosing.needed_words import needed_words
+from harness.diagnosing.tried_words import OutOfTime
+from harness.diagnosing.words_text import NeededWords, Right
 from harness.plain_case import PlainCase, Vocabulary
 from reference.case import Case
 from reference.case.domains import domains
@@ -34,7 +36,8 @@ def test_exactly_the_words_of_a_conjunction_are_found(needed: set[str], further:
     case = VOCABULARY.case(dict.fromkeys(needed | further, "on"))
     found, runs = searched(case, WORDS, lambda other: all(getattr(other, word) == "on" for word in needed))
     assert {one.word for one in found.needed} == needed
-    assert all((one.fails, one.right) == (("on",), ("off", "other")) for one in found.needed)
+    right = (Right(value="off"), Right(value="other"))
+    assert all((one.fails, one.right) == (("on",), right) for one in found.needed)
     assert not found.untried
     assert runs <= 4 + 14 * len(needed), "halves, and not one run a word"
     plain, _ = searched(VOCABULARY.case({}), WORDS, lambda other: all(getattr(other, word) == "off" for word in needed))
@@ -48,19 +51,19 @@ def test_a_shorter_dtype_is_not_tried() -> None:
     assert "dtype" not in found.text
     short = VOCABULARY.case({"dtype": "bfloat16"})
     found, _ = searched(short, {"dtype": dtypes, **WORDS}, lambda other: other.dtype != "float64")
-    assert found.text == "only with dtype=float32|bfloat16; right with dtype=float64"
+    assert found.text == "only with dtype=float32|bfloat16; right with dtype=float64 (tried on 'dtype=float32')"
 
 
 def test_values_that_fail_alike_are_listed_with_those_that_are_right() -> None:
     case = VOCABULARY.case({"w3": "on", "tp": 2})
     found, _ = searched(case, {**WORDS, "tp": (1, 2)}, lambda other: other.w3 != "off" and other.tp == 2)
-    assert found.text == "only with w3=on|other and tp=2; right with w3=off, with tp=1"
+    assert found.text == "only with w3=on|other and tp=2; right with w3=off, with tp=1 (tried on 'tp=2 w3=on')"
     found, _ = searched(case, {**WORDS, "tp": (1, 2)}, lambda other: True)
-    assert found.text == "other values of 31 words change nothing, with one rank too"
+    assert found.text == "no word is known to be needed; 'tp=1' fails, on one rank"
     case = VOCABULARY.case({"tp": 4, "w3": "on"})
     found, _ = searched(case, {**WORDS, "tp": (1, 2, 4)}, lambda other: other.tp > 1)
     assert str(found.case).split()[0] == "tp=2", "the plainest number with which the case fails"
-    assert found.text == "only with tp=2|4; right with tp=1"
+    assert found.text == "only with tp=2|4; right with tp=1 (tried on 'tp=2')"
 
 
 def test_words_without_time_are_named() -> None:
@@ -88,7 +91,7 @@ def test_the_plainest_dtype_and_one_rank_come_first() -> None:
     searched(case, of, fails, most=2)
     assert tried == ["float64 2 2 on", "float64 1 1 on"]
     found, _ = searched(VOCABULARY.case({"tp": 2}), of, lambda other: other.tp == 2, most=1)
-    assert found.text.startswith("only with tp=2; right with tp=1 (no time was left to try w0")
+    assert found.text.startswith("only with tp=2; right with tp=1 (tried on 'tp=2') (no time was left to try w0")
     found, _ = searched(case, of, lambda other: True, most=0)
     assert found.text == "not searched: no time left"
 
@@ -97,7 +100,9 @@ def test_a_case_that_cannot_be_decided_proves_nothing_and_none_has_more_ranks_th
     found, _ = searched(VOCABULARY.case({"w3": "on"}), WORDS, lambda other: True if other.w3 == "on" else None)
     assert found.needed == ()
     found, _ = searched(VOCABULARY.case({"w3": "on"}), WORDS, lambda other: None)
-    assert found.text == "no other case shows it: each cannot be run or decided, or fails for another reason"
+    assert found.text == (
+        "no other case shows it: each cannot be run or decided, fails for another reason, or changes further words"
+    )
     seen: list[PlainCase] = []
 
     def fails(case: PlainCase) -> bool:
@@ -106,6 +111,32 @@ def test_a_case_that_cannot_be_decided_proves_nothing_and_none_has_more_ranks_th
 
     searched(VOCABULARY.case({}), {"dp": (1, 2), **WORDS}, fails)
     assert {case.world_size for case in seen} == {1}
+
+
+def test_a_word_is_not_stated_for_what_changed_with_it() -> None:
+    """vocab=509 is refused in other families, so theirs are other words; alone its change is not decided."""
+    of = {"family": domains()["family"], "vocab": (512, 509), "dp": (1, 2)}
+
+    def fails(case: Case) -> bool | None:
+        return None if (case.family, case.vocab) == ("gpt", 512) else case.vocab == 509 and case.dp == 2
+
+    found, _ = searched(Case.parse("vocab=509 dp=2"), {word: of[word] for word in ("family", "vocab")}, fails)
+    assert found.needed == () and "right" not in found.text
+    found, _ = searched(Case.parse("vocab=509 dp=2"), of, fails)
+    assert found.text == "only with dp=2, perhaps vocab=509; right with dp=1 (tried on 'dp=2')"
+
+
+def test_what_contradicts_the_failing_case_is_tried_beside_its_own_words() -> None:
+    """The plainest case fails for words of its own: of the failing case they would be false."""
+    found, runs = searched(
+        VOCABULARY.case({"w3": "other", "w5": "on"}),
+        WORDS,
+        lambda other: (other.w3, other.w5) in {("other", "on"), ("off", "off")},
+    )
+    assert found.text == (
+        "only with w3=other and w5=on; right with w3=off|on, with w5=off|other (tried on 'w3=other w5=on')"
+    )
+    assert runs < 4 * len(WORDS)
 
 
 @pytest.mark.parametrize(

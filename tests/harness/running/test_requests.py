@@ -118,6 +118,14 @@ def test_default_cases_save_where_a_case_can_name_the_folder_and_ranks_have_numb
     assert sum(bool(getattr(case, "save", "")) for case in request.cases) == saves
 
 
+@pytest.mark.parametrize(
+    ("words", "every"), [((), 3), (("--deep",), 1), (("tp=2", "tp=4"), 1), (("--subject", f"{TOY}right"), 1)]
+)
+def test_of_our_own_subject_every_third_default_case_is_run_twice(words: tuple[str, ...], every: int) -> None:
+    request = request_command.requested(cli._parser().parse_args(["run", *words]))
+    assert [request.repeats(case) for case in request.cases] == [n % every == 0 for n in range(len(request.cases))]
+
+
 KNOWN = {mutant.name: mutant for mutant in (*MUTANTS, *HELD_BACK, *of_file("tests/one_word"))}
 
 

@@ -31,7 +31,7 @@ from shardproof.__main__ import main
 from tests.forked import started
 from tests.harness import toy_subjects
 from tests.harness.command_line import ONE, TOY
-from tests.harness.proofs import ran
+from tests.harness.proofs import contradicted, ran
 from tests.harness.toy_subjects import LoopEngine
 
 
@@ -67,6 +67,33 @@ def test_equal_cases_are_run_once_and_the_words_that_repeat_a_run_name_what_is_u
     assert Request(cases=(), subject=right).options == ""
     unusual = Request(cases=(), subject=right, engine="pool", device="cuda")
     assert unusual.options == "--engine pool --device cuda"
+
+
+class Drifting:
+    """The dense model; its loss is within rounding of the truth and other bits in each run. Wrong with seed 5."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+
+    def __call__(self, case: Case, device: torch.device) -> dict[str, Tensor]:
+        """The outcome of a run."""
+        self.runs += 1
+        outcome = dense.subject(case, device)
+        outcome["loss/0"] *= 1 + self.runs * 2.0**-50 + (case.seed == 5)
+        return outcome
+
+
+def test_every_third_case_of_a_run_is_run_twice_and_each_that_fails(tmp_path: Path) -> None:
+    cases = [f"{ONE} seed={seed}" for seed in range(1, 6)]
+    verdicts: dict[int, list[str]] = {}
+    result = ran(tmp_path, Drifting(), *cases, repeat_every=3)
+    for verdict in result.verdicts:
+        if verdict.verdict == "fail":
+            verdicts.setdefault(Case.parse(verdict.case).seed, []).append(verdict.check)
+    assert verdicts == {1: ["determinism"], 4: ["determinism"], 5: ["forward"]}
+    assert result.notes[-1] == "determinism and recording: 3 cases were run once; alone, each is run twice"
+    alone = ran(tmp_path, Drifting(), cases[1])
+    assert contradicted(alone) == {"determinism"} and alone.notes[-1:] != result.notes[-1:]
 
 
 CASES = [f"{ONE} tp={tp} seed={seed}" for seed in range(2) for tp in (1, 2)]

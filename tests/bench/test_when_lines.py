@@ -1,0 +1,84 @@
+"""Every statement of a line `when:` is so when it is run again by its text alone."""
+
+import random
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from bench.when_lines import Statement, false_statements, statements
+from harness.checking.evidence import FAIL
+from harness.diagnosing.failure_lines import line_of
+from harness.engines.threads.inproc import InprocEngine
+from harness.running.proof import prove
+from harness.subject import named
+from reference.case import Case
+from suites.mutants.catalogue import MUTANTS
+from suites.mutants.draws import showing
+from suites.mutants.mutant import Mutant
+from tests.deep import deep
+from tests.harness.proofs import ran
+
+SIZES = "layers=1 hidden=16 heads=4 ffn=16 seq=8 steps=1"
+OWN = {mutant.name: mutant for mutant in MUTANTS if mutant.changes and not mutant.is_shared}
+"""Planted bugs that are not held back."""
+
+
+def run_again(folder: Path, mutant: Mutant, case: Case, when_s: float) -> tuple[str, list[Statement]]:
+    """The printed line of a bug on a case, and the statements in it that are not so; no line where the case is right"""
+    with mutant.subject() as planted, InprocEngine() as engine:
+        result = ran(folder, planted, case, when_s=when_s)
+        lines = [line_of(one.message, "when") for one in result.verdicts if one.verdict == FAIL]
+        line = next(filter(None, lines), "")
+        assert bool(line) == bool(result.exit_status)
+        if not line:
+            return "", []
+        again = partial(prove, subject=named(planted), engine=engine, explain=False)
+        return line, false_statements(line, lambda text: again(Case.parse(text)), str(case))
+
+
+@pytest.mark.parametrize(
+    ("name", "case", "words"),
+    [
+        ("padded-columns-count", f"vocab=509 tp=2 {SIZES}", "vocab head"),
+        ("label-smoothing-by-parts", f"family=llama tp=2 vocab=62 label_smoothing=0.1 {SIZES}", "tp label_smoothing"),
+        ("norm-of-the-own-part", f"tp=1 dp=4 zero=1 micro=2 {SIZES}", "dp zero"),
+    ],
+)
+def test_a_printed_line_is_true_word_for_word(name: str, case: str, words: str, tmp_path: Path) -> None:
+    line, false = run_again(tmp_path, OWN[name], Case.parse(case), 60.0)
+    assert not false, line
+    stated = {statement.case.split()[-1].partition("=")[0] for statement in statements(line) if not statement.fails}
+    assert set(words.split()) <= stated, line
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a time limit in hypothesis' gc hook
+@pytest.mark.parametrize("seed", [*deep("ten CPU seconds each", *range(30))])
+def test_lines_of_bugs_and_cases_that_are_drawn(seed: int, tmp_path: Path) -> None:
+    draw = random.Random(seed)  # noqa: S311
+    mutant = OWN[draw.choice(sorted(OWN))]
+    cases = showing(mutant, draw.choice(sorted(mutant.modes)))
+    for number, case in enumerate(draw.sample(cases, min(len(cases), 5))):
+        line, false = run_again(tmp_path / str(number), mutant, case, 10.0)
+        assert not false, f"{mutant.name}: {line}"
+        if line:
+            return
+    pytest.skip(f"no drawn case shows {mutant.name}")
+
+
+def test_a_line_is_a_list_of_cases() -> None:
+    line = (
+        "only with tp=2|4 and zero=1, perhaps act=relu; right with tp=1, with zero=0 wdp=1 but for replicas|ledger "
+        "(tried on 'tp=2 zero=1') (no time was left to try bias)"
+    )
+    assert [(one.case.removeprefix("tp=2 zero=1 "), one.fails, sorted(one.but_for)) for one in statements(line)] == [
+        ("tp=2 zero=1", True, []),
+        ("tp=4 zero=1", True, []),
+        ("tp=1", False, []),
+        ("zero=0 wdp=1", False, ["ledger", "replicas"]),
+    ]
+    plainest = "no word is known to be needed, perhaps dp=2; 'tp=1 dp=2' fails (no time was left to try bias)"
+    assert statements(plainest) == [Statement(case="tp=1 dp=2", fails=True)]
+    assert statements("not searched: no time left") == []
+    with pytest.raises(ValueError, match="is no line of this kind"):
+        statements("wrong with tp=2")
