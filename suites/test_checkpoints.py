@@ -1,4 +1,4 @@
-"""Checkpoints: what is saved at one layout is what the ranks hold, and training goes on from it at another layout."""
+"""Checkpoints: what is saved at one layout is what the ranks hold; training goes on from it at another, and saves."""
 
 from pathlib import Path
 from random import Random
@@ -34,10 +34,12 @@ def test_training_goes_on_at_another_layout(
 def goes_on(prover: Prover, case: CaseLike, other: CaseLike, folder: Path) -> None:
     """Assert that the first case saves into this folder what its ranks hold, and that the other one goes on from it.
 
+    The other one saves again, beside the folder: counts and states behind a load are those of both runs.
     Skips the test when the subject writes nothing.
     """
     prover.holds(case.but(save=str(folder)), "merge", "saved")
     if not folder.is_dir() or not any(folder.iterdir()):
         pytest.skip(f"{prover.subject.name} writes no folder for save=")
     fresh = {} if isinstance(case, PlainCase) else {"init": "whole"}  # initial values are those of the checkpoint
-    prover.holds(other.but(load=str(folder), **fresh), "merge", "forward", "update")
+    again = folder.with_name(f"{folder.name}-again")
+    prover.holds(other.but(load=str(folder), save=str(again), **fresh), "merge", "forward", "update", "saved")

@@ -41,7 +41,7 @@ FIXED: Mapping[str, str] = {
 }
 """Words of which no pairs are wanted, and why."""
 CHECKPOINT = "CHECKPOINT"
-"""Stands for a folder in the lines that save to one and load from it."""
+"""Stands for a folder in the lines that save to one, or into one in it, and load from it."""
 Refuses = Callable[[Case], str]
 Level = tuple[str, Any]
 
@@ -97,7 +97,7 @@ def default_cases(
     plain = [min(_plain(mode), key=lambda case: bool(refuses(case))) for mode in modes]
     stored = [case for section in lines().values() for case in section if not case.save and not case.load]
     moved = [
-        case.but(**{word: checkpoint for word in ("save", "load") if getattr(case, word)})
+        case.but(**{word: getattr(case, word).replace(CHECKPOINT, checkpoint) for word in ("save", "load")})
         for case in lines()["recipes"]
         if checkpoint and not deep and (case.save or case.load)
     ]

@@ -92,6 +92,11 @@ class DataParallel(Core):
         return any(key not in ("parity", "loss_scale") for key, _ in not_default(DataParallel, self))
 
     @property
+    def truth_depends_on_split(self) -> bool:
+        """The same, and with a loss scale: which parts float16 holds decides where a step is skipped."""
+        return self.scaler != "none" or super().truth_depends_on_split
+
+    @property
     def layout(self) -> Layout:
         """The same, with data ranks divided into those that share one copy of the parameters, and copies."""
         layout, size = super().layout, self.shard

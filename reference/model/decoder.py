@@ -37,10 +37,12 @@ class Arithmetic:
     "q" or "k", `join` adds what a branch, "attention" or "mlp", returns to what entered it.
     """
 
+    look_up: Callable[[Tensor, Tensor], Tensor] = layers.look_up
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = layers.linear
     norm: Callable[[Tensor, Tensor, Tensor | None], Tensor] = layers.norm
     attention: Callable[..., Tensor] = layers.attention
     activate: Callable[[str, Tensor, Tensor | None], Tensor] = layers.activate
+    weigh: Callable[[Tensor, Tensor], Tensor] = layers.weigh
     rotate: Callable[[str, Tensor, Tensor], Tensor] = _rotate
     join: Callable[[str, Tensor, Tensor], Tensor] = _join
     squares: Callable[[Tensor], Tensor] = layers.squares
@@ -92,9 +94,10 @@ class Pass:
 
     def embedding(self, name: str) -> Tensor:
         """Hidden states of the micro-batch's tokens."""
-        x_BSH = self.weights[f"{name}.tokens.weight"][self.batch.tokens]
+        x_BSH = self.arithmetic.look_up(self.weights[f"{name}.tokens.weight"], self.batch.tokens)
         if self.case.positions == "learned":
-            x_BSH = x_BSH + self.weights[f"{name}.positions.weight"][self.batch.positions]
+            table_SH = self.weights[f"{name}.positions.weight"]
+            x_BSH = x_BSH + self.arithmetic.look_up(table_SH, self.batch.positions)
         return self.dropped(name, self.tapped(name, x_BSH))
 
     def block(self, name: str, x_BSH: Tensor, visible_SS: Tensor) -> Tensor:

@@ -19,6 +19,11 @@ EPSILON = 1e-5
 ROTARY_BASE = 10000.0
 
 
+def look_up(table_VE: Tensor, index_BS: Tensor) -> Tensor:
+    """Rows of a table."""
+    return table_VE[index_BS]
+
+
 def linear(x_BSE: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x @ weight^T + bias; weight is [out, in]."""
     return functional.linear(x_BSE, weight, bias)
@@ -45,6 +50,11 @@ def activate(kind: str, x_BSF: Tensor, gate_BSF: Tensor | None = None) -> Tensor
     if gate_BSF is not None:
         return functional.silu(gate_BSF) * x_BSF
     return functional.gelu(x_BSF, approximate="tanh") if kind == "gelu" else functional.relu(x_BSF)
+
+
+def weigh(x_TF: Tensor, weights_T: Tensor) -> Tensor:
+    """Every row times its weight, as an expert's."""
+    return x_TF * weights_T[:, None]
 
 
 def split_qkv(x_BSE: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from reference.case import Case
-from reference.checkpoints.stored import steps_before, stored
+from reference.checkpoints.stored import stored
 from reference.model.parameters import shapes
 
 BETAS = (0.9, 0.999)
@@ -39,12 +39,13 @@ def slack(
     """By name, `param_after/<step>/<param>` and `param/<param>`: how far every element may be off; {} for sgd.
 
     `states`: where the steps of `truth` and `controls` began (see reference.training.states); moments say
-    which gradients went into them.
+    which gradients went into them. Steps that are skipped have none, and Adam does not count them.
     """
-    if case.optimizer != "adamw" or f"exp_avg_after/0/{next(iter(shapes(case)))}" not in truth:
-        return {}
-    found, before_it = {}, steps_before(case)
+    first, found = next(iter(shapes(case))), {}
+    taken = int(stored(case).get(f"optimizer.state.{first}.step", 0)) if case.load else 0
     for step in range(case.steps):
+        if f"exp_avg_after/{step}/{first}" not in truth or truth.get(f"skipped/{step}"):
+            continue
         before = {name: _before(case, name, step, states, shape) for name, shape in shapes(case).items()}
         gradients = {name: _gradient(truth, step, name, before[name][0]) for name in before}
         largest = max(float(g.square().mean().sqrt()) for g in gradients.values())
@@ -53,7 +54,8 @@ def slack(
             others = [_gradient(control, step, name, mean) for control in controls]
             noise = _noise(gradients[name], others, floor)
             kept = f"param_after/{step}/{name}" if step < case.steps - 1 else f"param/{name}"
-            found[kept] = case.lr * rounding_slack(gradients[name], noise, mean, square, step + before_it)
+            found[kept] = case.lr * rounding_slack(gradients[name], noise, mean, square, taken)
+        taken += 1
     return found
 
 
@@ -90,7 +92,7 @@ def _before(
     case: Case, name: str, step: int, states: Mapping[str, Tensor], shape: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
     """The means of gradients and of their squares before a step."""
-    if step == 0:
+    if f"exp_avg_after/{step - 1}/{name}" not in states:  # no step has been taken
         if case.load and f"optimizer.state.{name}.exp_avg" in (found := stored(case)):
             mean, square = (found[f"optimizer.state.{name}.{moment}"] for moment in ("exp_avg", "exp_avg_sq"))
             return mean.double(), square.double()

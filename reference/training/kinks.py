@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from reference.case import Case
+from reference.errors import CaseError
 from reference.model import layers
 from reference.model.decoder import Arithmetic
 from reference.model.given import takes_given
@@ -50,10 +51,28 @@ def kinks(
     if case.activation != "relu" or case.dtype == "float64":
         return {}
     exact = {name: weight.to(torch.float64) for name, weight in weights(case, device).items()}
-    place = side * BAND * torch.finfo(getattr(torch, case.dtype)).eps
-    moved = Arithmetic(activate=partial(_activate, place=place))
-    here, there = (train(case, exact, arithmetic=each, states=states, observed=True) for each in (Arithmetic(), moved))
+    both = (Arithmetic(), moved(case, side))
+    here, there = (train(case, exact, arithmetic=each, states=states, observed=True) for each in both)
     return {name: there[name] - value for name, value in here.items() if value.is_floating_point()}
+
+
+def moved(case: Case, side: int) -> Arithmetic:
+    """Arithmetic with the kink of relu on this side (1, -1) of all that rounding may carry across it."""
+    return Arithmetic(activate=partial(_activate, place=side * BAND * torch.finfo(getattr(torch, case.dtype)).eps))
+
+
+def refuse_decisive(
+    case: Case, weights: Mapping[str, Tensor], outcome: Mapping[str, Tensor], states: Mapping[str, Tensor] | None
+) -> None:
+    """Raise CaseError where a relu that rounding flips may decide whether a step of this outcome is skipped."""
+    if case.scaler == "none" or case.activation != "relu":
+        return
+    for side in (1, -1):
+        other = train(case, weights, arithmetic=moved(case, side), states=states, dtype=torch.float64)
+        for name in (f"skipped/{step}" for step in range(case.steps)):
+            if other[name] != outcome[name]:
+                rule = f"rounding decides {name}: it flips a relu"
+                raise CaseError("loss_scale", case.loss_scale, rule, f"loss_scale={max(1.0, case.loss_scale / 4)}")
 
 
 def _activate(kind: str, x_BSF: Tensor, gate_BSF: Tensor | None, *, place: float) -> Tensor:

@@ -1,12 +1,14 @@
 """The loss scale of float16 training in the dense model: which steps it skips, and what it becomes.
 
 A step whose scaled gradients leave float16 is skipped by every implementation alike, as long as they leave it clearly.
-In between, where the rounding of one product decides, no dense model can say: such a case is refused. Source: the rule
-in words of around.md 15.2; arXiv:1710.03740.
+In between, where the rounding or order of sums decides, no dense model can say: such a case is refused. Source: the
+rule in words of around.md 15.2; arXiv:1710.03740.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,14 +16,25 @@ from torch import Tensor
 from reference.case import Case
 from reference.checkpoints.stored import stored
 from reference.errors import CaseError
+from reference.training.reach import Reach
 
 GROWTH_INTERVAL = 1000
 HYSTERESIS = 2
 _LARGEST = torch.finfo(torch.float16).max
-_SURELY_OUTSIDE = 2.0
-"""The gradient of some logit is this many times the largest number: no implementation computes it in float16."""
-_SURELY_INSIDE = 1 / 8
-"""Every gradient is below this share of the largest number: partial sums are no more than some times as large."""
+_UNIT = 2.0**-11
+"""Share of a number that float16 rounds off at most."""
+
+
+class Reaching(Protocol):
+    """Sums of a step of which it is known how far their gradients reach."""
+
+    @property
+    def reach(self) -> Reach:
+        """How far."""
+        ...
+
+
+_Sums = TypeVar("_Sums", bound=Reaching)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,24 +55,43 @@ class LossScale:
             return cls(case=case, value=value, finite=int(finite), infinite=HYSTERESIS - int(hysteresis))
         return cls(case=case, value=1.0 if case.scaler == "none" else case.loss_scale)
 
-    def overflows(self, step: int, logits: float, gradients: float, *, exact: bool) -> bool:
-        """Whether the step is skipped, given the largest scaled gradient of a logit and of a parameter.
+    def taken(self, step: int, backward: Callable[[float], _Sums], *, exact: bool) -> tuple[_Sums, float, bool]:
+        """A step: its sums, the scale that they have, and whether it is skipped.
 
-        `exact`: they were computed in more than float16. Raises CaseError when they are neither surely outside of
-        float16 nor surely inside.
+        `exact`: they are in more than float16. In float16 another order of sums may have parts that overflow where no
+        others do. A power of two changes no digit, so such a step is computed at a smaller scale.
         """
-        if self.case.scaler == "none":
+        sums = backward(self.value)
+        if exact:
+            return sums, self.value, self._overflows(step, sums.reach)
+        if self.case.scaler == "none" or sums.reach.finite:
+            return sums, self.value, False
+        least = backward(1.0)
+        if not least.reach.finite or least.reach.held * self.value > _LARGEST:
+            return least, 1.0, True
+        scale = self.value / 2
+        while not (sums := backward(scale)).reach.finite:
+            scale /= 2
+        return sums, scale, False
+
+    def _overflows(self, step: int, reach: Reach) -> bool:
+        """Whether the step is skipped, given how far its scaled gradients reach in more than float16.
+
+        Raises CaseError when they are neither surely outside of float16 nor surely inside.
+        """
+        if self.case.scaler == "none" or not reach.finite:  # which diverges
             return False
-        if not exact:
-            return not math.isfinite(logits + gradients)
-        if logits > _SURELY_OUTSIDE * _LARGEST:
+        rounding = _roundings(self.case) * _UNIT
+        if reach.held > (1 + rounding) * _LARGEST:
             return True
-        largest = max(logits, gradients)
-        if largest < _SURELY_INSIDE * _LARGEST:
+        if reach.bound < (1 - rounding) * _LARGEST:
             return False
-        rule = f"scaled gradients reach {largest:.3g} in step {step}, at the edge of float16: rounding decides the skip"
-        legal = 2.0 ** math.floor(math.log2(self.value * _SURELY_INSIDE * _LARGEST / largest))
-        raise CaseError("loss_scale", self.case.loss_scale, rule, f"loss_scale={legal}")
+        rule = (
+            f"some scaled gradient in step {step} reaches {reach.held:.3g} to {reach.bound:.3g}, at the edge of "
+            f"float16 ({_LARGEST:.5g}): rounding decides the skip"
+        )
+        legal = 2.0 ** math.floor(math.log2(self.value * (1 - rounding) * _LARGEST / reach.bound))
+        raise CaseError("loss_scale", self.case.loss_scale, rule, f"loss_scale={max(1.0, legal)}")
 
     def outcome(self, step: int, *, skipped: bool) -> dict[str, Tensor]:
         """Values of the step's scale in an outcome; nothing without a scaler."""
@@ -87,3 +119,14 @@ class LossScale:
             if self.finite == GROWTH_INTERVAL:
                 self.finite = self.infinite = 0
                 self.value *= 2
+
+
+def _roundings(case: Case) -> int:
+    """How many roundings follow each other at most, from the tokens to a gradient: each is of a share of _UNIT.
+
+    A block has 13 operations, forward and backward: norm, linear, heads' norm, rotation, scores, context, linear, sum;
+    norm, linear, activation, linear, sum. Outside of blocks there are no more than in one. Up to four sums over ranks
+    belong to a block. The last ones are those of micro-batches and data ranks.
+    """
+    blocks = len(case.blocks) + 1
+    return blocks * (2 * 13 + 4 * (case.world_size // case.dp - 1)) + case.micro * case.dp

@@ -20,8 +20,10 @@ from reference.losses.cross_entropy import wide
 from reference.model import decoder, layers
 from reference.model.branch import Beside, updated_values, values_of
 from reference.model.decoder import PLAIN, Arithmetic
+from reference.training.reach import Reach
 from reference.training.scaling import LossScale
 from reference.training.states import after, begin, load, saved
+from reference.training.terms import with_terms
 
 if TYPE_CHECKING:
     from reference.model.metric import Totals
@@ -46,9 +48,8 @@ class Sums:
     """Sums of one step's forwards: scalars, logits, metric and activations.
 
     Logits are [dp*micro*batch, seq, vocab] or None when too large. The metric is of every data rank, when the case has
-    one; activations are of micro-batch 0, when observed. `largest`, with a loss scale: the largest scaled gradient of a
-    logit, and of a parameter after any micro-batch. `counts`: integers that branches leave
-    (`reference.model.branch`), rows as those of the logits.
+    one; activations are of micro-batch 0, when observed. `reach` is known with a loss scale. `counts`: integers that
+    branches leave (`reference.model.branch`), rows as those of the logits.
     """
 
     loss: Tensor
@@ -56,7 +57,7 @@ class Sums:
     logits: Tensor | None
     metrics: "list[Totals]"
     activations: Mapping[str, Tensor]
-    largest: tuple[float, float]
+    reach: Reach
     counts: Mapping[str, Tensor]
 
 
@@ -93,15 +94,15 @@ def train(
             load(case, step - 1, trained, stepper, states)
             _rounded(case, trained, parameters)
             values = {name: states.get(f"value_after/{step - 1}/{name}", own) for name, own in values.items()}
-        sums = _accumulate(
-            case, parameters, values, step, feed, arithmetic, last_first, observed and step == 0, scale.value
+        backward = partial(
+            _accumulate, case, parameters, values, step, feed, arithmetic, last_first, observed and step == 0
         )
-        skipped = scale.overflows(step, *sums.largest, exact=dtype is not None)
+        sums, scaled, skipped = scale.taken(step, backward, exact=dtype is not None)
         outcome |= _summed_up(sums, step)
-        gradients = {n: _handed(parameters[n], w).div_(sums.tokens * scale.value) for n, w in trained.items()}
+        gradients = {n: _handed(parameters[n], w).div_(sums.tokens * scaled) for n, w in trained.items()}
         outcome |= scale.outcome(step, skipped=skipped)
         scale.update(skipped=skipped)
-        activations = _observed(sums, skipped=skipped) if step == 0 else activations
+        activations = _observed(sums, scale.value / scaled, skipped=skipped) if step == 0 else activations
         if skipped:
             stepper.zero_grad()  # an optimizer leaves alone what has no gradient
         else:
@@ -129,9 +130,10 @@ def _summed_up(sums: Sums, step: int) -> dict[str, Tensor]:
     return found | {name.replace("/", f"/{step}/", 1): counts for name, counts in sums.counts.items()}
 
 
-def _observed(sums: Sums, *, skipped: bool) -> Mapping[str, Tensor]:
-    """The activations, of a skipped step without gradients."""
-    return {name: x for name, x in sums.activations.items() if not (skipped and name.startswith("act_grad/"))}
+def _observed(sums: Sums, factor: float, *, skipped: bool) -> Mapping[str, Tensor]:
+    """The activations and, but for a skipped step, their gradients times this factor."""
+    of_step = {name: x for name, x in sums.activations.items() if not (skipped and name.startswith("act_grad/"))}
+    return {name: x * factor if name.startswith("act_grad/") else x for name, x in of_step.items()}
 
 
 def _begun(
@@ -177,7 +179,9 @@ def _accumulate(
     scale: float,
 ) -> Sums:
     """Run every micro-batch of a step forward and backward; gradients of the summed loss add up in the parameters."""
-    device = next(iter(parameters.values())).device
+    device, dtype = next((weight.device, weight.dtype) for weight in parameters.values())
+    for weight in parameters.values():
+        weight.grad = None
     keep = case.dp * case.micro * case.tokens * case.vocab <= LARGEST_LOGITS
     places = [(data_rank, micro) for data_rank in range(case.dp) for micro in range(case.micro)]
     batches = {place: feed(case, step, place[1], place[0], device=device) for place in places}
@@ -185,7 +189,9 @@ def _accumulate(
     losses, tokens, rows = {}, {}, {}
     metrics: dict[int, Totals] = {}
     outputs: dict[int, dict[str, Tensor]] = {}
-    largest = [(0.0, 0.0)]
+    reach = Reach(case=case)
+    if case.scaler != "none" and wide(dtype) == dtype:
+        arithmetic = with_terms(arithmetic, reach)
     for place in reversed(places) if last_first else places:
         data_rank, micro = place
         batch, beside = batches[place], besides[place]
@@ -197,9 +203,9 @@ def _accumulate(
         if case.scaler == "none":
             total.backward()
         else:
-            logits.register_hook(lambda gradient: largest.append((float(gradient.abs().max()), 0.0)))
+            logits.register_hook(reach.meet_logits)
             (total * scale).backward()
-            largest.append((0.0, max(float(_gradient(weight).abs().max()) for weight in parameters.values())))
+            reach.meet_sums(parameters)
         losses[place] = summed.detach()
         if keep:
             rows[place] = logits.detach()
@@ -214,7 +220,7 @@ def _accumulate(
         logits=torch.cat([rows[place] for place in places]) if keep else None,
         metrics=[metrics[data_rank] for data_rank in sorted(metrics)],
         activations=_joined([outputs[data_rank] for data_rank in sorted(outputs)]),
-        largest=(max(one[0] for one in largest), max(one[1] for one in largest)),
+        reach=reach,
         counts={name: torch.cat([besides[place].counts[name] for place in places]) for name in beside.counts},
     )
 

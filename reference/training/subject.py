@@ -19,6 +19,7 @@ from reference.errors import CaseError
 from reference.model.given import takes_given
 from reference.model.parameters import weights
 from reference.training.given import drawn
+from reference.training.kinks import refuse_decisive
 from reference.training.steps import Feed, train
 
 GROWN = 1000.0
@@ -74,6 +75,7 @@ def truth(case: Case, device: torch.device, *, states: Mapping[str, Tensor] | No
     """
     rounded = weights(case, device)
     outcome = train(case, rounded, dtype=torch.float64, states=states, observed=True)
+    refuse_decisive(case, rounded, outcome, states)
     if states is None:
         refuse_divergence(case, rounded, outcome)
     return drawn(case) | outcome

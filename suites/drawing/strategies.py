@@ -29,7 +29,7 @@ NOT_DRAWN = {
     "save": "names a folder (suites.test_checkpoints draws pairs of layouts)",
     "data": "names a file; the data of a case without it are drawn by its seed",
     "variant": "makes the implementation wrong",
-    "scaler": "brings most models to the edge of float16, where rounding decides which step is skipped",
+    "scaler": "has scales of its own for each model: between them rounding decides which step is skipped",
     "loss_scale": "scales with a scaler only",
 }
 """Words of the case language that `every_word` leaves at their defaults, and why."""

@@ -210,7 +210,7 @@ def _expert(run: Pass, name: str, expert: int, x_TH: Tensor, weights_T: Tensor) 
 
     gate = linear("gate", x_TH) if run.case.activation == "swiglu" else None
     inner = run.arithmetic.activate(run.case.activation, linear("up", x_TH), gate)
-    return linear("down", inner * weights_T[:, None])
+    return linear("down", run.arithmetic.weigh(inner, weights_T))
 
 
 def _shared(run: Pass, name: str, x_BSH: Tensor) -> Tensor:

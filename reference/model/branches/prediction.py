@@ -65,9 +65,10 @@ def forward(run: Pass, _layer: str, x_BSH: Tensor, visible_SS: Tensor) -> Tensor
     head = run.weights["embedding.tokens.weight" if case.tied else "head.weight"]
     for depth in range(depths):
         name, moved = f"prediction.{depth}", ahead(run.batch, depth + 1)
-        embedded_BSH = run.weights["embedding.tokens.weight"][moved.tokens]
+        embedded_BSH = run.arithmetic.look_up(run.weights["embedding.tokens.weight"], moved.tokens)
         if case.positions == "learned":
-            embedded_BSH = embedded_BSH + run.weights["embedding.positions.weight"][moved.positions]
+            positions_SH = run.weights["embedding.positions.weight"]
+            embedded_BSH = embedded_BSH + run.arithmetic.look_up(positions_SH, moved.positions)
         embedded_BSH = run.dropped(f"{name}.embedding", embedded_BSH)
         both_BSE = torch.cat((run.norm(f"{name}.enorm", embedded_BSH), run.norm(f"{name}.hnorm", x_BSH)), -1)
         x_BSH = run.block(f"{name}.layer", run.linear(f"{name}.eh_proj", both_BSE), visible_SS)

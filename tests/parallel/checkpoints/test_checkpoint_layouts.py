@@ -97,6 +97,17 @@ def test_a_wrong_save_is_seen_where_it_is_written(prover: Prover, tmp_path: Path
     assert bug.region in first and (case is SCALED or "phase checkpoint" in first), failed
 
 
+@pytest.mark.parametrize("bug", [None, *of_file("tests/checkpoint_resaves")], ids=lambda bug: bug.name if bug else "")
+def test_a_save_behind_a_load_counts_on(prover: Prover, tmp_path: Path, bug: Mutant | None) -> None:
+    """Two steps, and two more: four steps are saved, all finite in a row."""
+    trained(SCALED.but(save=str(tmp_path / "a")))
+    again = SCALED.but(load=str(tmp_path / "a"), save=str(tmp_path / "b"))
+    found = prover.proof(again, planted(bug.sources()) if bug else subject)
+    failed = {one.check: one.message for one in found.verdicts if one.verdict == FAIL}
+    assert [*failed] == (["saved"] if bug else []), failed
+    assert not bug or bug.region in failed["saved"], failed
+
+
 WRONG_STREAMS = {"not-restored": "", "of-another-rank": "B holds there what A holds as rng.tp0.cp0.dp0.pp0"}
 """Bug -> what is said of it."""
 

@@ -90,9 +90,9 @@ def test_a_skipped_step_changes_nothing_on_any_rank(prover: Prover) -> None:
 
 
 def test_what_rounding_decides_is_refused(prover: Prover) -> None:
-    case = Case.parse(f"{SIZES} {ONE_LAYER} mode=tp tp=2 heads=6 kv_heads=2 scaler=static loss_scale=4096")
-    with pytest.raises(Exception, match=r"loss_scale=4096.0: scaled gradients reach .* legal: loss_scale="):
-        prover.proof(case, subject)
+    words = "mode=tp-sp tp=3 dp=2 zero=1 micro=2 grad_dtype=float32 scaler=static loss_scale=8192"
+    with pytest.raises(Exception, match=r"loss_scale=8192.0: some scaled gradient in step 0 reaches .* legal: loss_"):
+        prover.proof(Case.parse(f"{SIZES} {ONE_LAYER} {words}"), subject)
 
 
 WORDS = "mode=tp-sp tp=2 dp=4 heads=4 kv_heads=2 hidden=32 ffn=72 vocab=389 seq=8 dtype=bfloat16 micro=2"

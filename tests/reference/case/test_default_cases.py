@@ -17,6 +17,7 @@ from reference.case.repair import repaired, words_of
 from reference.features import FEATURES, PARTS
 from reference.language.modes import MODES
 from reference.language.words import declared
+from reference.training.subject import truth
 
 Level = tuple[str, object]
 Pair = frozenset[Level]
@@ -186,9 +187,8 @@ def test_words_without_pairs_have_their_reason() -> None:
     assert FIXED.keys() & domains().keys() | paired_domains().keys() == domains().keys()
     unnamed = {field.name for field in dataclasses.fields(Case)} - {*domains(), *FIXED}
     assert unnamed == {"preset", "variant"}
-    assert (
-        {case.load for case in lines()["recipes"]} == {case.save for case in lines()["recipes"]} == {"", "CHECKPOINT"}
-    )
+    assert {case.load for case in lines()["recipes"]} == {"", "CHECKPOINT"}
+    assert {case.save for case in lines()["recipes"]} == {"", "CHECKPOINT", "CHECKPOINT/again"}
 
 
 def test_recipes_have_every_word_of_a_part_away_from_its_default() -> None:
@@ -230,11 +230,21 @@ def test_what_a_subject_refuses_is_left_out_and_the_rest_is_there() -> None:
     assert {case.heads for case in built_for_8_heads} == {8} and len(built_for_8_heads) > 30
 
 
-def test_a_checkpoint_is_saved_at_one_layout_and_loaded_at_another() -> None:
+def test_a_checkpoint_is_saved_at_one_layout_and_loaded_at_another_which_saves_again() -> None:
     saves, loads = (case for case in default_cases(checkpoint="ck") if case.save or case.load)
     assert saves.save == loads.load == "ck" and (saves.mode, saves.dp) != (loads.mode, loads.dp)
+    assert loads.save == "ck/again" and not saves.load
     assert not any(case.save or case.load for case in default_cases())
     assert not any(case.save or case.load for case in default_cases(["tp"], checkpoint="ck")), "needs both modes"
+
+
+def test_a_real_step_follows_skipped_ones() -> None:
+    """With a loss scale by buckets, by units and over stages: there half of a skipped scale is in use."""
+    scaled = [case for case in lines()["recipes"] if case.scaler == "dynamic"]
+    assert {(case.mode, case.zero, case.pp) for case in scaled} == {("tp", 1, 1), ("tp-sp", 2, 1), ("msp", 0, 2)}
+    for case in scaled:
+        outcome = truth(case, torch.device("cpu"))
+        assert [int(outcome[f"skipped/{step}"]) for step in range(case.steps)] == [1, 1, 0]
 
 
 def test_the_list_is_the_same_every_time_and_every_line_is_read_as_it_was_written() -> None:
