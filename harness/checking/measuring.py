@@ -75,10 +75,11 @@ def _measured(evidence: Evidence, name: str, kind: float, summed_error: float) -
 
 def summed(evidence: Evidence, name: str, *, narrow: bool = False) -> float:
     """The relative error that a tensor has in theory because its tokens are added up (see error_of_sums)."""
-    if kind_of(name) not in OVER_TOKENS:
+    kind = kind_of(name)
+    if kind not in OVER_TOKENS or (kind in MOVED and not _is_moved(evidence, name)):
         return 0.0
     unit = epsilon(evidence.dtype)
-    return error_of_sums(kind_of(name), tokens_of(evidence.truth, evidence.case.micro), unit, narrow=narrow)
+    return error_of_sums(kind, tokens_of(evidence.truth, evidence.case.micro), unit, narrow=narrow)
 
 
 def _leaps(evidence: Evidence, name: str) -> bool:
@@ -105,9 +106,12 @@ ROUNDING = math.sqrt(3 / (8 * math.log(2)) / 12)
 """The root mean square error of one rounding, in epsilons of its result."""
 _WIDE = torch.finfo(torch.float32).eps
 """Epsilon of the narrowest accumulator of a matrix product."""
-OVER_TOKENS: Mapping[str, float] = {"grad": 1.0, "exp_avg_after": 1.0, "exp_avg_sq_after": 2.0}
+OVER_TOKENS: Mapping[str, float] = {
+    **{"grad": 1.0, "exp_avg_after": 1.0, "exp_avg_sq_after": 2.0},
+    **{"param": 1.0, "param_after": 1.0},
+}
 """Kinds of names whose elements are sums over tokens -> their relative error in units of the sum's: a square has twice
-as much."""
+as much. Of parameters the movement is meant, which is made of gradients."""
 
 
 def error_of_sums(kind: str, tokens: int, epsilon: float, *, narrow: bool = False) -> float:
@@ -174,7 +178,7 @@ def movement(evidence: Evidence, name: str) -> Movement | None:
     values = evidence.merged.tensors
     started = _before(evidence, name, evidence.truth)
     own = _before(evidence, name, values)
-    if started is None or (name in values and own is None):
+    if started is None or not _is_moved(evidence, name):
         return None
     truth = evidence.truth[name].double()
     moved, unit = truth - started.double(), epsilon(stored_dtype(evidence, values.get(name, truth)))
@@ -190,6 +194,13 @@ def movement(evidence: Evidence, name: str) -> Movement | None:
         amplified=_moves(evidence, name, evidence.amplified),
         slack=slack,
     )
+
+
+def _is_moved(evidence: Evidence, name: str) -> bool:
+    """Whether the value before is known, of the truth and of what the ranks returned."""
+    values = evidence.merged.tensors
+    known = _before(evidence, name, evidence.truth) is not None
+    return known and (name not in values or _before(evidence, name, values) is not None)
 
 
 def sizes_of(evidence: Evidence, names: Iterable[str] | None = None) -> dict[str, float]:
