@@ -1,6 +1,6 @@
 """How far the scaled gradients of one step reach, whatever parts an implementation computes and adds them in.
 
-    held    some tensor of float16 holds a number of at least this size: above float16 the step is skipped, surely
+    least   some tensor of float16 holds a number of at least this size: above float16 the step is skipped, surely
     bound   no tensor of float16 holds a larger number: below float16 no step is skipped
 
 No part of a sum is larger than the sum of its terms' sizes (the triangle inequality). Two facts say what the terms are.
@@ -79,9 +79,9 @@ class Reach:
             self._sums[address] = former + terms if self._adds_up else torch.maximum(former, terms)
 
     @property
-    def held(self) -> float:
+    def least(self) -> float:
         """Some tensor of float16 holds a number of at least this size."""
-        of_parameters = map(self._held_of, self._before)
+        of_parameters = map(self._least_of, self._before)
         return max(self._logits, *of_parameters)
 
     @property
@@ -92,7 +92,7 @@ class Reach:
         experts = max(1, case.top_k) if case.experts else 1  # a token's gradient is the sum of its experts'
         return max(self._logits, self._inside * experts / float(kept), *map(_size, self._sums.values()))
 
-    def _held_of(self, name: str) -> float:
+    def _least_of(self, name: str) -> float:
         """A sum of n parts has a part that is at least an n-th of it."""
         case = self.case
         if case.grad_dtype == "model":

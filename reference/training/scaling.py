@@ -67,7 +67,7 @@ class LossScale:
         if self.case.scaler == "none" or sums.reach.finite:
             return sums, self.value, False
         least = backward(1.0)
-        if not least.reach.finite or least.reach.held * self.value > _LARGEST:
+        if not least.reach.finite or least.reach.least * self.value > _LARGEST:
             return least, 1.0, True
         scale = self.value / 2
         while not (sums := backward(scale)).reach.finite:
@@ -82,12 +82,12 @@ class LossScale:
         if self.case.scaler == "none" or not reach.finite:  # which diverges
             return False
         rounding = _roundings(self.case) * _UNIT
-        if reach.held > (1 + rounding) * _LARGEST:
+        if reach.least > (1 + rounding) * _LARGEST:
             return True
         if reach.bound < (1 - rounding) * _LARGEST:
             return False
         rule = (
-            f"some scaled gradient in step {step} reaches {reach.held:.3g} to {reach.bound:.3g}, at the edge of "
+            f"some scaled gradient in step {step} reaches {reach.least:.3g} to {reach.bound:.3g}, at the edge of "
             f"float16 ({_LARGEST:.5g}): rounding decides the skip"
         )
         legal = 2.0 ** math.floor(math.log2(self.value * (1 - rounding) * _LARGEST / reach.bound))
