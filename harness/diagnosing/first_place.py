@@ -21,6 +21,7 @@ the place stand two facts. Wrong ranks are named by their coordinates on the mes
 cp rank 0". Code that no module owns is named by the modules around it: "between wqkv and wo: the attention core".
 """
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -36,6 +37,8 @@ from harness.diagnosing.hypotheses.what_ifs import predictions
 from harness.differences import Difference
 from harness.engines.engine import Unwaited
 from harness.ledger import BACKWARD, PHASES, Event
+
+_NUMBER = re.compile(r"\d+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,8 +151,8 @@ def _shown_by(evidence: Evidence, wrong: Sequence[str]) -> First:
     elif kind == "grad":
         phase, region = _gradient_place(evidence, wrong)
     if kind == "param" or is_state(name):
-        others = {place_of(other, 1).module for other in wrong}
-        region = region if len(others) == 1 else ""
+        others = {_NUMBER.sub("", place_of(other, 1).module) for other in wrong}
+        region = region if len(others) == 1 else ""  # the same module of several layers is that module
     beside = (ranks_in_words(evidence, name), between(evidence, name, wrong))
     return First(phase=phase, region=region, step=step, name=name, beside=(*filter(None, beside), *ended))
 

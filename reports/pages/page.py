@@ -1,4 +1,4 @@
-"""A run as one HTML page: self-contained, opens offline, under a megabyte.
+"""A run as one HTML page: self-contained, opens offline, under two megabytes.
 
 Everything that comes from a run is escaped by the template; only our own drawings are trusted. A part that would not
 fit is left out with a line that says where it stands in the run folder.
@@ -32,7 +32,7 @@ from reports.stored.files import csv_table, profiled
 from reports.stored.frames import Run
 from reports.stored.unchecked import unchecked_notes
 
-_MOST_BYTES = 1_000_000
+_MOST_BYTES = 2_000_000
 _MOST_ROWS = (1000, 300, 100, 30)
 _MOST_MESSAGES = 30
 _FEWEST_OF_GROWTH = 4

@@ -100,7 +100,7 @@ def test_an_operator_that_takes_a_number_from_the_dtype_itself_is_named() -> Non
 
 def test_weights_that_are_drawn_in_the_dtype_are_no_operator_of_it() -> None:
     verdict = verdict_of(proved(Normed(by_hand, drawn=True), "dp=2 dtype=float32"), "truth")
-    assert verdict.verdict == "fail" and "drawn in the case's dtype" in verdict.message
+    assert verdict.verdict == "fail" and "draw its numbers in float64 and round them" in verdict.message
 
 
 def test_a_dtypes_bound_that_changes_nothing_makes_no_other_function() -> None:

@@ -29,9 +29,9 @@ from tests.parallel.schemes.toy_scheme import TOY
 @pytest.mark.parametrize("mode", MODES)
 def test_every_row_is_met_by_a_case(mode: str) -> None:
     """A row that no case meets would state nothing; Megatron's modes share theirs, and cut no table along hidden."""
-    rows, isp = scheme_of(mode).rows, "mode=isp tp=2 cross_entropy=unfused label_smoothing=0.1"
-    losses = [isp, f"{isp} cross_entropy=fused", f"{isp} cross_entropy=fused label_smoothing=0.0"]
-    cases = [*default_cases([mode]), *map(Case.parse, losses if mode == "isp" else ())]
+    rows, split = scheme_of(mode).rows, f"mode={mode} tp=2 cross_entropy=unfused label_smoothing=0.1"
+    losses = [split, f"{split} cross_entropy=fused", f"{split} cross_entropy=fused label_smoothing=0.0"]
+    cases = [*default_cases([mode]), *map(Case.parse, losses if mode != "autotp" else ())]
     met = {(term.why, term.elements) for case in cases for term in terms(case, rows)}
     missing = {(row.why, row.elements) for row in rows} - met
     assert {why for why, _ in missing} <= ({"columns of hidden states"} if mode in ("tp", "tp-sp") else set())

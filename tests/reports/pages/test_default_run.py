@@ -23,7 +23,7 @@ from tests.project.test_documents import TABLE, table_rows
 from tests.reports.pages.page_figures import compared
 
 pytestmark = pytest.mark.slow
-CASES = 233
+CASES = 238
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 WIDTHS = (390, 1400, 2500)
 ALONE = ("--headless=new", "--no-sandbox", "--disable-gpu", "--host-resolver-rules=MAP * ~NOTFOUND")
