@@ -145,7 +145,7 @@ def test_the_first_screens_have_the_story_the_commands_and_the_subject() -> None
     text = "\n".join(README.splitlines()[:75])
     for needed in ("make run", "make test", "## Your own code", "def subject(case, device)", "--subject"):
         assert needed in text
-    assert len(table_rows(TABLE)) == 21
+    assert len(table_rows(TABLE)) == 32
     assert len(README.splitlines()) <= LONGEST_README
 
 
