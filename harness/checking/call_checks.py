@@ -100,7 +100,7 @@ def overlap(evidence: Evidence) -> Finding | None:
     """Whether as many calls as promised are hidden on every rank; a missing call is reported by the ledger check.
 
     A term with `hidden=True` promises that each of its calls is asynchronous and that a product is computed between its
-    issue and its first wait. A term without it promises nothing. Hidden calls are measured in the unrecorded run
+    issue and its first wait. A term without it promises nothing. Hidden calls are measured in the recorded run
     (harness.recording.measures), in a dry run by its meter. The meter knows the order of the program, and no time.
     """
     hidden = [term for term in evidence.expectation or () if getattr(term, "hidden", False)]

@@ -85,7 +85,7 @@ def survey(
     """The results of these faults, of all legal ones when none are given. The dense model is computed once.
 
     With `first_only` a fault is dropped at the first stage of checks that notices it: the recorded run is looked at
-    before activations are captured. Raises RequestError when the undisturbed subject does not finish or passes nothing.
+    before it is repeated. Raises RequestError when the undisturbed subject does not finish or passes nothing.
     """
     given = named(subject)
     known = reference or reference_of(given, engine, timeout_s)
@@ -145,9 +145,9 @@ def _on(trial: Trial, intervention: Intervention) -> Trial:
 
 
 def _examined(trial: Trial, checks: Mapping[str, Check], first_only: bool) -> tuple[Evidence, dict[str, Finding]]:
-    """Findings of the checks; with `first_only` activations are captured only when nothing has failed before."""
-    unwatched = {name: check for name, check in checks.items() if name not in NEED_REPEAT}
-    evidence, findings = judged(trial, recorded(trial), unwatched)
+    """Findings of the checks; with `first_only` the run is repeated only when nothing has failed before."""
+    of_one_run = {name: check for name, check in checks.items() if name not in NEED_REPEAT}
+    evidence, findings = judged(trial, recorded(trial), of_one_run)
     if NEED_REPEAT & set(checks) and not (first_only and _failed(findings)):
         evidence, findings = judged(trial, with_repeat(trial, evidence), checks)
     return evidence, findings

@@ -76,7 +76,7 @@ def run_result(
     """
     truth, left = truth_of(request.subject), len(request.cases) - len(results)
     compared = _DRY if request.engine == "dry" else truth and f"compared with {compared_with(truth)}"
-    once = len(request.cases) - sum(map(request.repeats, request.cases))
+    once = 0 if request.engine == "dry" else sum(not request.repeats(case) for case in request.cases)
     repeated = f"determinism and recording: {once} cases were run once; alone, each is run twice" if once else ""
     not_run = f"--fail-fast: {left} of {len(request.cases)} cases were not run" if left else ""
     return RunResult(

@@ -1,4 +1,4 @@
-"""Run of a subject on all ranks of an engine: recorded, or unrecorded with its activations captured.
+"""Run of a subject on all ranks of an engine: recorded with its activations captured, or plain.
 
 Ranks that are threads of this process are observed here, by one recorder for all. On a rank that is a process, the
 engine runs `perform`, which observes the rank there; its task and its answer are pickled. The outcome is turned into

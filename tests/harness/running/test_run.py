@@ -92,6 +92,8 @@ def test_every_third_case_of_a_run_is_run_twice_and_each_that_fails(tmp_path: Pa
             verdicts.setdefault(Case.parse(verdict.case).seed, []).append(verdict.check)
     assert verdicts == {1: ["determinism"], 4: ["determinism"], 5: ["forward"]}
     assert result.notes[-1] == "determinism and recording: 3 cases were run once; alone, each is run twice"
+    shapes = ran(tmp_path, f"{TOY}right", *cases, repeat_every=3, engine="dry")
+    assert not any("run once" in note for note in shapes.notes), "shapes are run once in any case"
     alone = ran(tmp_path, Drifting(), cases[1])
     assert contradicted(alone) == {"determinism"} and alone.notes[-1:] != result.notes[-1:]
 
