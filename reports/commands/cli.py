@@ -23,7 +23,7 @@ from harness.running.engines import ENGINES
 from reports.printing.printable import printable
 
 _TRUTH = "the dense model to compare with, or alone: the subject on one rank (default: subject.truth, else our decoder)"
-_TIMEOUT = "longest time of one run of a case, and of its dense model (60); a case takes two runs or more"
+_TIMEOUT = "longest time of one run of a case, and of its dense model (60); a case may take several runs"
 _WRONG_REQUEST, _MACHINE, _INTERRUPTED, _NO_READER = 2, 3, 130, 141
 
 
