@@ -24,7 +24,7 @@ lint: $(READY)
 witnesses: $(READY)      ## every mode on 4 processes: recorder, torch profiler, nsys and closed form on every event of 2 steps
 	if nsys=$$(.ci/nsys); then PATH="$$nsys:$$PATH"; fi; \
 	$(BIN)/shardproof run --engine pool --profile torch,nsys --profile-steps 1:3 \
-	    $(shell $(BIN)/python -c "from reference.case.default_cases import plain_cases; from reference.language.modes import MODES; \
+	    $(shell $(BIN)/python -c "from shardproof.reference.case.default_cases import plain_cases; from shardproof.reference.language.modes import MODES; \
 	        print(*(chr(34) + str(plain_cases(mode)[2].but(steps=3)) + chr(34) for mode in MODES))")
 
 compat:                  ## torch 2.11 to 2.15 on Python 3.12, once on 3.11 and 3.13, each in .compat/; COMPAT_ARGS="--only 3.12:2.14"

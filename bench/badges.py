@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bench.compat import MATRIX
-from reference.language.modes import MODES
+from shardproof.reference.language.modes import MODES
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER, PAGE = ROOT / "docs" / "badges", ROOT / "docs" / "checks.md"

@@ -24,23 +24,23 @@ from pathlib import Path
 import torch
 
 from bench.when_lines import false_statements
-from harness.checking.evidence import FAIL
-from harness.diagnosing.words_text import NeededWords
-from harness.engines.threads.inproc import InprocEngine
-from harness.mesh_axes import SLICES
-from harness.running.experiments import Failed, words_needed
-from harness.running.proof import prove
-from harness.running.result import CaseResult
-from harness.subject import named
-from reference.case import Case
-from reference.case.default_cases import default_cases
-from reference.case.domains import domains
-from reference.case.repair import repaired, words_of
-from reference.language.modes import MODES
-from reports.options.request import REPEATED
-from suites.mutants.catalogue import HELD_BACK, UNSEEN
-from suites.mutants.kill_rows import cause_told, right_place
-from suites.mutants.mutant import Mutant, holds
+from shardproof.harness.checking.evidence import FAIL
+from shardproof.harness.diagnosing.words_text import NeededWords
+from shardproof.harness.engines.threads.inproc import InprocEngine
+from shardproof.harness.mesh_axes import SLICES
+from shardproof.harness.running.experiments import Failed, words_needed
+from shardproof.harness.running.proof import prove
+from shardproof.harness.running.result import CaseResult
+from shardproof.harness.subject import named
+from shardproof.reference.case import Case
+from shardproof.reference.case.default_cases import default_cases
+from shardproof.reference.case.domains import domains
+from shardproof.reference.case.repair import repaired, words_of
+from shardproof.reference.language.modes import MODES
+from shardproof.reports.options.request import REPEATED
+from shardproof.suites.mutants.catalogue import HELD_BACK, UNSEEN
+from shardproof.suites.mutants.kill_rows import cause_told, right_place
+from shardproof.suites.mutants.mutant import Mutant, holds
 
 _BUGS = {"unseen": UNSEEN, "held_back": HELD_BACK}
 _WHEN_S, _TIMEOUT_S = 10.0, 60.0

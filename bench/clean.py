@@ -30,20 +30,20 @@ from rich.progress import Progress
 
 from bench.foreign_cases import DTYPES as DTYPES_OF_FOREIGN
 from bench.foreign_cases import Drawn, drawn_cases
-from harness.checking.evidence import UNKNOWN
-from harness.dense_model import SUBJECT
-from harness.engines.threads.heap import resident_bytes
-from harness.engines.threads.inproc import InprocEngine
-from harness.errors import RequestError, ShardproofError
-from harness.interpreter import COLLECTED_AFTER
-from harness.running.proof import prove
-from harness.subject import named
-from reference.case import Case
-from reference.features import PARTS
-from suites.drawing.sizes import large
-from suites.drawing.strategies import every_word, modes_with
-from suites.session.request import chosen_modes
-from suites.session.sampling import sampled
+from shardproof.harness.checking.evidence import UNKNOWN
+from shardproof.harness.dense_model import SUBJECT
+from shardproof.harness.engines.threads.heap import resident_bytes
+from shardproof.harness.engines.threads.inproc import InprocEngine
+from shardproof.harness.errors import RequestError, ShardproofError
+from shardproof.harness.interpreter import COLLECTED_AFTER
+from shardproof.harness.running.proof import prove
+from shardproof.harness.subject import named
+from shardproof.reference.case import Case
+from shardproof.reference.features import PARTS
+from shardproof.suites.drawing.sizes import large
+from shardproof.suites.drawing.strategies import every_word, modes_with
+from shardproof.suites.session.request import chosen_modes
+from shardproof.suites.session.sampling import sampled
 
 DTYPES = ("any", "float64", "float32", "bfloat16", "float16")
 LARGE = 5

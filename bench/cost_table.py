@@ -24,19 +24,19 @@ import torch
 import torch.distributed as dist
 
 from bench.witnesses import micro_batch
-from harness.engines.engine import Engine
-from harness.engines.shapes.dry import DryEngine
-from harness.errors import MachineError
-from harness.predicting.clusters import Cluster, Device, Link
-from harness.predicting.costs import route, seconds
-from harness.predicting.forecast import forecast
-from harness.predicting.timeline import AFTER_BACKWARD
-from harness.running.engines import engine_named
-from parallel.subject import subject
-from reference.case import Case
-from reference.language.modes import MODES
-from reports.printing.text import show_table
-from reports.printing.text_tables import Table
+from shardproof.harness.engines.engine import Engine
+from shardproof.harness.engines.shapes.dry import DryEngine
+from shardproof.harness.errors import MachineError
+from shardproof.harness.predicting.clusters import Cluster, Device, Link
+from shardproof.harness.predicting.costs import route, seconds
+from shardproof.harness.predicting.forecast import forecast
+from shardproof.harness.predicting.timeline import AFTER_BACKWARD
+from shardproof.harness.running.engines import engine_named
+from shardproof.parallel.subject import subject
+from shardproof.reference.case import Case
+from shardproof.reference.language.modes import MODES
+from shardproof.reports.printing.text import show_table
+from shardproof.reports.printing.text_tables import Table
 
 CALLS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 PAYLOADS = (4 << 10, 64 << 10, 512 << 10, 4 << 20)

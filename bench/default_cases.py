@@ -21,9 +21,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from reference.case import Case
-from reference.case.default_cases import FILE, NUMBERS, RANKS, line_of, lines, paired_domains
-from reference.case.repair import Problem, Words, problem_of, repaired, words_of
+from shardproof.reference.case import Case
+from shardproof.reference.case.default_cases import FILE, NUMBERS, RANKS, line_of, lines, paired_domains
+from shardproof.reference.case.repair import Problem, Words, problem_of, repaired, words_of
 
 Matrix = NDArray[np.bool_]
 """Of two levels each: whether a case holds both, or whether that is wanted."""

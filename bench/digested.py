@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallel.subject import subject as ours
+from shardproof.parallel.subject import subject as ours
 
 
 class Digested:

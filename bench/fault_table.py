@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench import fault_programs as programs
-from harness.engines.engine import Engine
-from harness.errors import MachineError, ProgramError
-from harness.resolve import resolve
-from harness.running.engines import engine_named
-from reports.printing.text import show_table
-from reports.printing.text_tables import Table
+from shardproof.harness.engines.engine import Engine
+from shardproof.harness.errors import MachineError, ProgramError
+from shardproof.harness.resolve import resolve
+from shardproof.harness.running.engines import engine_named
+from shardproof.reports.printing.text import show_table
+from shardproof.reports.printing.text_tables import Table
 
 LIMIT_S = 1.0
 """Time limit of every run: the cost of a fault that only the clock can show."""

@@ -28,18 +28,18 @@ from torch import Tensor
 
 from bench.foreign_cases import DTYPES, SUBJECTS, Drawn, drawn_cases
 from bench.foreign_edits import Planted, drawn_edit, planting
-from harness.checking.evidence import FAIL, UNKNOWN, Evidence
-from harness.checking.measures.kinds import kind_of
-from harness.checking.measures.many_tensors import kind_rms
-from harness.checking.measures.measured import FLOAT64_ALLOWED, SCALE_SHARE
-from harness.checking.measures.tolerance import CONTROL_FACTOR, FLOOR_EPSILONS, OWN_EPSILONS
-from harness.checking.measuring import compared
-from harness.engines.threads.inproc import InprocEngine
-from harness.errors import RequestError, ShardproofError
-from harness.outcome.merging import merge
-from harness.running.proof import prove
-from harness.running.ranks.execution import execute
-from harness.running.result import CaseResult
+from shardproof.harness.checking.evidence import FAIL, UNKNOWN, Evidence
+from shardproof.harness.checking.measures.kinds import kind_of
+from shardproof.harness.checking.measures.many_tensors import kind_rms
+from shardproof.harness.checking.measures.measured import FLOAT64_ALLOWED, SCALE_SHARE
+from shardproof.harness.checking.measures.tolerance import CONTROL_FACTOR, FLOOR_EPSILONS, OWN_EPSILONS
+from shardproof.harness.checking.measuring import compared
+from shardproof.harness.engines.threads.inproc import InprocEngine
+from shardproof.harness.errors import RequestError, ShardproofError
+from shardproof.harness.outcome.merging import merge
+from shardproof.harness.running.proof import prove
+from shardproof.harness.running.ranks.execution import execute
+from shardproof.harness.running.result import CaseResult
 
 FOUND, PASSED, UNDECIDED, NOTHING, ALARM = "found", "passed", "undecided", "without effect", "alarm without it"
 MOVED = ("param", "param_after")

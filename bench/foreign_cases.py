@@ -10,12 +10,12 @@ from typing import NamedTuple
 from hypothesis import strategies as st
 
 from bench import foreign
-from harness.errors import RequestError
-from harness.plain_case import PlainCase
-from harness.protocols import CaseLike
-from harness.subject import NamedSubject, claims, named, refusal
-from suites.drawing.own_cases import around
-from suites.session.sampling import sampled
+from shardproof.harness.errors import RequestError
+from shardproof.harness.plain_case import PlainCase
+from shardproof.harness.protocols import CaseLike
+from shardproof.harness.subject import NamedSubject, claims, named, refusal
+from shardproof.suites.drawing.own_cases import around
+from shardproof.suites.session.sampling import sampled
 
 DTYPES = ("float64", "float32", "bfloat16")
 SUBJECTS = tuple(sorted(module.name for module in pkgutil.iter_modules(foreign.__path__)))

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from harness.protocols import CaseLike, Value
-from harness.subject import NamedSubject
+from shardproof.harness.protocols import CaseLike, Value
+from shardproof.harness.subject import NamedSubject
 
 SIZES: Mapping[str, float] = {"float64": 1e-6, "float32": 1e-4, "bfloat16": 3e-2}
 """The relative size of an edit, by dtype."""

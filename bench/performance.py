@@ -33,9 +33,9 @@ from rich.table import Table
 from bench.proof_costs import further_case, one_case, real_widths, recorded_step
 from bench.witnesses import measured
 from bench.workload import Sizes, data, dense, largest_error, pooled_example, rank_program, spawned_example, weights
-from harness.engines.processes.forked.pool import PoolEngine
-from harness.engines.threads.inproc import InprocEngine
-from harness.recording.recorder import Recorder
+from shardproof.harness.engines.processes.forked.pool import PoolEngine
+from shardproof.harness.engines.threads.inproc import InprocEngine
+from shardproof.harness.recording.recorder import Recorder
 
 ALLOWED_COST = 1.03
 """Largest ratio of a recorded step to a plain one."""

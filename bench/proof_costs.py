@@ -22,12 +22,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.programs.part import Part
-from harness.programs.rank import RankRecorder
-from harness.programs.session import ProgramSession
-from harness.recording.recorder import Recorded
-from reference.language.modes import MODES
-from reports.comparing.intervals import Interval, ratio_of_medians
+from shardproof.harness.programs.part import Part
+from shardproof.harness.programs.rank import RankRecorder
+from shardproof.harness.programs.session import ProgramSession
+from shardproof.harness.recording.recorder import Recorded
+from shardproof.reference.language.modes import MODES
+from shardproof.reports.comparing.intervals import Interval, ratio_of_medians
 
 REAL_WIDTHS = (
     "layers=1 hidden=2048 heads=16 kv_heads=8 ffn=8192 vocab=8192 seq=256 batch=1 micro=1 steps=1 dtype=float32 tp=4"
@@ -35,12 +35,12 @@ REAL_WIDTHS = (
 _IMPORT = ("-c", "import torch")
 _RANKS = f"""
 import torch
-from harness.engines.threads.inproc import InprocEngine
-from harness.torch_internals.compiler import leave_unloaded
-from harness.torch_internals.memory import keep_freed_memory
-from parallel.subject import subject
-from reference.model import parameters
-from reference.case import Case
+from shardproof.harness.engines.threads.inproc import InprocEngine
+from shardproof.harness.torch_internals.compiler import leave_unloaded
+from shardproof.harness.torch_internals.memory import keep_freed_memory
+from shardproof.parallel.subject import subject
+from shardproof.reference.model import parameters
+from shardproof.reference.case import Case
 
 leave_unloaded()
 keep_freed_memory()

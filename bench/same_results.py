@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pandas as pd
 
-from harness.ledger import REPEATABLE
-from reference.language.modes import MODES
-from suites.drawing.strategies import every_word
-from suites.session.sampling import sampled
+from shardproof.harness.ledger import REPEATABLE
+from shardproof.reference.language.modes import MODES
+from shardproof.suites.drawing.strategies import every_word
+from shardproof.suites.session.sampling import sampled
 
 ROOT = Path(__file__).resolve().parents[1]
 _KEYS = {"outcome": ["case", "rank"], "verdict": ["case", "check"], "ledger": ["case"]}
@@ -51,7 +51,7 @@ def results(tree: Path, texts: list[str], work: Path) -> Results:
         "DIGESTS": str(work / "digests.jsonl"),
         "OMP_NUM_THREADS": "1",
     }
-    started = "import sys; from reports.commands.cli import main; sys.exit(main())"  # shardproof takes installed rooms
+    started = "import sys; from shardproof.reports.commands.cli import main; sys.exit(main())"  # shardproof takes installed rooms
     command = [sys.executable, "-c", started, "run", "--subject", "digested:subject", "--out", str(work / "runs")]
     ended = subprocess.run([*command, *texts], cwd=tree, env=environment, capture_output=True, text=True, check=False)
     if not (work / "runs/latest").exists():

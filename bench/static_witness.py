@@ -3,7 +3,7 @@
     python -m bench.static_witness "tp=2 dp=2 kind=qwen3"      in an environment with torchtitan
 
 A rank of a group that sends nothing computes a micro-batch forward and backward. Types are those that torchtitan
-states. Our verdict on the same case is `shardproof run CASE --subject suites.subjects.torchtitan:subject`. Exit status
+states. Our verdict on the same case is `shardproof run CASE --subject shardproof.suites.subjects.torchtitan:subject`. Exit status
 1 where the checker finds a type wrong or missing.
 """
 
@@ -14,7 +14,7 @@ import warnings
 from typing import Any
 from unittest import mock
 
-from harness.subject import case_of, named
+from shardproof.harness.subject import case_of, named
 
 
 def opinion(text: str) -> str:
@@ -23,7 +23,7 @@ def opinion(text: str) -> str:
     import torch.distributed as dist  # noqa: PLC0415
 
     # In this order: the subject makes torchtitan take the CPU.
-    titan: Any = importlib.import_module("suites.subjects.torchtitan")
+    titan: Any = importlib.import_module("shardproof.suites.subjects.torchtitan")
     annotated: Any = importlib.import_module("torchtitan.distributed.spmd_types").annotate_input_spmd_types
 
     def typed(case: Any, model: Any, _dp_ranks: Any, dims: Any) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def opinion(text: str) -> str:
             loss.backward()
         return {}
 
-    case = case_of(text, named("suites.subjects.torchtitan:subject"))
+    case = case_of(text, named("shardproof.suites.subjects.torchtitan:subject"))
     dist.init_process_group("fake", rank=0, world_size=case.world_size)
     try:
         with titan.session(), mock.patch.object(titan, "train", typed):

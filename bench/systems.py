@@ -84,7 +84,7 @@ def run(group: Sequence[Cell], stored: dict[tuple[str, ...], Ledger], python: st
     """Cells of one subject, engine and expectation by one command; those that pass beside others that do not, again."""
     first, words = group[0], [cell.case for cell in group]
     with tempfile.TemporaryDirectory() as folder:
-        subject = f"suites.subjects.{first.subject}:subject"
+        subject = f"shardproof.suites.subjects.{first.subject}:subject"
         options = ["--subject", subject, "--engine", first.engine, "--when", "0", "--timeout", "200", "--json"]
         command = [python, "-m", "shardproof", "run", *words, *options]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)

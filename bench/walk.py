@@ -52,7 +52,7 @@ def followed(tree: Path) -> dict[str, Any]:
             if code.co_filename.startswith(ours) and not _is_importing(frame):
                 calls.append((os.path.relpath(code.co_filename, tree), code.co_qualname))
 
-    from reports.commands.cli import main  # noqa: PLC0415  (of the tree)
+    from shardproof.reports.commands.cli import main  # noqa: PLC0415  (of the tree)
 
     with tempfile.TemporaryDirectory() as folder:
         threading.setprofile(seen)

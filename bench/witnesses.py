@@ -29,17 +29,17 @@ from torch.distributed import FileStore
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.profiler import ProfilerActivity, profile
 
-from harness.engines.interposer import observing
-from harness.engines.processes.rank_program import world
-from harness.errors import MachineError
-from harness.recording.ranges import attached
-from harness.recording.recorder import Recorder
-from harness.witnesses.nsys import database_of, nsys_path
-from parallel.communication.batch import deliver
-from parallel.communication.mesh import Mesh
-from parallel.registry import scheme_of
-from parallel.training.loop import set_up
-from reference.case import Case
+from shardproof.harness.engines.interposer import observing
+from shardproof.harness.engines.processes.rank_program import world
+from shardproof.harness.errors import MachineError
+from shardproof.harness.recording.ranges import attached
+from shardproof.harness.recording.recorder import Recorder
+from shardproof.harness.witnesses.nsys import database_of, nsys_path
+from shardproof.parallel.communication.batch import deliver
+from shardproof.parallel.communication.mesh import Mesh
+from shardproof.parallel.registry import scheme_of
+from shardproof.parallel.training.loop import set_up
+from shardproof.reference.case import Case
 
 CASE = "mode=tp tp=2 layers=4 hidden=512 heads=8 kv_heads=8 ffn=2048 seq=512 batch=2 dtype=float32"
 """A small transformer: four layers of 512 and sequences of 512, the shape of BERT-small (Turc et al. 2019)."""

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 from torch.nn import functional
 
-from harness.engines.engine import Engine
-from harness.interpreter import spawned
+from shardproof.harness.engines.engine import Engine
+from shardproof.harness.interpreter import spawned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

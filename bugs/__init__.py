@@ -4,12 +4,12 @@
     references reads the public issues that a record names
     anchors    finds the lines that a bug changes, by function and text
     planting   imports the changed packages beside the right ones
-    repair     `python -m bugs.repair` writes down where moved functions are now
+    repair     `python -m shardproof.bugs.repair` writes down where moved functions are now
 
 A file holds one record a bug:
 
     norm-without-its-sum: Megatron #656: the sum over tp is left out       name, the real bug that it stands for
-      at parallel.layers.norm:Norm.forward                                 module and function, class, or nothing
+      at shardproof.parallel.layers.norm:Norm.forward                                 module and function, class, or nothing
       - total = all_reduce(total, axis)                                    the lines that change
       + total = total.clone()                                              what they read instead
       cases cp=2 seq=48 where tp>1 modes tensor isp(wp!=tp)                cases that show it

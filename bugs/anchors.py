@@ -10,7 +10,7 @@ from functools import cache, lru_cache
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-from bugs.record import Change
+from shardproof.bugs.record import Change
 
 _TOKEN = re.compile(r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|\w+|\S')
 _CLOSING = frozenset(")]}")
@@ -91,7 +91,7 @@ def source_of(module: str) -> str:
     """The source text of a module, read without importing it. Raises ValueError for a module without source."""
     spec = _spec(module)
     if spec is None or not spec.has_location or spec.origin is None:
-        raise ValueError(f"module={module}: has no source; legal: parallel.layers.linear")
+        raise ValueError(f"module={module}: has no source; legal: shardproof.parallel.layers.linear")
     return Path(spec.origin).read_text(encoding="utf-8")
 
 

@@ -17,8 +17,8 @@ from contextlib import contextmanager, nullcontext
 from types import CodeType, ModuleType
 from typing import Any
 
-from bugs.anchors import changed, found, source_of
-from bugs.record import Change
+from shardproof.bugs.anchors import changed, found, source_of
+from shardproof.bugs.record import Change
 
 Subject = Callable[..., Any]
 """A subject of ours with a bug in it."""
@@ -129,7 +129,7 @@ def planted_everywhere(
         yield
 
 
-def planted(sources: Mapping[str, str], subject: str = "parallel.subject:subject") -> Subject:
+def planted(sources: Mapping[str, str], subject: str = "shardproof.parallel.subject:subject") -> Subject:
     """The subject as it is when these modules have these sources."""
     module, _, name = subject.partition(":")
     built: Subject = getattr(planted_module(sources, module), name)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from bugs.references import references
+from shardproof.bugs.references import references
 
 FOLDER = Path(__file__).parent
 Words = Mapping[str, int | float | bool | str]

@@ -1,6 +1,6 @@
 """Writes down where moved or renamed functions are now, in every file of bugs.
 
-    python -m bugs.repair [--dry-run]
+    python -m shardproof.bugs.repair [--dry-run]
 
 A function is the one in its package that holds the old lines of a bug. Exit status: 0 every bug has its place, 1 some
 have none; each of these is named, and its lines must be written anew.
@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bugs.anchors import AnchorLost, applied, found, source_of
-from bugs.record import FOLDER, Bug, read
+from shardproof.bugs.anchors import AnchorLost, applied, found, source_of
+from shardproof.bugs.record import FOLDER, Bug, read
 
 _HELD_BACK = "a bug that is held back"
 """Name that replaces the name and lines of such a bug in messages."""

@@ -3,12 +3,12 @@
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from harness.dense_model import dense_model
-from harness.errors import RequestError
-from harness.protocols import CaseLike
+from shardproof.harness.dense_model import dense_model
+from shardproof.harness.errors import RequestError
+from shardproof.harness.protocols import CaseLike
 
 if TYPE_CHECKING:
-    from harness.plain_case import PlainCase
+    from shardproof.harness.plain_case import PlainCase
 
 
 def read_case(text: str) -> Any:

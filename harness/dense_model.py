@@ -8,16 +8,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
 
-from harness.protocols import FactsLike
-from harness.resolve import resolve
+from shardproof.harness.protocols import FactsLike
+from shardproof.harness.resolve import resolve
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
 Outcome: TypeAlias = "Mapping[str, Tensor]"
-NAME = "reference.dense_model:DENSE_MODEL"
-SUBJECT = "parallel.subject:subject"
+NAME = "shardproof.reference.dense_model:DENSE_MODEL"
+SUBJECT = "shardproof.parallel.subject:subject"
 """The implementation under test where no other is named."""
 
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from types import MappingProxyType
 
-from harness.ledger import BACKWARD, PHASES, Event
-from harness.protocols import Axes, TermLike
-from harness.terms import FIELDS, EventKey, Term, closed_forms, key_of, visible
+from shardproof.harness.ledger import BACKWARD, PHASES, Event
+from shardproof.harness.protocols import Axes, TermLike
+from shardproof.harness.terms import FIELDS, EventKey, Term, closed_forms, key_of, visible
 
 _LISTED = 3
 """Places of counted events that a message lists."""

@@ -21,8 +21,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
-from harness.ledger import Event
-from harness.protocols import CaseLike
+from shardproof.harness.ledger import Event
+from shardproof.harness.protocols import CaseLike
 
 KINDS = ("drop", "double", "op", "group", "stale", "delay", "poison")
 Partition = tuple[tuple[int, ...], ...]

@@ -5,7 +5,7 @@ An axis is known here by its name, as in a case and in the words that real syste
 
 from collections.abc import Mapping
 
-from harness.protocols import Axes, CaseLike
+from shardproof.harness.protocols import Axes, CaseLike
 
 AXES = ("tp", "cp", "dp", "pp")
 """Mesh axes, fastest first, as in Megatron; ranks of one tp group are neighbours. Each is 1 unless the case says."""

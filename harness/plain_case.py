@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from harness.mesh_axes import AXES, EXPERT_AXES, PIPELINE, WITH_EXPERTS_APART
+from shardproof.harness.mesh_axes import AXES, EXPERT_AXES, PIPELINE, WITH_EXPERTS_APART
 
 Word: TypeAlias = "int | float | bool | str"
 COMMON: Mapping[str, tuple[Word, ...]] = {

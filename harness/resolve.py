@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from harness.errors import RequestError, error_text, install_text
+from shardproof.harness.errors import RequestError, error_text, install_text
 
 _EMPTY = "it defines nothing; legal: subject(case, device) in it, as `shardproof new-subject FILE` writes"
 _MOST = 6
@@ -56,7 +56,7 @@ def _misspelt(module_name: str, path: str, colon: str = ":") -> str:
             return f"{part!r} {why}, which no name of a Python module may; legal: {legal}"
     if not path or not all(part.isidentifier() for part in [*module_name.split("."), *path.split(".")]):
         callables = [] if colon else _callables(Path(f"{module_name.replace('.', '/')}.py"))
-        legal = f"{module_name}:{callables[0]}" if callables else "parallel.subject:subject"
+        legal = f"{module_name}:{callables[0]}" if callables else "shardproof.parallel.subject:subject"
         return f"must be written module:object; legal: {legal}"
     return ""
 
@@ -65,7 +65,7 @@ def _of_file(file: Path, path: str) -> str:
     """Words for the name of a file in place of an object: its module, and the names that it defines."""
     rule = "is a file, and a name is written module:object"
     if not file.is_file():
-        return "must be written module:object, and there is no such file; legal: parallel.subject:subject"
+        return "must be written module:object, and there is no such file; legal: shardproof.parallel.subject:subject"
     inside = Path(os.path.relpath(file))
     if (parts := inside.with_suffix("").parts)[0] == os.pardir or file.is_absolute():
         rule, parts = f"{rule}, in the folder of the file ({file.resolve().parent})", (file.stem,)

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from harness.errors import MachineError, RequestError
+from shardproof.harness.errors import MachineError, RequestError
 
 SCHEMA = 2
 """Version of what is written now. Increase it when a reader of the former layout would misread what is written."""

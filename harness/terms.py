@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
 
-from harness.ledger import OPS, PHASES, REDUCE_OPS, Event
-from harness.protocols import Axes, TermLike
+from shardproof.harness.ledger import OPS, PHASES, REDUCE_OPS, Event
+from shardproof.harness.protocols import Axes, TermLike
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

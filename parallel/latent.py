@@ -33,19 +33,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from parallel.communication import pairs
-from parallel.communication.expectation import CallRow, in_modules
-from parallel.communication.layout import Cut, Placement, local_shape
-from parallel.communication.mesh import Mesh
-from parallel.layers.attention import Attention, HeadShape, MaskedCore
-from parallel.layers.linear import ColumnLinear, Region
-from parallel.layers.norm import Norm
-from parallel.layers.roles import ATTENTION, with_widths
-from parallel.model.strategy import Parts, Strategy
-from parallel.randomness.dropout import Dropout
-from parallel.schemes.tensor import COLUMNS, GATHERED_AGAIN, SPLIT_COLUMNS
-from reference.case import Case
-from reference.model.parameters import dtype_of, shapes
+from shardproof.parallel.communication import pairs
+from shardproof.parallel.communication.expectation import CallRow, in_modules
+from shardproof.parallel.communication.layout import Cut, Placement, local_shape
+from shardproof.parallel.communication.mesh import Mesh
+from shardproof.parallel.layers.attention import Attention, HeadShape, MaskedCore
+from shardproof.parallel.layers.linear import ColumnLinear, Region
+from shardproof.parallel.layers.norm import Norm
+from shardproof.parallel.layers.roles import ATTENTION, with_widths
+from shardproof.parallel.model.strategy import Parts, Strategy
+from shardproof.parallel.randomness.dropout import Dropout
+from shardproof.parallel.schemes.tensor import COLUMNS, GATHERED_AGAIN, SPLIT_COLUMNS
+from shardproof.reference.case import Case
+from shardproof.reference.model.parameters import dtype_of, shapes
 
 
 class Duplicated(nn.Module):

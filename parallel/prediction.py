@@ -33,23 +33,30 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from parallel.communication import pairs
-from parallel.communication.batch import Delivered
-from parallel.communication.collectives import all_reduce
-from parallel.communication.expectation import ACTIVATION, ONCE_A_STEP, CallPlace, CallRow, Places, in_modules
-from parallel.communication.layout import Placement, local_shape
-from parallel.communication.mesh import Mesh
-from parallel.layers.linear import ColumnLinear, Region, column_linear
-from parallel.layers.loss import IGNORED, LOSS, counted
-from parallel.layers.norm import Norm
-from parallel.layers.terms import Terms
-from parallel.layers.units import computed_later_again
-from parallel.model.strategy import MakesLayer, Parts, Rank, Scheduled, Step, Strategy
-from parallel.model.transformer import Transformer
-from parallel.schedules.stages import stages
-from reference.case import Case
-from reference.data.batches import micro_batch
-from reference.model.parameters import dtype_of
+from shardproof.parallel.communication import pairs
+from shardproof.parallel.communication.batch import Delivered
+from shardproof.parallel.communication.collectives import all_reduce
+from shardproof.parallel.communication.expectation import (
+    ACTIVATION,
+    ONCE_A_STEP,
+    CallPlace,
+    CallRow,
+    Places,
+    in_modules,
+)
+from shardproof.parallel.communication.layout import Placement, local_shape
+from shardproof.parallel.communication.mesh import Mesh
+from shardproof.parallel.layers.linear import ColumnLinear, Region, column_linear
+from shardproof.parallel.layers.loss import IGNORED, LOSS, counted
+from shardproof.parallel.layers.norm import Norm
+from shardproof.parallel.layers.terms import Terms
+from shardproof.parallel.layers.units import computed_later_again
+from shardproof.parallel.model.strategy import MakesLayer, Parts, Rank, Scheduled, Step, Strategy
+from shardproof.parallel.model.transformer import Transformer
+from shardproof.parallel.schedules.stages import stages
+from shardproof.reference.case import Case
+from shardproof.reference.data.batches import micro_batch
+from shardproof.reference.model.parameters import dtype_of
 
 
 def moved(batch: Delivered, places: int) -> Delivered:

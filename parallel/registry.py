@@ -13,12 +13,12 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
-from parallel.communication.expectation import CallRow
-from parallel.data_parallel.calls import step_rows
-from parallel.model.strategy import Strategy
-from reference.case import Case
-from reference.features import FEATURES, module_in
-from reference.language.words import not_default
+from shardproof.parallel.communication.expectation import CallRow
+from shardproof.parallel.data_parallel.calls import step_rows
+from shardproof.parallel.model.strategy import Strategy
+from shardproof.reference.case import Case
+from shardproof.reference.features import FEATURES, module_in
+from shardproof.reference.language.words import not_default
 
 SCHEMES: dict[str, Strategy] = {}
 """Value of `mode=` -> the strategy that the other schemes build on, of the modes that were used so far."""
@@ -74,16 +74,16 @@ def rows_of(case: Case) -> tuple[CallRow, ...]:
     strategy = strategy_of(case)
     rows = strategy.rows
     if case.shares_gradients:
-        from parallel.data_parallel.bucket_calls import bucket_rows  # noqa: PLC0415
+        from shardproof.parallel.data_parallel.bucket_calls import bucket_rows  # noqa: PLC0415
 
         rows += bucket_rows(strategy, case)
     rows += step_rows(strategy, case)
     if case.metric:
-        from parallel.layers.metric import metric_rows  # noqa: PLC0415
+        from shardproof.parallel.layers.metric import metric_rows  # noqa: PLC0415
 
         rows += metric_rows(strategy.activation(case, "head"))
     if case.save:
-        from parallel.checkpoints.saving import SAVING  # noqa: PLC0415
+        from shardproof.parallel.checkpoints.saving import SAVING  # noqa: PLC0415
 
         rows += (SAVING,)
     return rows

@@ -1,4 +1,4 @@
-"""Our subject, found by its name as any other: `parallel.subject:subject`.
+"""Our subject, found by its name as any other: `shardproof.parallel.subject:subject`.
 
 subject(case, device)                    outcome of this rank; torch.distributed is initialised
 subject.modes                            the modes it claims
@@ -18,20 +18,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from parallel.communication.expectation import CompleteTerm, terms
-from parallel.communication.layout import Box, pieces, rows
-from parallel.communication.mesh import Mesh, coordinates
-from parallel.model.strategy import Value
-from parallel.registry import rows_of, strategy_of
-from parallel.schedules.stages import held_at
-from parallel.training.loop import train
-from reference.case import Case
-from reference.features import FEATURES
-from reference.language import modes
-from reference.language.words import declared
+from shardproof.parallel.communication.expectation import CompleteTerm, terms
+from shardproof.parallel.communication.layout import Box, pieces, rows
+from shardproof.parallel.communication.mesh import Mesh, coordinates
+from shardproof.parallel.model.strategy import Value
+from shardproof.parallel.registry import rows_of, strategy_of
+from shardproof.parallel.schedules.stages import held_at
+from shardproof.parallel.training.loop import train
+from shardproof.reference.case import Case
+from shardproof.reference.features import FEATURES
+from shardproof.reference.language import modes
+from shardproof.reference.language.words import declared
 
 if TYPE_CHECKING:
-    from parallel.pipeline.prediction import CasePipeline
+    from shardproof.parallel.pipeline.prediction import CasePipeline
 
 _SHIFTS = {("all_reduce", "max", "loss", 0), ("all_reduce", "max", "metric", 1)}
 """(op, reduce op, phase, number): the maxima that are only subtracted. The metric's first also says what is right."""
@@ -55,7 +55,7 @@ class ParallelSubject:
         if reason:
             raise ValueError(reason)
         if case.variant:
-            from parallel.variants import deviating  # noqa: PLC0415
+            from shardproof.parallel.variants import deviating  # noqa: PLC0415
 
             wrong: dict[str, Value] = deviating(case.variant)(case.but(variant=""), device)
             return wrong
@@ -87,14 +87,14 @@ class ParallelSubject:
         """
         if modes.MODES[case.mode].system != "Megatron-Core" or case.pipeline_axes:
             return ()
-        from parallel.data_parallel.megatron import ledger_lines, megatron_beside  # noqa: PLC0415
+        from shardproof.parallel.data_parallel.megatron import ledger_lines, megatron_beside  # noqa: PLC0415
 
         every = self.expected(case)
         return (*megatron_beside(case, strategy_of(case).placements(case)), *ledger_lines(case, every))
 
     def pipeline(self, case: Case) -> "CasePipeline":
         """The pipeline of a case with several stages."""
-        from parallel.pipeline.prediction import CasePipeline  # noqa: PLC0415
+        from shardproof.parallel.pipeline.prediction import CasePipeline  # noqa: PLC0415
 
         return CasePipeline(case=case)
 
@@ -105,7 +105,7 @@ class ParallelSubject:
         output has no counterpart in the dense model.
         """
         if case.variant:
-            from parallel.variants import deviating  # noqa: PLC0415
+            from shardproof.parallel.variants import deviating  # noqa: PLC0415
 
             wrong: tuple[Box, ...] | None = deviating(case.variant).activations(
                 case.but(variant=""), rank, module, local

@@ -7,9 +7,9 @@ import threading
 from functools import cache
 from typing import Any
 
-from bugs.anchors import changed
-from bugs.planting import planted
-from reference.case.variants import VARIANTS
+from shardproof.bugs.anchors import changed
+from shardproof.bugs.planting import planted
+from shardproof.reference.case.variants import VARIANTS
 
 _LOCK = threading.Lock()
 

@@ -20,24 +20,24 @@ from typing import TYPE_CHECKING
 from shardproof.rooms import lead
 
 if TYPE_CHECKING:
-    from harness.errors import RequestError, ShardproofError
-    from harness.faults import softmax_shift
-    from harness.programs.watching import watch
-    from harness.recording.annotations import phase, region
-    from harness.shard import Shard
-    from harness.terms import Term
-    from harness.torch_internals.cuda_on_cpu import cuda_on_cpu
-    from reference.case import Case
-    from reference.data.batches import micro_batch
-    from reference.model.parameters import full as full_parameter
-    from reference.model.parameters import shapes as parameter_shapes
-    from reference.training.steps import train as train_dense
-    from reports.comparing.comparison import compare
-    from reports.comparing.snapshot import snapshot
-    from reports.printing.modes import side_by_side
-    from reports.stored.frames import load
-    from reports.stored.summary import headline, traffic
+    from shardproof.harness.errors import RequestError, ShardproofError
+    from shardproof.harness.faults import softmax_shift
+    from shardproof.harness.programs.watching import watch
+    from shardproof.harness.recording.annotations import phase, region
+    from shardproof.harness.shard import Shard
+    from shardproof.harness.terms import Term
+    from shardproof.harness.torch_internals.cuda_on_cpu import cuda_on_cpu
     from shardproof.proving import prove, run
+    from shardproof.reference.case import Case
+    from shardproof.reference.data.batches import micro_batch
+    from shardproof.reference.model.parameters import full as full_parameter
+    from shardproof.reference.model.parameters import shapes as parameter_shapes
+    from shardproof.reference.training.steps import train as train_dense
+    from shardproof.reports.comparing.comparison import compare
+    from shardproof.reports.comparing.snapshot import snapshot
+    from shardproof.reports.printing.modes import side_by_side
+    from shardproof.reports.stored.frames import load
+    from shardproof.reports.stored.summary import headline, traffic
 
 __all__ = [
     "Case",
@@ -65,22 +65,22 @@ __all__ = [
 ]
 
 _PLACES = {
-    "harness.errors": "RequestError ShardproofError",
-    "harness.faults": "softmax_shift",
-    "harness.programs.watching": "watch",
-    "harness.recording.annotations": "phase region",
-    "harness.shard": "Shard",
-    "harness.terms": "Term",
-    "harness.torch_internals.cuda_on_cpu": "cuda_on_cpu",
-    "reference.case": "Case",
-    "reference.data.batches": "micro_batch",
-    "reference.model.parameters": "full_parameter parameter_shapes",
-    "reference.training.steps": "train_dense",
-    "reports.comparing.comparison": "compare",
-    "reports.printing.modes": "side_by_side",
-    "reports.comparing.snapshot": "snapshot",
-    "reports.stored.frames": "load",
-    "reports.stored.summary": "headline traffic",
+    "shardproof.harness.errors": "RequestError ShardproofError",
+    "shardproof.harness.faults": "softmax_shift",
+    "shardproof.harness.programs.watching": "watch",
+    "shardproof.harness.recording.annotations": "phase region",
+    "shardproof.harness.shard": "Shard",
+    "shardproof.harness.terms": "Term",
+    "shardproof.harness.torch_internals.cuda_on_cpu": "cuda_on_cpu",
+    "shardproof.reference.case": "Case",
+    "shardproof.reference.data.batches": "micro_batch",
+    "shardproof.reference.model.parameters": "full_parameter parameter_shapes",
+    "shardproof.reference.training.steps": "train_dense",
+    "shardproof.reports.comparing.comparison": "compare",
+    "shardproof.reports.printing.modes": "side_by_side",
+    "shardproof.reports.comparing.snapshot": "snapshot",
+    "shardproof.reports.stored.frames": "load",
+    "shardproof.reports.stored.summary": "headline traffic",
     "shardproof.proving": "prove run",
 }
 """The modules of the names above."""

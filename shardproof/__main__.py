@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"shardproof: {problem}", file=sys.stderr)
         return _WRONG_REQUEST
     try:
-        main_of_commands = import_module("reports.commands.cli").main
+        main_of_commands = import_module("shardproof.reports.commands.cli").main
     except KeyboardInterrupt:
         print("\nshardproof: interrupted", file=sys.stderr)
         return _INTERRUPTED

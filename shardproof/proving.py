@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from harness.engines.engine import Engine
-from harness.protocols import CaseLike, Subject
-from harness.running import proof
-from harness.running import run as running
-from harness.running.engines import engine_named
-from harness.running.request import Request
-from harness.running.result import CaseResult
-from harness.running.run_result import RunResult
-from harness.subject import case_of, cases_of, named
+from shardproof.harness.engines.engine import Engine
+from shardproof.harness.protocols import CaseLike, Subject
+from shardproof.harness.running import proof
+from shardproof.harness.running import run as running
+from shardproof.harness.running.engines import engine_named
+from shardproof.harness.running.request import Request
+from shardproof.harness.running.result import CaseResult
+from shardproof.harness.running.run_result import RunResult
+from shardproof.harness.subject import case_of, cases_of, named
 
 
 def prove(

@@ -1,7 +1,7 @@
 """The pytest plugin: points the suites at a subject and sets how many cases they draw.
 
-    pytest --pyargs suites --subject my.module:subject --modes tp,tp-sp --worlds 2,3 --hypothesis-profile deep
-    torchrun --nproc-per-node 4 -m pytest --pyargs suites --engine torchrun
+    pytest --pyargs shardproof.suites --subject my.module:subject --modes tp,tp-sp --worlds 2,3 --hypothesis-profile deep
+    torchrun --nproc-per-node 4 -m pytest --pyargs shardproof.suites --engine torchrun
 
 Under torchrun every process runs this command: rank 0's session draws, checks and reports; the others collect nothing,
 serve rank 0 and end with it.
@@ -54,7 +54,7 @@ class Option:
 
 
 OPTIONS = (
-    Option(name="subject", default="parallel.subject:subject", help="the code to verify, module:object"),
+    Option(name="subject", default="shardproof.parallel.subject:subject", help="the code to verify, module:object"),
     Option(name="truth", default="", help="a dense model to compare with, module:object, or alone: itself on one rank"),
     Option(name="modes", default="all", help="modes to prove, comma separated, or all that the subject claims"),
     Option(name="worlds", default="2,3,4,6", help="world sizes to draw from, comma separated"),
@@ -170,8 +170,8 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
         return None
     if config.getoption("numprocesses", None):
         raise pytest.UsageError("engine=torchrun: rank 0's session is the only one that draws; legal: without -n")
-    from harness.engines.processes.launched.torchrun import serve, serves  # noqa: PLC0415  (torch: only if needed)
-    from harness.errors import ShardproofError  # noqa: PLC0415
+    from shardproof.harness.engines.processes.launched.torchrun import serve, serves  # noqa: PLC0415  (torch: only if needed)
+    from shardproof.harness.errors import ShardproofError  # noqa: PLC0415
 
     try:
         return serve() if serves() else None
@@ -184,8 +184,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     if not are_added(config) or config.stash.get(ENGINE_OPENED, False):
         return
     if option_value(config, "engine") == "torchrun":
-        from harness.engines.processes.launched.torchrun import dismiss, serves  # noqa: PLC0415
-        from harness.errors import ShardproofError  # noqa: PLC0415
+        from shardproof.harness.engines.processes.launched.torchrun import dismiss, serves  # noqa: PLC0415
+        from shardproof.harness.errors import ShardproofError  # noqa: PLC0415
 
         with contextlib.suppress(ShardproofError):  # no launcher: the session has reported that already
             if not serves():
@@ -198,16 +198,16 @@ def pytest_configure(config: pytest.Config) -> None:
     if not are_added(config):
         return
     if config.getoption("hypothesis_profile", None):
-        import_module("suites.drawing.profiles").register()
+        import_module("shardproof.suites.drawing.profiles").register()
     if _found_late(config) or given(config):
-        import_module("suites.session.request").check(config)
+        import_module("shardproof.suites.session.request").check(config)
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
     """The session's line, where the conftest of the suites comes too late to print it."""
     if not _found_late(config):
         return None
-    header: str = import_module("suites.session.request").header(config)
+    header: str = import_module("shardproof.suites.session.request").header(config)
     return header
 
 

@@ -18,10 +18,10 @@ from shardproof.rooms import lead
 
 lead()  # before the first import of ours: `python -m` looks into the working directory first
 
-from harness.errors import RequestError, ShardproofError, error_text  # noqa: E402
-from harness.programs.launch import environment_of, python_command, replace_by, request_of  # noqa: E402
-from harness.programs.session import shared_session  # noqa: E402
-from reports.options.command_options import add_options  # noqa: E402
+from shardproof.harness.errors import RequestError, ShardproofError, error_text  # noqa: E402
+from shardproof.harness.programs.launch import environment_of, python_command, replace_by, request_of  # noqa: E402
+from shardproof.harness.programs.session import shared_session  # noqa: E402
+from shardproof.reports.options.command_options import add_options  # noqa: E402
 
 _WRONG_REQUEST = 2
 

@@ -7,16 +7,16 @@ import pytest
 from hypothesis import settings
 from hypothesis.errors import Unsatisfiable
 
-from harness.errors import RequestError
-from harness.running.request import seconds
-from harness.subject import case_of, claims
+from shardproof.harness.errors import RequestError
+from shardproof.harness.running.request import seconds
+from shardproof.harness.subject import case_of, claims
 from shardproof.pytest_plugin import ENGINE_OPENED, add_options, option_path, option_value
-from suites.drawing.profiles import ONE_CASE, register
-from suites.killing.matrix import Collective, collectives
-from suites.session import known_failures, step_summary
-from suites.session.ledger_gate import LedgerGate
-from suites.session.prover import Prover
-from suites.session.request import check, chosen_modes, header, subject_of
+from shardproof.suites.drawing.profiles import ONE_CASE, register
+from shardproof.suites.killing.matrix import Collective, collectives
+from shardproof.suites.session import known_failures, step_summary
+from shardproof.suites.session.ledger_gate import LedgerGate
+from shardproof.suites.session.prover import Prover
+from shardproof.suites.session.request import check, chosen_modes, header, subject_of
 
 _MARKERS = (
     "inproc: runs what cannot be sent to other processes, so ranks must be threads of this one",

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from suites.session.prover import Prover
+from shardproof.suites.session.prover import Prover
 
 EXAMPLES = max(1, 3 * settings().max_examples // 8)
 """Training is held to what these gradients make of the parameters, so fewer are drawn."""

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.plain_case import PlainCase
-from harness.protocols import CaseLike
-from suites.drawing.layouts import elsewhere
-from suites.session.prover import Prover
+from shardproof.harness.plain_case import PlainCase
+from shardproof.harness.protocols import CaseLike
+from shardproof.suites.drawing.layouts import elsewhere
+from shardproof.suites.session.prover import Prover
 
 EXAMPLES = max(1, settings().max_examples // 8)
 """An example proves two cases."""

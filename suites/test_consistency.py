@@ -5,7 +5,7 @@ asynchronous calls are waited for and hidden.
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from suites.session.prover import Prover
+from shardproof.suites.session.prover import Prover
 
 EXAMPLES = max(1, 3 * settings().max_examples // 8)
 """A case is run several times, so fewer are drawn."""

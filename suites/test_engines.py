@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from harness.dense_model import SUBJECT
-from harness.engines.engine import Engine
-from harness.engines.processes.forked.pool import PoolEngine
-from harness.engines.shapes.dry import DryEngine
-from harness.engines.threads.inproc import InprocEngine
-from harness.protocols import CaseLike
-from harness.subject import own_cases
-from suites.drawing.profiles import PROFILES
-from suites.session.engines import differences, drawn
-from suites.session.prover import Prover
+from shardproof.harness.dense_model import SUBJECT
+from shardproof.harness.engines.engine import Engine
+from shardproof.harness.engines.processes.forked.pool import PoolEngine
+from shardproof.harness.engines.shapes.dry import DryEngine
+from shardproof.harness.engines.threads.inproc import InprocEngine
+from shardproof.harness.protocols import CaseLike
+from shardproof.harness.subject import own_cases
+from shardproof.suites.drawing.profiles import PROFILES
+from shardproof.suites.session.engines import differences, drawn
+from shardproof.suites.session.prover import Prover
 
 SMALL: dict[str, Any] = {"layers": 1, "micro": 2, "steps": 2}
 LARGEST_WORLD = 4

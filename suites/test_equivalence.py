@@ -6,11 +6,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.outcome.merging import merge
-from harness.protocols import CaseLike
-from harness.running.ranks.execution import execute
-from suites.session.prover import Prover
-from suites.session.request import chosen_modes
+from shardproof.harness.outcome.merging import merge
+from shardproof.harness.protocols import CaseLike
+from shardproof.harness.running.ranks.execution import execute
+from shardproof.suites.session.prover import Prover
+from shardproof.suites.session.request import chosen_modes
 
 APART = 1e-11
 """Two modes add the same numbers in other orders: float64 noise of the largest element, far below any known bug."""

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from suites.killing.matrix import Collective
-from suites.mutants.kill_rows import Killed, faults_killed
-from suites.session.prover import Prover
+from shardproof.suites.killing.matrix import Collective
+from shardproof.suites.mutants.kill_rows import Killed, faults_killed
+from shardproof.suites.session.prover import Prover
 
 pytestmark = [pytest.mark.inproc, pytest.mark.faults]
 
@@ -27,7 +27,7 @@ def test_a_disturbed_collective_is_noticed(prover: Prover, collective: Collectiv
 
 def _six_lines(collective: Collective, missed: Sequence[Killed], subject: str) -> str:
     """Which of its faults are neither killed nor proved equivalent."""
-    target, suite = collective.faults[0].target, "pytest --pyargs suites.test_faults --faults"
+    target, suite = collective.faults[0].target, "pytest --pyargs shardproof.suites.test_faults --faults"
     kinds = {killed.row.name.partition(":")[0].removesuffix(f" {target}"): killed for killed in missed}
     unmissed = (killed.unmissed for killed in missed if killed.unmissed)
     lines = {

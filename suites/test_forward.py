@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from suites.session.prover import Prover
+from shardproof.suites.session.prover import Prover
 
 EXAMPLES = max(1, settings().max_examples // 4)
 """Training is held to the same in as many cases as the profile says, so fewer are drawn."""

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from harness.protocols import CaseLike
-from harness.subject import case_of
-from reports.options.request import default_cases
+from shardproof.harness.protocols import CaseLike
+from shardproof.harness.subject import case_of
 from shardproof.pytest_plugin import option_path, option_value
-from suites.session.ledger_gate import LedgerGate, file_of
-from suites.session.request import subject_of
+from shardproof.reports.options.request import default_cases
+from shardproof.suites.session.ledger_gate import LedgerGate, file_of
+from shardproof.suites.session.request import subject_of
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.checking.repeats import same_outcomes
-from harness.engines.faults.races import Explored
-from harness.running.ranks.execution import execute
-from suites.drawing.strategies import schedules
-from suites.session.prover import Prover
+from shardproof.harness.checking.repeats import same_outcomes
+from shardproof.harness.engines.faults.races import Explored
+from shardproof.harness.running.ranks.execution import execute
+from shardproof.suites.drawing.strategies import schedules
+from shardproof.suites.session.prover import Prover
 
 EXAMPLES = max(1, 3 * settings().max_examples // 8)
 """A case is run twice, and each of its layers meets the schedule, so fewer are drawn."""

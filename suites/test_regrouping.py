@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.running.trials.law_runs import groupings, most_exact
-from harness.subject import own_cases
-from reference.language.modes import MODES
-from suites.session.prover import Prover
+from shardproof.harness.running.trials.law_runs import groupings, most_exact
+from shardproof.harness.subject import own_cases
+from shardproof.reference.language.modes import MODES
+from shardproof.suites.session.prover import Prover
 
 EXAMPLES = max(1, settings().max_examples // 4)
 """An example runs up to three groupings, so fewer are drawn."""

@@ -6,7 +6,7 @@ SGD shows factors that Adam hides.
 from hypothesis import given
 from hypothesis import strategies as st
 
-from suites.session.prover import Prover
+from shardproof.suites.session.prover import Prover
 
 OPTIMIZERS = (
     *({"optimizer": "sgd", "lr": lr, "clip": clip} for clip, lr in ((0.05, 1.0), (0.0, 1.0), (1000.0, 0.1))),

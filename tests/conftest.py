@@ -13,12 +13,12 @@ import pytest
 import torch
 from hypothesis import settings
 
-from harness.engines.processes.forked.pool import PoolEngine
-from harness.engines.shapes.dry import DryEngine
-from harness.engines.threads.inproc import InprocEngine
-from reference.case import Case
-from suites.drawing.profiles import register
-from suites.session.prover import Prover
+from shardproof.harness.engines.processes.forked.pool import PoolEngine
+from shardproof.harness.engines.shapes.dry import DryEngine
+from shardproof.harness.engines.threads.inproc import InprocEngine
+from shardproof.reference.case import Case
+from shardproof.suites.drawing.profiles import register
+from shardproof.suites.session.prover import Prover
 from tests import ROOT
 from tests.harness.command_line import CommandLine, command_line
 
@@ -75,7 +75,7 @@ def one_torch_thread() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def prover() -> Iterator[Prover]:
     """Proves cases of our own implementation, whatever subject the suites of this session are about."""
-    with Prover.on("parallel.subject:subject", "2,3,4,6") as prover:
+    with Prover.on("shardproof.parallel.subject:subject", "2,3,4,6") as prover:
         yield prover
 
 

@@ -15,7 +15,11 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_IMPORTED = ("parallel.subject", "reports.commands.run", "harness.engines.processes.forked.pool")
+_IMPORTED = (
+    "shardproof.parallel.subject",
+    "shardproof.reports.commands.run",
+    "shardproof.harness.engines.processes.forked.pool",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,9 +11,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.nn import functional
 
 from bench.places.dense import Decoder, rows, weights
-from harness.outcome.blocks import blocks
-from harness.shard import Shard as Placed
-from reference.case import Case
+from shardproof.harness.outcome.blocks import blocks
+from shardproof.harness.shard import Shard as Placed
+from shardproof.reference.case import Case
 
 DOWN = RowwiseParallel
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bench.places.dense import rows, weights
-from harness.shard import Shard
-from reference.case import Case
+from shardproof.harness.shard import Shard
+from shardproof.reference.case import Case
 
 
 class _Groups:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from harness.running.trials.reference import Reference
-from reference.case import Case
+from shardproof.harness.running.trials.reference import Reference
+from shardproof.reference.case import Case
 
 
 class Norm(nn.Module):

@@ -9,18 +9,18 @@ import torch
 
 import shardproof
 from bench.places.dense import REFERENCE
-from bugs.anchors import changed
-from bugs.planting import patched, planted
-from bugs.record import FOLDER, Bug, read
-from harness.diagnosing.diagnosis import Diagnosis
-from harness.engines.engine import Engine
-from harness.running.engines import engine_named
-from harness.running.proof import prove
-from harness.running.result import CaseResult
-from harness.running.trials.reference import decoder
-from reference.case import Case
+from shardproof.bugs.anchors import changed
+from shardproof.bugs.planting import patched, planted
+from shardproof.bugs.record import FOLDER, Bug, read
+from shardproof.harness.diagnosing.diagnosis import Diagnosis
+from shardproof.harness.engines.engine import Engine
+from shardproof.harness.running.engines import engine_named
+from shardproof.harness.running.proof import prove
+from shardproof.harness.running.result import CaseResult
+from shardproof.harness.running.trials.reference import decoder
+from shardproof.reference.case import Case
 
-_OWN = "suites.subjects."
+_OWN = "shardproof.suites.subjects."
 """Subjects with a truth and words of their own."""
 
 
@@ -45,7 +45,7 @@ def wordless(subject: Callable[..., Any]) -> Callable[..., Any]:
 
 def wrong_subject(bug: Bug) -> Callable[..., Any]:
     """The subject that has the bug, of a bug in our own packages."""
-    return planted(changed(bug.name, bug.changes), bug.system or "parallel.subject:subject")
+    return planted(changed(bug.name, bug.changes), bug.system or "shardproof.parallel.subject:subject")
 
 
 def diagnosed(bug: Bug, engine: Engine) -> CaseResult:

@@ -5,12 +5,12 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
-from harness.checking.evidence import FAIL, PASS, Evidence, Finding
-from harness.ledger import Event
-from harness.mesh_axes import split_axes
-from harness.outcome.merging import Outcomes
-from harness.protocols import Axes
-from harness.terms import EventKey, Term, closed_forms, key_of, visible
+from shardproof.harness.checking.evidence import FAIL, PASS, Evidence, Finding
+from shardproof.harness.ledger import Event
+from shardproof.harness.mesh_axes import split_axes
+from shardproof.harness.outcome.merging import Outcomes
+from shardproof.harness.protocols import Axes
+from shardproof.harness.terms import EventKey, Term, closed_forms, key_of, visible
 
 SPLIT = " % of the parameters are split"
 """Words behind the share of the parameters that is split in the message of `parallelism`."""

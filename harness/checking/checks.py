@@ -9,14 +9,14 @@ the kind), and then no verdict is claimed. An exception inside a check is `unkno
 
 from collections.abc import Callable, Mapping
 
-from harness.checking.call_checks import groups, overlap, parallelism, waits
-from harness.checking.coverage import coverage, data, layout, replicas
-from harness.checking.evidence import UNKNOWN, Evidence, Finding
-from harness.checking.ledger_checks import ledger
-from harness.checking.measures.kinds import NUMERIC_KINDS
-from harness.checking.numeric_checks import numeric, tokens, update
-from harness.checking.repeats import determinism, recording
-from harness.errors import error_text
+from shardproof.harness.checking.call_checks import groups, overlap, parallelism, waits
+from shardproof.harness.checking.coverage import coverage, data, layout, replicas
+from shardproof.harness.checking.evidence import UNKNOWN, Evidence, Finding
+from shardproof.harness.checking.ledger_checks import ledger
+from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS
+from shardproof.harness.checking.numeric_checks import numeric, tokens, update
+from shardproof.harness.checking.repeats import determinism, recording
+from shardproof.harness.errors import error_text
 
 Check = Callable[[Evidence], Finding | None]
 
@@ -25,7 +25,7 @@ def _rarely(name: str) -> Check:
     """A check that few cases need, whose module is imported only where ranks return names of its kind."""
 
     def check(evidence: Evidence) -> Finding | None:
-        from harness.checking import mask_checks, routing_checks, state_checks  # noqa: PLC0415
+        from shardproof.harness.checking import mask_checks, routing_checks, state_checks  # noqa: PLC0415
 
         rare: Mapping[str, Check] = {
             "initial_values": state_checks.initial_values,
@@ -65,7 +65,7 @@ CHECKS: Mapping[str, Check] = {
 def _truth(evidence: Evidence) -> Finding | None:
     if evidence.first_forward is None:
         return None
-    from harness.checking.regrouping import truth as check  # noqa: PLC0415
+    from shardproof.harness.checking.regrouping import truth as check  # noqa: PLC0415
 
     return check(evidence)
 
@@ -73,7 +73,7 @@ def _truth(evidence: Evidence) -> Finding | None:
 def _regrouping(evidence: Evidence) -> Finding | None:
     if not evidence.regrouped:
         return None
-    from harness.checking.regrouping import regrouping as check  # noqa: PLC0415
+    from shardproof.harness.checking.regrouping import regrouping as check  # noqa: PLC0415
 
     return check(evidence)
 

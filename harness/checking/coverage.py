@@ -8,10 +8,10 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor
 
-from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding, apart_by
-from harness.checking.measures.kinds import kind_of, never_made
-from harness.checking.measures.spreads import replica_spread
-from harness.outcome.merging import Flaw
+from shardproof.harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding, apart_by
+from shardproof.harness.checking.measures.kinds import kind_of, never_made
+from shardproof.harness.checking.measures.spreads import replica_spread
+from shardproof.harness.outcome.merging import Flaw
 
 ON_PURPOSE = " (left out on purpose)"
 """Words behind an unchecked name that `subject.unchecked` declares."""

@@ -4,15 +4,15 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
 
-from harness.checking.call_checks import groups, overlap, waits
-from harness.checking.checks import CHECKS, Check
-from harness.checking.evidence import PASS, Evidence, Finding
-from harness.checking.laws import Broken, same_sequence
-from harness.checking.ledger_checks import ledger, unlawful
-from harness.errors import ranks_text
-from harness.ledger import Event
-from harness.protocols import Axes
-from harness.terms import key_of
+from shardproof.harness.checking.call_checks import groups, overlap, waits
+from shardproof.harness.checking.checks import CHECKS, Check
+from shardproof.harness.checking.evidence import PASS, Evidence, Finding
+from shardproof.harness.checking.laws import Broken, same_sequence
+from shardproof.harness.checking.ledger_checks import ledger, unlawful
+from shardproof.harness.errors import ranks_text
+from shardproof.harness.ledger import Event
+from shardproof.harness.protocols import Axes
+from shardproof.harness.terms import key_of
 
 
 def order(evidence: Evidence) -> Finding:

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from harness.checking.measures.measured import Measured, epsilon
-from harness.engines.engine import Unwaited
-from harness.ledger import Event
-from harness.outcome.merging import Flaw, Merged, Outcomes, against, merge
-from harness.protocols import Axes, CaseLike, FactsLike, TermLike
+from shardproof.harness.checking.measures.measured import Measured, epsilon
+from shardproof.harness.engines.engine import Unwaited
+from shardproof.harness.ledger import Event
+from shardproof.harness.outcome.merging import Flaw, Merged, Outcomes, against, merge
+from shardproof.harness.protocols import Axes, CaseLike, FactsLike, TermLike
 
 if TYPE_CHECKING:
-    from harness.checking.measures.stated_deviations import Deviations
-    from harness.checking.measures.tolerance import Controlled
-    from harness.dense_model import Tried
-    from harness.recording.spans import RankSpan
+    from shardproof.harness.checking.measures.stated_deviations import Deviations
+    from shardproof.harness.checking.measures.tolerance import Controlled
+    from shardproof.harness.dense_model import Tried
+    from shardproof.harness.recording.spans import RankSpan
 
 PASS, FAIL, UNKNOWN, SKIP = "pass", "fail", "unknown", "skip"
 """`skip` is the word of a case that the subject does not claim; no check ever answers it."""

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from harness.ledger import AGAIN, BACKWARD, Event
+from shardproof.harness.ledger import AGAIN, BACKWARD, Event
 
 Group = tuple[int, ...]
 

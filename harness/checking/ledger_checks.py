@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding, Worst
-from harness.checking.laws import Broken, broken_laws
-from harness.ledger import NO_UPDATE, OTHER, Event, unmapped
-from harness.protocols import TermLike
-from harness.terms import FIELDS, as_stated, closed_forms, unseen, visible
+from shardproof.harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding, Worst
+from shardproof.harness.checking.laws import Broken, broken_laws
+from shardproof.harness.ledger import NO_UPDATE, OTHER, Event, unmapped
+from shardproof.harness.protocols import TermLike
+from shardproof.harness.terms import FIELDS, as_stated, closed_forms, unseen, visible
 
 if TYPE_CHECKING:
-    from harness.differences import Difference
+    from shardproof.harness.differences import Difference
 
 
 def ledger(evidence: Evidence) -> Finding | None:
@@ -38,7 +38,7 @@ def _compared(evidence: Evidence) -> Finding | None:
             verdict=PASS, message=f"{len(evidence.events)} events obey the general laws", unchecked=unchecked
         )
     if not as_stated(evidence.events, visible(evidence.expectation), ranks, evidence.axes):
-        from harness.differences import differences  # noqa: PLC0415
+        from shardproof.harness.differences import differences  # noqa: PLC0415
 
         order = module_order(evidence)
         if parted := differences(evidence.events, evidence.expectation, ranks, order, axes=evidence.axes):

@@ -24,11 +24,11 @@ from itertools import combinations, pairwise
 import torch
 from torch import Tensor
 
-from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding
-from harness.checking.measures.kinds import kind_of
-from harness.checking.numeric_checks import numeric
-from harness.mesh_axes import pipelines
-from harness.outcome.blocks import Block
+from shardproof.harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding
+from shardproof.harness.checking.measures.kinds import kind_of
+from shardproof.harness.checking.numeric_checks import numeric
+from shardproof.harness.mesh_axes import pipelines
+from shardproof.harness.outcome.blocks import Block
 
 ALARM = 1e-9
 _NEGLIGIBLE = 1e-17

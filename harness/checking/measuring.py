@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from harness.checking.evidence import Evidence
-from harness.checking.measures.kinds import NUMERIC_KINDS, kind_of, step_of
-from harness.checking.measures.many_tensors import kind_rms
-from harness.checking.measures.measured import Measured, epsilon
-from harness.checking.measures.tolerance import CONTROL_FACTOR, LEAP, measure
+from shardproof.harness.checking.evidence import Evidence
+from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS, kind_of, step_of
+from shardproof.harness.checking.measures.many_tensors import kind_rms
+from shardproof.harness.checking.measures.measured import Measured, epsilon
+from shardproof.harness.checking.measures.tolerance import CONTROL_FACTOR, LEAP, measure
 
 _MEANS, _SQUARES = "exp_avg_after", "exp_avg_sq_after"
 

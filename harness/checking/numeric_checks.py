@@ -4,11 +4,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 
-from harness.checking.evidence import FAIL, PASS, UNKNOWN, Decided, Evidence, Finding, Worst
-from harness.checking.measures.kinds import KIND_WORDS, NUMERIC_KINDS, kind_of, never_made
-from harness.checking.measures.many_tensors import BLOCK, measured_together
-from harness.checking.measures.measured import STATED, Measured
-from harness.checking.measuring import movement, sizes_of
+from shardproof.harness.checking.evidence import FAIL, PASS, UNKNOWN, Decided, Evidence, Finding, Worst
+from shardproof.harness.checking.measures.kinds import KIND_WORDS, NUMERIC_KINDS, kind_of, never_made
+from shardproof.harness.checking.measures.many_tensors import BLOCK, measured_together
+from shardproof.harness.checking.measures.measured import STATED, Measured
+from shardproof.harness.checking.measuring import movement, sizes_of
 
 _OVERFLOWS = "is not finite, and not in the dense model in this dtype either (legal: a smaller lr, or fewer steps)"
 _ROUNDING = "rounding alone explains any error"
@@ -80,7 +80,7 @@ def _measured(evidence: Evidence, names: Sequence[str], expected: Sequence[str])
         together = {name: one for name, one in together.items() if one.right or name not in moves}  # slack is not in it
     if all(name in together for name in names):
         return [together[name] for name in names]
-    from harness.checking.measuring import compared  # noqa: PLC0415
+    from shardproof.harness.checking.measuring import compared  # noqa: PLC0415
 
     return [together.get(name) or compared(evidence, name, sizes.get(kind_of(name), 0.0)) for name in names]
 

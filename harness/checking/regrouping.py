@@ -15,13 +15,13 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
-from harness.checking.evidence import FAIL, PASS, Evidence, Finding, Regrouped
-from harness.checking.measures.kinds import kind_of, step_of
-from harness.checking.measures.many_tensors import kind_rms
-from harness.checking.measures.measured import STATED, Measured, epsilon
-from harness.checking.measures.tolerance import FLOAT64_CEILING, measure
-from harness.checking.measuring import summed
-from harness.checking.numeric_checks import as_worst
+from shardproof.harness.checking.evidence import FAIL, PASS, Evidence, Finding, Regrouped
+from shardproof.harness.checking.measures.kinds import kind_of, step_of
+from shardproof.harness.checking.measures.many_tensors import kind_rms
+from shardproof.harness.checking.measures.measured import STATED, Measured, epsilon
+from shardproof.harness.checking.measures.tolerance import FLOAT64_CEILING, measure
+from shardproof.harness.checking.measuring import summed
+from shardproof.harness.checking.numeric_checks import as_worst
 
 _FIRST_STEP = ("loss", "tokens", "grad", "grad_norm")
 _LATER = ("loss", "tokens", "grad_norm", "param", "param_after")

@@ -3,9 +3,9 @@
 import math
 from itertools import zip_longest
 
-from harness.checking.evidence import FAIL, PASS, Evidence, Finding, apart_by
-from harness.checking.measures.spreads import run_spreads
-from harness.outcome.merging import Outcomes, differing, same_bits
+from shardproof.harness.checking.evidence import FAIL, PASS, Evidence, Finding, apart_by
+from shardproof.harness.checking.measures.spreads import run_spreads
+from shardproof.harness.outcome.merging import Outcomes, differing, same_bits
 
 
 def determinism(evidence: Evidence) -> Finding | None:

@@ -14,11 +14,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding
-from harness.checking.measures.kinds import kind_of
-from harness.checking.numeric_checks import numeric
-from harness.errors import ranks_text
-from harness.outcome.merging import same_bits
+from shardproof.harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding
+from shardproof.harness.checking.measures.kinds import kind_of
+from shardproof.harness.checking.numeric_checks import numeric
+from shardproof.harness.errors import ranks_text
+from shardproof.harness.outcome.merging import same_bits
 
 KIND = "routing"
 _compared = numeric(KIND)

@@ -7,10 +7,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding
-from harness.checking.measures.kinds import kind_of
-from harness.checking.numeric_checks import numeric
-from harness.outcome.merging import differing, same_bits
+from shardproof.harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding
+from shardproof.harness.checking.measures.kinds import kind_of
+from shardproof.harness.checking.numeric_checks import numeric
+from shardproof.harness.outcome.merging import differing, same_bits
 
 KIND = "init"
 SIGMAS = 6.0

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from harness.checking.evidence import FAIL, PASS, UNKNOWN, Finding, Worst
-from harness.witnesses.agreement import Agreement
-from harness.witnesses.session import Session
+from shardproof.harness.checking.evidence import FAIL, PASS, UNKNOWN, Finding, Worst
+from shardproof.harness.witnesses.agreement import Agreement
+from shardproof.harness.witnesses.session import Session
 
 CHECK = "witnesses"
 

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from harness.checking.evidence import Evidence
-from harness.diagnosing.causes.cause import Cause
-from harness.diagnosing.causes.hypothesis import Failure, Hypothesis
-from harness.diagnosing.causes.ranking import best
-from harness.diagnosing.hypotheses import displaced, factors, norms, patterns, replicas, sum_terms, sums
-from harness.diagnosing.hypotheses.optimizer import steps, updates
+from shardproof.harness.checking.evidence import Evidence
+from shardproof.harness.diagnosing.causes.cause import Cause
+from shardproof.harness.diagnosing.causes.hypothesis import Failure, Hypothesis
+from shardproof.harness.diagnosing.causes.ranking import best
+from shardproof.harness.diagnosing.hypotheses import displaced, factors, norms, patterns, replicas, sum_terms, sums
+from shardproof.harness.diagnosing.hypotheses.optimizer import steps, updates
 
 _FILES = (replicas, sums, factors, norms, patterns, sum_terms, displaced, steps, updates)
 HYPOTHESES: tuple[Hypothesis, ...] = tuple(one for file in _FILES for one in file.HYPOTHESES)

@@ -3,11 +3,11 @@
 import itertools
 from collections.abc import Collection, Sequence
 
-from harness.checking.evidence import Evidence
-from harness.checking.measures.kinds import kind_of
-from harness.diagnosing.causes.places import blocks_of, ranks_apart
-from harness.errors import ranks_text
-from harness.mesh_axes import place_of_rank, split_axes
+from shardproof.harness.checking.evidence import Evidence
+from shardproof.harness.checking.measures.kinds import kind_of
+from shardproof.harness.diagnosing.causes.places import blocks_of, ranks_apart
+from shardproof.harness.errors import ranks_text
+from shardproof.harness.mesh_axes import place_of_rank, split_axes
 
 
 def ranks_in_words(evidence: Evidence, name: str) -> str:

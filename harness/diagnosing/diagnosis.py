@@ -8,20 +8,20 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from harness.checking.evidence import FAIL, Evidence, Finding
-from harness.checking.laws import broken_laws
-from harness.checking.ledger_checks import module_order
-from harness.checking.measures.kinds import NUMERIC_KINDS, kind_of
-from harness.checking.measures.spreads import replica_spread
-from harness.diagnosing.causes.cause import Cause, reported
-from harness.diagnosing.causes.hypothesis import Failure
-from harness.diagnosing.causes.places import comparable, place_of, timeline, wrong_ranks
-from harness.diagnosing.causes.proofs import last_bits
-from harness.diagnosing.first_place import First, first_place
-from harness.diagnosing.hints import hint
-from harness.diagnosing.rank_causes import likely
-from harness.differences import Difference, but_for_bytes, differences
-from harness.errors import Desynchronised, ProgramError, RankCrashed, ShardproofError, Stalled, TimeLimit
+from shardproof.harness.checking.evidence import FAIL, Evidence, Finding
+from shardproof.harness.checking.laws import broken_laws
+from shardproof.harness.checking.ledger_checks import module_order
+from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS, kind_of
+from shardproof.harness.checking.measures.spreads import replica_spread
+from shardproof.harness.diagnosing.causes.cause import Cause, reported
+from shardproof.harness.diagnosing.causes.hypothesis import Failure
+from shardproof.harness.diagnosing.causes.places import comparable, place_of, timeline, wrong_ranks
+from shardproof.harness.diagnosing.causes.proofs import last_bits
+from shardproof.harness.diagnosing.first_place import First, first_place
+from shardproof.harness.diagnosing.hints import hint
+from shardproof.harness.diagnosing.rank_causes import likely
+from shardproof.harness.differences import Difference, but_for_bytes, differences
+from shardproof.harness.errors import Desynchronised, ProgramError, RankCrashed, ShardproofError, Stalled, TimeLimit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,11 +5,11 @@ Errors and limits are ratios (harness.checking.measures.tolerance). The last row
 `first` = "yes", no name and no error of its own. A call may show it, and no tensor.
 """
 
-from harness.checking.evidence import Evidence
-from harness.checking.measures.kinds import NUMERIC_KINDS, kind_of
-from harness.checking.measuring import compared, sizes_of
-from harness.diagnosing.causes.places import place_of, timeline
-from harness.diagnosing.first_place import First
+from shardproof.harness.checking.evidence import Evidence
+from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS, kind_of
+from shardproof.harness.checking.measuring import compared, sizes_of
+from shardproof.harness.diagnosing.causes.places import place_of, timeline
+from shardproof.harness.diagnosing.first_place import First
 
 ERROR_COLUMNS = ("case", "name", "step", "phase", "region", "error", "allowed", "first")
 _KINDS = frozenset(kind for kinds in NUMERIC_KINDS.values() for kind in kinds)

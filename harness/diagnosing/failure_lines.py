@@ -5,9 +5,9 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 
-from harness.checking.evidence import FAIL, Verdict
-from harness.ledger import PHASES
-from harness.protocols import CaseLike, case_text
+from shardproof.harness.checking.evidence import FAIL, Verdict
+from shardproof.harness.ledger import PHASES
+from shardproof.harness.protocols import CaseLike, case_text
 
 LAUNCHED = "torchrun --nproc-per-node {} -m shardproof"
 """Words in the place of `shardproof` where every rank is launched."""

@@ -25,18 +25,18 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from harness.checking.call_checks import strays
-from harness.checking.evidence import Evidence, Finding
-from harness.checking.laws import Broken
-from harness.checking.ledger_checks import module_order
-from harness.checking.measures.kinds import is_state, kind_of
-from harness.diagnosing.causes.places import held_whole, place_of, update_in_doubt
-from harness.diagnosing.causes.proofs import explains
-from harness.diagnosing.coordinates import ranks_in_words
-from harness.diagnosing.hypotheses.what_ifs import predictions
-from harness.differences import Difference
-from harness.engines.engine import Unwaited
-from harness.ledger import BACKWARD, PHASES, Event
+from shardproof.harness.checking.call_checks import strays
+from shardproof.harness.checking.evidence import Evidence, Finding
+from shardproof.harness.checking.laws import Broken
+from shardproof.harness.checking.ledger_checks import module_order
+from shardproof.harness.checking.measures.kinds import is_state, kind_of
+from shardproof.harness.diagnosing.causes.places import held_whole, place_of, update_in_doubt
+from shardproof.harness.diagnosing.causes.proofs import explains
+from shardproof.harness.diagnosing.coordinates import ranks_in_words
+from shardproof.harness.diagnosing.hypotheses.what_ifs import predictions
+from shardproof.harness.differences import Difference
+from shardproof.harness.engines.engine import Unwaited
+from shardproof.harness.ledger import BACKWARD, PHASES, Event
 
 _NUMBER = re.compile(r"\d+")
 

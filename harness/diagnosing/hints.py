@@ -9,16 +9,16 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 
-from harness.checking.evidence import Evidence
-from harness.checking.measures.kinds import KIND_WORDS, kind_of
-from harness.diagnosing.causes.places import blocks_of, comparable
-from harness.diagnosing.causes.proofs import FEWEST_OF_A_FACTOR, independent, share_left
-from harness.diagnosing.causes.proofs import times as in_words
-from harness.diagnosing.first_place import First
-from harness.diagnosing.hypotheses.displaced import in_other_places
-from harness.diagnosing.hypotheses.factors import sizes_of
-from harness.diagnosing.hypotheses.optimizer.moved import moved, times
-from harness.errors import ranks_text
+from shardproof.harness.checking.evidence import Evidence
+from shardproof.harness.checking.measures.kinds import KIND_WORDS, kind_of
+from shardproof.harness.diagnosing.causes.places import blocks_of, comparable
+from shardproof.harness.diagnosing.causes.proofs import FEWEST_OF_A_FACTOR, independent, share_left
+from shardproof.harness.diagnosing.causes.proofs import times as in_words
+from shardproof.harness.diagnosing.first_place import First
+from shardproof.harness.diagnosing.hypotheses.displaced import in_other_places
+from shardproof.harness.diagnosing.hypotheses.factors import sizes_of
+from shardproof.harness.diagnosing.hypotheses.optimizer.moved import moved, times
+from shardproof.harness.errors import ranks_text
 
 MOVED = 5.0
 """A parameter whose error exceeds this many times its movement in training had another initial value."""

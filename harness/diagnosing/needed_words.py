@@ -15,9 +15,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from harness.diagnosing.tried_words import OutOfTime, combined
-from harness.diagnosing.words_text import Change, Needed, NeededWords, Right
-from harness.protocols import CaseLike
+from shardproof.harness.diagnosing.tried_words import OutOfTime, combined
+from shardproof.harness.diagnosing.words_text import Change, Needed, NeededWords, Right
+from shardproof.harness.protocols import CaseLike
 
 Fails = Callable[[CaseLike], "bool | None"]
 """Whether a case fails for the same reason; None where it cannot be run or decided, or fails for another one.

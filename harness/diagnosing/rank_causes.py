@@ -7,13 +7,13 @@ of the first tier that has some are reported. In the tier of numbers, hypotheses
 from collections.abc import Callable
 from dataclasses import replace
 
-from harness.diagnosing.by_numbers import by_numbers
-from harness.diagnosing.causes.cause import Cause, reported
-from harness.diagnosing.causes.hypothesis import Failure
-from harness.diagnosing.causes.ranking import within_limits
-from harness.diagnosing.hypotheses import calls, losses, masks, stated, what_ifs
-from harness.diagnosing.hypotheses.factors import UNDECIDED
-from harness.outcome.merging import Merged
+from shardproof.harness.diagnosing.by_numbers import by_numbers
+from shardproof.harness.diagnosing.causes.cause import Cause, reported
+from shardproof.harness.diagnosing.causes.hypothesis import Failure
+from shardproof.harness.diagnosing.causes.ranking import within_limits
+from shardproof.harness.diagnosing.hypotheses import calls, losses, masks, stated, what_ifs
+from shardproof.harness.diagnosing.hypotheses.factors import UNDECIDED
+from shardproof.harness.outcome.merging import Merged
 
 
 def _in_first_module(failure: Failure) -> list[Cause]:

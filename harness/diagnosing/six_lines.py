@@ -7,14 +7,14 @@ Errors are ratios and multiples of the machine epsilon of the run dtype.
 
 from collections.abc import Mapping, Sequence
 
-from harness.checking.evidence import Evidence, Finding
-from harness.checking.measures.measured import ABSOLUTE, EXACT, epsilon
-from harness.diagnosing.diagnosis import Diagnosis, diagnose, ended
-from harness.diagnosing.failure_lines import NO_CAUSE, NO_OUTCOME, repeat_command, written
-from harness.diagnosing.first_place import First
-from harness.diagnosing.tracebacks import last_frames, whole
-from harness.errors import MachineError, ShardproofError
-from harness.protocols import CaseLike
+from shardproof.harness.checking.evidence import Evidence, Finding
+from shardproof.harness.checking.measures.measured import ABSOLUTE, EXACT, epsilon
+from shardproof.harness.diagnosing.diagnosis import Diagnosis, diagnose, ended
+from shardproof.harness.diagnosing.failure_lines import NO_CAUSE, NO_OUTCOME, repeat_command, written
+from shardproof.harness.diagnosing.first_place import First
+from shardproof.harness.diagnosing.tracebacks import last_frames, whole
+from shardproof.harness.errors import MachineError, ShardproofError
+from shardproof.harness.protocols import CaseLike
 
 
 def explain(evidence: Evidence, findings: Mapping[str, Finding], check: str, subject: str, options: str = "") -> str:

@@ -7,8 +7,8 @@ thread brings itself. Both are read as the text that Python prints.
 import re
 import traceback
 
-from harness.engines.calls.callers import is_user, shortened
-from harness.errors import RankRaised, ShardproofError
+from shardproof.harness.engines.calls.callers import is_user, shortened
+from shardproof.harness.errors import RankRaised, ShardproofError
 
 _BEGINS = "Traceback (most recent call last):"
 _FRAME = re.compile(

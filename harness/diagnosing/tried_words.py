@@ -9,9 +9,17 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from harness.diagnosing.words_text import NOT_RUN_AGAIN, REFUTED, Change, Needed, NeededWords, Right, changes_text
-from harness.errors import ShardproofError
-from harness.protocols import CaseLike, case_text
+from shardproof.harness.diagnosing.words_text import (
+    NOT_RUN_AGAIN,
+    REFUTED,
+    Change,
+    Needed,
+    NeededWords,
+    Right,
+    changes_text,
+)
+from shardproof.harness.errors import ShardproofError
+from shardproof.harness.protocols import CaseLike, case_text
 
 Proved = tuple["bool | None", tuple[str, ...]]
 """Whether a case fails for the same reason, and the checks that fail; None where it shows nothing."""

@@ -6,15 +6,15 @@ stores what the recorder draws. The torch profiler and the closed form know noth
 
 from collections.abc import Iterable, Sequence
 
-from harness.checking.evidence import Finding
-from harness.checking.witness_checks import CHECK
-from harness.diagnosing.causes.cause import Cause, reported
-from harness.diagnosing.diagnosis import Diagnosis
-from harness.diagnosing.failure_lines import repeat_command, written
-from harness.diagnosing.first_place import First
-from harness.diagnosing.six_lines import place, where
-from harness.protocols import CaseLike
-from harness.witnesses.agreement import AGREES, CLOSED_FORM, NOT_ASKED, Agreement, Row
+from shardproof.harness.checking.evidence import Finding
+from shardproof.harness.checking.witness_checks import CHECK
+from shardproof.harness.diagnosing.causes.cause import Cause, reported
+from shardproof.harness.diagnosing.diagnosis import Diagnosis
+from shardproof.harness.diagnosing.failure_lines import repeat_command, written
+from shardproof.harness.diagnosing.first_place import First
+from shardproof.harness.diagnosing.six_lines import place, where
+from shardproof.harness.protocols import CaseLike
+from shardproof.harness.witnesses.agreement import AGREES, CLOSED_FORM, NOT_ASKED, Agreement, Row
 
 _WHO = {
     "recorder": "the recorder",

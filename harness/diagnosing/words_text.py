@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from harness.protocols import CaseLike, case_text
+from shardproof.harness.protocols import CaseLike, case_text
 
 _LISTED = 12
 """Most words that a line names in a row."""

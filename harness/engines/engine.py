@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-from harness.errors import RequestError
-from harness.ledger import Observer
+from shardproof.harness.errors import RequestError
+from shardproof.harness.ledger import Observer
 
 Program = Callable[..., Any]
 """`program(rank, *args)`, called once on every rank with torch.distributed initialised."""

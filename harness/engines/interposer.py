@@ -23,14 +23,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.engines.calls.operators import MESSAGES, communicates
-from harness.engines.calls.reading import OperatorCall, reader, tensors_in
-from harness.errors import MachineError
-from harness.ledger import OTHER, Call, Observer, notify_waited
-from harness.torch_internals.backends import fake_group
-from harness.torch_internals.compiler import leave_uncompiled
-from harness.torch_internals.lookup import tested_span
-from harness.torch_internals.operators import BACKEND_SELECT, Add, has_kernel, kernels, operator_names
+from shardproof.harness.engines.calls.operators import MESSAGES, communicates
+from shardproof.harness.engines.calls.reading import OperatorCall, reader, tensors_in
+from shardproof.harness.errors import MachineError
+from shardproof.harness.ledger import OTHER, Call, Observer, notify_waited
+from shardproof.harness.torch_internals.backends import fake_group
+from shardproof.harness.torch_internals.compiler import leave_uncompiled
+from shardproof.harness.torch_internals.lookup import tested_span
+from shardproof.harness.torch_internals.operators import BACKEND_SELECT, Add, has_kernel, kernels, operator_names
 
 _KEY = "BackendSelect"
 _UNFOLLOWED = (*MESSAGES, OTHER)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from harness.errors import RequestError
+from shardproof.harness.errors import RequestError
 
 _MEET_AT = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 """Where torchrun's ranks meet on one machine. The engines' ranks have met: nothing listens there."""

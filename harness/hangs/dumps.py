@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from harness.errors import RequestError, error_text
-from harness.hangs.fields import listed, number, numbers, pickled, text
-from harness.hangs.flight_entries import calls_of
-from harness.hangs.standing import Channel, LastCall, RankStanding, message_bytes
-from harness.interpreter import without_garbage_collection
+from shardproof.harness.errors import RequestError, error_text
+from shardproof.harness.hangs.fields import listed, number, numbers, pickled, text
+from shardproof.harness.hangs.flight_entries import calls_of
+from shardproof.harness.hangs.standing import Channel, LastCall, RankStanding, message_bytes
+from shardproof.harness.interpreter import without_garbage_collection
 
 KIND = ("group", "axis", "op", "reduce_op", "dtype", "shape", "root", "peer", "phase", "region", "caller")
 """Fields of a kind of call that our recorder writes."""

@@ -9,8 +9,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from harness.hangs.fields import listed, number, numbers, text
-from harness.hangs.standing import Channel, LastCall, message_bytes
+from shardproof.harness.hangs.fields import listed, number, numbers, text
+from shardproof.harness.hangs.standing import Channel, LastCall, message_bytes
 
 Entry = Mapping[str, Any]
 

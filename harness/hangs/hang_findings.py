@@ -3,8 +3,8 @@
 import itertools
 from collections.abc import Iterator, Sequence
 
-from harness.errors import ranks_text
-from harness.hangs.standing import Channel, LastCall, Parted, RankStanding, words_of
+from shardproof.harness.errors import ranks_text
+from shardproof.harness.hangs.standing import Channel, LastCall, Parted, RankStanding, words_of
 
 _MOST = 8
 """Ranks, or findings, that are listed one by one."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from harness.hangs.standing import Channel, Parted, RankStanding
+from shardproof.harness.hangs.standing import Channel, Parted, RankStanding
 
 
 def _messages(

@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from harness.hangs.messages import unequal, unmatched
-from harness.hangs.standing import Channel, LastCall, Parted, RankStanding
+from shardproof.harness.hangs.messages import unequal, unmatched
+from shardproof.harness.hangs.standing import Channel, LastCall, Parted, RankStanding
 
 _SHIFTED = 8
 """Calls that must agree after a shift by one, as far as there are that many."""

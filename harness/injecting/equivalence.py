@@ -9,7 +9,7 @@ case that was run. Checks that did not fail prove nothing and are nowhere taken 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from harness.faults import Fault
+from shardproof.harness.faults import Fault
 
 UNCHANGED = "every call left the bits that it leaves undisturbed, on every rank: it is the same run"
 UNREAD = "every other call and all that the subject returns have the same bits: nothing depends on what was disturbed"

@@ -12,26 +12,26 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from harness.checking.checks import CHECKS, Check
-from harness.checking.evidence import FAIL, PASS, Evidence, Finding
-from harness.checking.repeats import same_outcomes
-from harness.engines.engine import Engine
-from harness.engines.faults.disturbance import Disturbance
-from harness.engines.one_thread import one_thread
-from harness.engines.threads.intervention import Intervened, Intervention
-from harness.errors import MachineError, ProgramError, RequestError, TimeLimit
-from harness.faults import Fault, RankCallIndex, Target, faults_of
-from harness.injecting.equivalence import RULES, UNCHANGED, UNREAD, Answer, Rule, proof_of
-from harness.ledger import Event
-from harness.outcome.merging import Outcomes
-from harness.protocols import CaseLike, Subject
-from harness.running.judging import judged
-from harness.running.proof import NEED_REPEAT
-from harness.running.trials.reference import Reference, reference_of
-from harness.running.trials.repeating import with_repeat
-from harness.running.trials.runs import recorded
-from harness.running.trials.trial import Trial
-from harness.subject import NamedSubject, answered, named, offers
+from shardproof.harness.checking.checks import CHECKS, Check
+from shardproof.harness.checking.evidence import FAIL, PASS, Evidence, Finding
+from shardproof.harness.checking.repeats import same_outcomes
+from shardproof.harness.engines.engine import Engine
+from shardproof.harness.engines.faults.disturbance import Disturbance
+from shardproof.harness.engines.one_thread import one_thread
+from shardproof.harness.engines.threads.intervention import Intervened, Intervention
+from shardproof.harness.errors import MachineError, ProgramError, RequestError, TimeLimit
+from shardproof.harness.faults import Fault, RankCallIndex, Target, faults_of
+from shardproof.harness.injecting.equivalence import RULES, UNCHANGED, UNREAD, Answer, Rule, proof_of
+from shardproof.harness.ledger import Event
+from shardproof.harness.outcome.merging import Outcomes
+from shardproof.harness.protocols import CaseLike, Subject
+from shardproof.harness.running.judging import judged
+from shardproof.harness.running.proof import NEED_REPEAT
+from shardproof.harness.running.trials.reference import Reference, reference_of
+from shardproof.harness.running.trials.repeating import with_repeat
+from shardproof.harness.running.trials.runs import recorded
+from shardproof.harness.running.trials.trial import Trial
+from shardproof.harness.subject import NamedSubject, answered, named, offers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

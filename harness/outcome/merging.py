@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from harness.outcome.blocks import Block
+from shardproof.harness.outcome.blocks import Block
 
 FLAWS = ("missing", "shape", "dtype", "omission", "replica conflict")
 

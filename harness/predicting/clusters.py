@@ -32,7 +32,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from harness.errors import RequestError
+from shardproof.harness.errors import RequestError
 
 ALGORITHMS = ("best", "ring", "tree")
 _DTYPES = ("float64", "float32", "bfloat16", "float16")

@@ -28,7 +28,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from harness.predicting.clusters import Cluster
+from shardproof.harness.predicting.clusters import Cluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

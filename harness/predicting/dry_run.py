@@ -12,15 +12,15 @@ from dataclasses import dataclass
 
 import torch
 
-from harness.engines.engine import RunRequest
-from harness.engines.shapes.dry import DryEngine
-from harness.errors import NotComputed
-from harness.ledger import Event, unmapped
-from harness.predicting.meter import Meter, Stretch
-from harness.protocols import CaseLike, Subject
-from harness.recording.measures import SavedActivations
-from harness.recording.recorder import Recorder
-from harness.subject import called, kept_per_rank, named_axes, session
+from shardproof.harness.engines.engine import RunRequest
+from shardproof.harness.engines.shapes.dry import DryEngine
+from shardproof.harness.errors import NotComputed
+from shardproof.harness.ledger import Event, unmapped
+from shardproof.harness.predicting.meter import Meter, Stretch
+from shardproof.harness.protocols import CaseLike, Subject
+from shardproof.harness.recording.measures import SavedActivations
+from shardproof.harness.recording.recorder import Recorder
+from shardproof.harness.subject import called, kept_per_rank, named_axes, session
 
 MOST_RANKS = 9
 """Ranks that are run at most: all places of a mesh of two axes."""

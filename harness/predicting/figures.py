@@ -20,15 +20,15 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from harness.differences import differences
-from harness.ledger import Event, wire_bytes
-from harness.predicting.clusters import Cluster
-from harness.predicting.costs import Route, route, seconds
-from harness.predicting.dry_run import DryRank
-from harness.predicting.timeline import Times
-from harness.protocols import ActionLike, CaseLike, SpanLike, Subject
-from harness.subject import named_axes, stated
-from harness.terms import EventKey, closed_forms
+from shardproof.harness.differences import differences
+from shardproof.harness.ledger import Event, wire_bytes
+from shardproof.harness.predicting.clusters import Cluster
+from shardproof.harness.predicting.costs import Route, route, seconds
+from shardproof.harness.predicting.dry_run import DryRank
+from shardproof.harness.predicting.timeline import Times
+from shardproof.harness.protocols import ActionLike, CaseLike, SpanLike, Subject
+from shardproof.harness.subject import named_axes, stated
+from shardproof.harness.terms import EventKey, closed_forms
 
 EQUAL = "equal"
 """Value of `Forecast.ledger` when the dry run issued exactly the events of the closed form."""

@@ -20,13 +20,13 @@ first micro-batch on then. Units: seconds, bytes, FLOPs; bytes of calls are payl
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from harness.engines.shapes.dry import DryEngine
-from harness.errors import RequestError
-from harness.mesh_axes import PIPELINE, first_pipeline, stage_count
-from harness.predicting.clusters import Cluster
-from harness.predicting.costs import route, seconds
-from harness.predicting.dry_run import dry_rank
-from harness.predicting.figures import (
+from shardproof.harness.engines.shapes.dry import DryEngine
+from shardproof.harness.errors import RequestError
+from shardproof.harness.mesh_axes import PIPELINE, first_pipeline, stage_count
+from shardproof.harness.predicting.clusters import Cluster
+from shardproof.harness.predicting.costs import route, seconds
+from shardproof.harness.predicting.dry_run import dry_rank
+from shardproof.harness.predicting.figures import (
     BACKWARD,
     FORWARD,
     Forecast,
@@ -42,10 +42,10 @@ from harness.predicting.figures import (
     traffic,
     two_depths,
 )
-from harness.predicting.stages import MESSAGES, MeasuredStage, OneStage, measured, on_the_line
-from harness.predicting.timeline import together
-from harness.protocols import ActionLike, CaseLike, PipelineLike, SpanLike, Subject
-from harness.subject import named_axes
+from shardproof.harness.predicting.stages import MESSAGES, MeasuredStage, OneStage, measured, on_the_line
+from shardproof.harness.predicting.timeline import together
+from shardproof.harness.protocols import ActionLike, CaseLike, PipelineLike, SpanLike, Subject
+from shardproof.harness.subject import named_axes
 
 
 def forecast(

@@ -26,15 +26,15 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils import flop_counter
 
-from harness.engines.calls.callers import waits_when_read
-from harness.errors import NotComputed
-from harness.ledger import Call
-from harness.torch_internals.autograd import current_task
-from harness.torch_internals.backends import waits_of_fakes
-from harness.torch_internals.memory import storage_id
-from harness.torch_internals.meta_device import fused_attention
-from harness.torch_internals.modes import DispatchMode, take_themselves_apart
-from harness.torch_internals.operators import (
+from shardproof.harness.engines.calls.callers import waits_when_read
+from shardproof.harness.errors import NotComputed
+from shardproof.harness.ledger import Call
+from shardproof.harness.torch_internals.autograd import current_task
+from shardproof.harness.torch_internals.backends import waits_of_fakes
+from shardproof.harness.torch_internals.memory import storage_id
+from shardproof.harness.torch_internals.meta_device import fused_attention
+from shardproof.harness.torch_internals.modes import DispatchMode, take_themselves_apart
+from shardproof.harness.torch_internals.operators import (
     FUSED,
     FUSED_BACKWARD,
     dispatch_keys,

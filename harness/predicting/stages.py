@@ -14,16 +14,16 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
-from harness.engines.shapes.dry import DryEngine
-from harness.errors import NotComputed
-from harness.ledger import Event
-from harness.mesh_axes import first_pipeline
-from harness.predicting.clusters import Cluster
-from harness.predicting.dry_run import DryRank, dry_rank
-from harness.predicting.figures import BACKWARD, FORWARD, Memory, compared, first_difference, live, prices
-from harness.predicting.meter import START, TO_BACKWARD, TO_FORWARD
-from harness.predicting.timeline import AFTER_BACKWARD, Times, spent_until, together
-from harness.protocols import ActionLike, CaseLike, PipelineLike, SpanLike, Subject
+from shardproof.harness.engines.shapes.dry import DryEngine
+from shardproof.harness.errors import NotComputed
+from shardproof.harness.ledger import Event
+from shardproof.harness.mesh_axes import first_pipeline
+from shardproof.harness.predicting.clusters import Cluster
+from shardproof.harness.predicting.dry_run import DryRank, dry_rank
+from shardproof.harness.predicting.figures import BACKWARD, FORWARD, Memory, compared, first_difference, live, prices
+from shardproof.harness.predicting.meter import START, TO_BACKWARD, TO_FORWARD
+from shardproof.harness.predicting.timeline import AFTER_BACKWARD, Times, spent_until, together
+from shardproof.harness.protocols import ActionLike, CaseLike, PipelineLike, SpanLike, Subject
 
 MESSAGES = "pipeline"
 """The phase of messages between stages."""

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, TypeVar, cast
 
-from harness.ledger import Event
-from harness.predicting.meter import START, WAIT, Stretch
+from shardproof.harness.ledger import Event
+from shardproof.harness.predicting.meter import START, WAIT, Stretch
 
 T = TypeVar("T")
 Price = Callable[[Event], tuple[str, float]]

@@ -9,7 +9,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from harness.programs.session import VARIABLE, ProgramSession
+from shardproof.harness.programs.session import VARIABLE, ProgramSession
 
 
 def arm(module: ModuleType) -> None:
@@ -26,7 +26,7 @@ def arm(module: ModuleType) -> None:
         if os.getpid() not in started:  # a fork has the list of its parent, and no recorder
             started.append(os.getpid())
             try:
-                from harness.programs.rank import begin  # noqa: PLC0415  (torch is complete only now)
+                from shardproof.harness.programs.rank import begin  # noqa: PLC0415  (torch is complete only now)
 
                 begin(ProgramSession.of(os.environ[VARIABLE]))
             except Exception as problem:

@@ -15,9 +15,9 @@ from typing import Any
 
 from torch.distributed import distributed_c10d
 
-from harness.engines.calls.operators import MESSAGES
-from harness.engines.calls.reading import OperatorCall
-from harness.torch_internals.backends import waits_of_works
+from shardproof.harness.engines.calls.operators import MESSAGES
+from shardproof.harness.engines.calls.reading import OperatorCall
+from shardproof.harness.torch_internals.backends import waits_of_works
 
 Place = tuple[str, str, str]
 """Op, axis and caller of a call."""

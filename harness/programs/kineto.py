@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from harness.programs.session import ProgramSession
-from harness.witnesses.chosen import TorchTrace
-from harness.witnesses.torch_trace import FLIGHT_SUFFIX, TRACE_SUFFIX
+from shardproof.harness.programs.session import ProgramSession
+from shardproof.harness.witnesses.chosen import TorchTrace
+from shardproof.harness.witnesses.torch_trace import FLIGHT_SUFFIX, TRACE_SUFFIX
 
 
 class Window:

@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from harness.cases import read_case
-from harness.errors import RequestError
-from harness.predicting.clusters import PRESETS, read
-from harness.programs.session import VARIABLE, Options, ProgramSession, silence_of, steps_of, tools_of
-from harness.witnesses.nsys import command as under_nsys
-from harness.witnesses.nsys import nsys_path
+from shardproof.harness.cases import read_case
+from shardproof.harness.errors import RequestError
+from shardproof.harness.predicting.clusters import PRESETS, read
+from shardproof.harness.programs.session import VARIABLE, Options, ProgramSession, silence_of, steps_of, tools_of
+from shardproof.harness.witnesses.nsys import command as under_nsys
+from shardproof.harness.witnesses.nsys import nsys_path
 
 _HOOK = Path(__file__).parent / "hook"
 _BLIND = {"-I": "ignores PYTHONPATH", "-E": "ignores PYTHONPATH", "-S": "imports no sitecustomize"}

@@ -29,11 +29,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from harness.engines.calls.callers import Caller, is_user, shortened
-from harness.ledger import COLUMNS, Event, shape_text
-from harness.programs.session import ProgramSession
-from harness.programs.stream import EventStream, PastCall
-from harness.recording.recorder import Recorded
+from shardproof.harness.engines.calls.callers import Caller, is_user, shortened
+from shardproof.harness.ledger import COLUMNS, Event, shape_text
+from shardproof.harness.programs.session import ProgramSession
+from shardproof.harness.programs.stream import EventStream, PastCall
+from shardproof.harness.recording.recorder import Recorded
 
 MODE = "program"
 """The mode of a recorded program in the ledger."""

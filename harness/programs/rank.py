@@ -23,21 +23,21 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from harness.engines.calls.callers import Caller
-from harness.engines.calls.reading import OperatorCall
-from harness.engines.interposer import Interposer
-from harness.ledger import Call
-from harness.programs.handles import Handles, is_given
-from harness.programs.kineto import Window
-from harness.programs.part import MODE, Part, Silence, shared_file
-from harness.programs.session import ProgramSession, boot_id
-from harness.programs.stream import EventStream, PastCall
-from harness.recording.observations import read
-from harness.recording.ranges import attached
-from harness.recording.recorder import Recorded
-from harness.recording.watch import Watch
-from harness.run_folder import SCHEMA
-from harness.running.store import environment
+from shardproof.harness.engines.calls.callers import Caller
+from shardproof.harness.engines.calls.reading import OperatorCall
+from shardproof.harness.engines.interposer import Interposer
+from shardproof.harness.ledger import Call
+from shardproof.harness.programs.handles import Handles, is_given
+from shardproof.harness.programs.kineto import Window
+from shardproof.harness.programs.part import MODE, Part, Silence, shared_file
+from shardproof.harness.programs.session import ProgramSession, boot_id
+from shardproof.harness.programs.stream import EventStream, PastCall
+from shardproof.harness.recording.observations import read
+from shardproof.harness.recording.ranges import attached
+from shardproof.harness.recording.recorder import Recorded
+from shardproof.harness.recording.watch import Watch
+from shardproof.harness.run_folder import SCHEMA
+from shardproof.harness.running.store import environment
 
 
 def begin(session: ProgramSession) -> None:

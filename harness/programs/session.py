@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TypedDict
 
-from harness.errors import RequestError
-from harness.run_folder import link_latest, new_run_folder, writing
+from shardproof.harness.errors import RequestError
+from shardproof.harness.run_folder import link_latest, new_run_folder, writing
 
 VARIABLE = "SHARDPROOF_RECORD"
 TOOLS = ("torch", "nsys")

@@ -13,15 +13,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from harness.engines.calls.operators import MESSAGES
-from harness.engines.calls.reading import OperatorCall
-from harness.ledger import NO_UPDATE, OTHER, Event
-from harness.programs.session import ProgramSession
-from harness.recording.attribution import Attribution
-from harness.recording.lanes import Site
-from harness.recording.naming import AxisNames
-from harness.recording.observations import Issued, Stepped, read
-from harness.recording.recorder import Recorded, event_of, only_captured
+from shardproof.harness.engines.calls.operators import MESSAGES
+from shardproof.harness.engines.calls.reading import OperatorCall
+from shardproof.harness.ledger import NO_UPDATE, OTHER, Event
+from shardproof.harness.programs.session import ProgramSession
+from shardproof.harness.recording.attribution import Attribution
+from shardproof.harness.recording.lanes import Site
+from shardproof.harness.recording.naming import AxisNames
+from shardproof.harness.recording.observations import Issued, Stepped, read
+from shardproof.harness.recording.recorder import Recorded, event_of, only_captured
 
 LAST_CALLS = 2000
 """Calls that are kept to be read after a hang, as many as torch's Flight Recorder keeps."""

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from harness.diagnosing.failure_lines import written
-from harness.errors import RequestError, ranks_text
+from shardproof.harness.diagnosing.failure_lines import written
+from shardproof.harness.errors import RequestError, ranks_text
 
 _CHUNK = 1 << 20
 _FACTOR, _SUMMAND = 6364136223846793005, 1442695040888963407

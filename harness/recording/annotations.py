@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from harness.ledger import PHASES
+from shardproof.harness.ledger import PHASES
 
 TOOL = "NVTX_INJECTION64_PATH"
 """Set in the environment of a process to which a tool listens that stores nvtx ranges."""

@@ -10,10 +10,10 @@ backward get their phase.
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from harness.ledger import AGAIN, EITHER_GATHER, NO_PHASE, NO_UPDATE
-from harness.recording.lanes import Frame, Lane, Lanes, Site, Waiting, between, hop, is_hop, stated_site
-from harness.recording.naming import Paths
-from harness.recording.observations import (
+from shardproof.harness.ledger import AGAIN, EITHER_GATHER, NO_PHASE, NO_UPDATE
+from shardproof.harness.recording.lanes import Frame, Lane, Lanes, Site, Waiting, between, hop, is_hop, stated_site
+from shardproof.harness.recording.naming import Paths
+from shardproof.harness.recording.observations import (
     LEAF,
     OUTSIDE,
     Arrived,

@@ -10,9 +10,9 @@ from types import CodeType, FrameType
 import torch
 from torch.utils import checkpoint
 
-from harness.engines.calls.callers import is_user, issued_at
-from harness.recording.observations import OUTSIDE
-from harness.torch_internals.autograd import BACKWARD, STEP, function_context, number_of
+from shardproof.harness.engines.calls.callers import is_user, issued_at
+from shardproof.harness.recording.observations import OUTSIDE
+from shardproof.harness.torch_internals.autograd import BACKWARD, STEP, function_context, number_of
 
 _CHECKPOINT = checkpoint.__file__
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")

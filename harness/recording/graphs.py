@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from harness.recording.observations import OUTSIDE, Graphed, Issued, Stepped, Stepping
-from harness.torch_internals.lookup import standing
+from shardproof.harness.recording.observations import OUTSIDE, Graphed, Issued, Stepped, Stepping
+from shardproof.harness.torch_internals.lookup import standing
 
 
 class Captured:

@@ -21,10 +21,10 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from harness.mesh_axes import PIPELINE
-from harness.recording.annotations import Override
-from harness.recording.naming import group_word
-from harness.recording.observations import LEAF, OUTSIDE
+from shardproof.harness.mesh_axes import PIPELINE
+from shardproof.harness.recording.annotations import Override
+from shardproof.harness.recording.naming import group_word
+from shardproof.harness.recording.observations import LEAF, OUTSIDE
 
 _MARKS = 1 << 16
 """Module calls of a thread, entered and left, whose backward can still be placed."""

@@ -27,9 +27,16 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import flop_counter
 
-from harness.ledger import Call, Observer, notify_waited
-from harness.torch_internals.memory import storage_id
-from harness.torch_internals.operators import BACKEND_SELECT, FUSED, FUSED_BACKWARD, full_name, has_kernel, kernels
+from shardproof.harness.ledger import Call, Observer, notify_waited
+from shardproof.harness.torch_internals.memory import storage_id
+from shardproof.harness.torch_internals.operators import (
+    BACKEND_SELECT,
+    FUSED,
+    FUSED_BACKWARD,
+    full_name,
+    has_kernel,
+    kernels,
+)
 
 RankCallIndex = tuple[int, int]
 """(rank, call index)."""

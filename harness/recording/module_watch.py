@@ -12,12 +12,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from harness.recording.annotations import overridden
-from harness.recording.enclosing import around, kept_by, quiet_since
-from harness.recording.graphs import Captured, Graphs
-from harness.recording.observations import LEAF, OUTSIDE, Entered, Issued, Left, Looks
-from harness.torch_internals.autograd import current_node, current_task, defined_in, next_number, nodes_of, number_of
-from harness.torch_internals.compiler import not_compiled
+from shardproof.harness.recording.annotations import overridden
+from shardproof.harness.recording.enclosing import around, kept_by, quiet_since
+from shardproof.harness.recording.graphs import Captured, Graphs
+from shardproof.harness.recording.observations import LEAF, OUTSIDE, Entered, Issued, Left, Looks
+from shardproof.harness.torch_internals.autograd import (
+    current_node,
+    current_task,
+    defined_in,
+    next_number,
+    nodes_of,
+    number_of,
+)
+from shardproof.harness.torch_internals.compiler import not_compiled
 
 Emit = Callable[[tuple[Any, ...]], object]
 OnInput = Callable[["ThreadWatch", nn.Module, tuple[Any, ...], Mapping[str, Any]], object]

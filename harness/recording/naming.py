@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from harness.ledger import Call
-from harness.mesh_axes import KNOWN, PIPELINE, SPELT
+from shardproof.harness.ledger import Call
+from shardproof.harness.mesh_axes import KNOWN, PIPELINE, SPELT
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 _BY_TORCH = re.compile(r"|undefined|default_pg|mesh_default|mesh_dim_\d+|.*:split:\d+")

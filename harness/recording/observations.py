@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from harness.recording.annotations import Override
-from harness.torch_internals.autograd import version_of
+from shardproof.harness.recording.annotations import Override
+from shardproof.harness.torch_internals.autograd import version_of
 
 Look = tuple[tuple[bytes | int, ...], ...]
 """Of each parameter, in the order in which they were first seen: some of its elements, or its version counter."""

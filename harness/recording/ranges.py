@@ -24,11 +24,11 @@ from typing import Any
 
 import nvtx
 
-from harness.errors import MachineError
-from harness.ledger import Call
-from harness.recording.annotations import TOOL
-from harness.recording.attribution import Attribution
-from harness.recording.observations import Entered, Issued, Left, Observation, Stepped
+from shardproof.harness.errors import MachineError
+from shardproof.harness.ledger import Call
+from shardproof.harness.recording.annotations import TOOL
+from shardproof.harness.recording.attribution import Attribution
+from shardproof.harness.recording.observations import Entered, Issued, Left, Observation, Stepped
 
 DOMAIN = "shardproof"
 _DRAWN, _HIDDEN = -1, -2

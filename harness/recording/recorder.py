@@ -18,18 +18,18 @@ from typing import TYPE_CHECKING, Any, Self
 
 from torch import nn
 
-from harness.engines.calls.callers import Caller
-from harness.ledger import Call, Event, shape_text, wire_bytes
-from harness.recording.attribution import Attribution
-from harness.recording.lanes import Site
-from harness.recording.module_watch import Emit
-from harness.recording.naming import AxisNames
-from harness.recording.observations import Entered, Issued, read
-from harness.recording.watch import Watch
+from shardproof.harness.engines.calls.callers import Caller
+from shardproof.harness.ledger import Call, Event, shape_text, wire_bytes
+from shardproof.harness.recording.attribution import Attribution
+from shardproof.harness.recording.lanes import Site
+from shardproof.harness.recording.module_watch import Emit
+from shardproof.harness.recording.naming import AxisNames
+from shardproof.harness.recording.observations import Entered, Issued, read
+from shardproof.harness.recording.watch import Watch
 
 if TYPE_CHECKING:
-    from harness.recording.ranges import Ranges
-    from harness.recording.spans import Mark, RankSpan, Stopwatch
+    from shardproof.harness.recording.ranges import Ranges
+    from shardproof.harness.recording.spans import Mark, RankSpan, Stopwatch
 
 
 class _Track:
@@ -115,7 +115,7 @@ class Recorder:
         """When this rank, whose `events` these are, computed; () when it is no pipeline's."""
         observations = [read(plain) for plain in self._track(rank).observations]
         waited_us = {ticket: (at - self._start_s) * 1e6 for ticket, at in self._track(rank).waited_s.items()}
-        from harness.recording.spans import rank_spans  # noqa: PLC0415
+        from shardproof.harness.recording.spans import rank_spans  # noqa: PLC0415
 
         return rank_spans(observations, Attribution.of(observations), events, waited_us, self._start_s)
 

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from harness.ledger import Event
-from harness.recording.attribution import Attribution
-from harness.recording.observations import OUTSIDE, Arrived, Entered, Issued, Left, Observation, Stepping
+from shardproof.harness.ledger import Event
+from shardproof.harness.recording.attribution import Attribution
+from shardproof.harness.recording.observations import OUTSIDE, Arrived, Entered, Issued, Left, Observation, Stepping
 
 _MESSAGES = "pipeline"
 _WITH_THE_NEXT = "data"

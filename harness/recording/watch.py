@@ -22,11 +22,11 @@ from typing import Self
 
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from harness.recording.enclosing import steps_around
-from harness.recording.graphs import Graphs, graphs_watched
-from harness.recording.module_watch import Emit, OfRank, OnInput, OnOutput, ThreadWatch, watching
-from harness.recording.observations import Arrived, Ended, Finished, Looks, Stepped, Stepping
-from harness.torch_internals.autograd import called_by, current_task, when_backward_ends
+from shardproof.harness.recording.enclosing import steps_around
+from shardproof.harness.recording.graphs import Graphs, graphs_watched
+from shardproof.harness.recording.module_watch import Emit, OfRank, OnInput, OnOutput, ThreadWatch, watching
+from shardproof.harness.recording.observations import Arrived, Ended, Finished, Looks, Stepped, Stepping
+from shardproof.harness.torch_internals.autograd import called_by, current_task, when_backward_ends
 
 _now_s = time.perf_counter
 

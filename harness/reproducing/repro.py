@@ -19,26 +19,26 @@ from typing import Any
 
 from torch import Tensor
 
-from harness.checking.checks import CHECKS
-from harness.checking.evidence import Evidence
-from harness.checking.measures.distance import Truth
-from harness.checking.measures.kinds import NUMERIC_KINDS, kind_of
-from harness.checking.measures.tolerance import least_rms, own_share
-from harness.checking.measuring import compared, sizes_of
-from harness.diagnosing.causes.places import timeline
-from harness.diagnosing.failure_lines import repeat_command
-from harness.engines.engine import Engine
-from harness.errors import MachineError, ProgramError
-from harness.plain_case import PlainCase
-from harness.protocols import CaseLike, Subject, case_text, without_saving
-from harness.reproducing import repro_script
-from harness.running.judging import judged
-from harness.running.proof import prove
-from harness.running.result import CaseResult
-from harness.running.trials.reference import reference_of
-from harness.running.trials.runs import recorded
-from harness.running.trials.trial import Trial
-from harness.subject import NamedSubject, named, refusal
+from shardproof.harness.checking.checks import CHECKS
+from shardproof.harness.checking.evidence import Evidence
+from shardproof.harness.checking.measures.distance import Truth
+from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS, kind_of
+from shardproof.harness.checking.measures.tolerance import least_rms, own_share
+from shardproof.harness.checking.measuring import compared, sizes_of
+from shardproof.harness.diagnosing.causes.places import timeline
+from shardproof.harness.diagnosing.failure_lines import repeat_command
+from shardproof.harness.engines.engine import Engine
+from shardproof.harness.errors import MachineError, ProgramError
+from shardproof.harness.plain_case import PlainCase
+from shardproof.harness.protocols import CaseLike, Subject, case_text, without_saving
+from shardproof.harness.reproducing import repro_script
+from shardproof.harness.running.judging import judged
+from shardproof.harness.running.proof import prove
+from shardproof.harness.running.result import CaseResult
+from shardproof.harness.running.trials.reference import reference_of
+from shardproof.harness.running.trials.runs import recorded
+from shardproof.harness.running.trials.trial import Trial
+from shardproof.harness.subject import NamedSubject, named, refusal
 
 LARGEST = 2**14
 """Elements of a truth that a script carries; of several wrong tensors the first below this, else the smallest."""

@@ -74,7 +74,7 @@ def case_of(facts: Mapping[str, Any]) -> Any:
     """The case: the words alone, or for a subject that is part of shardproof its own kind of case."""
     if not facts["case_text"]:
         return WordsOfCase(facts["case"])
-    module, _, name = "reference.case:Case".partition(":")
+    module, _, name = "shardproof.reference.case:Case".partition(":")
     return getattr(importlib.import_module(module), name).parse(facts["case_text"])
 
 

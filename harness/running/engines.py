@@ -3,32 +3,32 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from harness.errors import RequestError
+from shardproof.harness.errors import RequestError
 
 if TYPE_CHECKING:
-    from harness.engines.engine import Engine
+    from shardproof.harness.engines.engine import Engine
 
 
 def _inproc() -> "Engine":
-    from harness.engines.threads.inproc import InprocEngine  # noqa: PLC0415
+    from shardproof.harness.engines.threads.inproc import InprocEngine  # noqa: PLC0415
 
     return InprocEngine()
 
 
 def _pool() -> "Engine":
-    from harness.engines.processes.forked.pool import PoolEngine  # noqa: PLC0415
+    from shardproof.harness.engines.processes.forked.pool import PoolEngine  # noqa: PLC0415
 
     return PoolEngine()
 
 
 def _torchrun() -> "Engine":
-    from harness.engines.processes.launched.torchrun import TorchrunEngine  # noqa: PLC0415
+    from shardproof.harness.engines.processes.launched.torchrun import TorchrunEngine  # noqa: PLC0415
 
     return TorchrunEngine()
 
 
 def _dry() -> "Engine":
-    from harness.engines.shapes.dry import DryEngine  # noqa: PLC0415
+    from shardproof.harness.engines.shapes.dry import DryEngine  # noqa: PLC0415
 
     return DryEngine()
 

@@ -15,21 +15,21 @@ from io import StringIO
 from multiprocessing.connection import Connection
 from typing import Any
 
-from harness.checking.checks import CHECKS, LAWS, Check
-from harness.checking.evidence import FAIL, PASS, Verdict
-from harness.diagnosing.diagnosis import BIT_FOR_BIT
-from harness.diagnosing.failure_lines import line_of, site, with_when
-from harness.diagnosing.needed_words import needed_words
-from harness.diagnosing.tried_words import OutOfTime, Proved, confirmed
-from harness.diagnosing.words_text import NeededWords
-from harness.errors import ShardproofError
-from harness.protocols import CaseLike, case_text
-from harness.running.forked_process import forked
-from harness.running.proof import NEED_REPEAT
-from harness.running.request import Request
-from harness.running.result import CaseResult
-from harness.running.store import STOPPED, Store
-from harness.subject import NamedSubject, case_of, domains_of
+from shardproof.harness.checking.checks import CHECKS, LAWS, Check
+from shardproof.harness.checking.evidence import FAIL, PASS, Verdict
+from shardproof.harness.diagnosing.diagnosis import BIT_FOR_BIT
+from shardproof.harness.diagnosing.failure_lines import line_of, site, with_when
+from shardproof.harness.diagnosing.needed_words import needed_words
+from shardproof.harness.diagnosing.tried_words import OutOfTime, Proved, confirmed
+from shardproof.harness.diagnosing.words_text import NeededWords
+from shardproof.harness.errors import ShardproofError
+from shardproof.harness.protocols import CaseLike, case_text
+from shardproof.harness.running.forked_process import forked
+from shardproof.harness.running.proof import NEED_REPEAT
+from shardproof.harness.running.request import Request
+from shardproof.harness.running.result import CaseResult
+from shardproof.harness.running.store import STOPPED, Store
+from shardproof.harness.subject import NamedSubject, case_of, domains_of
 
 _IN_ALL = 3
 """How many failures may take their whole time."""

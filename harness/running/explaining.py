@@ -12,24 +12,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.checking.checks import examine
-from harness.checking.evidence import FAIL, Evidence, Finding
-from harness.checking.measures.kinds import is_state, kind_of, step_of
-from harness.dense_model import Tried
-from harness.diagnosing.causes.places import update_in_doubt
-from harness.diagnosing.diagnosis import Diagnosis, Explanation, diagnose, explanation_of, faults_of, wrong_names
-from harness.diagnosing.six_lines import tell
-from harness.errors import error_text
-from harness.mesh_axes import split_axes
-from harness.protocols import CaseLike, without_saving
-from harness.running.judging import judged
-from harness.running.locating.drawn import with_drawn_numbers
-from harness.running.locating.samples import with_other_samples
-from harness.running.locating.wrong_module import with_wrong_module
-from harness.running.trials.repeating import with_repeat
-from harness.running.trials.runs import recorded
-from harness.running.trials.trial import Trial
-from harness.subject import refusal
+from shardproof.harness.checking.checks import examine
+from shardproof.harness.checking.evidence import FAIL, Evidence, Finding
+from shardproof.harness.checking.measures.kinds import is_state, kind_of, step_of
+from shardproof.harness.dense_model import Tried
+from shardproof.harness.diagnosing.causes.places import update_in_doubt
+from shardproof.harness.diagnosing.diagnosis import (
+    Diagnosis,
+    Explanation,
+    diagnose,
+    explanation_of,
+    faults_of,
+    wrong_names,
+)
+from shardproof.harness.diagnosing.six_lines import tell
+from shardproof.harness.errors import error_text
+from shardproof.harness.mesh_axes import split_axes
+from shardproof.harness.protocols import CaseLike, without_saving
+from shardproof.harness.running.judging import judged
+from shardproof.harness.running.locating.drawn import with_drawn_numbers
+from shardproof.harness.running.locating.samples import with_other_samples
+from shardproof.harness.running.locating.wrong_module import with_wrong_module
+from shardproof.harness.running.trials.repeating import with_repeat
+from shardproof.harness.running.trials.runs import recorded
+from shardproof.harness.running.trials.trial import Trial
+from shardproof.harness.subject import refusal
 
 MOST_RANKS = 8
 """Cases of another size with more ranks are not tried."""

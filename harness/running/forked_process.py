@@ -23,7 +23,7 @@ from typing import BinaryIO, TextIO
 
 import torch
 
-from harness.engines.calls.callers import is_user, shortened
+from shardproof.harness.engines.calls.callers import is_user, shortened
 
 _FIT_S = 30.0
 """How long the new process may take to try its autograd."""

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 
-from harness.checking.checks import CHECKS, Check, examine
-from harness.checking.evidence import Evidence, Finding
-from harness.running.trials.trial import Trial
+from shardproof.harness.checking.checks import CHECKS, Check, examine
+from shardproof.harness.checking.evidence import Evidence, Finding
+from shardproof.harness.running.trials.trial import Trial
 
 
 def judged(
@@ -20,6 +20,6 @@ def judged(
         findings = examine(evidence, checks)
         if evidence.torn or not any(finding.wrong for finding in findings.values()):
             return evidence, findings
-    from harness.running.trials.rechecking import rechecked  # noqa: PLC0415
+    from shardproof.harness.running.trials.rechecking import rechecked  # noqa: PLC0415
 
     return rechecked(trial, evidence, checks, findings)

@@ -7,24 +7,33 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from harness.checking.checks import CHECKS, LAWS, Check
-from harness.checking.evidence import FAIL, SKIP, UNKNOWN, Finding, Verdict
-from harness.engines.engine import Engine
-from harness.engines.one_thread import one_thread
-from harness.errors import MachineError, NoNumbers, NotComputed, ProgramError, ShardproofError
-from harness.protocols import CaseLike, Subject, case_text
-from harness.running.judging import judged
-from harness.running.ranks.capacity import admit_ranks
-from harness.running.result import CaseResult, verdict_on
-from harness.running.trials.reference import Reference, reference_of
-from harness.running.trials.runs import recorded
-from harness.running.trials.trial import Trial, Truths
-from harness.subject import NamedSubject, Unanswered, deviating, kept_per_rank, lower_dtypes, named, refusal, truth_of
-from harness.torch_internals.compiler import leave_unloaded
-from harness.torch_internals.memory import give_back
+from shardproof.harness.checking.checks import CHECKS, LAWS, Check
+from shardproof.harness.checking.evidence import FAIL, SKIP, UNKNOWN, Finding, Verdict
+from shardproof.harness.engines.engine import Engine
+from shardproof.harness.engines.one_thread import one_thread
+from shardproof.harness.errors import MachineError, NoNumbers, NotComputed, ProgramError, ShardproofError
+from shardproof.harness.protocols import CaseLike, Subject, case_text
+from shardproof.harness.running.judging import judged
+from shardproof.harness.running.ranks.capacity import admit_ranks
+from shardproof.harness.running.result import CaseResult, verdict_on
+from shardproof.harness.running.trials.reference import Reference, reference_of
+from shardproof.harness.running.trials.runs import recorded
+from shardproof.harness.running.trials.trial import Trial, Truths
+from shardproof.harness.subject import (
+    NamedSubject,
+    Unanswered,
+    deviating,
+    kept_per_rank,
+    lower_dtypes,
+    named,
+    refusal,
+    truth_of,
+)
+from shardproof.harness.torch_internals.compiler import leave_unloaded
+from shardproof.harness.torch_internals.memory import give_back
 
 if TYPE_CHECKING:
-    from harness.diagnosing.diagnosis import Diagnosis
+    from shardproof.harness.diagnosing.diagnosis import Diagnosis
 
 _UNDECIDED = (NoNumbers, NotComputed)
 """Errors of an engine that could not run a program to its end: the program may be right."""
@@ -96,14 +105,14 @@ def _proved(trial: Trial, checks: Mapping[str, Check], options: str, *, explain:
     """Run, compare, and explain what failed."""
     is_dry, repeat = trial.engine.name == "dry", bool(NEED_REPEAT & set(checks))
     if is_dry:
-        from harness.running.trials.dry import dry_run_checked  # noqa: PLC0415
+        from shardproof.harness.running.trials.dry import dry_run_checked  # noqa: PLC0415
 
         evidence, findings = dry_run_checked(trial)
     else:
         evidence = recorded(trial, repeat=repeat)
         give_back(evidence.merged.tensors.values())
         if LAWS.keys() & checks:
-            from harness.running.trials.law_runs import regrouped  # noqa: PLC0415
+            from shardproof.harness.running.trials.law_runs import regrouped  # noqa: PLC0415
 
             evidence = regrouped(trial, evidence)
         with trial.timed("checks"):
@@ -114,13 +123,13 @@ def _proved(trial: Trial, checks: Mapping[str, Check], options: str, *, explain:
         failed = any(finding.verdict == FAIL for finding in findings.values())
         context: Mapping[str, Finding] = findings
         if failed and not is_dry:
-            from harness.running.explaining import with_explanations  # noqa: PLC0415
+            from shardproof.harness.running.explaining import with_explanations  # noqa: PLC0415
 
             evidence, context = with_explanations(trial, evidence, findings)
         for check, problem in trial.problems.items():
             findings[check] = Finding(verdict=UNKNOWN, message=problem, unchecked=(check,))
         if failed:
-            from harness.running.explaining import diagnosed  # noqa: PLC0415
+            from shardproof.harness.running.explaining import diagnosed  # noqa: PLC0415
 
             diagnoses, messages = diagnosed(evidence, findings, context, trial.subject.name, options)
     verdicts = tuple(
@@ -134,9 +143,9 @@ def _proved(trial: Trial, checks: Mapping[str, Check], options: str, *, explain:
 
 def ended_by(case: CaseLike, subject: str, error: ShardproofError, options: str = "") -> CaseResult:
     """The result of a case without an outcome: a program that failed, or a machine."""
-    from harness.diagnosing.diagnosis import ended  # noqa: PLC0415
-    from harness.diagnosing.six_lines import crash  # noqa: PLC0415
-    from harness.diagnosing.tracebacks import whole  # noqa: PLC0415
+    from shardproof.harness.diagnosing.diagnosis import ended  # noqa: PLC0415
+    from shardproof.harness.diagnosing.six_lines import crash  # noqa: PLC0415
+    from shardproof.harness.diagnosing.tracebacks import whole  # noqa: PLC0415
 
     text = case_text(case)
     machine = str(error) if isinstance(error, MachineError) else ""

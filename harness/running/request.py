@@ -7,10 +7,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.cases import in_own_words
-from harness.errors import RequestError
-from harness.protocols import CaseLike
-from harness.subject import NamedSubject
+from shardproof.harness.cases import in_own_words
+from shardproof.harness.errors import RequestError
+from shardproof.harness.protocols import CaseLike
+from shardproof.harness.subject import NamedSubject
 
 _WEEK_S = 604800.0
 

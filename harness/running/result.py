@@ -5,16 +5,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from harness.checking.evidence import FAIL, PASS, SKIP, UNKNOWN, Evidence, Finding, Verdict
-from harness.checking.measures.kinds import kind_of
-from harness.ledger import COLUMNS, Event
-from harness.protocols import CaseLike, TermLike
-from harness.run_folder import csv_text
-from harness.running.store import Store
-from harness.running.summary import SummaryRow, summarize
+from shardproof.harness.checking.evidence import FAIL, PASS, SKIP, UNKNOWN, Evidence, Finding, Verdict
+from shardproof.harness.checking.measures.kinds import kind_of
+from shardproof.harness.ledger import COLUMNS, Event
+from shardproof.harness.protocols import CaseLike, TermLike
+from shardproof.harness.run_folder import csv_text
+from shardproof.harness.running.store import Store
+from shardproof.harness.running.summary import SummaryRow, summarize
 
 if TYPE_CHECKING:
-    from harness.diagnosing.diagnosis import Diagnosis
+    from shardproof.harness.diagnosing.diagnosis import Diagnosis
 
 _Result = TypeVar("_Result", "CaseResult", "StoredCase")
 _ROW = operator.attrgetter(*COLUMNS)
@@ -108,7 +108,7 @@ def stored_part(result: CaseResult) -> StoredCase:
     events, verdict, ledger = result.events, result.verdict, ledger_rows(result.events)
     tables, unplaced = list[_Table](), ""
     if evidence and result.diagnosis:
-        from harness.diagnosing.errors_by_place import ERROR_COLUMNS, error_rows  # noqa: PLC0415
+        from shardproof.harness.diagnosing.errors_by_place import ERROR_COLUMNS, error_rows  # noqa: PLC0415
 
         try:
             errors = error_rows(evidence, result.text, result.diagnosis.first)
@@ -116,11 +116,11 @@ def stored_part(result: CaseResult) -> StoredCase:
         except Exception as problem:  # a strange tensor, which the verdicts report; the run goes on
             unplaced = f"{type(problem).__name__}: {problem}"
     if evidence and evidence.spans:
-        from harness.recording.spans import SPAN_COLUMNS, span_row  # noqa: PLC0415
+        from shardproof.harness.recording.spans import SPAN_COLUMNS, span_row  # noqa: PLC0415
 
         tables.append(("spans.csv", SPAN_COLUMNS, [span_row(result.text, span) for span in evidence.spans]))
     if evidence and any(kind_of(name) == "routing" for name in evidence.merged.tensors):
-        from harness.checking.routing_checks import LOAD_COLUMNS, load_rows  # noqa: PLC0415
+        from shardproof.harness.checking.routing_checks import LOAD_COLUMNS, load_rows  # noqa: PLC0415
 
         tables.append(("experts.csv", LOAD_COLUMNS, list(load_rows(result.text, evidence))))
     rows = summarize(result.text, case.mode, case.world_size, events, result.expectation, ran, axes)
@@ -147,7 +147,7 @@ def ledger_rows(events: Iterable[Event]) -> str:
 
 def with_traceback(result: _Result, store: Store) -> _Result:
     """The result of a case with its traceback stored in a file that its verdicts name."""
-    from harness.diagnosing.failure_lines import NO_OUTCOME  # noqa: PLC0415
+    from shardproof.harness.diagnosing.failure_lines import NO_OUTCOME  # noqa: PLC0415
 
     file = store.attach("tracebacks", result.text, result.traceback)
     where = f"{NO_OUTCOME}; the whole traceback is in {file} of the run folder"

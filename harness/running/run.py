@@ -1,6 +1,6 @@
 """The cases of a request: each is proved and stored as it finishes. `shardproof run` calls `run`.
 
-    result = run(Request(cases=parse_cases(["mode=tp tp=2"]), subject=named("parallel.subject:subject")))
+    result = run(Request(cases=parse_cases(["mode=tp tp=2"]), subject=named("shardproof.parallel.subject:subject")))
 
 Exit status: 0 all pass, 1 a check failed or could not be decided, 3 the machine failed and nothing else did. 2: the
 request was wrong (RequestError, or the dense model cannot compute one of the cases) or every case was skipped.
@@ -11,27 +11,27 @@ from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from harness.cases import in_own_words
-from harness.checking.evidence import FAIL, SKIP, Verdict
-from harness.errors import RequestError, ShardproofError
-from harness.interpreter import interrupted_after
-from harness.mesh_axes import stage_count
-from harness.protocols import CaseLike, case_text
-from harness.running.engines import engine_named
-from harness.running.proof import ended_by, prove
-from harness.running.ranks.capacity import admit, admitted
-from harness.running.ranks.output import shown_once
-from harness.running.request import Request, check_saved
-from harness.running.result import REFUSED, CaseResult, StoredCase, stored_part
-from harness.running.run_result import Kept, Progress, RunResult, run_result
-from harness.running.store import Store, environment
-from harness.running.trials.trial import Truths
-from harness.subject import NamedSubject, Unanswered, asking, claimed, compared_with, truth_of
-from harness.torch_internals.memory import keep_freed_memory
+from shardproof.harness.cases import in_own_words
+from shardproof.harness.checking.evidence import FAIL, SKIP, Verdict
+from shardproof.harness.errors import RequestError, ShardproofError
+from shardproof.harness.interpreter import interrupted_after
+from shardproof.harness.mesh_axes import stage_count
+from shardproof.harness.protocols import CaseLike, case_text
+from shardproof.harness.running.engines import engine_named
+from shardproof.harness.running.proof import ended_by, prove
+from shardproof.harness.running.ranks.capacity import admit, admitted
+from shardproof.harness.running.ranks.output import shown_once
+from shardproof.harness.running.request import Request, check_saved
+from shardproof.harness.running.result import REFUSED, CaseResult, StoredCase, stored_part
+from shardproof.harness.running.run_result import Kept, Progress, RunResult, run_result
+from shardproof.harness.running.store import Store, environment
+from shardproof.harness.running.trials.trial import Truths
+from shardproof.harness.subject import NamedSubject, Unanswered, asking, claimed, compared_with, truth_of
+from shardproof.harness.torch_internals.memory import keep_freed_memory
 
 if TYPE_CHECKING:
-    from harness.running.sharing import ProvingProcess
-    from harness.running.witnessing import Witnesses
+    from shardproof.harness.running.sharing import ProvingProcess
+    from shardproof.harness.running.witnessing import Witnesses
 
 
 def run(
@@ -64,7 +64,7 @@ def run(
         try:
             store.plan(planned)
             if request.profile:
-                from harness.running.witnessing import witnesses_of  # noqa: PLC0415
+                from shardproof.harness.running.witnessing import witnesses_of  # noqa: PLC0415
 
                 witnesses = witnesses_of(request, store.path / "traces")
             if prove_case is None:
@@ -77,7 +77,7 @@ def run(
                         if not kept.keep(stored):
                             break
             if failed := [result for result in kept.results if result.verdict == FAIL]:
-                from harness.running.experiments import Failed, look_for_words  # noqa: PLC0415
+                from shardproof.harness.running.experiments import Failed, look_for_words  # noqa: PLC0415
 
                 failures = [Failed(case=by_text[result.text], verdicts=result.verdicts) for result in failed]
                 amended = look_for_words(failures, request, proving, store, apart=prove_case is None)
@@ -109,7 +109,7 @@ def proving(request: Request, heard: Callable[[str], object] = str) -> Iterator[
                     result = prove(case, request.subject, engine, **{**usual, **how})
                 if how or result.verdict != FAIL:
                     return result
-                from harness.running.shared_state import OnProcesses  # noqa: PLC0415
+                from shardproof.harness.running.shared_state import OnProcesses  # noqa: PLC0415
 
                 on_processes = on_processes or OnProcesses(request)
                 return on_processes.of(result)
@@ -127,7 +127,7 @@ def _shared(
     request: Request, processes: "list[ProvingProcess]", kept: Kept, meanwhile: Callable[[], object]
 ) -> list[str]:
     """Prove all cases in these processes; returns notes on processes that crashed."""
-    from harness.running.sharing import Sharing, together  # noqa: PLC0415
+    from shardproof.harness.running.sharing import Sharing, together  # noqa: PLC0415
 
     cases, name = request.cases, request.subject.name
 
@@ -161,8 +161,8 @@ def _processes(request: Request) -> "Iterator[list[ProvingProcess]]":
 
 
 def _started(request: Request) -> "ProvingProcess | None":
-    from harness.running.forked_process import forked  # noqa: PLC0415
-    from harness.running.sharing import ProvingProcess, serve  # noqa: PLC0415
+    from shardproof.harness.running.forked_process import forked  # noqa: PLC0415
+    from shardproof.harness.running.sharing import ProvingProcess, serve  # noqa: PLC0415
 
     process = forked(lambda connection: serve(connection, request, proving))
     return None if process is None else ProvingProcess(process, request)

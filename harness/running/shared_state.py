@@ -21,18 +21,18 @@ from multiprocessing.connection import Connection, wait
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, cast
 
-from harness.checking.evidence import FAIL
-from harness.diagnosing.causes.cause import reported
-from harness.engines.processes.forked.pool import PoolEngine
-from harness.engines.threads.inproc import InprocEngine
-from harness.engines.threads.state.module_state import namespaces_of
-from harness.errors import ShardproofError
-from harness.protocols import CaseLike
-from harness.running.forked_process import forked
-from harness.running.proof import prove
-from harness.running.request import Request
-from harness.running.result import CaseResult
-from harness.subject import NamedSubject, kept_per_rank, offers
+from shardproof.harness.checking.evidence import FAIL
+from shardproof.harness.diagnosing.causes.cause import reported
+from shardproof.harness.engines.processes.forked.pool import PoolEngine
+from shardproof.harness.engines.threads.inproc import InprocEngine
+from shardproof.harness.engines.threads.state.module_state import namespaces_of
+from shardproof.harness.errors import ShardproofError
+from shardproof.harness.protocols import CaseLike
+from shardproof.harness.running.forked_process import forked
+from shardproof.harness.running.proof import prove
+from shardproof.harness.running.request import Request
+from shardproof.harness.running.result import CaseResult
+from shardproof.harness.subject import NamedSubject, kept_per_rank, offers
 
 LOSS_PARALLEL = "torch.distributed.tensor.parallel.loss"
 """The module of torch's loss_parallel, which changes DTensor for the process: the first rank to leave it ends it."""

@@ -21,16 +21,16 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeAlias
 
-from harness.cases import in_own_words
-from harness.dense_model import dense_model
-from harness.engines.processes.exit_status import process_end
-from harness.errors import MachineError, RankCrashed, RankDied, ShardproofError, TimeLimit
-from harness.interpreter import interrupted_after
-from harness.protocols import CaseLike
-from harness.running.forked_process import ForkedProcess
-from harness.running.request import Request, folder_of
-from harness.running.result import StoredCase, stored_part
-from harness.running.trials.trial import BOUNDED, PARTS, too_long
+from shardproof.harness.cases import in_own_words
+from shardproof.harness.dense_model import dense_model
+from shardproof.harness.engines.processes.exit_status import process_end
+from shardproof.harness.errors import MachineError, RankCrashed, RankDied, ShardproofError, TimeLimit
+from shardproof.harness.interpreter import interrupted_after
+from shardproof.harness.protocols import CaseLike
+from shardproof.harness.running.forked_process import ForkedProcess
+from shardproof.harness.running.request import Request, folder_of
+from shardproof.harness.running.result import StoredCase, stored_part
+from shardproof.harness.running.trials.trial import BOUNDED, PARTS, too_long
 
 _LEAST_GRACE_S, _MOST_GRACE_S = 3.0, 20.0
 """How much longer than its time limit a part of a case may take before its process is ended: as long again, in these

@@ -30,11 +30,11 @@ from pathlib import Path
 
 import torch
 
-from harness.checking.evidence import Verdict
-from harness.ledger import COLUMNS
-from harness.run_folder import SCHEMA, csv_text, link_latest, new_run_folder, safe_name, writing
-from harness.running.summary import RANK_COLUMNS, SUMMARY_COLUMNS, SummaryRow
-from harness.torch_internals.lookup import untested
+from shardproof.harness.checking.evidence import Verdict
+from shardproof.harness.ledger import COLUMNS
+from shardproof.harness.run_folder import SCHEMA, csv_text, link_latest, new_run_folder, safe_name, writing
+from shardproof.harness.running.summary import RANK_COLUMNS, SUMMARY_COLUMNS, SummaryRow
+from shardproof.harness.torch_internals.lookup import untested
 
 LARGEST_LEDGER = 50_000_000
 """Bytes of ledger.csv above which it is packed."""

@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass
 from operator import attrgetter
 from types import MappingProxyType
 
-from harness.ledger import OPS, PHASES, Event
-from harness.protocols import Axes, TermLike
-from harness.terms import FIELDS, Term, closed_forms, visible
+from shardproof.harness.ledger import OPS, PHASES, Event
+from shardproof.harness.protocols import Axes, TermLike
+from shardproof.harness.terms import FIELDS, Term, closed_forms, visible
 
 COUNTS = ("calls", "payload_bytes", "wire_bytes")
 SUMMARY_COLUMNS = (

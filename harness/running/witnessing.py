@@ -12,23 +12,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from harness.checking.evidence import FAIL, UNKNOWN, Finding, Verdict
-from harness.checking.witness_checks import CHECK, finding, qualified, undisturbed, unseen
-from harness.diagnosing.diagnosis import Diagnosis
-from harness.diagnosing.witness_lines import diagnosed, in_six_lines
-from harness.errors import MachineError
-from harness.ledger import Event, unmapped
-from harness.protocols import CaseLike, TermLike, case_text
-from harness.running.request import Request
-from harness.running.result import CaseResult, verdict_on
-from harness.running.store import Store
-from harness.subject import NamedSubject, Unanswered, refusal
-from harness.witnesses.agreement import NOT_ASKED, Agreement, Sighting, agreement, group_text, of_ledger
-from harness.witnesses.chosen import steps_text, terms_of
-from harness.witnesses.measured import SessionRequest
-from harness.witnesses.nsys import on_gpus
-from harness.witnesses.session import Session, hold
-from harness.witnesses.timing import spread, timed
+from shardproof.harness.checking.evidence import FAIL, UNKNOWN, Finding, Verdict
+from shardproof.harness.checking.witness_checks import CHECK, finding, qualified, undisturbed, unseen
+from shardproof.harness.diagnosing.diagnosis import Diagnosis
+from shardproof.harness.diagnosing.witness_lines import diagnosed, in_six_lines
+from shardproof.harness.errors import MachineError
+from shardproof.harness.ledger import Event, unmapped
+from shardproof.harness.protocols import CaseLike, TermLike, case_text
+from shardproof.harness.running.request import Request
+from shardproof.harness.running.result import CaseResult, verdict_on
+from shardproof.harness.running.store import Store
+from shardproof.harness.subject import NamedSubject, Unanswered, refusal
+from shardproof.harness.witnesses.agreement import NOT_ASKED, Agreement, Sighting, agreement, group_text, of_ledger
+from shardproof.harness.witnesses.chosen import steps_text, terms_of
+from shardproof.harness.witnesses.measured import SessionRequest
+from shardproof.harness.witnesses.nsys import on_gpus
+from shardproof.harness.witnesses.session import Session, hold
+from shardproof.harness.witnesses.timing import spread, timed
 
 INDEPENDENCE = (
     "of the witnesses, nsys stores ranges that our recorder draws: it shows that no event was lost or renamed on the "

@@ -18,7 +18,7 @@ All of it is the subject's own code: whatever it raises, or leaves with, becomes
 knows no modes: which there are is stated by the dense model. `harness.protocols.Subject` states the types.
 """
 
-from harness.subject.call import (
+from shardproof.harness.subject.call import (
     NamedSubject,
     Unanswered,
     answered,
@@ -32,7 +32,7 @@ from harness.subject.call import (
     session,
     stated,
 )
-from harness.subject.claims import (
+from shardproof.harness.subject.claims import (
     Claims,
     case_of,
     cases_of,
@@ -46,7 +46,15 @@ from harness.subject.claims import (
     refusal,
     vocabulary,
 )
-from harness.subject.truth import ALONE, DenseFunction, Deviation, compared_with, deviating, lower_dtypes, truth_of
+from shardproof.harness.subject.truth import (
+    ALONE,
+    DenseFunction,
+    Deviation,
+    compared_with,
+    deviating,
+    lower_dtypes,
+    truth_of,
+)
 
 __all__ = [
     "ALONE",

@@ -10,10 +10,10 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
-from harness.errors import MachineError, RequestError, error_text
-from harness.protocols import Axes, CaseLike, Subject, Value
-from harness.resolve import resolve
-from harness.terms import EventKey, Term, closed_forms
+from shardproof.harness.errors import MachineError, RequestError, error_text
+from shardproof.harness.protocols import Axes, CaseLike, Subject, Value
+from shardproof.harness.resolve import resolve
+from shardproof.harness.terms import EventKey, Term, closed_forms
 
 if TYPE_CHECKING:
     import torch
@@ -101,7 +101,7 @@ def answered(question: str, ask: Callable[[], T]) -> T:
 
 def _where(problem: BaseException) -> str:
     """The innermost lines of the user's code that led to this exception: ", at model.py:7 in forward"."""
-    from harness.engines.calls.callers import is_user, shortened  # noqa: PLC0415  (loads torch, which a failed answer may do)
+    from shardproof.harness.engines.calls.callers import is_user, shortened  # noqa: PLC0415  (loads torch, which a failed answer may do)
 
     frames = [frame for frame in traceback.extract_tb(problem.__traceback__) if is_user(frame.filename)]
     places = [f"{shortened(frame.filename)}:{frame.lineno} in {frame.name}" for frame in frames[: -_FRAMES - 1 : -1]]

@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from harness.cases import check_modes, in_own_words, read_case
-from harness.dense_model import dense_model
-from harness.errors import RequestError
-from harness.mesh_axes import AXES
-from harness.protocols import CaseLike, Subject
-from harness.subject.call import NamedSubject, answered, asking, named, offers, words_of
+from shardproof.harness.cases import check_modes, in_own_words, read_case
+from shardproof.harness.dense_model import dense_model
+from shardproof.harness.errors import RequestError
+from shardproof.harness.mesh_axes import AXES
+from shardproof.harness.protocols import CaseLike, Subject
+from shardproof.harness.subject.call import NamedSubject, answered, asking, named, offers, words_of
 
 if TYPE_CHECKING:
-    from harness.plain_case import Vocabulary
+    from shardproof.harness.plain_case import Vocabulary
 
 
 @asking("words")
@@ -27,7 +27,7 @@ def vocabulary(subject: NamedSubject) -> "Vocabulary | None":
     own = getattr(subject.call, "words", None)
     if own is None:
         return None
-    from harness.plain_case import Vocabulary  # noqa: PLC0415
+    from shardproof.harness.plain_case import Vocabulary  # noqa: PLC0415
 
     return Vocabulary.of(own)
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Final
 
-from harness.errors import RequestError
-from harness.protocols import CaseLike, Value
-from harness.resolve import resolve
-from harness.subject.call import NamedSubject, answered, asking
-from harness.subject.claims import vocabulary
+from shardproof.harness.errors import RequestError
+from shardproof.harness.protocols import CaseLike, Value
+from shardproof.harness.resolve import resolve
+from shardproof.harness.subject.call import NamedSubject, answered, asking
+from shardproof.harness.subject.claims import vocabulary
 
 LOWER = ("compute_dtype", "wire_dtype")
 """The attributes that state a dtype: of matrix products, and of what travels between ranks."""

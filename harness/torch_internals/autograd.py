@@ -14,7 +14,7 @@ from torch.autograd import graph
 from torch.autograd.function import Function, FunctionCtx
 from torch.optim.optimizer import Optimizer
 
-from harness.torch_internals.lookup import found
+from shardproof.harness.torch_internals.lookup import found
 
 _RECORDING = "recording"
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from harness.torch_internals.lookup import found, lacking, standing
+from shardproof.harness.torch_internals.lookup import found, lacking, standing
 
 _internals: Any = torch._C._distributed_c10d
 _WAITS = ("wait", "synchronize", "block_current_stream", "get_future", "get_future_result")

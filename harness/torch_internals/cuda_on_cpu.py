@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.torch_internals.lookup import standing
+from shardproof.harness.torch_internals.lookup import standing
 
 _MAKERS = (
     "arange as_tensor asarray empty empty_like empty_strided eye full full_like linspace logspace ones ones_like rand "

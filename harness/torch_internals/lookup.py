@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from harness.errors import MachineError
+from shardproof.harness.errors import MachineError
 
 TESTED = ((2, 11), (2, 15))
 """First and last release of torch that `make compat` was run with; all between them as well."""

@@ -17,8 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.torch_internals.lookup import standing
-from harness.torch_internals.operators import FUSED, arguments_of, dispatch_keys, has_kernel, kernels, operator_names
+from shardproof.harness.torch_internals.lookup import standing
+from shardproof.harness.torch_internals.operators import (
+    FUSED,
+    arguments_of,
+    dispatch_keys,
+    has_kernel,
+    kernels,
+    operator_names,
+)
 
 _aten: Any = torch.ops.aten
 FUSED_UNLIKE: Any = getattr(_aten, "_scaled_dot_product_efficient_attention", None)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.torch_internals.compiler import Eager
+from shardproof.harness.torch_internals.compiler import Eager
 
 _eager = Eager()
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from harness.torch_internals.lookup import found
+from shardproof.harness.torch_internals.lookup import found
 
 _RECORDING = "recording on real backends"
 _GROUP = "c10d.ProcessGroup"

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from harness.errors import RequestError
-from harness.torch_internals.lookup import lacking, standing
+from shardproof.harness.errors import RequestError
+from shardproof.harness.torch_internals.lookup import lacking, standing
 
 _FEATURE = "the in-process engine"
 _registry: Any = torch._C._distributed_c10d

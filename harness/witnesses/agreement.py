@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from types import MappingProxyType
 
-from harness.ledger import Event
-from harness.protocols import Axes, TermLike
-from harness.terms import ClosedForm, EventKey, Term, closed_forms, key_of, visible
+from shardproof.harness.ledger import Event
+from shardproof.harness.protocols import Axes, TermLike
+from shardproof.harness.terms import ClosedForm, EventKey, Term, closed_forms, key_of, visible
 
 UNKNOWN = -1
 """Bytes that a witness does not know."""

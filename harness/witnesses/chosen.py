@@ -18,13 +18,13 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile
 
-from harness.errors import MachineError, error_text
-from harness.protocols import CaseLike, TermLike
-from harness.recording.attribution import Attribution
-from harness.recording.observations import Stepped, read
-from harness.recording.watch import Watch
-from harness.terms import ClosedForm, Term, closed_form
-from harness.torch_internals.backends import default_store, distributed_header, flight_record
+from shardproof.harness.errors import MachineError, error_text
+from shardproof.harness.protocols import CaseLike, TermLike
+from shardproof.harness.recording.attribution import Attribution
+from shardproof.harness.recording.observations import Stepped, read
+from shardproof.harness.recording.watch import Watch
+from shardproof.harness.terms import ClosedForm, Term, closed_form
+from shardproof.harness.torch_internals.backends import default_store, distributed_header, flight_record
 
 
 def steps_text(steps: range) -> str:

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from harness.errors import MachineError
-from harness.ledger import BACKWARD, OPS
-from harness.recording.ranges import DOMAIN
-from harness.witnesses.agreement import UNKNOWN, Sighting
+from shardproof.harness.errors import MachineError
+from shardproof.harness.ledger import BACKWARD, OPS
+from shardproof.harness.recording.ranges import DOMAIN
+from shardproof.harness.witnesses.agreement import UNKNOWN, Sighting
 
 _DOMAIN, _CATEGORY, _MARK = 75, 33, 34
 _SETTLED_BY = {"forward": "data", "step": "grad_sync"}

@@ -29,22 +29,22 @@ import torch.distributed as dist
 from torch import multiprocessing
 from torch.distributed import FileStore, PrefixStore
 
-from harness.engines.interposer import observing
-from harness.engines.one_thread import ONE_THREAD
-from harness.engines.processes.rank_program import run_rank
-from harness.engines.rank_environment import rank_device
-from harness.errors import MachineError
-from harness.interpreter import spawned
-from harness.ledger import Event
-from harness.outcome.blocks import Block, localize
-from harness.protocols import CaseLike, Subject, case_text
-from harness.recording.ranges import Ranges, open_domain
-from harness.recording.recorder import Recorder
-from harness.recording.spans import Stopwatch, stopwatch
-from harness.resolve import resolve
-from harness.subject import named_axes, session
-from harness.witnesses.chosen import TorchTrace, captured, during, step_ends
-from harness.witnesses.torch_trace import FLIGHT_SUFFIX, TRACE_SUFFIX
+from shardproof.harness.engines.interposer import observing
+from shardproof.harness.engines.one_thread import ONE_THREAD
+from shardproof.harness.engines.processes.rank_program import run_rank
+from shardproof.harness.engines.rank_environment import rank_device
+from shardproof.harness.errors import MachineError
+from shardproof.harness.interpreter import spawned
+from shardproof.harness.ledger import Event
+from shardproof.harness.outcome.blocks import Block, localize
+from shardproof.harness.protocols import CaseLike, Subject, case_text
+from shardproof.harness.recording.ranges import Ranges, open_domain
+from shardproof.harness.recording.recorder import Recorder
+from shardproof.harness.recording.spans import Stopwatch, stopwatch
+from shardproof.harness.resolve import resolve
+from shardproof.harness.subject import named_axes, session
+from shardproof.harness.witnesses.chosen import TorchTrace, captured, during, step_ends
+from shardproof.harness.witnesses.torch_trace import FLIGHT_SUFFIX, TRACE_SUFFIX
 
 _START_S = 60.0
 """The processes of the ranks start and import: a busy machine takes its time."""

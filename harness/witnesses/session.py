@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from harness.engines.processes.rank_program import RankResult
-from harness.errors import MachineError, error_text
-from harness.protocols import CaseLike, case_text
-from harness.witnesses.agreement import Sighting
-from harness.witnesses.chosen import steps_text
-from harness.witnesses.database import read_database
-from harness.witnesses.measured import SessionRequest, WatchedRank
-from harness.witnesses.nsys import database_of, run_to_end
-from harness.witnesses.torch_trace import read_traces
+from shardproof.harness.engines.processes.rank_program import RankResult
+from shardproof.harness.errors import MachineError, error_text
+from shardproof.harness.protocols import CaseLike, case_text
+from shardproof.harness.witnesses.agreement import Sighting
+from shardproof.harness.witnesses.chosen import steps_text
+from shardproof.harness.witnesses.database import read_database
+from shardproof.harness.witnesses.measured import SessionRequest, WatchedRank
+from shardproof.harness.witnesses.nsys import database_of, run_to_end
+from shardproof.harness.witnesses.torch_trace import read_traces
 
 LIMIT_S = 60.0
 """Start of the processes and of the tool, beside the time of the cases."""
@@ -56,7 +56,7 @@ def hold(job: SessionRequest, folder: Path) -> dict[str, Session]:
     for index in range(len(job.cases)):
         (folder / str(index)).mkdir(exist_ok=True)
     (folder / "job.pickle").write_bytes(pickle.dumps(job))
-    program = [sys.executable, "-m", "shardproof.child", "harness.witnesses.measured", str(folder)]
+    program = [sys.executable, "-m", "shardproof.child", "shardproof.harness.witnesses.measured", str(folder)]
     limit_s = LIMIT_S * (1 + len({case.world_size for case in job.cases})) + job.timeout_s * len(job.cases)
     environment, in_database = {**os.environ, **_ENVIRONMENT}, None
     if job.tool == "nsys":

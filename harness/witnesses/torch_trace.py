@@ -14,10 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.engines.calls.operators import OPERATORS
-from harness.errors import MachineError
-from harness.witnesses.agreement import UNKNOWN, Sighting
-from harness.witnesses.trace_rows import CALL, Phases, nested
+from shardproof.harness.engines.calls.operators import OPERATORS
+from shardproof.harness.errors import MachineError
+from shardproof.harness.witnesses.agreement import UNKNOWN, Sighting
+from shardproof.harness.witnesses.trace_rows import CALL, Phases, nested
 
 TRACE_SUFFIX, FLIGHT_SUFFIX = ".trace.json", ".flight.json"
 _BYTES = {"float": 4, "double": 8, "c10::Half": 2, "c10::BFloat16": 2, "bool": 1, "unsigned char": 1, "signed char": 1}

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from harness.ledger import AGAIN
+from shardproof.harness.ledger import AGAIN
 
 NODE, MODULE, STEP, CHECKPOINT, CALL, QUIET, LOUD = ("node", "module", "step", "checkpoint", "call", "quiet", "loud")
 Trace = Mapping[str, Any]

@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from parallel.checkpoints.folder import Stored, Weights
-from parallel.checkpoints.state import RANKS, CheckpointError, dtype_word
-from reference.case import Case
-from reference.checkpoints.foreign import Form, is_foreign, parameters
-from reference.checkpoints.megatron import is_megatron
-from reference.errors import CaseError
+from shardproof.parallel.checkpoints.folder import Stored, Weights
+from shardproof.parallel.checkpoints.state import RANKS, CheckpointError, dtype_word
+from shardproof.reference.case import Case
+from shardproof.reference.checkpoints.foreign import Form, is_foreign, parameters
+from shardproof.reference.checkpoints.megatron import is_megatron
+from shardproof.reference.errors import CaseError
 
 Source = Stored | Weights
 _TABLE = "model.embedding.tokens.weight"

@@ -31,10 +31,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from parallel.checkpoints.planners import BoxReader, BoxWriter
-from parallel.checkpoints.state import CheckpointError, dtype_word
-from parallel.communication.layout import Box, whole
-from reference.checkpoints.metadata import METADATA, read_metadata
+from shardproof.parallel.checkpoints.planners import BoxReader, BoxWriter
+from shardproof.parallel.checkpoints.state import CheckpointError, dtype_word
+from shardproof.parallel.communication.layout import Box, whole
+from shardproof.reference.checkpoints.metadata import METADATA, read_metadata
 
 _SUMS = "sums.json"
 _DATA, _RANK = "data-", "rank-"

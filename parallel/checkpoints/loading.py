@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from parallel.checkpoints.state import (
+from shardproof.parallel.checkpoints.state import (
     MOMENTS,
     RANKS,
     SCALE,
@@ -27,14 +27,14 @@ from parallel.checkpoints.state import (
     rng_keys,
     trained,
 )
-from parallel.communication.layout import whole
-from parallel.model.strategy import Rank
-from reference.checkpoints.foreign import is_foreign
-from reference.checkpoints.stored import stored as reference_stored
-from reference.errors import CaseError
+from shardproof.parallel.communication.layout import whole
+from shardproof.parallel.model.strategy import Rank
+from shardproof.reference.checkpoints.foreign import is_foreign
+from shardproof.reference.checkpoints.stored import stored as reference_stored
+from shardproof.reference.errors import CaseError
 
 if TYPE_CHECKING:
-    from parallel.checkpoints.folder import Stored, Weights
+    from shardproof.parallel.checkpoints.folder import Stored, Weights
 
 
 def load(rank: Rank, optimizer: torch.optim.Optimizer, folder: Path) -> int:
@@ -43,7 +43,7 @@ def load(rank: Rank, optimizer: torch.optim.Optimizer, folder: Path) -> int:
     Where the ranks lie as those that saved, the states of its streams of random numbers are replaced too. Raises
     CheckpointError for a checkpoint that is missing, torn, or of other model or training; nothing is changed then.
     """
-    from parallel.checkpoints.folder import Stored  # noqa: PLC0415  (torch's checkpoints take a second to import)
+    from shardproof.parallel.checkpoints.folder import Stored  # noqa: PLC0415  (torch's checkpoints take a second to import)
 
     foreign = is_foreign(folder)
     stored = _weights(rank, folder) if foreign else Stored.open(folder)
@@ -80,7 +80,7 @@ def load(rank: Rank, optimizer: torch.optim.Optimizer, folder: Path) -> int:
 
 def _weights(rank: Rank, folder: Path) -> "Weights":
     """Another system's parameters, in the dtype of what the optimizer steps."""
-    from parallel.checkpoints.folder import Weights  # noqa: PLC0415
+    from shardproof.parallel.checkpoints.folder import Weights  # noqa: PLC0415
 
     dtype = next(iter(rank.updated.values())).dtype
     try:

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from parallel.communication.layout import Box
+from shardproof.parallel.communication.layout import Box
 
 
 def chunk_of(box: Box) -> ChunkStorageMetadata:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from parallel.checkpoints.state import (
+from shardproof.parallel.checkpoints.state import (
     MOMENTS,
     RANKS,
     SCALE,
@@ -21,14 +21,14 @@ from parallel.checkpoints.state import (
     trained,
     writes,
 )
-from parallel.communication.collectives import all_reduce
-from parallel.communication.expectation import CallRow
-from parallel.communication.layout import Box, whole
-from parallel.model.strategy import Rank
-from reference.case import Case
-from reference.checkpoints.whole import tensors
-from reference.model.parameters import shapes
-from reference.training.states import kept
+from shardproof.parallel.communication.collectives import all_reduce
+from shardproof.parallel.communication.expectation import CallRow
+from shardproof.parallel.communication.layout import Box, whole
+from shardproof.parallel.model.strategy import Rank
+from shardproof.reference.case import Case
+from shardproof.reference.checkpoints.whole import tensors
+from shardproof.reference.model.parameters import shapes
+from shardproof.reference.training.states import kept
 
 _FAILED = "has a rank failed?"
 SAVING = CallRow(
@@ -42,7 +42,7 @@ def save(rank: Rank, optimizer: torch.optim.Optimizer, folder: Path, *, steps: i
 
     Raises CheckpointError on every rank when one of them cannot write, or when their parts do not tile every tensor.
     """
-    from parallel.checkpoints.folder import commit, next_data, write_part  # noqa: PLC0415  (takes a second to import)
+    from shardproof.parallel.checkpoints.folder import commit, next_data, write_part  # noqa: PLC0415  (takes a second to import)
 
     problem, data = "", ""
     try:

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parallel.communication.layout import Box, Coordinates, Placement, pieces
-from parallel.communication.mesh import coordinates
-from parallel.model.strategy import Rank
-from reference.case import Case
+from shardproof.parallel.communication.layout import Box, Coordinates, Placement, pieces
+from shardproof.parallel.communication.mesh import coordinates
+from shardproof.parallel.model.strategy import Rank
+from shardproof.reference.case import Case
 
 STEPS, SCALE, RANKS = "train.steps", "train.loss_scale", "train.ranks"
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel.communication.collectives import broadcast
-from parallel.communication.expectation import CallPlace, CallRow, Places
-from parallel.communication.mesh import Axis, Mesh
-from parallel.schedules.stages import Stage, stages
-from reference.case import Case
-from reference.data.batches import Batch, micro_batch
-from reference.data.stages import Form, sent_to_stage
+from shardproof.parallel.communication.collectives import broadcast
+from shardproof.parallel.communication.expectation import CallPlace, CallRow, Places
+from shardproof.parallel.communication.mesh import Axis, Mesh
+from shardproof.parallel.schedules.stages import Stage, stages
+from shardproof.reference.case import Case
+from shardproof.reference.data.batches import Batch, micro_batch
+from shardproof.reference.data.stages import Form, sent_to_stage
 
 SIZES_PER_KEY = 5
 """Numbers that describe one key's shape in `flat`: up to four dims and a closing 0."""

@@ -15,9 +15,9 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from types import CodeType
 from typing import Any
 
-from parallel.communication.mesh import axis_size
-from parallel.schedules.stages import ends_of_units, lies_in, modules_again, stages
-from reference.case import Case
+from shardproof.parallel.communication.mesh import axis_size
+from shardproof.parallel.schedules.stages import ends_of_units, lies_in, modules_again, stages
+from shardproof.reference.case import Case
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "bool": 1}
 ACTIVATION = "slice_tokens * hidden"

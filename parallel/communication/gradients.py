@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from parallel.communication.collectives import all_reduce
-from parallel.communication.layout import Placement
-from parallel.communication.mesh import Axis
+from shardproof.parallel.communication.collectives import all_reduce
+from shardproof.parallel.communication.layout import Placement
+from shardproof.parallel.communication.mesh import Axis
 
 
 def sum_gradients(gradients: Iterable[Tensor], axis: Axis) -> None:

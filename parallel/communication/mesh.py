@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from reference.case import Case
+from shardproof.reference.case import Case
 
 _TALKING = ("tp", "dp")
 """Axes of every mesh that are talked on even where they have one rank."""

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from parallel.communication.collectives import all_gather as _all_gather
-from parallel.communication.collectives import all_reduce, exchange, own_slice
-from parallel.communication.collectives import all_to_all as _all_to_all
-from parallel.communication.collectives import reduce_scatter as _reduce_scatter
-from parallel.communication.mesh import Axis
+from shardproof.parallel.communication.collectives import all_gather as _all_gather
+from shardproof.parallel.communication.collectives import all_reduce, exchange, own_slice
+from shardproof.parallel.communication.collectives import all_to_all as _all_to_all
+from shardproof.parallel.communication.collectives import reduce_scatter as _reduce_scatter
+from shardproof.parallel.communication.mesh import Axis
 
 _Move = Callable[[Tensor], Tensor]
 

@@ -23,14 +23,14 @@ from functools import partial
 
 from torch import Tensor
 
-from parallel.communication.expectation import MICRO_BATCHES, CallRow
-from parallel.communication.mesh import Axis
-from parallel.communication.pairs import gather_from_sequence
-from parallel.context.blocks import of_keys, over_all_keys
-from parallel.context.ring import ring_attention, ring_rows
-from parallel.context.slices import Slices
-from parallel.layers.roles import ATTENTION
-from parallel.layers.ulysses import by_all_to_all
+from shardproof.parallel.communication.expectation import MICRO_BATCHES, CallRow
+from shardproof.parallel.communication.mesh import Axis
+from shardproof.parallel.communication.pairs import gather_from_sequence
+from shardproof.parallel.context.blocks import of_keys, over_all_keys
+from shardproof.parallel.context.ring import ring_attention, ring_rows
+from shardproof.parallel.context.slices import Slices
+from shardproof.parallel.layers.roles import ATTENTION
+from shardproof.parallel.layers.ulysses import by_all_to_all
 
 
 def gathered_attention(

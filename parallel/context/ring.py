@@ -28,12 +28,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.communication.collectives import Pending
-from parallel.communication.expectation import MICRO_BATCHES, CallRow
-from parallel.communication.mesh import Axis
-from parallel.context.blocks import attend, gradients, merged, of_keys
-from parallel.context.slices import Slices
-from parallel.layers.roles import ATTENTION
+from shardproof.parallel.communication.collectives import Pending
+from shardproof.parallel.communication.expectation import MICRO_BATCHES, CallRow
+from shardproof.parallel.communication.mesh import Axis
+from shardproof.parallel.context.blocks import attend, gradients, merged, of_keys
+from shardproof.parallel.context.slices import Slices
+from shardproof.parallel.layers.roles import ATTENTION
 
 
 def ring_attention(

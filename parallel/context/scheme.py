@@ -20,11 +20,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from parallel.communication.batch import Delivered
-from parallel.communication.expectation import CallRow
-from parallel.communication.layout import Cut, Placement
-from parallel.communication.mesh import Mesh
-from parallel.context.exchanged import (
+from shardproof.parallel.communication.batch import Delivered
+from shardproof.parallel.communication.expectation import CallRow
+from shardproof.parallel.communication.layout import Cut, Placement
+from shardproof.parallel.communication.mesh import Mesh
+from shardproof.parallel.context.exchanged import (
     exchanged_attention,
     exchanged_rows,
     gathered_attention,
@@ -32,10 +32,10 @@ from parallel.context.exchanged import (
     nested_attention,
     nested_rows,
 )
-from parallel.context.ring import ring_attention, ring_rows
-from parallel.context.slices import Slices, contiguous, sliced, zigzag
-from parallel.model.strategy import Parts, Strategy
-from reference.case import Case
+from shardproof.parallel.context.ring import ring_attention, ring_rows
+from shardproof.parallel.context.slices import Slices, contiguous, sliced, zigzag
+from shardproof.parallel.model.strategy import Parts, Strategy
+from shardproof.reference.case import Case
 
 
 def applied(strategy: Strategy, case: Case) -> Strategy:

@@ -12,17 +12,25 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from parallel.communication.expectation import MICRO_BATCHES, ONCE_A_STEP, CallPlace, CallRow, Places
-from parallel.communication.mesh import axis_size
-from parallel.data_parallel.buckets import Bucket
-from parallel.data_parallel.calls import REPLICAS, Placements, elements_at, ranks_at, shard_axis, sum_row, trained
-from parallel.data_parallel.words import stage_buckets, taken_over, units_of
-from parallel.layers.roles import column_linears
-from parallel.model.strategy import Strategy
-from parallel.schedules.pipeline import Kind, order
-from parallel.schedules.stages import Stage, in_backward, lies_in, modules_again, pipeline_of, stages
-from reference.case import Case
-from reference.model.parameters import shapes
+from shardproof.parallel.communication.expectation import MICRO_BATCHES, ONCE_A_STEP, CallPlace, CallRow, Places
+from shardproof.parallel.communication.mesh import axis_size
+from shardproof.parallel.data_parallel.buckets import Bucket
+from shardproof.parallel.data_parallel.calls import (
+    REPLICAS,
+    Placements,
+    elements_at,
+    ranks_at,
+    shard_axis,
+    sum_row,
+    trained,
+)
+from shardproof.parallel.data_parallel.words import stage_buckets, taken_over, units_of
+from shardproof.parallel.layers.roles import column_linears
+from shardproof.parallel.model.strategy import Strategy
+from shardproof.parallel.schedules.pipeline import Kind, order
+from shardproof.parallel.schedules.stages import Stage, in_backward, lies_in, modules_again, pipeline_of, stages
+from shardproof.reference.case import Case
+from shardproof.reference.model.parameters import shapes
 
 
 def bucket_rows(strategy: Strategy, case: Case) -> tuple[CallRow, ...]:

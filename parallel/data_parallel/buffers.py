@@ -25,14 +25,14 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor
 
-from parallel.communication.collectives import Pending, all_gather, start_all_reduce, start_reduce_scatter
-from parallel.communication.layout import Cut, Placement
-from parallel.data_parallel.buckets import Bucket, shares
-from parallel.data_parallel.words import gradient_dtype, stage_buckets, taken_over, trained_dtype
-from parallel.layers.linear import set_holder
-from parallel.model.strategy import Rank
-from parallel.schedules.stages import TABLE
-from reference.case import Case
+from shardproof.parallel.communication.collectives import Pending, all_gather, start_all_reduce, start_reduce_scatter
+from shardproof.parallel.communication.layout import Cut, Placement
+from shardproof.parallel.data_parallel.buckets import Bucket, shares
+from shardproof.parallel.data_parallel.words import gradient_dtype, stage_buckets, taken_over, trained_dtype
+from shardproof.parallel.layers.linear import set_holder
+from shardproof.parallel.model.strategy import Rank
+from shardproof.parallel.schedules.stages import TABLE
+from shardproof.reference.case import Case
 
 
 @dataclass(slots=True, kw_only=True)

@@ -15,13 +15,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from parallel.communication.expectation import ONCE_A_STEP, CallPlace, CallRow, Places
-from parallel.communication.layout import Coordinates, Cut, Placement, local_shape
-from parallel.communication.mesh import coordinates
-from parallel.model.strategy import Strategy
-from parallel.schedules.stages import TABLE, held_by_rank
-from reference.case import Case
-from reference.language.modes import MODES
+from shardproof.parallel.communication.expectation import ONCE_A_STEP, CallPlace, CallRow, Places
+from shardproof.parallel.communication.layout import Coordinates, Cut, Placement, local_shape
+from shardproof.parallel.communication.mesh import coordinates
+from shardproof.parallel.model.strategy import Strategy
+from shardproof.parallel.schedules.stages import TABLE, held_by_rank
+from shardproof.reference.case import Case
+from shardproof.reference.language.modes import MODES
 
 Placements = Mapping[str, Placement]
 REPLICAS = "replica"

@@ -30,17 +30,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel.communication.collectives import Pending, all_reduce, reduce_scatter, start_all_gather
-from parallel.communication.layout import Cut, Placement, shard
-from parallel.communication.mesh import Axis
-from parallel.data_parallel.calls import REPLICAS, shard_axis
-from parallel.data_parallel.rows import Unit, padded_rows
-from parallel.data_parallel.words import gradient_dtype, trained_dtype, units_of
-from parallel.model.strategy import Rank
-from parallel.model.transformer import Transformer
-from parallel.schedules.stages import in_backward, lies_in, modules_again
-from reference.case import Case
-from reference.model.parameters import dtype_of
+from shardproof.parallel.communication.collectives import Pending, all_reduce, reduce_scatter, start_all_gather
+from shardproof.parallel.communication.layout import Cut, Placement, shard
+from shardproof.parallel.communication.mesh import Axis
+from shardproof.parallel.data_parallel.calls import REPLICAS, shard_axis
+from shardproof.parallel.data_parallel.rows import Unit, padded_rows
+from shardproof.parallel.data_parallel.words import gradient_dtype, trained_dtype, units_of
+from shardproof.parallel.model.strategy import Rank
+from shardproof.parallel.model.transformer import Transformer
+from shardproof.parallel.schedules.stages import in_backward, lies_in, modules_again
+from shardproof.reference.case import Case
+from shardproof.reference.model.parameters import dtype_of
 
 _Packed = tuple[int, tuple[int, ...], tuple[int, ...], int]
 """Number of a gathered parameter, then size, stride and offset of what autograd saves of it."""

@@ -9,11 +9,11 @@ measured). Megatron-LM `theoretical_memory_usage.py` counts neither biases nor p
 import math
 from collections.abc import Iterable, Iterator, Mapping
 
-from parallel.communication.expectation import CompleteTerm, gradient_dtype
-from parallel.communication.layout import Placement, local_shape
-from parallel.communication.mesh import axis_size, coordinates
-from reference.case import Case
-from reference.model.parameters import shapes
+from shardproof.parallel.communication.expectation import CompleteTerm, gradient_dtype
+from shardproof.parallel.communication.layout import Placement, local_shape
+from shardproof.parallel.communication.mesh import axis_size, coordinates
+from shardproof.reference.case import Case
+from shardproof.reference.model.parameters import shapes
 
 Line = tuple[str, str]
 _MB = 2**20

@@ -19,13 +19,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from parallel.communication.collectives import all_gather
-from parallel.communication.expectation import CallPlace, CallRow
-from parallel.communication.mesh import axis_size
-from parallel.data_parallel.calls import REPLICAS
-from parallel.model.strategy import Rank, Step, Strategy
-from parallel.schedules.stages import TABLE, held_by_rank
-from reference.case import Case
+from shardproof.parallel.communication.collectives import all_gather
+from shardproof.parallel.communication.expectation import CallPlace, CallRow
+from shardproof.parallel.communication.mesh import axis_size
+from shardproof.parallel.data_parallel.calls import REPLICAS
+from shardproof.parallel.model.strategy import Rank, Step, Strategy
+from shardproof.parallel.schedules.stages import TABLE, held_by_rank
+from shardproof.reference.case import Case
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element -> the integers that its bits are."""

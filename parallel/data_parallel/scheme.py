@@ -9,13 +9,13 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from parallel.data_parallel.buffers import Buckets
-from parallel.data_parallel.calls import shard_axis
-from parallel.data_parallel.gathered import Shards
-from parallel.data_parallel.parity import with_parity
-from parallel.model.loss_scale import LossScaling
-from parallel.model.strategy import Rank, Step, Strategy
-from reference.case import Case
+from shardproof.parallel.data_parallel.buffers import Buckets
+from shardproof.parallel.data_parallel.calls import shard_axis
+from shardproof.parallel.data_parallel.gathered import Shards
+from shardproof.parallel.data_parallel.parity import with_parity
+from shardproof.parallel.model.loss_scale import LossScaling
+from shardproof.parallel.model.strategy import Rank, Step, Strategy
+from shardproof.reference.case import Case
 
 _Held = TypeVar("_Held")
 

@@ -4,13 +4,13 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from parallel.communication import expectation
-from parallel.data_parallel.buckets import Bucket, bucketed
-from parallel.data_parallel.calls import shard_axis
-from parallel.layers.roles import is_column, is_row
-from parallel.schedules.stages import TABLE, Stage
-from reference.case import Case
-from reference.model.parameters import dtype_of
+from shardproof.parallel.communication import expectation
+from shardproof.parallel.data_parallel.buckets import Bucket, bucketed
+from shardproof.parallel.data_parallel.calls import shard_axis
+from shardproof.parallel.layers.roles import is_column, is_row
+from shardproof.parallel.schedules.stages import TABLE, Stage
+from shardproof.reference.case import Case
+from shardproof.reference.model.parameters import dtype_of
 
 
 def gradient_dtype(case: Case) -> torch.dtype:

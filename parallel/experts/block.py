@@ -17,19 +17,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from parallel.communication.layout import Coordinates, Placement, local_shape
-from parallel.communication.mesh import Mesh, coordinates
-from parallel.communication.pairs import gather_from_sequence, scatter_to_sequence
-from parallel.experts.counts import places_of, rows_sent, tokens_of
-from parallel.experts.dispatch import ByAllGather, ByAllToAll, taken, taken_of_all
-from parallel.experts.router import Router, balance_term, has_balance, select, weigh
-from parallel.layers.mlp import Mlp
-from parallel.layers.terms import Terms
-from parallel.model.strategy import Rank
-from reference.case import Case
-from reference.data.batches import micro_batch
-from reference.data.routing import forced
-from reference.model.parameters import dtype_of
+from shardproof.parallel.communication.layout import Coordinates, Placement, local_shape
+from shardproof.parallel.communication.mesh import Mesh, coordinates
+from shardproof.parallel.communication.pairs import gather_from_sequence, scatter_to_sequence
+from shardproof.parallel.experts.counts import places_of, rows_sent, tokens_of
+from shardproof.parallel.experts.dispatch import ByAllGather, ByAllToAll, taken, taken_of_all
+from shardproof.parallel.experts.router import Router, balance_term, has_balance, select, weigh
+from shardproof.parallel.layers.mlp import Mlp
+from shardproof.parallel.layers.terms import Terms
+from shardproof.parallel.model.strategy import Rank
+from shardproof.reference.case import Case
+from shardproof.reference.data.batches import micro_batch
+from shardproof.reference.data.routing import forced
+from shardproof.reference.model.parameters import dtype_of
 
 
 class _Stacked(nn.Module):

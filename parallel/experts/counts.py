@@ -12,11 +12,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from parallel.communication.layout import Coordinates
-from parallel.communication.mesh import coordinates
-from reference.case import Case
-from reference.data.routing import first_token, forced, period
-from reference.training.routing import chosen_by_the_dense_model
+from shardproof.parallel.communication.layout import Coordinates
+from shardproof.parallel.communication.mesh import coordinates
+from shardproof.reference.case import Case
+from shardproof.reference.data.routing import first_token, forced, period
+from shardproof.reference.training.routing import chosen_by_the_dense_model
 
 
 def places_of(case: Case, at: Coordinates) -> Tensor:

@@ -29,12 +29,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from parallel.communication.collectives import all_gather
-from parallel.communication.mesh import Axis, Mesh, coordinates
-from parallel.communication.pairs import exchange_rows, gather_from_sequence, reduce_scatter_to_sequence
-from parallel.experts.counts import Sent
-from reference.case import Case
-from reference.data.routing import EQUAL_DIGITS
+from shardproof.parallel.communication.collectives import all_gather
+from shardproof.parallel.communication.mesh import Axis, Mesh, coordinates
+from shardproof.parallel.communication.pairs import exchange_rows, gather_from_sequence, reduce_scatter_to_sequence
+from shardproof.parallel.experts.counts import Sent
+from shardproof.reference.case import Case
+from shardproof.reference.data.routing import EQUAL_DIGITS
 
 
 def taken(case: Case, weights_TE: Tensor, chosen_TE: Tensor, order_T: Tensor) -> Tensor:

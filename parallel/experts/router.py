@@ -28,10 +28,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from parallel.communication.collectives import all_reduce
-from parallel.communication.mesh import Mesh
-from reference.case import Case
-from reference.model.parameters import dtype_of
+from shardproof.parallel.communication.collectives import all_reduce
+from shardproof.parallel.communication.mesh import Mesh
+from shardproof.reference.case import Case
+from shardproof.reference.model.parameters import dtype_of
 
 
 def has_balance(case: Case) -> bool:

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache, partial
 from typing import NamedTuple
 
-from parallel.communication.expectation import ACTIVATION, CallPlace, CallRow, in_modules
-from parallel.communication.mesh import coordinates
-from parallel.experts.counts import Sent, micro_batches, rows_sent
-from parallel.schedules.stages import Stage, held_at, stages
-from reference.case import Case
+from shardproof.parallel.communication.expectation import ACTIVATION, CallPlace, CallRow, in_modules
+from shardproof.parallel.communication.mesh import coordinates
+from shardproof.parallel.experts.counts import Sent, micro_batches, rows_sent
+from shardproof.parallel.schedules.stages import Stage, held_at, stages
+from shardproof.reference.case import Case
 
 _OWN = "slice_tokens // tp"
 """Tokens of one rank."""

@@ -26,21 +26,21 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from parallel.communication import gradients as sync
-from parallel.communication.collectives import all_reduce
-from parallel.communication.expectation import ONCE_A_STEP, CallPlace, CallRow
-from parallel.communication.layout import Box, Cut, Placement, rows, whole
-from parallel.communication.mesh import Mesh
-from parallel.experts.block import ExpertBlock, blocks_of
-from parallel.experts.rows import rows_of_experts
-from parallel.layers.mlp import Mlp
-from parallel.layers.norm import wide
-from parallel.layers.roles import mlp_linears
-from parallel.model.strategy import Parts, Rank, Step, Strategy, Value
-from parallel.randomness.dropout import Dropout
-from parallel.schedules.stages import held_by_rank
-from reference.case import Case
-from reference.model.parameters import dtype_of
+from shardproof.parallel.communication import gradients as sync
+from shardproof.parallel.communication.collectives import all_reduce
+from shardproof.parallel.communication.expectation import ONCE_A_STEP, CallPlace, CallRow
+from shardproof.parallel.communication.layout import Box, Cut, Placement, rows, whole
+from shardproof.parallel.communication.mesh import Mesh
+from shardproof.parallel.experts.block import ExpertBlock, blocks_of
+from shardproof.parallel.experts.rows import rows_of_experts
+from shardproof.parallel.layers.mlp import Mlp
+from shardproof.parallel.layers.norm import wide
+from shardproof.parallel.layers.roles import mlp_linears
+from shardproof.parallel.model.strategy import Parts, Rank, Step, Strategy, Value
+from shardproof.parallel.randomness.dropout import Dropout
+from shardproof.parallel.schedules.stages import held_by_rank
+from shardproof.reference.case import Case
+from shardproof.reference.model.parameters import dtype_of
 
 
 def _held(case: Case) -> Iterator[CallPlace]:

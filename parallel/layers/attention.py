@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from parallel.layers.norm import wide
-from parallel.randomness.dropout import Draw, Dropout
+from shardproof.parallel.layers.norm import wide
+from shardproof.parallel.randomness.dropout import Draw, Dropout
 
 Core = Callable[[Tensor, Tensor, Tensor], Tensor]
 """q [B,S,N,D], k and v [B,S,K,D] of whole sequences -> context [B,S,N,D]."""

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from parallel.communication import pairs
-from parallel.layers.linear import Region, column_linear
+from shardproof.parallel.communication import pairs
+from shardproof.parallel.layers.linear import Region, column_linear
 
 
 class EmbeddingTable(nn.Module):

@@ -28,15 +28,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from parallel.communication import pairs
-from parallel.communication.collectives import (
+from shardproof.parallel.communication import pairs
+from shardproof.parallel.communication.collectives import (
     Pending,
     all_gather,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
 )
-from parallel.communication.mesh import Axis
+from shardproof.parallel.communication.mesh import Axis
 
 Holder = Callable[[Tensor, Tensor], Tensor]
 

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel.communication.collectives import all_reduce
-from parallel.communication.expectation import STAGES, CallRow
-from parallel.communication.mesh import Axis
-from parallel.layers.norm import wide
+from shardproof.parallel.communication.collectives import all_reduce
+from shardproof.parallel.communication.expectation import STAGES, CallRow
+from shardproof.parallel.communication.mesh import Axis
+from shardproof.parallel.layers.norm import wide
 
 IGNORED = -100
 """The label of a token that is never learned."""

@@ -12,12 +12,12 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor, nn
 
-from parallel.communication.collectives import all_reduce, own_slice
-from parallel.communication.expectation import STAGES, CallRow
-from parallel.communication.layout import Placement
-from parallel.communication.mesh import Axis
-from parallel.layers.loss import vocabulary_cross_entropy
-from parallel.layers.norm import wide
+from shardproof.parallel.communication.collectives import all_reduce, own_slice
+from shardproof.parallel.communication.expectation import STAGES, CallRow
+from shardproof.parallel.communication.layout import Placement
+from shardproof.parallel.communication.mesh import Axis
+from shardproof.parallel.layers.loss import vocabulary_cross_entropy
+from shardproof.parallel.layers.norm import wide
 
 DATASETS = 1
 """Number of datasets: a case has one corpus."""

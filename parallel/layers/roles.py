@@ -10,9 +10,9 @@ norm    attention_norm, mlp_norm, final_norm; q_norm, k_norm act on heads
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
-from parallel.communication.expectation import CallPlace, Places, in_modules
-from reference.case import Case
-from reference.model.parameters import shapes
+from shardproof.parallel.communication.expectation import CallPlace, Places, in_modules
+from shardproof.reference.case import Case
+from shardproof.reference.model.parameters import shapes
 
 _COLUMNS = frozenset({"wqkv", "wq", "wk", "wv", "wuq", "wukv", "eh_proj", "w1", "w3", "w13"})
 _ROWS = frozenset({"wo", "w2"})

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel.communication import pairs
-from parallel.communication.collectives import start_all_to_all
-from parallel.communication.mesh import Axis
-from parallel.layers.attention import Core, Exchange
+from shardproof.parallel.communication import pairs
+from shardproof.parallel.communication.collectives import start_all_to_all
+from shardproof.parallel.communication.mesh import Axis
+from shardproof.parallel.layers.attention import Core, Exchange
 
 _SEQUENCE, _HEADS, _KV_HEADS = 1, 2, 3
 """Dims: sequence, heads of q and of the context, heads of k and v packed as [B, s, 2, K, D]."""

@@ -19,11 +19,11 @@ from contextlib import AbstractContextManager
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from parallel.communication.collectives import all_gather, own_slice
-from parallel.communication.expectation import ACTIVATION, CallRow, in_modules
-from parallel.communication.mesh import Axis
-from parallel.schedules.stages import ends_of_units
-from reference.case import Case
+from shardproof.parallel.communication.collectives import all_gather, own_slice
+from shardproof.parallel.communication.expectation import ACTIVATION, CallRow, in_modules
+from shardproof.parallel.communication.mesh import Axis
+from shardproof.parallel.schedules.stages import ends_of_units
+from shardproof.reference.case import Case
 
 
 def computed_later_again(

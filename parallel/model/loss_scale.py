@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reference.case import Case
+from shardproof.reference.case import Case
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor, nn
 
-from parallel.communication.batch import Delivered
-from parallel.communication.expectation import CallRow
-from parallel.communication.layout import Box, Cut, Placement, pieces
-from parallel.communication.mesh import Axis, Mesh
-from parallel.layers.attention import Exchange, MaskedCore, core_attention, direct
-from parallel.layers.terms import Terms
-from parallel.model.loss_scale import LossScaling
-from parallel.randomness.dropout import Dropout
-from parallel.schedules.stages import Stage
-from reference.case import Case
+from shardproof.parallel.communication.batch import Delivered
+from shardproof.parallel.communication.expectation import CallRow
+from shardproof.parallel.communication.layout import Box, Cut, Placement, pieces
+from shardproof.parallel.communication.mesh import Axis, Mesh
+from shardproof.parallel.layers.attention import Exchange, MaskedCore, core_attention, direct
+from shardproof.parallel.layers.terms import Terms
+from shardproof.parallel.model.loss_scale import LossScaling
+from shardproof.parallel.randomness.dropout import Dropout
+from shardproof.parallel.schedules.stages import Stage
+from shardproof.reference.case import Case
 
 if TYPE_CHECKING:
-    from parallel.layers.metric import Metric
+    from shardproof.parallel.layers.metric import Metric
 
 MakesLayer = Callable[[str], nn.Module]
 """Makes a transformer layer of this dotted name, as those of the decoder are."""

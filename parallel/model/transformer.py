@@ -11,17 +11,17 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from parallel.communication.batch import Delivered
-from parallel.layers.attention import Attention, HeadShape, rotary_table
-from parallel.layers.mlp import Mlp
-from parallel.layers.norm import Norm
-from parallel.layers.roles import attention_linears, head_norms, mlp_linears
-from parallel.layers.units import computed_later_again
-from parallel.model.strategy import Parts, Strategy
-from parallel.randomness.dropout import Draw, Dropout
-from parallel.schedules.stages import Stage, units
-from reference.case import Case
-from reference.model.parameters import dtype_of
+from shardproof.parallel.communication.batch import Delivered
+from shardproof.parallel.layers.attention import Attention, HeadShape, rotary_table
+from shardproof.parallel.layers.mlp import Mlp
+from shardproof.parallel.layers.norm import Norm
+from shardproof.parallel.layers.roles import attention_linears, head_norms, mlp_linears
+from shardproof.parallel.layers.units import computed_later_again
+from shardproof.parallel.model.strategy import Parts, Strategy
+from shardproof.parallel.randomness.dropout import Draw, Dropout
+from shardproof.parallel.schedules.stages import Stage, units
+from shardproof.reference.case import Case
+from shardproof.reference.model.parameters import dtype_of
 
 
 class Layer(nn.Module):

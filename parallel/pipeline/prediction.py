@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from parallel.schedules.messages import Program, programs
-from parallel.schedules.pipeline import Action
-from parallel.schedules.stages import Stage, held_by_rank, pipeline_of
-from parallel.schedules.timing import Span, bubble_stated, played
-from reference.case import Case
+from shardproof.parallel.schedules.messages import Program, programs
+from shardproof.parallel.schedules.pipeline import Action
+from shardproof.parallel.schedules.stages import Stage, held_by_rank, pipeline_of
+from shardproof.parallel.schedules.timing import Span, bubble_stated, played
+from shardproof.reference.case import Case
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,16 +23,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.communication import gradients as sync
-from parallel.communication.expectation import ACTIVATION, STAGES, CallRow
-from parallel.communication.layout import Cut, Placement
-from parallel.model.strategy import Rank, Scheduled, Step, Strategy
-from parallel.schedules.messages import groups_between, peer, program
-from parallel.schedules.pipeline import Action, Kind
-from parallel.schedules.stages import TABLE, Stage, held_by_rank, pipeline_of
-from parallel.training.step import MicroBatches
-from reference.case import Case
-from reference.model.parameters import dtype_of
+from shardproof.parallel.communication import gradients as sync
+from shardproof.parallel.communication.expectation import ACTIVATION, STAGES, CallRow
+from shardproof.parallel.communication.layout import Cut, Placement
+from shardproof.parallel.model.strategy import Rank, Scheduled, Step, Strategy
+from shardproof.parallel.schedules.messages import groups_between, peer, program
+from shardproof.parallel.schedules.pipeline import Action, Kind
+from shardproof.parallel.schedules.stages import TABLE, Stage, held_by_rank, pipeline_of
+from shardproof.parallel.training.step import MicroBatches
+from shardproof.reference.case import Case
+from shardproof.reference.model.parameters import dtype_of
 
 BACK = "pp_back"
 """Name in the mesh of the pipeline's group for gradients, where activations have another."""

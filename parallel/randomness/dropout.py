@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel.communication.layout import Box, Coordinates, Placement, pieces, rows
-from parallel.randomness.streams import DEFAULT, MODEL_PARALLEL, Streams, seeds_at
-from reference.case import Case
-from reference.checkpoints.stored import steps_before
-from reference.language.modes import MODES
+from shardproof.parallel.communication.layout import Box, Coordinates, Placement, pieces, rows
+from shardproof.parallel.randomness.streams import DEFAULT, MODEL_PARALLEL, Streams, seeds_at
+from shardproof.reference.case import Case
+from shardproof.reference.checkpoints.stored import steps_before
+from shardproof.reference.language.modes import MODES
 
 SHARES = "shares"
 """The last part of a site that drops shares of attention."""
@@ -95,7 +95,7 @@ class Dropout:
 
     def _mask(self, site: str, place: Placement, rate: float, draw: Draw) -> Tensor:
         """This rank's mask of a site: bool [rows, ...] in the layout of its placement."""
-        from parallel.randomness.field import indices, kept  # noqa: PLC0415
+        from shardproof.parallel.randomness.field import indices, kept  # noqa: PLC0415
 
         step, micro = draw
         count = place.shape[0]

@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from parallel.communication.layout import Coordinates, Placement, shard
+from shardproof.parallel.communication.layout import Coordinates, Placement, shard
 
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57

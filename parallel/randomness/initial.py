@@ -18,12 +18,12 @@ import math
 import torch
 from torch import Tensor
 
-from parallel.communication.layout import Coordinates, Placement, local_shape, shard
-from parallel.randomness.streams import DEFAULT, MODEL_PARALLEL, Streams, seeds_at
-from parallel.schedules.stages import held_at
-from reference.case import Case
-from reference.language.modes import MODES
-from reference.model.parameters import drawn
+from shardproof.parallel.communication.layout import Coordinates, Placement, local_shape, shard
+from shardproof.parallel.randomness.streams import DEFAULT, MODEL_PARALLEL, Streams, seeds_at
+from shardproof.parallel.schedules.stages import held_at
+from shardproof.reference.case import Case
+from shardproof.reference.language.modes import MODES
+from shardproof.reference.model.parameters import drawn
 
 _STANDARD = 0.02
 _ROW = ("wo", "w2")
@@ -51,7 +51,7 @@ def initial(case: Case, name: str, place: Placement, at: Coordinates, streams: S
         return real
     scale = _STANDARD / math.sqrt(2 * case.layers) if module.rpartition(".")[2] in _ROW else _STANDARD
     if case.init == "field":
-        from parallel.randomness.field import indices, standard  # noqa: PLC0415
+        from shardproof.parallel.randomness.field import indices, standard  # noqa: PLC0415
 
         return standard(case.seed, name, indices(place, at), place.shape) * scale * real
     if not _is_internevo(case):

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from parallel.communication.layout import Coordinates
+from shardproof.parallel.communication.layout import Coordinates
 
 DEFAULT, MODEL_PARALLEL, EXPERT = "data-parallel-rng", "model-parallel-rng", "expert-parallel-rng"
 CONTEXT_STRIDE = 2**16

@@ -13,7 +13,7 @@ interleaved  one batch at the end of every iteration (a forward, a forward and a
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from parallel.schedules.pipeline import Action, Kind, Pipeline, backward_table, forward_table, order, warm_up
+from shardproof.parallel.schedules.pipeline import Action, Kind, Pipeline, backward_table, forward_table, order, warm_up
 
 Program = tuple[tuple[Action, ...], ...]
 """Steps in order; each step's actions are issued together."""

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from reference.case import Case
-from reference.groups import PipelineGroup
+from shardproof.reference.case import Case
+from shardproof.reference.groups import PipelineGroup
 
 if TYPE_CHECKING:
-    from parallel.schedules.pipeline import Pipeline
+    from shardproof.parallel.schedules.pipeline import Pipeline
 
 TABLE = "embedding.tokens.weight"
 """The parameter that the first and the last stage hold when embeddings are tied."""
@@ -110,7 +110,7 @@ def held_at(case: Case, at: Mapping[str, tuple[int, int]]) -> tuple[Stage, ...]:
 
 def pipeline_of(case: Case) -> "Pipeline":
     """The shape of the case's pipeline, as its schedule orders it."""
-    from parallel.schedules.pipeline import Pipeline  # noqa: PLC0415
+    from shardproof.parallel.schedules.pipeline import Pipeline  # noqa: PLC0415
 
     return Pipeline(
         schedule=case.schedule, ranks=case.pp, micro=case.micro, chunks=case.chunks, group=case.group or None

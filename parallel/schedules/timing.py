@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from parallel.schedules.messages import Program, counterpart, peer
-from parallel.schedules.pipeline import Action, Kind, Pipeline
+from shardproof.parallel.schedules.messages import Program, counterpart, peer
+from shardproof.parallel.schedules.pipeline import Action, Kind, Pipeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,21 +28,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from parallel.communication import pairs
-from parallel.communication.batch import DELIVERY
-from parallel.communication.expectation import ACTIVATION, CallPlace, CallRow
-from parallel.communication.layout import Cut, Placement, local_shape
-from parallel.communication.mesh import Axis, Mesh
-from parallel.layers.embedding import WholeEmbedding
-from parallel.layers.linear import Region, column_linear
-from parallel.layers.loss import vocabulary_cross_entropy
-from parallel.layers.roles import COLUMN_LINEARS, ROW_LINEARS, is_column, is_row
-from parallel.model.strategy import Parts, Strategy
-from parallel.schemes import tensor
-from parallel.slicing.heads import Heads, fused_rows, kv_rows, query_rows
-from parallel.slicing.held import Held, beside, in_turn, shard_sizes, widths
-from reference.case import Case
-from reference.model.parameters import dtype_of, shapes
+from shardproof.parallel.communication import pairs
+from shardproof.parallel.communication.batch import DELIVERY
+from shardproof.parallel.communication.expectation import ACTIVATION, CallPlace, CallRow
+from shardproof.parallel.communication.layout import Cut, Placement, local_shape
+from shardproof.parallel.communication.mesh import Axis, Mesh
+from shardproof.parallel.layers.embedding import WholeEmbedding
+from shardproof.parallel.layers.linear import Region, column_linear
+from shardproof.parallel.layers.loss import vocabulary_cross_entropy
+from shardproof.parallel.layers.roles import COLUMN_LINEARS, ROW_LINEARS, is_column, is_row
+from shardproof.parallel.model.strategy import Parts, Strategy
+from shardproof.parallel.schemes import tensor
+from shardproof.parallel.slicing.heads import Heads, fused_rows, kv_rows, query_rows
+from shardproof.parallel.slicing.held import Held, beside, in_turn, shard_sizes, widths
+from shardproof.reference.case import Case
+from shardproof.reference.model.parameters import dtype_of, shapes
 
 _SEQUENCE_DIM = 1
 

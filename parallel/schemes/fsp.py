@@ -8,8 +8,8 @@ Source: InternEvo's fsp (modes.md 2, 2.1, 3.3, 3.4, 3.7).
 from dataclasses import replace
 from functools import partial
 
-from parallel.schemes import tensor
-from parallel.schemes.msp import MSP
+from shardproof.parallel.schemes import tensor
+from shardproof.parallel.schemes.msp import MSP
 
 FSP = replace(
     MSP,

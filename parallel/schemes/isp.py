@@ -14,15 +14,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from parallel.communication.batch import DELIVERY
-from parallel.communication.expectation import STAGES, CallPlace, CallRow, Places
-from parallel.layers.loss import LOSS
-from parallel.layers.roles import ATTENTION, linears
-from parallel.model.strategy import Strategy
-from parallel.schedules.stages import computed_again, stages
-from parallel.schemes import weight_parallel
-from reference.case import Case
-from reference.model.parameters import Shape, shapes
+from shardproof.parallel.communication.batch import DELIVERY
+from shardproof.parallel.communication.expectation import STAGES, CallPlace, CallRow, Places
+from shardproof.parallel.layers.loss import LOSS
+from shardproof.parallel.layers.roles import ATTENTION, linears
+from shardproof.parallel.model.strategy import Strategy
+from shardproof.parallel.schedules.stages import computed_again, stages
+from shardproof.parallel.schemes import weight_parallel
+from shardproof.reference.case import Case
+from shardproof.reference.model.parameters import Shape, shapes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

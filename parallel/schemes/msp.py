@@ -9,8 +9,8 @@ InternEvo's msp (modes.md 2, 2.1, 3.3, 3.4, 3.7). Megatron's sequence parallelis
 
 from functools import partial
 
-from parallel.model.strategy import Strategy
-from parallel.schemes import tensor
+from shardproof.parallel.model.strategy import Strategy
+from shardproof.parallel.schemes import tensor
 
 MSP = Strategy(
     name="msp",

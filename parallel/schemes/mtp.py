@@ -7,8 +7,8 @@ Source: InternEvo's mtp (modes.md 2, 3.3, 3.4, 3.7).
 
 from functools import partial
 
-from parallel.model.strategy import Strategy
-from parallel.schemes import tensor
+from shardproof.parallel.model.strategy import Strategy
+from shardproof.parallel.schemes import tensor
 
 MTP = Strategy(
     name="mtp",

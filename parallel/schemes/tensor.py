@@ -13,18 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel.communication.batch import DELIVERY
-from parallel.communication.expectation import ACTIVATION, CallRow, Places
-from parallel.communication.layout import Cut, Placement, local_shape
-from parallel.communication.mesh import Axis, Mesh
-from parallel.layers.embedding import Head, HiddenEmbedding, VocabularyEmbedding
-from parallel.layers.linear import ColumnLinear, Region, RowLinear
-from parallel.layers.loss import LOGITS, vocabulary_cross_entropy
-from parallel.layers.roles import COLUMN_LINEARS, ROW_LINEARS, is_column, is_row
-from parallel.layers.units import SAVED
-from parallel.model.strategy import Parts
-from reference.case import Case
-from reference.model.parameters import dtype_of, shapes
+from shardproof.parallel.communication.batch import DELIVERY
+from shardproof.parallel.communication.expectation import ACTIVATION, CallRow, Places
+from shardproof.parallel.communication.layout import Cut, Placement, local_shape
+from shardproof.parallel.communication.mesh import Axis, Mesh
+from shardproof.parallel.layers.embedding import Head, HiddenEmbedding, VocabularyEmbedding
+from shardproof.parallel.layers.linear import ColumnLinear, Region, RowLinear
+from shardproof.parallel.layers.loss import LOGITS, vocabulary_cross_entropy
+from shardproof.parallel.layers.roles import COLUMN_LINEARS, ROW_LINEARS, is_column, is_row
+from shardproof.parallel.layers.units import SAVED
+from shardproof.parallel.model.strategy import Parts
+from shardproof.reference.case import Case
+from shardproof.reference.model.parameters import dtype_of, shapes
 
 BEHIND_WEIGHTS = 'overlap and wgrad != "deferred"'
 """Whether the gradient of a column linear's input travels while the gradient of its weight is computed."""

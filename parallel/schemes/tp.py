@@ -6,8 +6,8 @@ rank's heads. Source: arXiv:1909.08053; Megatron-Core 0.14 with local layers (mo
 
 from functools import partial
 
-from parallel.model.strategy import Strategy
-from parallel.schemes import tensor
+from shardproof.parallel.model.strategy import Strategy
+from shardproof.parallel.schemes import tensor
 
 TP = Strategy(
     name="tp",

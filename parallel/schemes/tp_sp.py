@@ -7,8 +7,8 @@ before the split, so theirs are whole. Source: arXiv:2205.05198; Megatron-Core 0
 
 from functools import partial
 
-from parallel.model.strategy import Strategy
-from parallel.schemes import tensor
+from shardproof.parallel.model.strategy import Strategy
+from shardproof.parallel.schemes import tensor
 
 TP_SP = Strategy(
     name="tp-sp",

@@ -15,21 +15,21 @@ from functools import partial as partial_of
 import torch
 from torch import Tensor, nn
 
-from parallel.communication import pairs
-from parallel.communication.batch import Delivered
-from parallel.communication.collectives import own_slice
-from parallel.communication.layout import Cut, Placement, local_shape
-from parallel.communication.mesh import Axis, Mesh
-from parallel.layers.loss import vocabulary_cross_entropy
-from parallel.layers.roles import is_column, is_row
-from parallel.layers.ulysses import by_all_to_all
-from parallel.model.strategy import Parts
-from parallel.schedules.stages import computed_again, held_at
-from parallel.weights.linear import WeightLinear
-from parallel.weights.prefetch import Gathers, PrefetchPlan
-from parallel.weights.tables import WeightEmbedding, WeightHead
-from reference.case import Case
-from reference.model.parameters import dtype_of, shapes
+from shardproof.parallel.communication import pairs
+from shardproof.parallel.communication.batch import Delivered
+from shardproof.parallel.communication.collectives import own_slice
+from shardproof.parallel.communication.layout import Cut, Placement, local_shape
+from shardproof.parallel.communication.mesh import Axis, Mesh
+from shardproof.parallel.layers.loss import vocabulary_cross_entropy
+from shardproof.parallel.layers.roles import is_column, is_row
+from shardproof.parallel.layers.ulysses import by_all_to_all
+from shardproof.parallel.model.strategy import Parts
+from shardproof.parallel.schedules.stages import computed_again, held_at
+from shardproof.parallel.weights.linear import WeightLinear
+from shardproof.parallel.weights.prefetch import Gathers, PrefetchPlan
+from shardproof.parallel.weights.tables import WeightEmbedding, WeightHead
+from shardproof.reference.case import Case
+from shardproof.reference.model.parameters import dtype_of, shapes
 
 _SEQUENCE = 1
 """Dim of the sequence in tokens, hidden states and logits."""

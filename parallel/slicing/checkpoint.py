@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel.communication.layout import Placement, gather, meshgrid, pieces, shard
-from parallel.slicing.held import times_held
-from parallel.slicing.slices import Slice, slices
-from parallel.slicing.words import Sliced
-from reference.errors import CaseError
+from shardproof.parallel.communication.layout import Placement, gather, meshgrid, pieces, shard
+from shardproof.parallel.slicing.held import times_held
+from shardproof.parallel.slicing.slices import Slice, slices
+from shardproof.parallel.slicing.words import Sliced
+from shardproof.reference.errors import CaseError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

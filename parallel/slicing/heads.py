@@ -17,8 +17,8 @@ DeepSpeed 0.19.8 `module_inject/fusedqkv_utils.py` (experts.md 27.4), arXiv:2305
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from parallel.slicing.held import Held, even_shares, in_units, joined
-from reference.errors import CaseError
+from shardproof.parallel.slicing.held import Held, even_shares, in_units, joined
+from shardproof.reference.errors import CaseError
 
 SPARE = ("refuse", "empty", "replicate")
 """Choices for ranks for which no kv head is left."""

@@ -15,7 +15,7 @@ the head is known by its bare name. Here both are whole parts of the path.
 
 from collections.abc import Iterable, Sequence
 
-from reference.errors import CaseError
+from shardproof.reference.errors import CaseError
 
 Ranges = tuple[range, ...]
 """Elements of one rank, in the order in which it holds them."""

@@ -9,13 +9,13 @@ A row linear's bias is whole on every rank and added once, after the sum over th
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from parallel.communication.layout import Cut, Placement
-from parallel.slicing.families import Linear
-from parallel.slicing.heads import fused_rows, kv_rows, query_rows, shared_qk_rows
-from parallel.slicing.held import Held, beside, in_turn, nonempty, shard_sizes
-from parallel.slicing.strided import plain, strided
-from parallel.slicing.words import Sliced
-from reference.errors import CaseError
+from shardproof.parallel.communication.layout import Cut, Placement
+from shardproof.parallel.slicing.families import Linear
+from shardproof.parallel.slicing.heads import fused_rows, kv_rows, query_rows, shared_qk_rows
+from shardproof.parallel.slicing.held import Held, beside, in_turn, nonempty, shard_sizes
+from shardproof.parallel.slicing.strided import plain, strided
+from shardproof.parallel.slicing.words import Sliced
+from shardproof.reference.errors import CaseError
 
 Shape = tuple[int, ...]
 _WHOLE = "whole"

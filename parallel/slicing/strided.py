@@ -15,9 +15,9 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
-from parallel.communication.layout import Cut, Placement
-from parallel.slicing.held import Held, beside, in_turn
-from reference.errors import CaseError
+from shardproof.parallel.communication.layout import Cut, Placement
+from shardproof.parallel.slicing.held import Held, beside, in_turn
+from shardproof.reference.errors import CaseError
 
 ORIENTATIONS = ("in-out", "out-in")
 Shape = tuple[int, ...]

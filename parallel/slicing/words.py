@@ -8,12 +8,12 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from parallel.slicing.families import FAMILIES, Family
-from parallel.slicing.heads import SPARE, Heads
-from reference.case.presets import PRESETS
-from reference.errors import CaseError
-from reference.language.core import mlp_width
-from reference.language.words import LARGEST_SIZE, Meaning, described, read, word
+from shardproof.parallel.slicing.families import FAMILIES, Family
+from shardproof.parallel.slicing.heads import SPARE, Heads
+from shardproof.reference.case.presets import PRESETS
+from shardproof.reference.errors import CaseError
+from shardproof.reference.language.core import mlp_width
+from shardproof.reference.language.words import LARGEST_SIZE, Meaning, described, read, word
 
 PATHS = ("autotp", "container")
 CONTAINERS = ("opt", "llama")

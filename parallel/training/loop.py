@@ -13,26 +13,26 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from parallel.communication import gradients as sync
-from parallel.communication.collectives import all_reduce
-from parallel.communication.layout import Box, Placement
-from parallel.communication.mesh import Mesh
-from parallel.layers.norm import wide
-from parallel.model.loss_scale import LossScaling
-from parallel.model.strategy import Rank, Strategy, Value
-from parallel.model.transformer import Transformer
-from parallel.randomness.dropout import SHARES, Dropout
-from parallel.randomness.initial import initial, streams_of
-from parallel.randomness.streams import goes_on
-from parallel.schedules.stages import held_at
-from parallel.training.step import PLAIN
-from reference.case import Case
-from reference.language.modes import MODES
-from reference.model.parameters import dtype_of
-from reference.training.states import after
+from shardproof.parallel.communication import gradients as sync
+from shardproof.parallel.communication.collectives import all_reduce
+from shardproof.parallel.communication.layout import Box, Placement
+from shardproof.parallel.communication.mesh import Mesh
+from shardproof.parallel.layers.norm import wide
+from shardproof.parallel.model.loss_scale import LossScaling
+from shardproof.parallel.model.strategy import Rank, Strategy, Value
+from shardproof.parallel.model.transformer import Transformer
+from shardproof.parallel.randomness.dropout import SHARES, Dropout
+from shardproof.parallel.randomness.initial import initial, streams_of
+from shardproof.parallel.randomness.streams import goes_on
+from shardproof.parallel.schedules.stages import held_at
+from shardproof.parallel.training.step import PLAIN
+from shardproof.reference.case import Case
+from shardproof.reference.language.modes import MODES
+from shardproof.reference.model.parameters import dtype_of
+from shardproof.reference.training.states import after
 
 if TYPE_CHECKING:
-    from parallel.layers.metric import Metric
+    from shardproof.parallel.layers.metric import Metric
 
 
 def train(case: Case, strategy: Strategy, mesh: Mesh, device: torch.device) -> dict[str, Value]:
@@ -41,7 +41,7 @@ def train(case: Case, strategy: Strategy, mesh: Mesh, device: torch.device) -> d
     optimizer = rank.step.optimizer(rank)
     before = 0
     if case.load and rank.proves:
-        from parallel.checkpoints.loading import load  # noqa: PLC0415
+        from shardproof.parallel.checkpoints.loading import load  # noqa: PLC0415
 
         before = load(rank, optimizer, Path(case.load))
     outcome: dict[str, Value] = {}
@@ -76,7 +76,7 @@ def train(case: Case, strategy: Strategy, mesh: Mesh, device: torch.device) -> d
         outcome |= _metrics(rank, rank.metric)
     outcome |= rank.dropout.masks()
     if case.save and rank.proves:
-        from parallel.checkpoints.saving import read_again, save  # noqa: PLC0415
+        from shardproof.parallel.checkpoints.saving import read_again, save  # noqa: PLC0415
 
         save(rank, optimizer, Path(case.save), steps=before + case.steps)
         outcome |= read_again(case) if mesh.rank == 0 else {}
@@ -134,7 +134,7 @@ def _metric(case: Case, strategy: Strategy, mesh: Mesh) -> "Metric | None":
     place = strategy.activation(case, "head")
     if not case.metric or place is None:
         return None
-    from parallel.layers.metric import Metric  # noqa: PLC0415
+    from shardproof.parallel.layers.metric import Metric  # noqa: PLC0415
 
     return Metric(place, mesh.axis("tp"), vocab=case.vocab, sequence_dim=strategy.sequence_dim)
 

@@ -7,15 +7,15 @@ Logits are [rows, seq, width]; row (data_rank * micro + m) * batch + b, packed d
 import torch
 from torch import Tensor
 
-from parallel.communication import gradients as sync
-from parallel.communication.batch import deliver
-from parallel.communication.layout import Box, rows
-from parallel.layers.loss import counted
-from parallel.layers.norm import wide
-from parallel.model.strategy import Rank, Scheduled, Step
-from parallel.schedules.stages import TABLE
-from reference.case import Case
-from reference.model.parameters import dtype_of
+from shardproof.parallel.communication import gradients as sync
+from shardproof.parallel.communication.batch import deliver
+from shardproof.parallel.communication.layout import Box, rows
+from shardproof.parallel.layers.loss import counted
+from shardproof.parallel.layers.norm import wide
+from shardproof.parallel.model.strategy import Rank, Scheduled, Step
+from shardproof.parallel.schedules.stages import TABLE
+from shardproof.reference.case import Case
+from shardproof.reference.model.parameters import dtype_of
 
 LARGEST_LOGITS = 2**24
 """Elements of the full logits of one step above which an outcome leaves them out."""

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from parallel.communication.collectives import Pending, all_gather, start_all_gather, start_reduce_scatter
-from parallel.communication.mesh import Axis
-from parallel.weights.prefetch import Gathers, Seat
+from shardproof.parallel.communication.collectives import Pending, all_gather, start_all_gather, start_reduce_scatter
+from shardproof.parallel.communication.mesh import Axis
+from shardproof.parallel.weights.prefetch import Gathers, Seat
 
 
 class Supply(Protocol):

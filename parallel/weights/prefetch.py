@@ -29,8 +29,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel.communication.collectives import Pending, reduce_scatter, start_all_gather, start_reduce_scatter
-from parallel.communication.mesh import Axis
+from shardproof.parallel.communication.collectives import (
+    Pending,
+    reduce_scatter,
+    start_all_gather,
+    start_reduce_scatter,
+)
+from shardproof.parallel.communication.mesh import Axis
 
 
 class FlatGather:

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from parallel.communication import pairs
-from parallel.communication.collectives import all_gather, reduce_scatter
-from parallel.communication.mesh import Axis
-from parallel.layers.embedding import EmbeddingTable
-from parallel.weights.linear import Alone, weight_product
+from shardproof.parallel.communication import pairs
+from shardproof.parallel.communication.collectives import all_gather, reduce_scatter
+from shardproof.parallel.communication.mesh import Axis
+from shardproof.parallel.layers.embedding import EmbeddingTable
+from shardproof.parallel.weights.linear import Alone, weight_product
 
 _SEQUENCE, _VOCABULARY = 1, 2
 """Dims of logits [B, S, V]."""

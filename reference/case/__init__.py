@@ -9,7 +9,7 @@ default_cases the cases that run when none is given; default_cases.txt has their
 repair        changes words until a case is legal
 """
 
-from reference.case.case import Case
-from reference.errors import CaseError
+from shardproof.reference.case.case import Case
+from shardproof.reference.errors import CaseError
 
 __all__ = ["Case", "CaseError"]

@@ -13,13 +13,13 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from reference.case.presets import LEADING, PRESETS, resolved
-from reference.errors import CaseError
-from reference.features import FEATURES, ORDER_NAMES, WORDS
-from reference.groups import Layout
-from reference.language import rules
-from reference.language.core import Core
-from reference.language.words import Meaning, declared, described, legal_values, read, write
+from shardproof.reference.case.presets import LEADING, PRESETS, resolved
+from shardproof.reference.errors import CaseError
+from shardproof.reference.features import FEATURES, ORDER_NAMES, WORDS
+from shardproof.reference.groups import Layout
+from shardproof.reference.language import rules
+from shardproof.reference.language.core import Core
+from shardproof.reference.language.words import Meaning, declared, described, legal_values, read, write
 
 Word = int | float | bool | str
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Case(_Words):
             for key, rule, legal in problems(self):
                 raise CaseError(key, write(getattr(self, key)), rule, legal)
         if self.variant:
-            from reference.case.variants import VARIANTS, lack  # noqa: PLC0415
+            from shardproof.reference.case.variants import VARIANTS, lack  # noqa: PLC0415
 
             if self.variant not in VARIANTS:
                 raise CaseError("variant", self.variant, "is not a known variant", " ".join(VARIANTS))
@@ -128,14 +128,14 @@ class Case(_Words):
     @classmethod
     def meanings(cls) -> tuple[Meaning, ...]:
         """Every word of the case language with its meaning, legal values and default, in the order of `str`."""
-        from reference.case.variants import VARIANTS  # noqa: PLC0415
+        from shardproof.reference.case.variants import VARIANTS  # noqa: PLC0415
 
         return described(cls, {"preset": tuple(PRESETS), "variant": tuple(VARIANTS)}, {})
 
     @classmethod
     def legal_words(cls) -> dict[str, tuple[str, ...]]:
         """Key -> its legal values, for the keys whose values are words."""
-        from reference.case.variants import VARIANTS  # noqa: PLC0415
+        from shardproof.reference.case.variants import VARIANTS  # noqa: PLC0415
 
         found = {name: legal_values(field) for name, field in WORDS.items()}
         return {name: legal for name, legal in found.items() if legal} | {"variant": tuple(VARIANTS)}

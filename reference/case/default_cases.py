@@ -12,11 +12,11 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from reference.case.case import Case
-from reference.case.domains import domains
-from reference.case.repair import Problem, Words, problem_of, repaired, words_of
-from reference.language.modes import MODES
-from reference.language.words import write
+from shardproof.reference.case.case import Case
+from shardproof.reference.case.domains import domains
+from shardproof.reference.case.repair import Problem, Words, problem_of, repaired, words_of
+from shardproof.reference.language.modes import MODES
+from shardproof.reference.language.words import write
 
 FILE = Path(__file__).with_suffix(".txt")
 RANKS = 8

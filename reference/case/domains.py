@@ -5,8 +5,8 @@ Experiments on a failing case choose from these (harness.running.experiments).
 
 from typing import Any
 
-from reference.features import WORDS
-from reference.language.words import Field, legal_values
+from shardproof.reference.features import WORDS
+from shardproof.reference.language.words import Field, legal_values
 
 
 def domains() -> dict[str, tuple[Any, ...]]:

@@ -9,9 +9,9 @@ Transformer Language Models", table 1. DeepSeek-V3 from its technical report (ar
 from collections.abc import Mapping
 from typing import Any
 
-from reference.errors import CaseError
-from reference.features import WORDS
-from reference.language.core import mlp_width
+from shardproof.reference.errors import CaseError
+from shardproof.reference.features import WORDS
+from shardproof.reference.language.core import mlp_width
 
 _GPT = {"family": "gpt", "norm": "layernorm", "activation": "gelu", "positions": "learned", "bias": True, "tied": True}
 _EVO = {"mode": "mtp", "embedding": "hidden", "delivery": "local"}

@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from reference.case.case import Case
-from reference.errors import CaseError
-from reference.language.words import write
+from shardproof.reference.case.case import Case
+from shardproof.reference.errors import CaseError
+from shardproof.reference.language.words import write
 
 Words = dict[str, Any]
 """Word -> its value, of a whole case."""

@@ -7,8 +7,8 @@ subject that offers a variant must fail. `parallel.variants` plants it in our im
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from bugs.record import FOLDER, Bug, read
-from reference.case.conditions import broken
+from shardproof.bugs.record import FOLDER, Bug, read
+from shardproof.reference.case.conditions import broken
 
 VARIANTS: dict[str, Bug] = {bug.name: bug for bug in read(FOLDER / "variants.txt", Bug, {})}
 """Name -> the bug; `stands_for` is its source, `wrong` what deviates, `suite` words that make a case show it."""

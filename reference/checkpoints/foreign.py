@@ -11,9 +11,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from reference.checkpoints import hugging_face, megatron
-from reference.checkpoints.fused import Unfit, joined, kv_heads_of, parted
-from reference.errors import CaseError
+from shardproof.reference.checkpoints import hugging_face, megatron
+from shardproof.reference.checkpoints.fused import Unfit, joined, kv_heads_of, parted
+from shardproof.reference.errors import CaseError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from reference.checkpoints.fused import Unfit
+from shardproof.reference.checkpoints.fused import Unfit
 
 _LLAMA = {
     "model.embed_tokens": "embedding.tokens",

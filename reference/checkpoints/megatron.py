@@ -15,8 +15,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from reference.checkpoints.fused import Unfit
-from reference.checkpoints.whole import tensors
+from shardproof.reference.checkpoints.fused import Unfit
+from shardproof.reference.checkpoints.whole import tensors
 
 _NAMES = {
     "embedding.word_embeddings": "embedding.tokens",

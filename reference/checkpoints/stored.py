@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from reference.case import Case
+from shardproof.reference.case import Case
 
 if TYPE_CHECKING:
-    from reference.checkpoints.foreign import Form
+    from shardproof.reference.checkpoints.foreign import Form
 
 
 def stored(case: Case) -> Mapping[str, Tensor]:
     """Every tensor of the checkpoint that the case loads, by key, to be read only. Raises CaseError as `tensors`."""
-    from reference.checkpoints.foreign import Form, is_foreign  # noqa: PLC0415
-    from reference.checkpoints.whole import tensors  # noqa: PLC0415
+    from shardproof.reference.checkpoints.foreign import Form, is_foreign  # noqa: PLC0415
+    from shardproof.reference.checkpoints.whole import tensors  # noqa: PLC0415
 
     folder = Path(case.load)
     if not is_foreign(folder):
@@ -43,7 +43,7 @@ def steps_before(case: Case) -> int:
 @lru_cache(maxsize=2)
 def _foreign(folder: Path, form: "Form", _written_ns: int) -> Mapping[str, Tensor]:
     """Parameters alone: training begins with them."""
-    from reference.checkpoints.foreign import parameters  # noqa: PLC0415
+    from shardproof.reference.checkpoints.foreign import parameters  # noqa: PLC0415
 
     found = {f"model.{name}": tensor for name, tensor in parameters(folder, form).items()}
     return found | {"train.steps": torch.tensor(0)}

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from reference.checkpoints.metadata import METADATA, read_metadata
-from reference.errors import CaseError
+from shardproof.reference.checkpoints.metadata import METADATA, read_metadata
+from shardproof.reference.errors import CaseError
 
 
 def tensors(folder: str, word: str = "load") -> Mapping[str, Tensor]:

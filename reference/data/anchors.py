@@ -16,13 +16,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from reference.case import Case
-from reference.checkpoints.stored import steps_before
-from reference.data import corpus
-from reference.data.batches import Batch, micro_batch, shard_edges
-from reference.data.packing import IGNORED
-from reference.data.printed import Pairs, examples
-from reference.data.stream import reading, stream_of
+from shardproof.reference.case import Case
+from shardproof.reference.checkpoints.stored import steps_before
+from shardproof.reference.data import corpus
+from shardproof.reference.data.batches import Batch, micro_batch, shard_edges
+from shardproof.reference.data.packing import IGNORED
+from shardproof.reference.data.printed import Pairs, examples
+from shardproof.reference.data.stream import reading, stream_of
 
 _SAMPLE_BYTES = 2048
 """Bytes of the first file whose ids are held against them."""

@@ -28,11 +28,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from reference.case import Case
-from reference.checkpoints.stored import steps_before
-from reference.data.corpus import Source, sources
-from reference.data.packing import IGNORED, Rows, build_pack, build_unpack, without_prompts
-from reference.data.stream import mixed, stream_of
+from shardproof.reference.case import Case
+from shardproof.reference.checkpoints.stored import steps_before
+from shardproof.reference.data.corpus import Source, sources
+from shardproof.reference.data.packing import IGNORED, Rows, build_pack, build_unpack, without_prompts
+from shardproof.reference.data.stream import mixed, stream_of
 
 _PARTS = (2, 4, 8, 3, 6, 5, 7)
 """Numbers of shards, the usual ones first: small data hold as many edges as they can, in this order."""

@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from reference.case import Case
-from reference.data.files import MAX_FILE_BYTES, DataError, status
-from reference.data.readers import MAX_DOCUMENTS, json_lines, plain_text
+from shardproof.reference.case import Case
+from shardproof.reference.data.files import MAX_FILE_BYTES, DataError, status
+from shardproof.reference.data.readers import MAX_DOCUMENTS, json_lines, plain_text
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py")
 STANDARD_LIBRARY_BYTES = 512 * 2**10
@@ -75,7 +75,7 @@ def read(files: tuple[Source, ...], vocab: int) -> Tokens:
 def _read_file(file: Source, vocab: int) -> list[Tensor]:
     path = Path(file.path)
     if file.index:
-        from reference.data.token_files import read_internevo, read_megatron  # noqa: PLC0415
+        from shardproof.reference.data.token_files import read_internevo, read_megatron  # noqa: PLC0415
 
         return (read_internevo if file.index.endswith(".meta") else read_megatron)(path, vocab)
     return (json_lines if path.suffix == ".jsonl" else plain_text)(path, vocab)

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from reference.data.files import DataError, load
+from shardproof.reference.data.files import DataError, load
 
 END = 256
 """The token that ends a document of text."""

@@ -15,9 +15,9 @@ import math
 import torch
 from torch import Tensor
 
-from reference.case import Case
-from reference.checkpoints.stored import steps_before
-from reference.language.routers import SKEW_PARTS
+from shardproof.reference.case import Case
+from shardproof.reference.checkpoints.stored import steps_before
+from shardproof.reference.language.routers import SKEW_PARTS
 
 EQUAL_DIGITS = 9
 """Decimals to which weights must agree to be equal where experts drop rows.

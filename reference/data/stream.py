@@ -12,8 +12,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from reference.case import Case
-from reference.data import corpus
+from shardproof.reference.case import Case
+from shardproof.reference.data import corpus
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from reference.data.files import DataError, load
-from reference.data.readers import MAX_DOCUMENTS, record_of, tokens_of
+from shardproof.reference.data.files import DataError, load
+from shardproof.reference.data.readers import MAX_DOCUMENTS, record_of, tokens_of
 
 _NUMPY = b"\x93NUMPY"
 _NUMPY_HEADER = re.compile(

@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reference.case import Case
-from reference.language.modes import MODES
+from shardproof.reference.case import Case
+from shardproof.reference.language.modes import MODES
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from reference.what_ifs.what_if import WhatIf
+    from shardproof.reference.what_ifs.what_if import WhatIf
 
 Outcome = Mapping[str, "Tensor"]
 
@@ -32,7 +32,7 @@ class DenseModel:
 
     def domains(self) -> dict[str, tuple[Any, ...]]:
         """Every word that has several values, with these, the plainest first."""
-        from reference.case.domains import domains
+        from shardproof.reference.case.domains import domains
 
         return domains()
 
@@ -40,116 +40,116 @@ class DenseModel:
         self, modes: Sequence[str], refuses: Callable[[Case], str], *, deep: bool, checkpoint: str
     ) -> tuple[Case, ...]:
         """The cases that run when none is given."""
-        from reference.case.default_cases import default_cases
+        from shardproof.reference.case.default_cases import default_cases
 
         return default_cases(modes, refuses, deep=deep, checkpoint=checkpoint)
 
     def plain_cases(self, mode: str) -> tuple[Case, ...]:
         """Cases of a mode with no word that an implementation must have been written for."""
-        from reference.case.default_cases import plain_cases
+        from shardproof.reference.case.default_cases import plain_cases
 
         return plain_cases(mode)
 
     def variant_words(self, name: str) -> Mapping[str, Any]:
         """The words that make a case show a variant. Raises ValueError for an unknown name."""
-        from reference.case.variants import words
+        from shardproof.reference.case.variants import words
 
         return words(name)
 
     def find_data(self, path: Path) -> None:
         """Raise ValueError or RuntimeError when there is no file or folder of data there."""
-        from reference.data.files import status
+        from shardproof.reference.data.files import status
 
         status(path)
 
     def read_data(self, case: Case) -> None:
         """Read a first micro-batch. Raises ValueError or OSError when the data cannot be read."""
-        from reference.data.batches import micro_batch
+        from shardproof.reference.data.batches import micro_batch
 
         micro_batch(case, 0, 0, 0)
 
     def data_facts(self, case: Case) -> Any:
         """Facts of the data that truth and ranks both read (`harness.protocols.FactsLike`)."""
-        from reference.data.anchors import anchors
+        from shardproof.reference.data.anchors import anchors
 
         return anchors(case)
 
     def sizes(self, case: Case, *, shapes_alone: bool) -> Mapping[str, int]:
         """Elements of the dense model and its data by what they are; of a micro-batch for ranks without numbers."""
-        from reference.training.size import first_batch, parts
+        from shardproof.reference.training.size import first_batch, parts
 
         return first_batch(case) if shapes_alone else parts(case)
 
     def too_large(self, case: Case, limit: int) -> tuple[str, int] | None:
         """The word without which the case has at most `limit` elements, and its usual value; None for no single one."""
-        from reference.training.size import culprit
+        from shardproof.reference.training.size import culprit
 
         return culprit(case, limit)
 
     def alike(self, case: Case) -> Case:
         """The case that stands for all that are one case to the dense model."""
-        from reference.model.dense_case import dense_case
+        from shardproof.reference.model.dense_case import dense_case
 
         return dense_case(case)
 
     def given_kinds(self, case: Case) -> tuple[str, ...]:
         """The kinds of names of an outcome that the dense model cannot know and takes as given=mapping."""
-        from reference.training.given import kinds
+        from shardproof.reference.training.given import kinds
 
         return kinds(case)
 
     def self_contained(self, case: Case) -> Case:
         """A case with equal names whose dense model needs nothing given."""
-        from reference.training.given import known
+        from shardproof.reference.training.given import known
 
         return known(case)
 
     def initial(self, case: Case, device: "torch.device", **words: Any) -> Outcome:
         """The value of every parameter before the first step, to be read only."""
-        from reference.model.given import takes_given
-        from reference.model.parameters import weights
+        from shardproof.reference.model.given import takes_given
+        from shardproof.reference.model.parameters import weights
 
         return takes_given(weights)(case, device, **words)
 
     def initial_deviations(self, case: Case) -> Mapping[str, float]:
         """The standard deviation of initial values by parameter."""
-        from reference.training.given import deviations
+        from shardproof.reference.training.given import deviations
 
         return deviations(case)
 
     def truth(self, case: Case, device: "torch.device", **words: Any) -> Outcome:
         """The outcome in float64, and the activations; `states`: where every step begins."""
-        from reference.training.subject import truth
+        from shardproof.reference.training.subject import truth
 
         return truth(case, device, **words)
 
     def control(self, case: Case, device: "torch.device", **words: Any) -> Outcome:
         """Outcome in the dtype of the case with every sum in another order; `parts`: of how many partial sums."""
-        from reference.training.control import control
+        from shardproof.reference.training.control import control
 
         return control(case, device, **words)
 
     def kinks(self, case: Case, device: "torch.device", **words: Any) -> Outcome:
         """How far the outcome moves where rounding decides the side of a relu's kink; `side` is 1 or -1."""
-        from reference.training.kinks import kinks
+        from shardproof.reference.training.kinks import kinks
 
         return kinks(case, device, **words)
 
     def adam_slack(self, case: Case, states: Outcome, truth: Outcome, controls: Sequence[Outcome]) -> Outcome:
         """How far Adam may carry rounding of a gradient in one step, by name."""
-        from reference.training.adam import slack
+        from shardproof.reference.training.adam import slack
 
         return slack(case, states, truth, controls)
 
     def shares(self, case: Case, device: "torch.device", **words: Any) -> Outcome:
         """Step 0 taken apart by data rank and micro-batch."""
-        from reference.what_ifs.shares import shares
+        from shardproof.reference.what_ifs.shares import shares
 
         return shares(case, device, **words)
 
     def what_ifs(self) -> "tuple[WhatIf, ...]":
         """The rules that may not be kept, each with what is computed then."""
-        from reference.what_ifs.rules import what_ifs
+        from shardproof.reference.what_ifs.rules import what_ifs
 
         return what_ifs()
 

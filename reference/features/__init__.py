@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import Any
 
-from reference.language.core import Core
-from reference.language.words import Field, declared, word
+from shardproof.reference.language.core import Core
+from shardproof.reference.language.words import Field, declared, word
 
 _UNUSED = {"ep": 30}
 """Axes that an order of Megatron-Core may name, of one rank where no feature has them, with their places."""

@@ -9,9 +9,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from reference.groups import Layout
-from reference.language.core import Core
-from reference.language.words import Problem, multiple, not_default, word
+from shardproof.reference.groups import Layout
+from shardproof.reference.language.core import Core
+from shardproof.reference.language.words import Problem, multiple, not_default, word
 
 
 class Context(Core):

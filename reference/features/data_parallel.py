@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from reference.groups import Layout
-from reference.language.core import Core
-from reference.language.modes import whose
-from reference.language.words import Problem, not_default, word
+from shardproof.reference.groups import Layout
+from shardproof.reference.language.core import Core
+from shardproof.reference.language.modes import whose
+from shardproof.reference.language.words import Problem, not_default, word
 
 _NARROW = ("bfloat16", "float16")
 

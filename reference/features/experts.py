@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from reference.errors import CaseError
-from reference.groups import Layout, RankOrder
-from reference.language.core import Core
-from reference.language.modes import whose
-from reference.language.words import Problem, declared, multiple, not_default, word
+from shardproof.reference.errors import CaseError
+from shardproof.reference.groups import Layout, RankOrder
+from shardproof.reference.language.core import Core
+from shardproof.reference.language.modes import whose
+from shardproof.reference.language.words import Problem, declared, multiple, not_default, word
 
 _POSITIVE = "0 or a positive number"
 _OF_EXPERTS: Mapping[str, str] = {"tp": "etp", "dp": "edp"}
@@ -239,7 +239,7 @@ class Experts(Core):
                 yield key, "must not be negative", f"{key}={declared(Experts)[key].default}"
         if self.dense_layers >= self.layers:
             yield "dense_layers", f"leaves none of layers={self.layers} to experts", "dense_layers=0"
-        from reference.language import routers  # noqa: PLC0415
+        from shardproof.reference.language import routers  # noqa: PLC0415
 
         yield from routers.problems(self, {name: field.default for name, field in declared(Experts).items()})
         yield from self._ranks()

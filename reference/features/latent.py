@@ -9,8 +9,8 @@ them on every rank.
 
 from collections.abc import Iterator
 
-from reference.language.core import Core
-from reference.language.words import Problem, multiple, not_default, word
+from shardproof.reference.language.core import Core
+from shardproof.reference.language.words import Problem, multiple, not_default, word
 
 
 class Latent(Core):

@@ -6,9 +6,9 @@ Sources: InternEvo's packed datasets; Megatron-Core `broadcast_data`, which know
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from reference.language.core import Core
-from reference.language.modes import mode_of
-from reference.language.words import Problem, word
+from shardproof.reference.language.core import Core
+from shardproof.reference.language.modes import mode_of
+from shardproof.reference.language.words import Problem, word
 
 
 def _delivery(v: Mapping[str, Any]) -> str:

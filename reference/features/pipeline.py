@@ -8,11 +8,11 @@ than pp. Where weights have ranks of their own (isp), these are of one stage, as
 from collections.abc import Iterator
 from dataclasses import replace
 
-from reference.errors import CaseError
-from reference.groups import Groups, Layout, PipelineGroup
-from reference.language.core import Core
-from reference.language.modes import whose
-from reference.language.words import Problem, declared, not_default, word
+from shardproof.reference.errors import CaseError
+from shardproof.reference.groups import Groups, Layout, PipelineGroup
+from shardproof.reference.language.core import Core
+from shardproof.reference.language.modes import whose
+from shardproof.reference.language.words import Problem, declared, not_default, word
 
 _LAYERS = "0, or at least 1"
 

@@ -13,8 +13,8 @@ and context ranks, whatever is counted where. Sources: DeepSeek-V3 (arXiv:2412.1
 import math
 from collections.abc import Iterator
 
-from reference.language.core import Core
-from reference.language.words import Problem, not_default, word
+from shardproof.reference.language.core import Core
+from shardproof.reference.language.words import Problem, not_default, word
 
 
 class FurtherTokens(Core):

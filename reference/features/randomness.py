@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from reference.language.core import Core
-from reference.language.words import Problem, word
+from shardproof.reference.language.core import Core
+from shardproof.reference.language.words import Problem, word
 
 
 class Randomness(Core):

@@ -7,10 +7,10 @@ Sources: Megatron-Core 0.16.1 `TransformerConfig`, which refuses to distribute i
 import math
 from collections.abc import Iterator
 
-from reference.errors import CaseError
-from reference.language.core import Core
-from reference.language.modes import whose
-from reference.language.words import Problem, not_default, word
+from shardproof.reference.errors import CaseError
+from shardproof.reference.language.core import Core
+from shardproof.reference.language.modes import whose
+from shardproof.reference.language.words import Problem, not_default, word
 
 
 class Recompute(Core):

@@ -5,7 +5,7 @@ orders      ranks numbered by axes, fastest first              `RankOrder`
 pipelines   stages, chunks, neighbours, layers                 `PipelineGroup`
 """
 
-from reference.groups.orders import Groups, Layout, RankOrder
-from reference.groups.pipelines import PipelineGroup
+from shardproof.reference.groups.orders import Groups, Layout, RankOrder
+from shardproof.reference.groups.pipelines import PipelineGroup
 
 __all__ = ["Groups", "Layout", "PipelineGroup", "RankOrder"]

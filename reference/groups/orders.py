@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from reference.errors import CaseError
+from shardproof.reference.errors import CaseError
 
 Groups: TypeAlias = tuple[tuple[int, ...], ...]
 

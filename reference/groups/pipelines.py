@@ -7,8 +7,8 @@ get_transformer_layer_offset.
 
 from dataclasses import dataclass
 
-from reference.errors import CaseError
-from reference.groups.orders import check_size
+from shardproof.reference.errors import CaseError
+from shardproof.reference.groups.orders import check_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

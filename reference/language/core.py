@@ -7,9 +7,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from reference.groups import Groups, Layout, RankOrder
-from reference.language.modes import MODES, Mode, mode_of
-from reference.language.words import DATA, MODEL, SPLIT, TRAFFIC, TRAINING, Problem, word
+from shardproof.reference.groups import Groups, Layout, RankOrder
+from shardproof.reference.language.modes import MODES, Mode, mode_of
+from shardproof.reference.language.words import DATA, MODEL, SPLIT, TRAFFIC, TRAINING, Problem, word
 
 if TYPE_CHECKING:
     from torch import Tensor  # a case is read without torch

@@ -4,8 +4,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from reference.language.core import Core
-from reference.language.words import Problem
+from shardproof.reference.language.core import Core
+from shardproof.reference.language.words import Problem
 
 SKEW_PARTS = 16
 """A share of tokens is a number of these parts."""

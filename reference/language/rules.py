@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from reference.errors import CaseError
-from reference.groups import RankOrder
-from reference.language.core import Core
-from reference.language.modes import whose
-from reference.language.words import LARGEST_SIZE, Field, Problem, legal_values, multiple
+from shardproof.reference.errors import CaseError
+from shardproof.reference.groups import RankOrder
+from shardproof.reference.language.core import Core
+from shardproof.reference.language.modes import whose
+from shardproof.reference.language.words import LARGEST_SIZE, Field, Problem, legal_values, multiple
 
 _EMBEDDINGS = {"whole": "leaves it whole", "vocab": "splits the vocabulary"}
 """Treatment of the token table by a mode that has one form of it alone."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from reference.errors import CaseError
+from shardproof.reference.errors import CaseError
 
 SPLIT, MODEL, DATA, TRAFFIC, TRAINING = (
     "how the work is split",

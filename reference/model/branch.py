@@ -7,9 +7,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from reference.case import Case
-from reference.data.batches import Batch
-from reference.features import module_in
+from shardproof.reference.case import Case
+from shardproof.reference.data.batches import Batch
+from shardproof.reference.features import module_in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,5 +55,5 @@ def _with_values(case: Case) -> list[Branch]:
 @lru_cache
 def branch_of(feature: str) -> Branch:
     """The branch of a feature."""
-    branch: Branch = module_in("reference.model.branches", feature)
+    branch: Branch = module_in("shardproof.reference.model.branches", feature)
     return branch

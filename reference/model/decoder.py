@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from reference.case import Case
-from reference.data.batches import Batch
-from reference.losses.cross_entropy import wide
-from reference.model import layers
-from reference.model.branch import Beside, branch_of
-from reference.model.dropout import SHARES, mask, rate_of
+from shardproof.reference.case import Case
+from shardproof.reference.data.batches import Batch
+from shardproof.reference.losses.cross_entropy import wide
+from shardproof.reference.model import layers
+from shardproof.reference.model.branch import Beside, branch_of
+from shardproof.reference.model.dropout import SHARES, mask, rate_of
 
 Tap = Callable[[str, Tensor], None]
 """Called with every module's dotted name and output tensor, in the order of the forward pass."""

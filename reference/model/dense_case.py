@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from reference.case import Case
-from reference.data.batches import shard_edges
-from reference.errors import CaseError
-from reference.features import WORDS
+from shardproof.reference.case import Case
+from shardproof.reference.data.batches import shard_edges
+from shardproof.reference.errors import CaseError
+from shardproof.reference.features import WORDS
 
 SPLIT: Mapping[str, Any] = {
     word: field.metadata["dense"] for word, field in WORDS.items() if field.metadata["dense"] is not None

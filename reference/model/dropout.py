@@ -11,11 +11,11 @@ import math
 
 from torch import Tensor
 
-from reference.case import Case
-from reference.checkpoints.stored import steps_before
-from reference.data.batches import Batch
-from reference.errors import CaseError
-from reference.model.given import given_now
+from shardproof.reference.case import Case
+from shardproof.reference.checkpoints.stored import steps_before
+from shardproof.reference.data.batches import Batch
+from shardproof.reference.errors import CaseError
+from shardproof.reference.model.given import given_now
 
 SHARES = "shares"
 _SMALL = 2**17
@@ -77,6 +77,6 @@ def _of_field(case: Case, site: str, step: int, samples: range) -> Tensor:
 
 @functools.lru_cache(maxsize=256)
 def _drawn(text: str, rate: float, step: int, samples: range, shape: tuple[int, ...]) -> Tensor:
-    from reference.model.field import words  # noqa: PLC0415
+    from shardproof.reference.model.field import words  # noqa: PLC0415
 
     return words(text, samples=samples, step=step, shape=shape)[0] >= math.ceil(rate * 2**32)

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from reference.case import Case
+from shardproof.reference.case import Case
 
 STANDARD = 0.02
 _ROW = (".wo", ".w2", ".experts.down")

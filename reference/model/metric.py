@@ -7,7 +7,7 @@ label smoothing takes no part. Numbers in the loss's dtype, counts int64.
 import torch
 from torch import Tensor
 
-from reference.losses.cross_entropy import IGNORED, counted, wide
+from shardproof.reference.losses.cross_entropy import IGNORED, counted, wide
 
 DATASETS = 1
 """Number of datasets: a case has one corpus."""

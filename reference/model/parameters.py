@@ -13,11 +13,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from reference.case import Case
-from reference.checkpoints.stored import stored
-from reference.errors import CaseError
-from reference.model.branch import branch_of
-from reference.model.given import given_now
+from shardproof.reference.case import Case
+from shardproof.reference.checkpoints.stored import stored
+from shardproof.reference.errors import CaseError
+from shardproof.reference.model.branch import branch_of
+from shardproof.reference.model.given import given_now
 
 Shape = tuple[int, ...]
 _LARGE = 2**20
@@ -81,7 +81,7 @@ def drawn(case: Case, name: str) -> Tensor:
     weights = _kept(case)
     if name not in weights:
         if case.init == "field":
-            from reference.model.field import of_field  # noqa: PLC0415
+            from shardproof.reference.model.field import of_field  # noqa: PLC0415
 
             value = of_field(case, name, shape)
         else:

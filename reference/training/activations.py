@@ -10,14 +10,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from reference.case import Case
-from reference.data.batches import Batch, micro_batch
-from reference.losses import cross_entropy as loss
-from reference.model import decoder
-from reference.model.branch import Beside, values_of
-from reference.model.decoder import PLAIN, Arithmetic
-from reference.training.scaling import LossScale
-from reference.training.steps import Feed
+from shardproof.reference.case import Case
+from shardproof.reference.data.batches import Batch, micro_batch
+from shardproof.reference.losses import cross_entropy as loss
+from shardproof.reference.model import decoder
+from shardproof.reference.model.branch import Beside, values_of
+from shardproof.reference.model.decoder import PLAIN, Arithmetic
+from shardproof.reference.training.scaling import LossScale
+from shardproof.reference.training.steps import Feed
 
 
 def observe(

@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from reference.case import Case
-from reference.checkpoints.stored import stored
-from reference.model.parameters import shapes
+from shardproof.reference.case import Case
+from shardproof.reference.checkpoints.stored import stored
+from shardproof.reference.model.parameters import shapes
 
 BETAS = (0.9, 0.999)
 EPS = 1e-8

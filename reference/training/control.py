@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from reference.case import Case
-from reference.losses.cross_entropy import wide
-from reference.model import layers
-from reference.model.decoder import Arithmetic
-from reference.model.given import takes_given
-from reference.model.parameters import LastRead
-from reference.training.steps import train
+from shardproof.reference.case import Case
+from shardproof.reference.losses.cross_entropy import wide
+from shardproof.reference.model import layers
+from shardproof.reference.model.decoder import Arithmetic
+from shardproof.reference.model.given import takes_given
+from shardproof.reference.model.parameters import LastRead
+from shardproof.reference.training.steps import train
 
 
 @takes_given

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from reference.case import Case
-from reference.model.dropout import masks, sites
-from reference.model.given import given_now
-from reference.model.parameters import shapes, weights
+from shardproof.reference.case import Case
+from shardproof.reference.model.dropout import masks, sites
+from shardproof.reference.model.given import given_now
+from shardproof.reference.model.parameters import shapes, weights
 
 
 def kinds(case: Case) -> tuple[str, ...]:
@@ -33,6 +33,6 @@ def deviations(case: Case) -> dict[str, float]:
     """The standard deviation of every parameter's initial values, by name; none where they are this project's own."""
     if case.init == "whole":
         return {}
-    from reference.model.field import deviation  # noqa: PLC0415
+    from shardproof.reference.model.field import deviation  # noqa: PLC0415
 
     return {name: deviation(case, name) for name in shapes(case)}

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reference.case import Case
-from reference.errors import CaseError
-from reference.model import layers
-from reference.model.decoder import Arithmetic
-from reference.model.given import takes_given
-from reference.model.parameters import weights
-from reference.training.steps import train
+from shardproof.reference.case import Case
+from shardproof.reference.errors import CaseError
+from shardproof.reference.model import layers
+from shardproof.reference.model.decoder import Arithmetic
+from shardproof.reference.model.given import takes_given
+from shardproof.reference.model.parameters import weights
+from shardproof.reference.training.steps import train
 
 BAND = 4.0
 """Epsilons of the run dtype by which the sums of some layers may err, in units of the tensor's rms."""

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from reference.case import Case
-from reference.language.modes import MODES
+from shardproof.reference.case import Case
+from shardproof.reference.language.modes import MODES
 
 _COLUMNS_AND_ROWS = frozenset({"wqkv", "wq", "wk", "wv", "wo", "w1", "w2", "w3", "w13"})
 Address = tuple[int, tuple[int, ...]]

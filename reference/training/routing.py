@@ -6,10 +6,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from reference.case import Case
-from reference.model.dense_case import dense_case
-from reference.model.parameters import weights
-from reference.training.steps import train
+from shardproof.reference.case import Case
+from shardproof.reference.model.dense_case import dense_case
+from shardproof.reference.model.parameters import weights
+from shardproof.reference.training.steps import train
 
 
 def chosen_by_the_dense_model(case: Case) -> Mapping[tuple[int, str], Tensor]:

@@ -13,10 +13,10 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from reference.case import Case
-from reference.checkpoints.stored import stored
-from reference.errors import CaseError
-from reference.training.reach import Reach
+from shardproof.reference.case import Case
+from shardproof.reference.checkpoints.stored import stored
+from shardproof.reference.errors import CaseError
+from shardproof.reference.training.reach import Reach
 
 GROWTH_INTERVAL = 1000
 HYSTERESIS = 2

@@ -6,10 +6,10 @@ Counts are elements of tensors, none of which is made; they are lower bounds, ex
 import math
 from typing import Any
 
-from reference.case import Case
-from reference.features import FEATURES
-from reference.language.words import declared
-from reference.model.parameters import shapes
+from shardproof.reference.case import Case
+from shardproof.reference.features import FEATURES
+from shardproof.reference.language.words import declared
+from shardproof.reference.model.parameters import shapes
 
 _COPIES = 4
 """Copies of every weight in `train`: the given one, the trained one, its gradient, that of step 0."""

@@ -17,9 +17,9 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from reference.case import Case
-from reference.checkpoints.stored import steps_before, stored
-from reference.model.parameters import shapes
+from shardproof.reference.case import Case
+from shardproof.reference.checkpoints.stored import steps_before, stored
+from shardproof.reference.model.parameters import shapes
 
 LARGEST_STATES = 2**25
 """Elements of all full states of a run above which an outcome leaves them out."""

@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from reference.case import Case
-from reference.data.batches import Batch, micro_batch
-from reference.losses import cross_entropy as loss
-from reference.losses.cross_entropy import wide
-from reference.model import decoder, layers
-from reference.model.branch import Beside, updated_values, values_of
-from reference.model.decoder import PLAIN, Arithmetic
-from reference.training.reach import Reach
-from reference.training.scaling import LossScale
-from reference.training.states import after, begin, load, saved
-from reference.training.terms import with_terms
+from shardproof.reference.case import Case
+from shardproof.reference.data.batches import Batch, micro_batch
+from shardproof.reference.losses import cross_entropy as loss
+from shardproof.reference.losses.cross_entropy import wide
+from shardproof.reference.model import decoder, layers
+from shardproof.reference.model.branch import Beside, updated_values, values_of
+from shardproof.reference.model.decoder import PLAIN, Arithmetic
+from shardproof.reference.training.reach import Reach
+from shardproof.reference.training.scaling import LossScale
+from shardproof.reference.training.states import after, begin, load, saved
+from shardproof.reference.training.terms import with_terms
 
 if TYPE_CHECKING:
-    from reference.model.metric import Totals
+    from shardproof.reference.model.metric import Totals
 
 LARGEST_LOGITS = 2**24
 """Elements of the full logits of one step above which an outcome leaves them out."""
@@ -210,7 +210,7 @@ def _accumulate(
         if keep:
             rows[place] = logits.detach()
         if case.metric:
-            from reference.model import metric  # noqa: PLC0415
+            from shardproof.reference.model import metric  # noqa: PLC0415
 
             found = metric.totals(logits, batch.labels, batch.loss_mask)
             metrics[data_rank] = _added(metrics[data_rank], found) if data_rank in metrics else found
@@ -239,7 +239,7 @@ def _joined(outputs: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _metrics(case: Case, metrics: "list[Totals]") -> dict[str, Tensor]:
-    from reference.model import metric  # noqa: PLC0415
+    from shardproof.reference.model import metric  # noqa: PLC0415
 
     return metric.outcome(metrics, exact=case.dtype == "float64")
 

@@ -13,14 +13,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from reference.case import Case
-from reference.data.batches import micro_batch
-from reference.errors import CaseError
-from reference.model.given import takes_given
-from reference.model.parameters import weights
-from reference.training.given import drawn
-from reference.training.kinks import refuse_decisive
-from reference.training.steps import Feed, train
+from shardproof.reference.case import Case
+from shardproof.reference.data.batches import micro_batch
+from shardproof.reference.errors import CaseError
+from shardproof.reference.model.given import takes_given
+from shardproof.reference.model.parameters import weights
+from shardproof.reference.training.given import drawn
+from shardproof.reference.training.kinks import refuse_decisive
+from shardproof.reference.training.steps import Feed, train
 
 GROWN = 1000.0
 """A loss this many times that of the first step (or 1, if that is more) has left what training can mean."""
@@ -83,13 +83,13 @@ def truth(case: Case, device: torch.device, *, states: Mapping[str, Tensor] | No
 
 def activations(case: Case, device: torch.device) -> dict[str, Tensor]:
     """`act/<module>` and `act_grad/<module>` of the dense model in its dtype (see reference.training.activations)."""
-    from reference.training.activations import observe  # noqa: PLC0415
+    from shardproof.reference.training.activations import observe  # noqa: PLC0415
 
     return observe(case, weights(case, device))
 
 
 def true_activations(case: Case, device: torch.device) -> dict[str, Tensor]:
     """Activations with all arithmetic in float64; for float64 cases they are `activations`."""
-    from reference.training.activations import observe  # noqa: PLC0415
+    from shardproof.reference.training.activations import observe  # noqa: PLC0415
 
     return observe(case, {name: weight.to(torch.float64) for name, weight in weights(case, device).items()})

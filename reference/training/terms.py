@@ -12,8 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from reference.model.decoder import Arithmetic
-from reference.training.reach import Reach
+from shardproof.reference.model.decoder import Arithmetic
+from shardproof.reference.training.reach import Reach
 
 
 def with_terms(plain: Arithmetic, reach: Reach) -> Arithmetic:

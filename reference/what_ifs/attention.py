@@ -9,11 +9,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from reference.case import Case
-from reference.language.modes import MODES
-from reference.model import layers
-from reference.what_ifs.tables import flat_columns
-from reference.what_ifs.what_if import WhatIf, both, by_attention
+from shardproof.reference.case import Case
+from shardproof.reference.language.modes import MODES
+from shardproof.reference.model import layers
+from shardproof.reference.what_ifs.tables import flat_columns
+from shardproof.reference.what_ifs.what_if import WhatIf, both, by_attention
 
 _Move = Callable[[Tensor, int], Tensor]
 """[B, S, heads, ...] of all ranks and p -> the same, moved otherwise."""

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from reference.case import Case
-from reference.data.batches import Batch, micro_batch
-from reference.data.packing import IGNORED
-from reference.training.activations import observe
-from reference.training.steps import Feed, train
-from reference.what_ifs.what_if import ACTIVATIONS, Dense, Experiment, WhatIf, both, by_places
+from shardproof.reference.case import Case
+from shardproof.reference.data.batches import Batch, micro_batch
+from shardproof.reference.data.packing import IGNORED
+from shardproof.reference.training.activations import observe
+from shardproof.reference.training.steps import Feed, train
+from shardproof.reference.what_ifs.what_if import ACTIVATIONS, Dense, Experiment, WhatIf, both, by_places
 
 _NEXT_TO_NOTHING = 1e-7
 """A learning rate by this much smaller leaves the weights of every step as good as the first ones."""

@@ -11,11 +11,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from reference.case import Case
-from reference.data.batches import Batch
-from reference.losses import cross_entropy as loss
-from reference.what_ifs.tables import parts_of, with_positions
-from reference.what_ifs.what_if import Dense, WhatIf
+from shardproof.reference.case import Case
+from shardproof.reference.data.batches import Batch
+from shardproof.reference.losses import cross_entropy as loss
+from shardproof.reference.what_ifs.tables import parts_of, with_positions
+from shardproof.reference.what_ifs.what_if import Dense, WhatIf
 
 _Rows = Callable[[Tensor], Tensor]
 """Ids [B, S] -> what is read for them, [B, S, ...]; 0 for ids below 0."""

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from reference.case import Case
-from reference.data.batches import micro_batch
-from reference.model import decoder, metric
-from reference.training.steps import train
-from reference.what_ifs.what_if import Dense, WhatIf
+from shardproof.reference.case import Case
+from shardproof.reference.data.batches import micro_batch
+from shardproof.reference.model import decoder, metric
+from shardproof.reference.training.steps import train
+from shardproof.reference.what_ifs.what_if import Dense, WhatIf
 
 _READINGS: Mapping[str, tuple[slice, slice]] = {
     "last": (slice(None), slice(-1, None)),

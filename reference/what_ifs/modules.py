@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from reference.case import Case
-from reference.model import layers
-from reference.model.decoder import Arithmetic
-from reference.what_ifs.what_if import ACTIVATIONS, WhatIf, by_arithmetic, by_attention
+from shardproof.reference.case import Case
+from shardproof.reference.model import layers
+from shardproof.reference.model.decoder import Arithmetic
+from shardproof.reference.what_ifs.what_if import ACTIVATIONS, WhatIf, by_arithmetic, by_attention
 
 _EPSILONS = (0.0, 1e-12, 1e-8, 1e-6, 1e-3)
 _BASES = (500_000.0, 1_000_000.0)

@@ -2,9 +2,9 @@
 
 import pkgutil
 
-from reference import what_ifs as folder
-from reference.features import module_in
-from reference.what_ifs.what_if import WhatIf
+from shardproof.reference import what_ifs as folder
+from shardproof.reference.features import module_in
+from shardproof.reference.what_ifs.what_if import WhatIf
 
 
 def what_ifs() -> tuple[WhatIf, ...]:

@@ -7,12 +7,12 @@ wrongly. All arithmetic is in float64.
 import torch
 from torch import Tensor
 
-from reference.case import Case
-from reference.losses import cross_entropy as loss
-from reference.model import decoder
-from reference.model.branch import Beside
-from reference.model.given import takes_given
-from reference.what_ifs.what_if import Dense
+from shardproof.reference.case import Case
+from shardproof.reference.losses import cross_entropy as loss
+from shardproof.reference.model import decoder
+from shardproof.reference.model.branch import Beside
+from shardproof.reference.model.given import takes_given
+from shardproof.reference.what_ifs.what_if import Dense
 
 
 @takes_given

@@ -11,13 +11,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from reference.case import Case
-from reference.data.batches import Batch
-from reference.data.packing import IGNORED
-from reference.model import layers
-from reference.training.steps import Feed
-from reference.what_ifs.data import first_step, read_with
-from reference.what_ifs.what_if import ACTIVATIONS, WhatIf, both, by_attention, by_places
+from shardproof.reference.case import Case
+from shardproof.reference.data.batches import Batch
+from shardproof.reference.data.packing import IGNORED
+from shardproof.reference.model import layers
+from shardproof.reference.training.steps import Feed
+from shardproof.reference.what_ifs.data import first_step, read_with
+from shardproof.reference.what_ifs.what_if import ACTIVATIONS, WhatIf, both, by_attention, by_places
 
 _Attention = Callable[..., Tensor]
 

@@ -9,12 +9,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from reference.case import Case
-from reference.data.batches import Batch
-from reference.losses.cross_entropy import IGNORED, counted
-from reference.training.activations import observe
-from reference.training.steps import train
-from reference.what_ifs.what_if import Dense, Experiment, WhatIf
+from shardproof.reference.case import Case
+from shardproof.reference.data.batches import Batch
+from shardproof.reference.losses.cross_entropy import IGNORED, counted
+from shardproof.reference.training.activations import observe
+from shardproof.reference.training.steps import train
+from shardproof.reference.what_ifs.what_if import Dense, Experiment, WhatIf
 
 _Readings = Iterator[tuple[str, Mapping[str, Tensor]]]
 

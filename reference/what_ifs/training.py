@@ -9,10 +9,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from reference.data.batches import micro_batch
-from reference.model import decoder
-from reference.training.steps import train
-from reference.what_ifs.what_if import Dense, Experiment, WhatIf
+from shardproof.reference.data.batches import micro_batch
+from shardproof.reference.model import decoder
+from shardproof.reference.training.steps import train
+from shardproof.reference.what_ifs.what_if import Dense, Experiment, WhatIf
 
 _BEHIND = ("param", "logits", "loss", "grad_norm")
 _Readings = Iterator[tuple[str, Mapping[str, Tensor]]]

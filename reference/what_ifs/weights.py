@@ -10,8 +10,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from reference.case import Case
-from reference.what_ifs.what_if import Weights, WhatIf, by_weights
+from shardproof.reference.case import Case
+from shardproof.reference.what_ifs.what_if import Weights, WhatIf, by_weights
 
 
 def _layer_before(case: Case, weights: Weights) -> dict[str, Weights]:

@@ -11,14 +11,14 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from reference.case import Case
-from reference.data.batches import Batch, micro_batch
-from reference.model import decoder
-from reference.model.decoder import Arithmetic
-from reference.model.given import holding
-from reference.model.parameters import full, shapes
-from reference.training.activations import observe
-from reference.training.steps import Feed
+from shardproof.reference.case import Case
+from shardproof.reference.data.batches import Batch, micro_batch
+from shardproof.reference.model import decoder
+from shardproof.reference.model.decoder import Arithmetic
+from shardproof.reference.model.given import holding
+from shardproof.reference.model.parameters import full, shapes
+from shardproof.reference.training.activations import observe
+from shardproof.reference.training.steps import Feed
 
 Weights: TypeAlias = "dict[str, Tensor]"
 FORWARD = frozenset({"act", "logits", "loss", "grad"})

@@ -15,14 +15,14 @@ from typing import Any
 
 import pandas as pd
 
-from harness.diagnosing.failure_lines import NO_CAUSE, written
-from harness.errors import RequestError
-from harness.resolve import resolve
-from reports.options.command_options import SLICED
-from reports.printing.text import show_message, show_note, show_table
-from reports.printing.text_tables import Table, count, mark, table
+from shardproof.harness.diagnosing.failure_lines import NO_CAUSE, written
+from shardproof.harness.errors import RequestError
+from shardproof.harness.resolve import resolve
+from shardproof.reports.options.command_options import SLICED
+from shardproof.reports.printing.text import show_message, show_note, show_table
+from shardproof.reports.printing.text_tables import Table, count, mark, table
 
-COMPARE = "parallel.checkpoints.comparing:compare"
+COMPARE = "shardproof.parallel.checkpoints.comparing:compare"
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -64,8 +64,8 @@ def six_lines(difference: Any, a: str, b: str) -> str:
     return written(lines | {"causes": first.cause or NO_CAUSE, "repeat": repeat})
 
 
-SLICES = "parallel.slicing.slices:slices"
-CHECK = "parallel.slicing.checkpoint:check"
+SLICES = "shardproof.parallel.slicing.slices:slices"
+CHECK = "shardproof.parallel.slicing.checkpoint:check"
 
 
 def slice_main(arguments: argparse.Namespace) -> int:

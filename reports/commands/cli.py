@@ -15,12 +15,12 @@ from contextlib import suppress
 from importlib import metadata
 from typing import NoReturn
 
-from harness.dense_model import SUBJECT
-from harness.errors import ShardproofError
-from harness.interpreter import interrupted_after, without_garbage_collection
-from harness.run_folder import DISK_FAILED
-from harness.running.engines import ENGINES
-from reports.printing.printable import printable
+from shardproof.harness.dense_model import SUBJECT
+from shardproof.harness.errors import ShardproofError
+from shardproof.harness.interpreter import interrupted_after, without_garbage_collection
+from shardproof.harness.run_folder import DISK_FAILED
+from shardproof.harness.running.engines import ENGINES
+from shardproof.reports.printing.printable import printable
 
 _TRUTH = "the dense model to compare with, or alone: the subject on one rank (default: subject.truth, else our decoder)"
 _TIMEOUT = "longest time of one run of a case, and of its dense model (60); a case may take several runs"
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed.isolated = arguments is None  # the process is ours and has not used autograd, so that it can be forked
     try:
         with without_garbage_collection():
-            from reports.options.request import read
+            from shardproof.reports.options.request import read
 
             parsed.request = read(parsed)
             with interrupted_after():  # torch and pandas: once interrupted, they break whatever comes then
@@ -95,39 +95,39 @@ def _command(word: str) -> Callable[[argparse.Namespace], int]:  # noqa: PLR0912
     """Function of this command, imported now: neither `--help` nor a wrong word waits for torch and pandas."""
     match word:
         case "run":
-            from reports.commands.run import main
+            from shardproof.reports.commands.run import main
         case "record":
-            from reports.programs.command import main
+            from shardproof.reports.programs.command import main
         case "hang":
-            from reports.programs.command import hang_main as main
+            from shardproof.reports.programs.command import hang_main as main
         case "show":
-            from reports.commands.show import main
+            from shardproof.reports.commands.show import main
         case "compare":
-            from reports.commands.compare import main
+            from shardproof.reports.commands.compare import main
         case "page":
-            from reports.commands.show import page_main as main
+            from shardproof.reports.commands.show import page_main as main
         case "trace":
-            from reports.commands.trace import main
+            from shardproof.reports.commands.trace import main
         case "faults":
-            from reports.commands.faults import main
+            from shardproof.reports.commands.faults import main
         case "bench":
-            from reports.commands.run import bench_main as main
+            from shardproof.reports.commands.run import bench_main as main
         case "doctor":
-            from reports.commands.doctor import main
+            from shardproof.reports.commands.doctor import main
         case "predict":
-            from reports.commands.predict import main
+            from shardproof.reports.commands.predict import main
         case "slice":
-            from reports.commands.checkpoints import slice_main as main
+            from shardproof.reports.commands.checkpoints import slice_main as main
         case "checkpoint":
-            from reports.commands.checkpoints import main
+            from shardproof.reports.commands.checkpoints import main
         case "expect":
-            from reports.commands.expect import main
+            from shardproof.reports.commands.expect import main
         case "names":
-            from reports.commands.names import main
+            from shardproof.reports.commands.names import main
         case "new-subject":
-            from reports.commands.word_help import new_subject_main as main
+            from shardproof.reports.commands.word_help import new_subject_main as main
         case _:
-            from reports.commands.word_help import main
+            from shardproof.reports.commands.word_help import main
     return main
 
 
@@ -135,7 +135,7 @@ def _complain(message: str) -> None:
     """Print what is wrong on stderr; rich, which folds it in a terminal, is loaded only there."""
     with suppress(OSError):  # its disk may be full, too: the exit status remains
         if sys.stderr.isatty():
-            from reports.printing.text import show_words
+            from shardproof.reports.printing.text import show_words
 
             show_words(message, sys.stderr)
         else:
@@ -167,7 +167,7 @@ def _parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     add = functools.partial(commands.add_parser, allow_abbrev=False)
     _add_run(add("run", help="run cases, compare them with the dense model, record, report"))
     if list(words[:1]) != ["run"]:
-        from reports.options.command_options import add_others
+        from shardproof.reports.options.command_options import add_others
 
         add_others(add, _TRUTH, _TIMEOUT)
     return parser

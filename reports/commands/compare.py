@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pandas as pd
 
-from reports.comparing.compared_sides import check_name, limits
-from reports.comparing.comparison import Comparison, compare
-from reports.comparing.intervals import CONFIDENCE, FEWEST
-from reports.comparing.snapshot import Snapshot, save, side, snapshot
-from reports.printing.modes import modes_table, side_by_side
-from reports.printing.text import append_step_summary, show_message, show_note, show_table, show_words
-from reports.printing.text_tables import NOTHING, Table, count, mark, mebibytes, milliseconds, pair, table
-from reports.stored.frames import load
+from shardproof.reports.comparing.compared_sides import check_name, limits
+from shardproof.reports.comparing.comparison import Comparison, compare
+from shardproof.reports.comparing.intervals import CONFIDENCE, FEWEST
+from shardproof.reports.comparing.snapshot import Snapshot, save, side, snapshot
+from shardproof.reports.printing.modes import modes_table, side_by_side
+from shardproof.reports.printing.text import append_step_summary, show_message, show_note, show_table, show_words
+from shardproof.reports.printing.text_tables import NOTHING, Table, count, mark, mebibytes, milliseconds, pair, table
+from shardproof.reports.stored.frames import load
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from importlib import import_module, metadata
 from typing import Any, TypeVar
 
-from harness.errors import error_text
+from shardproof.harness.errors import error_text
 
 T = TypeVar("T")
 OLDEST_PYTHON = (3, 11)
@@ -69,7 +69,10 @@ def main(arguments: argparse.Namespace) -> int:
     words = {"title": "This machine", "headers": ("what", "found", "usable", "what follows")}
     rows, note = judge(inspect())
     try:  # tables need pandas, and terminals rich: what may be what is missing
-        tables, text = import_module("reports.printing.text_tables"), import_module("reports.printing.text")
+        tables, text = (
+            import_module("shardproof.reports.printing.text_tables"),
+            import_module("shardproof.reports.printing.text"),
+        )
         text.show_table(tables.Table(**words, rows=rows, note=note), sys.stdout)
     except (Exception, SystemExit):
         print("\n".join([*("  ".join(row).rstrip() for row in rows), note]))
@@ -109,8 +112,8 @@ def inspect() -> Machine:
 
 
 def _torch_note(version: str) -> str:
-    lookup = import_module("harness.torch_internals.lookup")
-    import_module("harness.torch_internals.autograd")  # a torch that is there in part shows
+    lookup = import_module("shardproof.harness.torch_internals.lookup")
+    import_module("shardproof.harness.torch_internals.autograd")  # a torch that is there in part shows
     if _release(version) < lookup.TESTED[0]:
         return f"too old: {lookup.untested(version)}"
     return str(lookup.untested(version)) or f"tested with {lookup.tested_span()}"

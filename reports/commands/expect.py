@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from harness.cases import read_case
-from harness.errors import RequestError, ranks_text
-from harness.protocols import Axes, case_text
-from harness.terms import FIELDS, Term
-from reports.printing.text import show_message, show_note
-from reports.stored.frames import Run, load
+from shardproof.harness.cases import read_case
+from shardproof.harness.errors import RequestError, ranks_text
+from shardproof.harness.protocols import Axes, case_text
+from shardproof.harness.terms import FIELDS, Term
+from shardproof.reports.printing.text import show_message, show_note
+from shardproof.reports.stored.frames import Run, load
 
 _SHORT = ("op", "axis")
 """The fields of a short term."""

@@ -4,9 +4,9 @@ import re
 
 import pandas as pd
 
-from reports.options.option_checks import EXPERIMENTS
-from reports.printing.text_tables import NOTHING, Table, count, mebibytes
-from reports.stored.frames import Run
+from shardproof.reports.options.option_checks import EXPERIMENTS
+from shardproof.reports.printing.text_tables import NOTHING, Table, count, mebibytes
+from shardproof.reports.stored.frames import Run
 
 MEGATRON = {
     "embedding": "word_embeddings",

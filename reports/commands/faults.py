@@ -17,20 +17,27 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from harness.checking.checks import CHECKS
-from harness.injecting.kill_matrix import COLUMNS, Figures, Kill, figures, killed_alone
-from harness.protocols import case_text
-from harness.resolve import resolve
-from harness.running.request import seconds
-from harness.running.store import Store, environment
-from harness.subject import cases_of, named
-from reports.options.option_checks import writing
-from reports.printing.text import append_step_summary, show_message, show_note, show_table, show_words, ticking
-from reports.printing.text_tables import Table
-from reports.stored.files import MATRIX, RunFolderError, csv_table, environment_of
+from shardproof.harness.checking.checks import CHECKS
+from shardproof.harness.injecting.kill_matrix import COLUMNS, Figures, Kill, figures, killed_alone
+from shardproof.harness.protocols import case_text
+from shardproof.harness.resolve import resolve
+from shardproof.harness.running.request import seconds
+from shardproof.harness.running.store import Store, environment
+from shardproof.harness.subject import cases_of, named
+from shardproof.reports.options.option_checks import writing
+from shardproof.reports.printing.text import (
+    append_step_summary,
+    show_message,
+    show_note,
+    show_table,
+    show_words,
+    ticking,
+)
+from shardproof.reports.printing.text_tables import Table
+from shardproof.reports.stored.files import MATRIX, RunFolderError, csv_table, environment_of
 
-KILLING = "suites.killing.matrix"
-_SCRIPTS = "suites.killing.scripts:scripts"
+KILLING = "shardproof.suites.killing.matrix"
+_SCRIPTS = "shardproof.suites.killing.scripts:scripts"
 _PROCESSES = 2
 
 

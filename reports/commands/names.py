@@ -10,16 +10,16 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from harness.diagnosing.causes.places import timeline
-from harness.ledger import shape_text
-from harness.protocols import CaseLike
-from harness.running.engines import engine_named
-from harness.running.ranks.capacity import admit
-from harness.running.trials.reference import reference_of
-from harness.running.trials.trial import Trial
-from harness.subject import NamedSubject, case_of, compared_with, named, truth_of
-from reports.printing.text import show_table, show_words
-from reports.printing.text_tables import Table
+from shardproof.harness.diagnosing.causes.places import timeline
+from shardproof.harness.ledger import shape_text
+from shardproof.harness.protocols import CaseLike
+from shardproof.harness.running.engines import engine_named
+from shardproof.harness.running.ranks.capacity import admit
+from shardproof.harness.running.trials.reference import reference_of
+from shardproof.harness.running.trials.trial import Trial
+from shardproof.harness.subject import NamedSubject, case_of, compared_with, named, truth_of
+from shardproof.reports.printing.text import show_table, show_words
+from shardproof.reports.printing.text_tables import Table
 
 KINDS: Mapping[str, str] = {
     "init": "initial values of parameters",

@@ -13,19 +13,19 @@ from pathlib import Path
 
 import pandas as pd
 
-from harness.engines.shapes.dry import DryEngine
-from harness.errors import RequestError
-from harness.ledger import COLUMNS
-from harness.predicting.clusters import read
-from harness.predicting.figures import DEPTHS
-from harness.subject import named
-from reports.comparing.growth import break_even_table
-from reports.predicting import pipelines
-from reports.predicting.answers import step_words
-from reports.predicting.loads import load_tables
-from reports.predicting.prediction import Prediction, predict, together
-from reports.printing.text import plain, show_message, show_table, show_words, ticking
-from reports.printing.text_tables import Table, count, gibibytes, mark, records, seconds, table
+from shardproof.harness.engines.shapes.dry import DryEngine
+from shardproof.harness.errors import RequestError
+from shardproof.harness.ledger import COLUMNS
+from shardproof.harness.predicting.clusters import read
+from shardproof.harness.predicting.figures import DEPTHS
+from shardproof.harness.subject import named
+from shardproof.reports.comparing.growth import break_even_table
+from shardproof.reports.predicting import pipelines
+from shardproof.reports.predicting.answers import step_words
+from shardproof.reports.predicting.loads import load_tables
+from shardproof.reports.predicting.prediction import Prediction, predict, together
+from shardproof.reports.printing.text import plain, show_message, show_table, show_words, ticking
+from shardproof.reports.printing.text_tables import Table, count, gibibytes, mark, records, seconds, table
 
 ASSUMPTIONS = (
     "compute: FLOPs of matrix products and attention as the dry run counts them (masked pairs too), over peak x "
@@ -221,7 +221,7 @@ def _write(out: Path, predictions: Sequence[Prediction]) -> Path:
 
 
 def _page(predictions: Sequence[Prediction]) -> str:
-    from reports.pages import plots  # noqa: PLC0415  (matplotlib takes a second to import, and only a folder needs it)
+    from shardproof.reports.pages import plots  # noqa: PLC0415  (matplotlib takes a second to import, and only a folder needs it)
 
     parts = ['<!doctype html><meta charset="utf-8"><title>shardproof predict</title>']
     for prediction in predictions:

@@ -3,16 +3,16 @@
 import dataclasses
 from pathlib import Path
 
-from harness.checking.evidence import FAIL
-from harness.diagnosing.failure_lines import line_of
-from harness.errors import ShardproofError
-from harness.protocols import CaseLike, case_text
-from harness.reproducing import repro
-from harness.running.engines import engine_named
-from harness.running.request import Request
-from harness.running.run_result import INTERRUPTED, RunResult
-from reports.options.option_checks import writing
-from reports.stored.failures import simplicity
+from shardproof.harness.checking.evidence import FAIL
+from shardproof.harness.diagnosing.failure_lines import line_of
+from shardproof.harness.errors import ShardproofError
+from shardproof.harness.protocols import CaseLike, case_text
+from shardproof.harness.reproducing import repro
+from shardproof.harness.running.engines import engine_named
+from shardproof.harness.running.request import Request
+from shardproof.harness.running.run_result import INTERRUPTED, RunResult
+from shardproof.reports.options.option_checks import writing
+from shardproof.reports.stored.failures import simplicity
 
 
 def with_script(result: RunResult, request: Request, file: str) -> RunResult:

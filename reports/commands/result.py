@@ -10,10 +10,10 @@ from typing import TextIO
 
 import pandas as pd
 
-from harness.running.run_result import RunResult
-from reports.pages import page
-from reports.printing import text_tables
-from reports.printing.text import (
+from shardproof.harness.running.run_result import RunResult
+from shardproof.reports.pages import page
+from shardproof.reports.printing import text_tables
+from shardproof.reports.printing.text import (
     STYLES,
     append_step_summary,
     show_message,
@@ -22,10 +22,10 @@ from reports.printing.text import (
     show_table,
     show_words,
 )
-from reports.stored import summary
-from reports.stored.files import profiled
-from reports.stored.frames import Run
-from reports.stored.unchecked import unchecked_notes
+from shardproof.reports.stored import summary
+from shardproof.reports.stored.files import profiled
+from shardproof.reports.stored.frames import Run
+from shardproof.reports.stored.unchecked import unchecked_notes
 
 
 def write_page(run: Run) -> str:
@@ -56,7 +56,7 @@ def show_result(result: RunResult, run: Run, *, as_json: bool, interrupted: bool
     if len(rows):
         show_table(headline, sys.stdout)
     if profiled(result.path):
-        from reports.printing.witnesses import witness_tables  # noqa: PLC0415
+        from shardproof.reports.printing.witnesses import witness_tables  # noqa: PLC0415
 
         for table in witness_tables(result.path):
             show_table(table, sys.stdout)
@@ -95,7 +95,7 @@ def show_failures(run: Run, stream: TextIO) -> None:
     Then a reason for every check that was skipped or could not be decided.
     """
     if (run.verdicts["verdict"] == "fail").any():
-        from reports.stored.failures import bugs, simplest_first  # noqa: PLC0415
+        from shardproof.reports.stored.failures import bugs, simplest_first  # noqa: PLC0415
 
         for bug in bugs(simplest_first(run)):
             show_report("fail", f"fail: {bug.case}", [*bug.message.splitlines(), *filter(None, [bug.follows])], stream)

@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from harness.checking.evidence import FAIL
-from harness.errors import MachineError, ShardproofError
-from harness.interpreter import COLLECTED_AFTER, interrupted_after
-from harness.protocols import CaseLike, case_text
-from harness.resolve import resolve
-from harness.running.request import Request
-from harness.running.run import run
-from harness.running.run_result import INTERRUPTED, RunResult
-from harness.subject import NamedSubject, claims, offers, own_cases
-from reports.options.request import LAUNCHED, requested
-from reports.printing.text import show_message, show_note, show_table, ticking
+from shardproof.harness.checking.evidence import FAIL
+from shardproof.harness.errors import MachineError, ShardproofError
+from shardproof.harness.interpreter import COLLECTED_AFTER, interrupted_after
+from shardproof.harness.protocols import CaseLike, case_text
+from shardproof.harness.resolve import resolve
+from shardproof.harness.running.request import Request
+from shardproof.harness.running.run import run
+from shardproof.harness.running.run_result import INTERRUPTED, RunResult
+from shardproof.harness.subject import NamedSubject, claims, offers, own_cases
+from shardproof.reports.options.request import LAUNCHED, requested
+from shardproof.reports.printing.text import show_message, show_note, show_table, ticking
 
 if TYPE_CHECKING:
-    from reports.stored.frames import Run
+    from shardproof.reports.stored.frames import Run
 
 BENCH = "bench.performance:main"
 FAULT_TABLE = "bench.fault_table:main"
@@ -42,13 +42,13 @@ def main(arguments: argparse.Namespace) -> int:
     does this; the others serve it, and are released when it refuses the request.
     """
     if arguments.engine == LAUNCHED:
-        from harness.engines.processes.launched.torchrun import serve, serves  # noqa: PLC0415
+        from shardproof.harness.engines.processes.launched.torchrun import serve, serves  # noqa: PLC0415
 
         if serves():
             return serve()
     request: Request = arguments.request or _first_ranks(arguments)
     if not arguments.cases:
-        from harness.running.sharing import arranged  # noqa: PLC0415
+        from shardproof.harness.running.sharing import arranged  # noqa: PLC0415
 
         request = dataclasses.replace(request, cases=arranged(request.cases))
         for note in _notes_on_defaults(request.subject, deep=arguments.deep):
@@ -57,17 +57,17 @@ def main(arguments: argparse.Namespace) -> int:
         result, stored = _run(request)
     result = dataclasses.replace(result, path=Path(arguments.out) / result.path.name)
     if arguments.emit_repro is not None:
-        from reports.commands.repro import with_script  # noqa: PLC0415  (imports DTensor: half a second)
+        from shardproof.reports.commands.repro import with_script  # noqa: PLC0415  (imports DTensor: half a second)
 
         with _unhindered():
             result = with_script(result, request, arguments.emit_repro)
-    from reports.commands.result import show_result  # noqa: PLC0415
+    from shardproof.reports.commands.result import show_result  # noqa: PLC0415
 
     interrupted = result.exit_status == INTERRUPTED
     show_result(result, stored, as_json=arguments.json, interrupted=interrupted)
     if arguments.preset_experiment and not arguments.json and not interrupted:
-        from reports.commands.experiment import experiment_table  # noqa: PLC0415
-        from reports.options.option_checks import real_size  # noqa: PLC0415
+        from shardproof.reports.commands.experiment import experiment_table  # noqa: PLC0415
+        from shardproof.reports.options.option_checks import real_size  # noqa: PLC0415
 
         show_table(experiment_table(stored, arguments.preset_experiment), sys.stdout)
         show_message(real_size(arguments.preset_experiment), sys.stdout)
@@ -79,7 +79,7 @@ def _first_ranks(arguments: argparse.Namespace) -> Request:
     try:
         return requested(arguments)
     except ShardproofError:
-        from harness.engines.processes.launched.torchrun import dismiss  # noqa: PLC0415
+        from shardproof.harness.engines.processes.launched.torchrun import dismiss  # noqa: PLC0415
 
         dismiss()
         raise
@@ -99,7 +99,7 @@ def _run(request: Request) -> "tuple[RunResult, Run]":
     After a Ctrl-C, or when the machine fails, of the cases that were finished before; raises that where there is none.
     """
     if request.processes:
-        from harness.running.forked_process import forkable  # noqa: PLC0415
+        from shardproof.harness.running.forked_process import forkable  # noqa: PLC0415
 
         request = request if forkable(request.device) else dataclasses.replace(request, processes=0)
     latest = request.out / "latest"
@@ -112,8 +112,8 @@ def _run(request: Request) -> "tuple[RunResult, Run]":
                 meanwhile=_load_reports,
             )
             _load_reports()
-            from reports.commands.result import write_page  # noqa: PLC0415
-            from reports.stored.frames import load  # noqa: PLC0415
+            from shardproof.reports.commands.result import write_page  # noqa: PLC0415
+            from shardproof.reports.stored.frames import load  # noqa: PLC0415
 
             stored = load(result.path.resolve())
             note = write_page(stored)
@@ -122,7 +122,7 @@ def _run(request: Request) -> "tuple[RunResult, Run]":
         if latest.resolve() == before:
             raise
         _load_reports()
-        from reports.stored.frames import load  # noqa: PLC0415
+        from shardproof.reports.stored.frames import load  # noqa: PLC0415
 
         stored = load(latest.resolve())
         interrupted = isinstance(end, KeyboardInterrupt)
@@ -137,7 +137,7 @@ def _run(request: Request) -> "tuple[RunResult, Run]":
 
 def _load_reports() -> None:
     with interrupted_after():  # numpy and pandas, once interrupted, cannot be imported again
-        import reports.commands.result  # noqa: F401, PLC0415
+        import shardproof.reports.commands.result  # noqa: F401, PLC0415
 
     gc.freeze()  # it all stays
 

@@ -5,24 +5,24 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
-from harness.errors import RequestError
-from reports.commands.result import show_failures, show_tally
-from reports.comparing.growth import break_even_table, compared
-from reports.pages import page
-from reports.pages.opening import experts
-from reports.printing import text_tables
-from reports.printing.text import show_message, show_note, show_table
-from reports.printing.witnesses import witness_tables
-from reports.stored import summary
-from reports.stored.files import is_matrix, recorded, run_folder
-from reports.stored.frames import Run, load
-from reports.stored.unchecked import unchecked_notes
+from shardproof.harness.errors import RequestError
+from shardproof.reports.commands.result import show_failures, show_tally
+from shardproof.reports.comparing.growth import break_even_table, compared
+from shardproof.reports.pages import page
+from shardproof.reports.pages.opening import experts
+from shardproof.reports.printing import text_tables
+from shardproof.reports.printing.text import show_message, show_note, show_table
+from shardproof.reports.printing.witnesses import witness_tables
+from shardproof.reports.stored import summary
+from shardproof.reports.stored.files import is_matrix, recorded, run_folder
+from shardproof.reports.stored.frames import Run, load
+from shardproof.reports.stored.unchecked import unchecked_notes
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Print the tables of a run, or of a kill matrix; exit status 0 when it could be read, whatever its verdicts."""
     if is_matrix(folder := run_folder(arguments.run)):
-        from reports.commands.faults import show_matrix  # noqa: PLC0415
+        from shardproof.reports.commands.faults import show_matrix  # noqa: PLC0415
 
         show_matrix(folder, sys.stdout)
     else:
@@ -35,7 +35,7 @@ def page_main(arguments: argparse.Namespace) -> int:
 
     Raises RequestError when the file cannot be written.
     """
-    from reports.pages.comment import comment  # noqa: PLC0415
+    from shardproof.reports.pages.comment import comment  # noqa: PLC0415
 
     run = load(arguments.run)
     if arguments.markdown and not arguments.output:
@@ -79,8 +79,8 @@ def show_run(run: Run, stream: TextIO) -> None:
 
 def _show_program(run: Run, stream: TextIO) -> None:
     """A recorded program: what it did, what is worth knowing, notes."""
-    from reports.programs import figures  # noqa: PLC0415
-    from reports.programs import program_tables as programs  # noqa: PLC0415
+    from shardproof.reports.programs import figures  # noqa: PLC0415
+    from shardproof.reports.programs import program_tables as programs  # noqa: PLC0415
 
     for table in (programs.overview(run), *programs.tables(run)):
         show_table(table, stream)

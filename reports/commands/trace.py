@@ -19,9 +19,9 @@ from typing import Any, TextIO, cast
 
 import pandas as pd
 
-from harness.errors import RequestError
-from reports.printing.text import show_message, show_note
-from reports.stored.frames import Run, load
+from shardproof.harness.errors import RequestError
+from shardproof.reports.printing.text import show_message, show_note
+from shardproof.reports.stored.frames import Run, load
 
 _PAUSE_US = 1000.0
 """Between two cases."""

@@ -16,10 +16,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from harness.dense_model import dense_model
-from harness.errors import RequestError
-from harness.resolve import resolve
-from reports.options.command_options import SLICED
+from shardproof.harness.dense_model import dense_model
+from shardproof.harness.errors import RequestError
+from shardproof.harness.resolve import resolve
+from shardproof.reports.options.command_options import SLICED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,10 +69,10 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _show_calls(text_of_case: str, name: str) -> None:
-    from harness.subject import case_of, named, refusal  # noqa: PLC0415  (loads torch, which the words do not need)
-    from harness.subject.call import answered  # noqa: PLC0415
-    from reports.printing.calls import calls_table  # noqa: PLC0415
-    from reports.printing.text import show_table  # noqa: PLC0415
+    from shardproof.harness.subject import case_of, named, refusal  # noqa: PLC0415  (loads torch, which the words do not need)
+    from shardproof.harness.subject.call import answered  # noqa: PLC0415
+    from shardproof.reports.printing.calls import calls_table  # noqa: PLC0415
+    from shardproof.reports.printing.text import show_table  # noqa: PLC0415
 
     subject = named(name)
     case = case_of(text_of_case, subject)
@@ -169,7 +169,7 @@ def new_subject_main(arguments: argparse.Namespace) -> int:
     """Write the file and print the command that runs it. Exit status 0; raises RequestError, and writes nothing, when
     there is a file already or the name is none of a module.
     """
-    from reports.printing.text import show_message, show_note  # noqa: PLC0415  (loads rich, which the words do not need)
+    from shardproof.reports.printing.text import show_message, show_note  # noqa: PLC0415  (loads rich, which the words do not need)
 
     source = _FOLDER / f"{arguments.like.replace('-', '_')}.py"
     target, text = Path(arguments.file), source.read_text(encoding="utf-8")

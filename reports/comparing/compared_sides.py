@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.errors import RequestError
-from reports.stored.files import RunFolderError, looking, refuse_file, run_folder, shown
+from shardproof.harness.errors import RequestError
+from shardproof.reports.stored.files import RunFolderError, looking, refuse_file, run_folder, shown
 
 if TYPE_CHECKING:
     import pandas as pd

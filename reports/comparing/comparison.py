@@ -17,11 +17,11 @@ from typing import Any
 
 import pandas as pd
 
-from harness.errors import RequestError
-from reports.comparing.compared_sides import EXACT, Limit, breaches
-from reports.comparing.intervals import phase_times
-from reports.comparing.snapshot import CALLED, WHAT, Snapshot, members, span
-from reports.stored.frames import in_order
+from shardproof.harness.errors import RequestError
+from shardproof.reports.comparing.compared_sides import EXACT, Limit, breaches
+from shardproof.reports.comparing.intervals import phase_times
+from shardproof.reports.comparing.snapshot import CALLED, WHAT, Snapshot, members, span
+from shardproof.reports.stored.frames import in_order
 
 COLUMNS = (
     *("kind", "case", "mode", "phase", "region", "op", "axis", "what"),

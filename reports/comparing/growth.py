@@ -11,10 +11,10 @@ from itertools import combinations
 import numpy as np
 import pandas as pd
 
-from harness.ledger import PASSES
-from reports.printing.text_tables import Table, mebibytes, table, whole
-from reports.stored.frames import Run, in_order
-from reports.stored.summary import words_but
+from shardproof.harness.ledger import PASSES
+from shardproof.reports.printing.text_tables import Table, mebibytes, table, whole
+from shardproof.reports.stored.frames import Run, in_order
+from shardproof.reports.stored.summary import words_but
 
 _VARIES = ("mode", "seq", "batch", "data", "delivery", "embedding", "head")
 """Words in which the cases of one comparison may differ: mode and tokens, and what a mode brings with it."""

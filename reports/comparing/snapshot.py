@@ -18,10 +18,10 @@ from typing import Any
 
 import pandas as pd
 
-from harness.errors import RequestError
-from reports.comparing.compared_sides import FOLDER, MARK, check_name, side_folder
-from reports.stored.files import RunFolderError, csv_table, json_object, recorded, shown
-from reports.stored.frames import Run, load
+from shardproof.harness.errors import RequestError
+from shardproof.reports.comparing.compared_sides import FOLDER, MARK, check_name, side_folder
+from shardproof.reports.stored.files import RunFolderError, csv_table, json_object, recorded, shown
+from shardproof.reports.stored.frames import Run, load
 
 _PLACE = ("case", "mode", "phase", "region", "op")
 WHAT = ("axis", "group_size", "reduce_op", "dtype", "shape", "payload_bytes", "is_async")

@@ -3,12 +3,12 @@
 import argparse
 from collections.abc import Callable
 
-from harness.dense_model import SUBJECT
+from shardproof.harness.dense_model import SUBJECT
 
 LIKE = ("mlp", "dtensor", "fsdp2", "pipelining", "hf", "deepspeed", "megatron", "megatron-training", "torchtitan")
 CLUSTER = "8xH100-NVLink-IB400"
 _NEW_SUBJECT = "Write a runnable subject: model, truth, words. At most 60 lines; megatron-training, torchtitan: 120."
-SLICED = "parallel.slicing.words:Sliced"
+SLICED = "shardproof.parallel.slicing.words:Sliced"
 """The words of a slice, found by name as a subject is."""
 
 

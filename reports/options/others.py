@@ -4,16 +4,16 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from harness.cases import check_words, read_case
-from harness.dense_model import SUBJECT
-from harness.errors import RequestError
-from harness.predicting.clusters import read as read_cluster
-from harness.resolve import resolve
-from harness.running.request import seconds
-from harness.subject import cases_of, named, truth_of, vocabulary
-from reports.comparing.compared_sides import check_name, limits, side_folder
-from reports.options.command_options import SLICED
-from reports.stored.files import run_folder
+from shardproof.harness.cases import check_words, read_case
+from shardproof.harness.dense_model import SUBJECT
+from shardproof.harness.errors import RequestError
+from shardproof.harness.predicting.clusters import read as read_cluster
+from shardproof.harness.resolve import resolve
+from shardproof.harness.running.request import seconds
+from shardproof.harness.subject import cases_of, named, truth_of, vocabulary
+from shardproof.reports.comparing.compared_sides import check_name, limits, side_folder
+from shardproof.reports.options.command_options import SLICED
+from shardproof.reports.stored.files import run_folder
 
 
 def _check_run_folder(arguments: argparse.Namespace) -> None:

@@ -13,14 +13,14 @@ from contextlib import chdir, nullcontext
 from importlib import import_module
 from pathlib import Path
 
-from harness.cases import check_modes, in_own_words, parse_cases
-from harness.dense_model import SUBJECT, dense_model
-from harness.errors import RequestError
-from harness.interpreter import interrupted_after
-from harness.protocols import CaseLike, case_text
-from harness.running.ranks.capacity import admitted
-from harness.running.request import Request, check_saved, loading_what_exists, seconds
-from harness.subject import (
+from shardproof.harness.cases import check_modes, in_own_words, parse_cases
+from shardproof.harness.dense_model import SUBJECT, dense_model
+from shardproof.harness.errors import RequestError
+from shardproof.harness.interpreter import interrupted_after
+from shardproof.harness.protocols import CaseLike, case_text
+from shardproof.harness.running.ranks.capacity import admitted
+from shardproof.harness.running.request import Request, check_saved, loading_what_exists, seconds
+from shardproof.harness.subject import (
     NamedSubject,
     Unanswered,
     cases_of,
@@ -32,7 +32,7 @@ from harness.subject import (
     truth_of,
     vocabulary,
 )
-from reports.options.option_checks import (
+from shardproof.reports.options.option_checks import (
     check_data,
     check_target,
     complete_experiment,
@@ -57,7 +57,7 @@ def read(arguments: argparse.Namespace) -> Request | None:
     _note_unquoted(getattr(arguments, "cases", ()))
     if arguments.command == "run":
         return None if arguments.engine == LAUNCHED else requested(arguments)
-    from reports.options.others import check  # noqa: PLC0415
+    from shardproof.reports.options.others import check  # noqa: PLC0415
 
     with chdir("."):  # a subject may go elsewhere when it is imported
         check(arguments)
@@ -103,7 +103,7 @@ def _note_unquoted(cases: Sequence[str]) -> None:
     first = os.environ.get("RANK", "0") == "0"
     if first and len(keys) > 1 and len({*keys}) == len(keys) == len(cases):
         quoted = f'"{" ".join(cases)}"'
-        from reports.printing.text import show_note  # noqa: PLC0415
+        from shardproof.reports.printing.text import show_note  # noqa: PLC0415
 
         show_note(f"these words are {len(cases)} cases, one each; as one case: {quoted}", sys.stderr)
 

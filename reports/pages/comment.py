@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from reports.pages import opening
-from reports.printing.text import markdown
-from reports.printing.text_tables import Table, first_table
-from reports.stored.failures import bugs, simplest_first
-from reports.stored.frames import Run
-from reports.stored.summary import headline, overall, tally
+from shardproof.reports.pages import opening
+from shardproof.reports.printing.text import markdown
+from shardproof.reports.printing.text_tables import Table, first_table
+from shardproof.reports.stored.failures import bugs, simplest_first
+from shardproof.reports.stored.frames import Run
+from shardproof.reports.stored.summary import headline, overall, tally
 
 _MOST = 5
 """Failures that are written out: a comment may be 65,536 characters long."""

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import pandas as pd
 from markupsafe import Markup, escape
 
-from harness.ledger import BACKWARD, PHASES
-from reports.printing.text_tables import count, mebibytes, small
-from reports.stored.frames import Run
-from reports.stored.summary import apart, badness
+from shardproof.harness.ledger import BACKWARD, PHASES
+from shardproof.reports.printing.text_tables import count, mebibytes, small
+from shardproof.reports.stored.frames import Run
+from shardproof.reports.stored.summary import apart, badness
 
 _COLOURS = "#8d99ae #3b82c4 #8e6bbf #e08a2e #d1495b #5b5f97 #2a9d6f #a1785a #2fa7b5 #6d6875"
 PHASE_COLOURS = dict(zip(PHASES, _COLOURS.split(), strict=True))

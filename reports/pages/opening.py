@@ -7,9 +7,9 @@ from typing import Any
 
 import pandas as pd
 
-from reports.printing.text_tables import NOTHING, Table, count
-from reports.stored.files import recorded
-from reports.stored.frames import Run
+from shardproof.reports.printing.text_tables import NOTHING, Table, count
+from shardproof.reports.stored.files import recorded
+from shardproof.reports.stored.frames import Run
 
 _LABELS = {"pass": "passed", "fail": "failed", "unknown": "unknown"}
 _MOST = 20
@@ -66,7 +66,7 @@ def program(run: Run) -> dict[str, Any]:
     """Overview, findings and traffic of a recorded program; nothing of any other run."""
     if not recorded(run.path):
         return {}
-    from reports.programs.program_tables import parts  # noqa: PLC0415
+    from shardproof.reports.programs.program_tables import parts  # noqa: PLC0415
 
     return parts(run)
 
@@ -75,7 +75,7 @@ def failures(run: Run) -> Sequence[object]:
     """Failed checks by their first place, the simplest case first; none of a run without any."""
     if not (run.verdicts["verdict"] == "fail").any():
         return ()
-    from reports.stored.failures import groups, simplest_first  # noqa: PLC0415
+    from shardproof.reports.stored.failures import groups, simplest_first  # noqa: PLC0415
 
     failed = simplest_first(run)
     return groups(failed[failed["verdict"] == "fail"], run.path, run.ledger)
@@ -85,6 +85,6 @@ def experts(run: Run) -> list[Table]:
     """The rows that experts get; none where no case of the run has any."""
     if not (run.path / "experts.csv").is_file():
         return []
-    from reports.printing.experts import expert_tables  # noqa: PLC0415
+    from shardproof.reports.printing.experts import expert_tables  # noqa: PLC0415
 
     return expert_tables(run.path)

@@ -16,21 +16,21 @@ from typing import Any
 import pandas as pd
 from markupsafe import Markup
 
-from harness.cases import read_case
-from harness.dense_model import SUBJECT
-from harness.errors import RequestError
-from harness.resolve import resolve
-from reports.pages import drawings, opening
-from reports.pages.drawings import Node, by_module, last_micro_batch, timeline, tree
-from reports.pages.templates import template_of
-from reports.printing import text_tables
-from reports.printing.calls import calls_table
-from reports.printing.modes import modes_table, side_by_side
-from reports.printing.text_tables import Table
-from reports.stored import summary
-from reports.stored.files import csv_table, profiled
-from reports.stored.frames import Run
-from reports.stored.unchecked import unchecked_notes
+from shardproof.harness.cases import read_case
+from shardproof.harness.dense_model import SUBJECT
+from shardproof.harness.errors import RequestError
+from shardproof.harness.resolve import resolve
+from shardproof.reports.pages import drawings, opening
+from shardproof.reports.pages.drawings import Node, by_module, last_micro_batch, timeline, tree
+from shardproof.reports.pages.templates import template_of
+from shardproof.reports.printing import text_tables
+from shardproof.reports.printing.calls import calls_table
+from shardproof.reports.printing.modes import modes_table, side_by_side
+from shardproof.reports.printing.text_tables import Table
+from shardproof.reports.stored import summary
+from shardproof.reports.stored.files import csv_table, profiled
+from shardproof.reports.stored.frames import Run
+from shardproof.reports.stored.unchecked import unchecked_notes
 
 _MOST_BYTES = 2_000_000
 _MOST_ROWS = (1000, 300, 100, 30)
@@ -146,7 +146,7 @@ def _parts(run: Run) -> dict[str, object]:
 def _witnesses(run: Run) -> Iterator[Table]:
     """Tables of witnesses in a profiled run."""
     if profiled(run.path):
-        from reports.printing.witnesses import witness_tables  # noqa: PLC0415
+        from shardproof.reports.printing.witnesses import witness_tables  # noqa: PLC0415
 
         yield from witness_tables(run.path)
 
@@ -168,13 +168,13 @@ def _growth(run: Run) -> dict[str, object]:
     """Bytes against tokens, where a run has cases of several lengths."""
     if len(run.cases) < _FEWEST_OF_GROWTH:
         return {"plots": [], "break_even": None}
-    from reports.comparing.growth import break_even_table, compared, crossings, growth  # noqa: PLC0415
+    from shardproof.reports.comparing.growth import break_even_table, compared, crossings, growth  # noqa: PLC0415
 
     sizes, crossed = growth(run), compared(run)
     table = break_even_table(crossed) if len(crossed) else None
     if not len(sizes):
         return {"plots": [], "break_even": table}
-    from reports.pages import plots  # noqa: PLC0415  (matplotlib takes half a second to import, and few runs need it)
+    from shardproof.reports.pages import plots  # noqa: PLC0415  (matplotlib takes half a second to import, and few runs need it)
 
     svg = plots.break_even(sizes, crossings(sizes), "Bytes against tokens")
     caption = "Wire bytes of one rank in the layers, a micro-batch; all-to-alls, embedding and head left out."
@@ -186,7 +186,7 @@ def _pipelines(run: Run) -> list[_Plot]:
     drawn = dict(itertools.islice(summary.last_steps(run).items(), _MOST_PIPELINES))
     if not drawn:
         return []
-    from reports.pages import plots  # noqa: PLC0415  (matplotlib takes half a second)
+    from shardproof.reports.pages import plots  # noqa: PLC0415  (matplotlib takes half a second)
 
     made = []
     for case, spans in drawn.items():

@@ -6,7 +6,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemBytecodeCache, FileSystemLoader, StrictUndefined, Template
 from jinja2.bccache import Bucket
 
-from reports.printing.text_tables import mebibytes
+from shardproof.reports.printing.text_tables import mebibytes
 
 
 class _Compiled(FileSystemBytecodeCache):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from harness.predicting.clusters import Cluster
+from shardproof.harness.predicting.clusters import Cluster
 
 _GIB = 2**30
 _LEAST = 0.005

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 
 import pandas as pd
 
-from harness.predicting.figures import Forecast, Traffic
-from reports.predicting import pipelines
-from reports.printing.text_tables import Table, count, gibibytes, table
+from shardproof.harness.predicting.figures import Forecast, Traffic
+from shardproof.reports.predicting import pipelines
+from shardproof.reports.printing.text_tables import Table, count, gibibytes, table
 
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 """The number of a layer in a path."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from harness.predicting.figures import Forecast
+from shardproof.harness.predicting.figures import Forecast
 
 _PARTS = ("parameters", "gradients", "optimizer", "saved", "peak")
 

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from harness.errors import RequestError
-from harness.ledger import PASSES, wire_bytes
-from harness.mesh_axes import SAME_SAMPLES
-from harness.plain_case import PlainCase
-from harness.predicting.figures import States, mixed_adamw
-from harness.protocols import CaseLike, Subject
-from harness.subject import case_of, claimed, named, named_axes, refusal, stated, vocabulary
-from harness.terms import EventKey, closed_forms
+from shardproof.harness.errors import RequestError
+from shardproof.harness.ledger import PASSES, wire_bytes
+from shardproof.harness.mesh_axes import SAME_SAMPLES
+from shardproof.harness.plain_case import PlainCase
+from shardproof.harness.predicting.figures import States, mixed_adamw
+from shardproof.harness.protocols import CaseLike, Subject
+from shardproof.harness.subject import case_of, claimed, named, named_axes, refusal, stated, vocabulary
+from shardproof.harness.terms import EventKey, closed_forms
 
 BATCHES = (1, 4, 16, 64)
 """Sequences of a micro-batch at which the bytes of a mode are counted: bytes are a straight line in the tokens."""

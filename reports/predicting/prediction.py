@@ -10,20 +10,20 @@ from typing import Any
 
 import pandas as pd
 
-from harness.engines.shapes.dry import DryEngine
-from harness.errors import NoNumbers, NotComputed, RequestError
-from harness.plain_case import WordError
-from harness.predicting.clusters import Cluster
-from harness.predicting.figures import Forecast
-from harness.predicting.forecast import forecast
-from harness.protocols import Subject
-from harness.subject import named
-from reports.comparing.growth import crossings
-from reports.predicting import loads, pipelines
-from reports.predicting.answers import reasons
-from reports.predicting.planning import DTYPE, LOADS, Candidate, candidates, chooses, growth, stated_words
-from reports.predicting.suggesting import estimates
-from reports.printing.text_tables import figure
+from shardproof.harness.engines.shapes.dry import DryEngine
+from shardproof.harness.errors import NoNumbers, NotComputed, RequestError
+from shardproof.harness.plain_case import WordError
+from shardproof.harness.predicting.clusters import Cluster
+from shardproof.harness.predicting.figures import Forecast
+from shardproof.harness.predicting.forecast import forecast
+from shardproof.harness.protocols import Subject
+from shardproof.harness.subject import named
+from shardproof.reports.comparing.growth import crossings
+from shardproof.reports.predicting import loads, pipelines
+from shardproof.reports.predicting.answers import reasons
+from shardproof.reports.predicting.planning import DTYPE, LOADS, Candidate, candidates, chooses, growth, stated_words
+from shardproof.reports.predicting.suggesting import estimates
+from shardproof.reports.printing.text_tables import figure
 
 _GIB = 2**30
 _SUGGESTED = 3

@@ -21,14 +21,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
-from harness.errors import RequestError
-from harness.predicting.clusters import Cluster
-from harness.predicting.costs import route, seconds
-from harness.predicting.figures import Forecast
-from harness.predicting.timeline import AFTER_BACKWARD
-from harness.protocols import Subject
-from harness.subject import claimed, named
-from reports.predicting.planning import Candidate, candidate, stated_words
+from shardproof.harness.errors import RequestError
+from shardproof.harness.predicting.clusters import Cluster
+from shardproof.harness.predicting.costs import route, seconds
+from shardproof.harness.predicting.figures import Forecast
+from shardproof.harness.predicting.timeline import AFTER_BACKWARD
+from shardproof.harness.protocols import Subject
+from shardproof.harness.subject import claimed, named
+from shardproof.reports.predicting.planning import Candidate, candidate, stated_words
 
 _OPEN = {"zero": ("0", "1", "2", "3"), "recompute": ("none", "selective", "full")}
 _SIZES = ("tp", "cp", "pp", "dp", "zero", "micro")

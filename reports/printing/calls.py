@@ -6,8 +6,8 @@ A line is a row of its closed form, with bytes as formula and number.
 import re
 from collections.abc import Iterable
 
-from harness.protocols import TermLike
-from reports.printing.text_tables import NOTHING, Table, count
+from shardproof.harness.protocols import TermLike
+from shardproof.reports.printing.text_tables import NOTHING, Table, count
 
 _HEADERS = ("module", "phase", "op", "axis", "bytes", "formula", "calls", "at", "why")
 

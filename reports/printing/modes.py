@@ -5,10 +5,10 @@ Bytes and calls are those of the busiest rank over the whole run of a case, as i
 
 import pandas as pd
 
-from harness.ledger import PHASES
-from reports.printing.text_tables import Table, count, mark, mebibytes, milliseconds, pair, table
-from reports.stored.frames import Run, in_order
-from reports.stored.summary import words_but
+from shardproof.harness.ledger import PHASES
+from shardproof.reports.printing.text_tables import Table, count, mark, mebibytes, milliseconds, pair, table
+from shardproof.reports.stored.frames import Run, in_order
+from shardproof.reports.stored.summary import words_but
 
 _MOST_BYTES = ["payload_bytes", "wire_bytes"]
 

@@ -21,10 +21,12 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as RichTable
 
-from reports.printing.printable import in_one_line, printable
+from shardproof.reports.printing.printable import in_one_line, printable
 
 if TYPE_CHECKING:
-    from reports.printing.text_tables import Table  # loads pandas, which a message and a line of progress do not need
+    from shardproof.reports.printing.text_tables import (
+        Table,  # loads pandas, which a message and a line of progress do not need
+    )
 
 _LONGEST = 24
 """Characters that stay in one line of the terminal however narrow it is."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from reports.stored.summary import apart, grouped
+from shardproof.reports.stored.summary import apart, grouped
 
 NOTHING = "-"
 _MOST_CASES = 24  # rows that are read at one glance

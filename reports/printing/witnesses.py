@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from reports.printing.text_tables import NOTHING, Table, count
+from shardproof.reports.printing.text_tables import NOTHING, Table, count
 
 WITNESSES = ("ledger", "recorder", "torch", "nsys", "closed_form")
 _GROUP = ["case", "phase", "op", "group_size"]
@@ -63,7 +63,7 @@ def _confirmed(words: pd.Series) -> str:
 
 def _times(times: pd.DataFrame) -> Table:
     """Duration, exposed part and lateness of collectives by case, phase, op and size of group."""
-    from harness.witnesses.timing import spread  # noqa: PLC0415
+    from shardproof.harness.witnesses.timing import spread  # noqa: PLC0415
 
     times = times.assign(group_size=times["group"].str.count(",") + 1)
     rows = []

@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from harness.errors import RequestError
-from harness.hangs.dumps import standings
-from harness.hangs.hang_findings import lines
-from harness.hangs.parting import parted
-from harness.programs.launch import check_startable, environment_of, replace_by, request_of, with_tools
-from harness.programs.session import new_session
-from reports.printing.text import show_message
+from shardproof.harness.errors import RequestError
+from shardproof.harness.hangs.dumps import standings
+from shardproof.harness.hangs.hang_findings import lines
+from shardproof.harness.hangs.parting import parted
+from shardproof.harness.programs.launch import check_startable, environment_of, replace_by, request_of, with_tools
+from shardproof.harness.programs.session import new_session
+from shardproof.reports.printing.text import show_message
 
 
 def main(arguments: argparse.Namespace) -> NoReturn:

@@ -10,13 +10,13 @@ from typing import Any
 
 import pandas as pd
 
-from harness.checking.laws import broken_laws
-from harness.errors import ranks_text
-from harness.ledger import Event
-from reports.comparing.snapshot import span
-from reports.programs.unlike import median, unlike
-from reports.stored.files import GROUP_TYPES, STEP_TYPES, about_ranks, ends_of, joined
-from reports.stored.frames import Run
+from shardproof.harness.checking.laws import broken_laws
+from shardproof.harness.errors import ranks_text
+from shardproof.harness.ledger import Event
+from shardproof.reports.comparing.snapshot import span
+from shardproof.reports.programs.unlike import median, unlike
+from shardproof.reports.stored.files import GROUP_TYPES, STEP_TYPES, about_ranks, ends_of, joined
+from shardproof.reports.stored.frames import Run
 
 _MOST_LAWFUL = 100_000
 """Events over which the laws are looked at: whole steps from the first on."""

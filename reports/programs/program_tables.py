@@ -2,11 +2,11 @@
 
 import pandas as pd
 
-from reports.printing.text_tables import Columns, Table, count, mark, mebibytes, milliseconds, table, three
-from reports.programs import figures, speed
-from reports.programs.speed import beside
-from reports.stored.files import about_ranks
-from reports.stored.frames import Run
+from shardproof.reports.printing.text_tables import Columns, Table, count, mark, mebibytes, milliseconds, table, three
+from shardproof.reports.programs import figures, speed
+from shardproof.reports.programs.speed import beside
+from shardproof.reports.stored.files import about_ranks
+from shardproof.reports.stored.frames import Run
 
 NO_CASE = "no case describes this program, so nothing is compared with a dense model: there is no verdict"
 _MOST_MODULES = 20

@@ -10,19 +10,19 @@ from typing import Any
 
 import pandas as pd
 
-from harness.cases import read_case
-from harness.dense_model import SUBJECT
-from harness.engines.shapes.dry import DryEngine
-from harness.errors import ShardproofError
-from harness.predicting.clusters import read
-from harness.predicting.costs import route
-from harness.predicting.forecast import forecast
-from harness.protocols import CaseLike
-from harness.subject import named, named_axes, stated
-from harness.terms import closed_forms
-from reports.programs.figures import grouped, steps
-from reports.programs.unlike import median
-from reports.stored.frames import Run
+from shardproof.harness.cases import read_case
+from shardproof.harness.dense_model import SUBJECT
+from shardproof.harness.engines.shapes.dry import DryEngine
+from shardproof.harness.errors import ShardproofError
+from shardproof.harness.predicting.clusters import read
+from shardproof.harness.predicting.costs import route
+from shardproof.harness.predicting.forecast import forecast
+from shardproof.harness.protocols import CaseLike
+from shardproof.harness.subject import named, named_axes, stated
+from shardproof.harness.terms import closed_forms
+from shardproof.reports.programs.figures import grouped, steps
+from shardproof.reports.programs.unlike import median
+from shardproof.reports.stored.frames import Run
 
 
 def step_s(run: Run) -> float:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pandas as pd
 
-from harness.ledger import PASSES
-from reports.comparing.snapshot import span
-from reports.stored.frames import Run
+from shardproof.harness.ledger import PASSES
+from shardproof.reports.comparing.snapshot import span
+from shardproof.reports.stored.frames import Run
 
 _Kind = frozenset[tuple[Any, int]]
 """Calls, and how often each is issued."""

@@ -16,9 +16,9 @@ from typing import Any
 
 import pandas as pd
 
-from harness.ledger import PHASES
-from reports.stored.files import csv_table
-from reports.stored.frames import Run
+from shardproof.harness.ledger import PHASES
+from shardproof.reports.stored.files import csv_table
+from shardproof.reports.stored.frames import Run
 
 _DTYPES = ("float64", "float32", "float16", "bfloat16")
 """From the dtype in which rounding hides least."""
@@ -69,7 +69,7 @@ def _by_first_place(failed: pd.DataFrame) -> list[list[dict[str, str]]]:
     """
     if failed.empty:
         return []
-    from harness.diagnosing.failure_lines import line_of, site  # noqa: PLC0415
+    from shardproof.harness.diagnosing.failure_lines import line_of, site  # noqa: PLC0415
 
     rows = [{str(key): str(value) for key, value in row.items()} for row in failed.to_dict("records")]
     shares = _shares(rows)

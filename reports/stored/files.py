@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.errors import RequestError, ranks_text
-from harness.run_folder import SCHEMA
+from shardproof.harness.errors import RequestError, ranks_text
+from shardproof.harness.run_folder import SCHEMA
 
 if TYPE_CHECKING:
     import pandas as pd

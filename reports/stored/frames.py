@@ -14,10 +14,10 @@ from typing import Any
 
 import pandas as pd
 
-from harness.dense_model import dense_model
-from harness.ledger import COLUMNS, OPS, PHASES, Event
-from harness.mesh_axes import SHOWN
-from reports.stored.files import (
+from shardproof.harness.dense_model import dense_model
+from shardproof.harness.ledger import COLUMNS, OPS, PHASES, Event
+from shardproof.harness.mesh_axes import SHOWN
+from shardproof.reports.stored.files import (
     RunFolderError,
     csv_table,
     doubts_of,

@@ -11,9 +11,9 @@ from collections.abc import Iterable
 
 import pandas as pd
 
-from harness.ledger import NO_PHASE
-from reports.stored.frames import Run, in_order
-from reports.stored.unchecked import by_case, decided_words
+from shardproof.harness.ledger import NO_PHASE
+from shardproof.reports.stored.frames import Run, in_order
+from shardproof.reports.stored.unchecked import by_case, decided_words
 
 RANKING = ("pass", "skip", "unknown", "fail")
 """Verdicts from good to bad; a case is as good as its worst check."""

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 
 import pandas as pd
 
-from harness.checking.call_checks import SPLIT
-from harness.checking.coverage import ON_PURPOSE
-from harness.checking.numeric_checks import called
-from harness.checking.regrouping import OF_DTYPE
-from harness.dense_model import SUBJECT
-from reports.stored.frames import Run
+from shardproof.harness.checking.call_checks import SPLIT
+from shardproof.harness.checking.coverage import ON_PURPOSE
+from shardproof.harness.checking.numeric_checks import called
+from shardproof.harness.checking.regrouping import OF_DTYPE
+from shardproof.harness.dense_model import SUBJECT
+from shardproof.reports.stored.frames import Run
 
 _MOST_NAMES = 12
 """Patterns of names that a note lists; all names stand in verdicts.jsonl."""

@@ -8,10 +8,10 @@ from contextlib import suppress
 from random import Random
 from typing import Any
 
-from harness.mesh_axes import AXES, EXPERT_AXES
-from harness.plain_case import PlainCase
-from harness.protocols import CaseLike
-from harness.subject import NamedSubject, claims, own_cases, refusal
+from shardproof.harness.mesh_axes import AXES, EXPERT_AXES
+from shardproof.harness.plain_case import PlainCase
+from shardproof.harness.protocols import CaseLike
+from shardproof.harness.subject import NamedSubject, claims, own_cases, refusal
 
 _TRIES = 60
 _SIZES = {"tp": (1, 2, 3, 4, 6), "wp": (1, 2, 3), "zero": (0, 0, 1, 2, 3)}

@@ -9,10 +9,10 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from harness.errors import RequestError
-from harness.mesh_axes import AXES, EXPERT_AXES
-from harness.plain_case import COMMON, PlainCase
-from harness.subject import NamedSubject, draws, own_cases
+from shardproof.harness.errors import RequestError
+from shardproof.harness.mesh_axes import AXES, EXPERT_AXES
+from shardproof.harness.plain_case import COMMON, PlainCase
+from shardproof.harness.subject import NamedSubject, draws, own_cases
 
 _DRAWN: Mapping[str, st.SearchStrategy[Any]] = {
     "steps": st.integers(2, 3),

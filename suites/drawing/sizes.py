@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import reject
 from hypothesis import strategies as st
 
-from reference.case import Case, CaseError
-from suites.drawing.strategies import every_word
+from shardproof.reference.case import Case, CaseError
+from shardproof.suites.drawing.strategies import every_word
 
 TOKENS = (1024, 4096, 16_384)
 """Tokens of a step that a long case has, about."""

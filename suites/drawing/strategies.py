@@ -14,19 +14,19 @@ from typing import Any
 from hypothesis import reject
 from hypothesis import strategies as st
 
-from harness.engines.faults.races import Schedule
-from reference.case import Case, CaseError
-from reference.case.domains import domains
-from reference.case.repair import repaired, words_of
-from reference.features import FEATURES, PARTS
-from reference.language.core import Core
-from reference.language.modes import MODES
-from reference.language.words import declared
+from shardproof.harness.engines.faults.races import Schedule
+from shardproof.reference.case import Case, CaseError
+from shardproof.reference.case.domains import domains
+from shardproof.reference.case.repair import repaired, words_of
+from shardproof.reference.features import FEATURES, PARTS
+from shardproof.reference.language.core import Core
+from shardproof.reference.language.modes import MODES
+from shardproof.reference.language.words import declared
 
 NOT_DRAWN = {
     "preset": "stands for other words, each of which is drawn",
-    "load": "names a folder (suites.test_checkpoints draws pairs of layouts)",
-    "save": "names a folder (suites.test_checkpoints draws pairs of layouts)",
+    "load": "names a folder (shardproof.suites.test_checkpoints draws pairs of layouts)",
+    "save": "names a folder (shardproof.suites.test_checkpoints draws pairs of layouts)",
     "data": "names a file; the data of a case without it are drawn by its seed",
     "variant": "makes the implementation wrong",
     "scaler": "has scales of its own for each model: between them rounding decides which step is skipped",

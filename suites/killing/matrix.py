@@ -16,20 +16,20 @@ from multiprocessing import get_context
 
 import torch
 
-from harness.dense_model import SUBJECT
-from harness.engines.engine import Engine
-from harness.errors import ProgramError, RankDied, RequestError
-from harness.faults import Fault, faults_of
-from harness.interpreter import spawned
-from harness.protocols import CaseLike, case_text
-from harness.running.engines import engine_named
-from harness.running.ranks.capacity import admit
-from harness.running.ranks.execution import execute
-from harness.subject import NamedSubject, claims, own_cases, refusal
-from reference.case import Case
-from suites.mutants.catalogue import HELD_BACK, MUTANTS, VARIANT_ROWS
-from suites.mutants.field import in_field
-from suites.mutants.kill_rows import Killed, faults_killed, mutant_killed
+from shardproof.harness.dense_model import SUBJECT
+from shardproof.harness.engines.engine import Engine
+from shardproof.harness.errors import ProgramError, RankDied, RequestError
+from shardproof.harness.faults import Fault, faults_of
+from shardproof.harness.interpreter import spawned
+from shardproof.harness.protocols import CaseLike, case_text
+from shardproof.harness.running.engines import engine_named
+from shardproof.harness.running.ranks.capacity import admit
+from shardproof.harness.running.ranks.execution import execute
+from shardproof.harness.subject import NamedSubject, claims, own_cases, refusal
+from shardproof.reference.case import Case
+from shardproof.suites.mutants.catalogue import HELD_BACK, MUTANTS, VARIANT_ROWS
+from shardproof.suites.mutants.field import in_field
+from shardproof.suites.mutants.kill_rows import Killed, faults_killed, mutant_killed
 
 _SMALL = (
     "layers=1 hidden=16 heads=4 kv_heads=4 ffn=32 seq=8 batch=2 micro=2 steps=2 lr=0.1 mode={mode} tp=2 dp=3",

@@ -4,17 +4,17 @@ import difflib
 import itertools
 from collections.abc import Iterator, Mapping
 
-from bugs.anchors import source_of
-from harness.dense_model import SUBJECT
-from harness.engines.engine import Engine
-from harness.errors import MachineError, RequestError
-from harness.reproducing.repro import emit
-from harness.running.engines import engine_named
-from harness.subject import NamedSubject, named
-from suites.mutants.catalogue import MUTANTS, VARIANT_ROWS
-from suites.mutants.draws import showing
-from suites.mutants.field import FIELD
-from suites.mutants.mutant import Mutant
+from shardproof.bugs.anchors import source_of
+from shardproof.harness.dense_model import SUBJECT
+from shardproof.harness.engines.engine import Engine
+from shardproof.harness.errors import MachineError, RequestError
+from shardproof.harness.reproducing.repro import emit
+from shardproof.harness.running.engines import engine_named
+from shardproof.harness.subject import NamedSubject, named
+from shardproof.suites.mutants.catalogue import MUTANTS, VARIANT_ROWS
+from shardproof.suites.mutants.draws import showing
+from shardproof.suites.mutants.field import FIELD
+from shardproof.suites.mutants.mutant import Mutant
 
 _TRIES = 4
 """Cases in which a wrong tensor is looked for: the smallest two that are drawn of each mode, until there are these."""

@@ -6,9 +6,9 @@ which of them got which place or cause. Figures of mutants that a rule was fitte
 
 from dataclasses import replace
 
-from bugs.record import FOLDER, files, read
-from reference.case.variants import words
-from suites.mutants.mutant import GROUPS, Mutant
+from shardproof.bugs.record import FOLDER, files, read
+from shardproof.reference.case.variants import words
+from shardproof.suites.mutants.mutant import GROUPS, Mutant
 
 _FAMILIES = (
     "reductions boundaries factors norms_and_clip layouts groups vocabulary_and_loss "

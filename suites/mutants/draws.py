@@ -7,12 +7,12 @@ number is drawn here, from a fixed seed. So a mutant is killed by a case that a 
 from functools import cache
 from typing import Any
 
-from bugs.record import Words
-from reference.case import Case, CaseError
-from suites.drawing.profiles import PROFILES
-from suites.drawing.strategies import cases
-from suites.mutants.mutant import Mutant
-from suites.session.sampling import sampled
+from shardproof.bugs.record import Words
+from shardproof.reference.case import Case, CaseError
+from shardproof.suites.drawing.profiles import PROFILES
+from shardproof.suites.drawing.strategies import cases
+from shardproof.suites.mutants.mutant import Mutant
+from shardproof.suites.session.sampling import sampled
 
 _SEED = 20251121
 

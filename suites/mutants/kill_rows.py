@@ -11,22 +11,22 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 
-from bugs.planting import Subject
-from harness.checking.evidence import FAIL, PASS
-from harness.dense_model import SUBJECT
-from harness.diagnosing.diagnosis import Diagnosis
-from harness.engines.engine import Engine
-from harness.faults import Fault
-from harness.injecting.equivalence import UNCHANGED, UNREAD
-from harness.injecting.kill_matrix import AND_MORE, MISLEADING, NO, NONE, RIGHT, YES, Kill
-from harness.injecting.survey import FaultResult, survey, unproved
-from harness.protocols import CaseLike
-from harness.running.experiments import Failed, words_needed
-from harness.running.proof import prove
-from harness.running.result import CaseResult
-from harness.subject import NamedSubject, named
-from suites.mutants.draws import showing
-from suites.mutants.mutant import Mutant
+from shardproof.bugs.planting import Subject
+from shardproof.harness.checking.evidence import FAIL, PASS
+from shardproof.harness.dense_model import SUBJECT
+from shardproof.harness.diagnosing.diagnosis import Diagnosis
+from shardproof.harness.engines.engine import Engine
+from shardproof.harness.faults import Fault
+from shardproof.harness.injecting.equivalence import UNCHANGED, UNREAD
+from shardproof.harness.injecting.kill_matrix import AND_MORE, MISLEADING, NO, NONE, RIGHT, YES, Kill
+from shardproof.harness.injecting.survey import FaultResult, survey, unproved
+from shardproof.harness.protocols import CaseLike
+from shardproof.harness.running.experiments import Failed, words_needed
+from shardproof.harness.running.proof import prove
+from shardproof.harness.running.result import CaseResult
+from shardproof.harness.subject import NamedSubject, named
+from shardproof.suites.mutants.draws import showing
+from shardproof.suites.mutants.mutant import Mutant
 
 TRIES = 10
 """Drawn cases that a mutant is held against before it counts as a survivor."""

@@ -1,6 +1,6 @@
 """Known bugs, one catalogue by the id under which a diagnosis reports them: looks how, planted how, stands for what.
 
-    python -m suites.mutants.known [ID ...]        prints these, or all
+    python -m shardproof.suites.mutants.known [ID ...]        prints these, or all
 
 The parts stand where they are used, and this table joins them. The id and its look are in
 `harness.diagnosing.causes.cause`, the rule that the dense model breaks to look the same in `reference.what_ifs`. The
@@ -12,10 +12,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from harness.diagnosing.causes.cause import CAUSES
-from reference.what_ifs.rules import what_ifs
-from suites.mutants.catalogue import MUTANTS, VARIANT_ROWS
-from suites.mutants.mutant import Mutant
+from shardproof.harness.diagnosing.causes.cause import CAUSES
+from shardproof.reference.what_ifs.rules import what_ifs
+from shardproof.suites.mutants.catalogue import MUTANTS, VARIANT_ROWS
+from shardproof.suites.mutants.mutant import Mutant
 
 _DIAGNOSING, _WITNESSES = "tests/harness/diagnosing", "tests/harness/witnesses"
 SHOWN_BY: Mapping[str, str] = {

@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from bugs.anchors import changed
-from bugs.planting import Subject, planted, planted_everywhere
-from bugs.record import Bug
-from harness.dense_model import SUBJECT
-from reference.case import Case
-from reference.case.conditions import broken
-from reference.language.modes import MODES
+from shardproof.bugs.anchors import changed
+from shardproof.bugs.planting import Subject, planted, planted_everywhere
+from shardproof.bugs.record import Bug
+from shardproof.harness.dense_model import SUBJECT
+from shardproof.reference.case import Case
+from shardproof.reference.case.conditions import broken
+from shardproof.reference.language.modes import MODES
 
 EVERY = tuple(MODES)
 TENSOR = tuple(name for name, mode in MODES.items() if not mode.gathers_weights and not mode.uneven)

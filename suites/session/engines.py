@@ -8,18 +8,18 @@ all. Its verdicts, the events of those ranks, and the expectation are compared.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from harness.dense_model import SUBJECT
-from harness.engines.engine import Engine
-from harness.errors import ShardproofError
-from harness.ledger import REPEATABLE, Event
-from harness.protocols import CaseLike
-from harness.running.proof import prove
-from harness.running.result import CaseResult
-from harness.subject import NamedSubject
-from reference.case import Case
-from suites.drawing.strategies import cases
-from suites.session.request import chosen_modes
-from suites.session.sampling import sampled
+from shardproof.harness.dense_model import SUBJECT
+from shardproof.harness.engines.engine import Engine
+from shardproof.harness.errors import ShardproofError
+from shardproof.harness.ledger import REPEATABLE, Event
+from shardproof.harness.protocols import CaseLike
+from shardproof.harness.running.proof import prove
+from shardproof.harness.running.result import CaseResult
+from shardproof.harness.subject import NamedSubject
+from shardproof.reference.case import Case
+from shardproof.suites.drawing.strategies import cases
+from shardproof.suites.session.request import chosen_modes
+from shardproof.suites.session.sampling import sampled
 
 WORLDS = (2, 3, 4)
 """World sizes to draw from: real processes share the machine's cores."""

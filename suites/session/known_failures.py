@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.errors import RequestError
+from shardproof.harness.errors import RequestError
 
 _LEGAL = 'legal: [[failure]] with test = "test_forward.py::test_losses_and_logits[isp]" and reason = "issue 12"'
 

@@ -10,16 +10,16 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from harness.engines.engine import Engine
-from harness.ledger import COLUMNS
-from harness.protocols import CaseLike
-from harness.running import store
-from harness.running.ranks.execution import execute
-from harness.subject import NamedSubject, refusal
-from reports.commands.compare import events_table
-from reports.comparing.comparison import differences
-from reports.comparing.snapshot import counted, read_events, write_events
-from reports.printing.text import plain
+from shardproof.harness.engines.engine import Engine
+from shardproof.harness.ledger import COLUMNS
+from shardproof.harness.protocols import CaseLike
+from shardproof.harness.running import store
+from shardproof.harness.running.ranks.execution import execute
+from shardproof.harness.subject import NamedSubject, refusal
+from shardproof.reports.commands.compare import events_table
+from shardproof.reports.comparing.comparison import differences
+from shardproof.reports.comparing.snapshot import counted, read_events, write_events
+from shardproof.reports.printing.text import plain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

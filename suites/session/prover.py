@@ -16,27 +16,27 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from harness.checking.checks import CHECKS, LAWS
-from harness.checking.evidence import FAIL, SKIP, Verdict
-from harness.dense_model import SUBJECT
-from harness.diagnosing.failure_lines import site
-from harness.engines.engine import Engine
-from harness.errors import RequestError
-from harness.plain_case import Vocabulary
-from harness.protocols import CaseLike
-from harness.running.engines import engine_named
-from harness.running.proof import prove
-from harness.running.result import CaseResult, ledger_rows, with_traceback
-from harness.running.store import Store, environment
-from harness.running.summary import summarize
-from harness.subject import NamedSubject, case_of, named, offers, refusal, vocabulary
-from reference.case import Case
-from reference.features import PARTS
-from reports.options.request import default_cases
-from suites.drawing.own_cases import around
-from suites.drawing.pairwise import rows
-from suites.drawing.strategies import cases
-from suites.session.request import world_sizes
+from shardproof.harness.checking.checks import CHECKS, LAWS
+from shardproof.harness.checking.evidence import FAIL, SKIP, Verdict
+from shardproof.harness.dense_model import SUBJECT
+from shardproof.harness.diagnosing.failure_lines import site
+from shardproof.harness.engines.engine import Engine
+from shardproof.harness.errors import RequestError
+from shardproof.harness.plain_case import Vocabulary
+from shardproof.harness.protocols import CaseLike
+from shardproof.harness.running.engines import engine_named
+from shardproof.harness.running.proof import prove
+from shardproof.harness.running.result import CaseResult, ledger_rows, with_traceback
+from shardproof.harness.running.store import Store, environment
+from shardproof.harness.running.summary import summarize
+from shardproof.harness.subject import NamedSubject, case_of, named, offers, refusal, vocabulary
+from shardproof.reference.case import Case
+from shardproof.reference.features import PARTS
+from shardproof.reports.options.request import default_cases
+from shardproof.suites.drawing.own_cases import around
+from shardproof.suites.drawing.pairwise import rows
+from shardproof.suites.drawing.strategies import cases
+from shardproof.suites.session.request import world_sizes
 
 _ENOUGH = 50
 """Refused cases in a row after which no test waits for a case that is taken."""

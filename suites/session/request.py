@@ -11,15 +11,15 @@ from importlib import import_module
 
 import pytest
 
-from harness.cases import check_modes, read_case
-from harness.dense_model import SUBJECT
-from harness.errors import RequestError
-from harness.running.engines import known_engine
-from harness.running.ranks.capacity import admit
-from harness.running.request import seconds
-from harness.subject import NamedSubject, case_of, claims, named, truth_of
+from shardproof.harness.cases import check_modes, read_case
+from shardproof.harness.dense_model import SUBJECT
+from shardproof.harness.errors import RequestError
+from shardproof.harness.running.engines import known_engine
+from shardproof.harness.running.ranks.capacity import admit
+from shardproof.harness.running.request import seconds
+from shardproof.harness.subject import NamedSubject, case_of, claims, named, truth_of
 from shardproof.pytest_plugin import OPTIONS, option_path, option_value
-from suites.session import known_failures
+from shardproof.suites.session import known_failures
 
 
 def check(config: pytest.Config) -> None:
@@ -72,7 +72,7 @@ def _check_profile(config: pytest.Config) -> None:
     if name := config.getoption("hypothesis_profile", None):
         from hypothesis import errors, settings  # noqa: PLC0415  (only for those who name a profile)
 
-        from suites.drawing.profiles import PROFILES, register  # noqa: PLC0415
+        from shardproof.suites.drawing.profiles import PROFILES, register  # noqa: PLC0415
 
         register()
         try:
@@ -98,7 +98,7 @@ def _check_files(config: pytest.Config) -> None:
         raise RequestError("update-ledgers: needs the folder to write; legal: --ledger-baseline ledgers")
     path = option_path(config, "ledger_baseline")
     if path and not path.is_dir() and not option_value(config, "update_ledgers"):
-        store = "pytest --pyargs suites.test_ledger --ledger-baseline DIR --update-ledgers"
+        store = "pytest --pyargs shardproof.suites.test_ledger --ledger-baseline DIR --update-ledgers"
         raise RequestError(f"ledger-baseline={path}: no ledgers are stored there; legal: store them once with {store}")
 
 

@@ -1,6 +1,6 @@
 """The Llama of `hf` split over tp by DeepSpeed's AutoTP and trained by its ZeRO, compared with it in one process.
 
-shardproof run "tp=2 dp=2 zero=1" --subject suites.subjects.autotp:subject
+shardproof run "tp=2 dp=2 zero=1" --subject shardproof.suites.subjects.autotp:subject
 """
 
 import deepspeed
@@ -8,8 +8,8 @@ import torch
 from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer
 
 from shardproof import Shard
-from suites.subjects import deepspeed as zero
-from suites.subjects import hf
+from shardproof.suites.subjects import deepspeed as zero
+from shardproof.suites.subjects import hf
 
 
 def loss_of(case, model, step, micro, dp_rank):

@@ -1,6 +1,6 @@
 """An attention layer whose sequence is split over cp by torch's context_parallel, compared with it in one process.
 
-shardproof run "cp=2" --subject suites.subjects.context:subject
+shardproof run "cp=2" --subject shardproof.suites.subjects.context:subject
 """
 
 from contextlib import contextmanager, nullcontext

@@ -1,7 +1,7 @@
 """DistributedDataParallel, unmodified: the network of `fsdp2` on every data rank, gradients averaged in buckets.
 `hook` is a communication hook of torch, `sharded` its ZeroRedundancyOptimizer.
 
-shardproof run "dp=3 width=7 hook=fp16_compress dtype=float32" --subject suites.subjects.ddp:subject
+shardproof run "dp=3 width=7 hook=fp16_compress dtype=float32" --subject shardproof.suites.subjects.ddp:subject
 """
 
 import warnings
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import DDPCommHookType, register_ddp_comm_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from suites.subjects.fsdp2 import dense, train
+from shardproof.suites.subjects.fsdp2 import dense, train
 
 with warnings.catch_warnings(action="ignore"):  # torch's own, at import
     from torch.distributed.optim import ZeroRedundancyOptimizer

@@ -1,6 +1,6 @@
 """DeepSpeed's MoE layer in a network that its engine trains: experts over ep, copies of them and all else over dp.
 
-shardproof run "dp=4 ep=2 zero=2" --subject suites.subjects.deepspeed_moe:subject
+shardproof run "dp=4 ep=2 zero=2" --subject shardproof.suites.subjects.deepspeed_moe:subject
 
 Compared with the same mixture in plain torch and one process. No token is dropped and nothing is drawn, so that both
 choose the same experts; the balance loss is that of each rank's micro-batch.
@@ -16,7 +16,7 @@ from deepspeed.utils import safe_get_full_grad
 from torch import nn
 
 from shardproof import Shard
-from suites.subjects import deepspeed as plain
+from shardproof.suites.subjects import deepspeed as plain
 
 EXPERTS, WIDTH, SHARE = 4, 8, 0.1  # of the balance loss in what is trained
 SHAPES = {"moe.gate.weight": (EXPERTS, WIDTH), "head.weight": (5, WIDTH), "head.bias": (5,)}

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardproof import Shard
-from suites.subjects.mlp import train
+from shardproof.suites.subjects.mlp import train
 
 
 @contextmanager

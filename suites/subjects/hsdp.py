@@ -1,14 +1,14 @@
 """FSDP2 over a part of the data ranks, replicas over the rest (HSDP), in bfloat16 products with `low`: the network of
 `fsdp2`. `reshard=false` keeps gathered parameters from forward to backward (ZeRO-2).
 
-shardproof run "dp=4 replicas=2" --subject suites.subjects.hsdp:subject
+shardproof run "dp=4 replicas=2" --subject shardproof.suites.subjects.hsdp:subject
 """
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from suites.subjects.fsdp2 import dense, train, truth
+from shardproof.suites.subjects.fsdp2 import dense, train, truth
 
 
 def subject(case, device):

@@ -1,7 +1,7 @@
 """InternEvo's InternLM2 under its communicators and its ZeRO-1: modes mtp, msp, fsp over tp, and isp, whose sequences
 and weights (`weights` ranks) are split. Compared with itself on one rank. Some defects (FINDINGS.md) are mended here,
 and left by `mended=false` (gradients tp times too small), `table=hidden` (of isp) and `gathered=true`.
-INTERNEVO=checkout shardproof run "tp=2 dp=2 kind=fsp" --subject suites.subjects.internevo:subject
+INTERNEVO=checkout shardproof run "tp=2 dp=2 kind=fsp" --subject shardproof.suites.subjects.internevo:subject
 """
 
 import warnings
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from transformers import modeling_utils
 
 from shardproof import Shard, softmax_shift
-from suites.subjects.checkout import checkout, fill, on_cpu, tokens_of
+from shardproof.suites.subjects.checkout import checkout, fill, on_cpu, tokens_of
 
 older = mock.patch.object(modeling_utils, "shard_checkpoint", None, create=True)  # is not in transformers 5
 with checkout("INTERNEVO", stand_ins="requests datasets boto3"), older, warnings.catch_warnings(action="ignore"):

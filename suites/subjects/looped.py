@@ -1,6 +1,6 @@
 """The network of `pipelining`, two stages a rank, under torch's looped and zero-bubble schedules.
 
-shardproof run "pp=2 schedule=DualPipeV" --subject suites.subjects.looped:subject
+shardproof run "pp=2 schedule=DualPipeV" --subject shardproof.suites.subjects.looped:subject
 """
 
 import torch
@@ -9,7 +9,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.nn.functional import cross_entropy
 
 from shardproof import Shard
-from suites.subjects import pipelining
+from shardproof.suites.subjects import pipelining
 
 FOLDED = ("ZBVZeroBubble", "DualPipeV")  # the second stages of their ranks lie in reverse order
 

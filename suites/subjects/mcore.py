@@ -1,14 +1,14 @@
 """Unmodified Megatron-Core: GPTModel in its DistributedDataParallel over tp and dp, compared with itself on one rank.
 With dropout that rank draws nothing: it drops what the ranks dropped, whose masks shardproof records.
 
-shardproof run "tp=2 dp=2 sp=true llama=true" --subject suites.subjects.mcore:subject
+shardproof run "tp=2 dp=2 sp=true llama=true" --subject shardproof.suites.subjects.mcore:subject
 """
 
 import warnings
 
 import torch
 
-from suites.subjects.mcore_training import start, stated, train, wrapped
+from shardproof.suites.subjects.mcore_training import start, stated, train, wrapped
 
 with warnings.catch_warnings(action="ignore"):  # Megatron's own, at import
     from megatron.core.models.gpt import gpt_layer_specs as specs

@@ -1,13 +1,13 @@
 """Experts of unmodified Megatron-Core: its router, both token dispatchers and SequentialMLP, over tp, dp, ep and etp.
 
-shardproof run "tp=2 dp=2 ep=2 etp=2 sp=true" --subject suites.subjects.mcore_experts:subject
+shardproof run "tp=2 dp=2 ep=2 etp=2 sp=true" --subject shardproof.suites.subjects.mcore_experts:subject
 """
 
 import warnings
 
 import torch
 
-from suites.subjects.mcore_training import start, stated, train, wrapped
+from shardproof.suites.subjects.mcore_training import start, stated, train, wrapped
 
 with warnings.catch_warnings(action="ignore"):  # Megatron's own, at import
     from megatron.core.models.gpt import gpt_layer_specs as specs

@@ -1,6 +1,6 @@
 """Multi-token prediction of unmodified Megatron-Core over tp and dp, compared with a dense model in plain torch.
 
-shardproof run "tp=2 dp=2 sp=true heads=2" --subject suites.subjects.mcore_heads:subject
+shardproof run "tp=2 dp=2 sp=true heads=2" --subject shardproof.suites.subjects.mcore_heads:subject
 """
 
 import warnings
@@ -8,7 +8,7 @@ import warnings
 import torch
 from torch.nn import functional
 
-from suites.subjects.mcore_training import LocalNorm, drawn, micro_batch, start, stated, train, wrapped
+from shardproof.suites.subjects.mcore_training import LocalNorm, drawn, micro_batch, start, stated, train, wrapped
 
 with warnings.catch_warnings(action="ignore"):  # Megatron's own, at import
     from megatron.core.models.gpt import gpt_layer_specs as specs

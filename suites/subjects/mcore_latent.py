@@ -1,6 +1,6 @@
 """Multi-head latent attention of unmodified Megatron-Core, over tp and dp, compared with itself on one rank.
 
-shardproof run "tp=2 sp=true down=duplicated" --subject suites.subjects.mcore_latent:subject
+shardproof run "tp=2 sp=true down=duplicated" --subject shardproof.suites.subjects.mcore_latent:subject
 
 Its down projections are whole on every rank, as TransformerEngine's spec has them, or split, as the local spec does.
 """
@@ -9,7 +9,7 @@ import warnings
 
 import torch
 
-from suites.subjects.mcore_training import LocalNorm, start, stated, train, wrapped
+from shardproof.suites.subjects.mcore_training import LocalNorm, start, stated, train, wrapped
 
 with warnings.catch_warnings(action="ignore"):  # Megatron's own, at import
     from megatron.core import parallel_state

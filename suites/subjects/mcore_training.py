@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from shardproof import softmax_shift
-from suites.subjects import megatron
-from suites.subjects.mcore_parts import parts, weights
+from shardproof.suites.subjects import megatron
+from shardproof.suites.subjects.mcore_parts import parts, weights
 
 with warnings.catch_warnings(action="ignore"):  # Megatron's own, at import
     from megatron.core import distributed, parallel_state

@@ -1,6 +1,6 @@
 """nanotron's Qwen2 as its trainer builds and trains it, over tp, dp and pp, compared with itself on one rank. `sp` is
 its mode REDUCE_SCATTER, `overlap` its asynchronous linear layers. FlashAttention's two kernels have stand-ins below.
-NANOTRON=checkout shardproof run "tp=2 dp=2 sp=true" --subject suites.subjects.nanotron:subject
+NANOTRON=checkout shardproof run "tp=2 dp=2 sp=true" --subject shardproof.suites.subjects.nanotron:subject
 """
 
 import functools
@@ -11,7 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from shardproof import Shard, softmax_shift
-from suites.subjects.checkout import checkout, fill, on_cpu, tokens_of
+from shardproof.suites.subjects.checkout import checkout, fill, on_cpu, tokens_of
 
 with checkout("NANOTRON", "src", "flash_attn triton grouped_gemm datasets dacite datatrove numba s3fs wandb"):
     from nanotron.config import ParallelismArgs

@@ -1,7 +1,7 @@
 """picotron's Llama as its train.py trains it, over tp, cp, dp and pp, compared with itself on one rank. Two defects
 (FINDINGS.md) are mended here: gradients are also summed over cp without dp, and divided by micro-batches with pp.
 
-PICOTRON=checkout shardproof run "pp=2 mended=false" --subject suites.subjects.picotron:subject
+PICOTRON=checkout shardproof run "pp=2 mended=false" --subject shardproof.suites.subjects.picotron:subject
 """
 
 import functools
@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import torch
 
 from shardproof import Shard, softmax_shift
-from suites.subjects.checkout import checkout, fill, on_cpu, tokens_of
+from shardproof.suites.subjects.checkout import checkout, fill, on_cpu, tokens_of
 
 with checkout("PICOTRON", stand_ins="flash_attn wandb datasets"):  # none of these is called here
     import train

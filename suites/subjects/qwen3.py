@@ -2,10 +2,10 @@
 
 With two micro-batches it sums the gradients of q_norm and k_norm over tp once more at every backward:
 
-shardproof run "tp=2 micro=2" --subject suites.subjects.qwen3:accumulating
+shardproof run "tp=2 micro=2" --subject shardproof.suites.subjects.qwen3:accumulating
 """
 
-from suites.subjects import hf
+from shardproof.suites.subjects import hf
 
 
 def subject(case, device):

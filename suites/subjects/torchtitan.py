@@ -1,6 +1,6 @@
 """torchtitan's llama3, qwen3 and deepseek_v3 under its own parallelize functions: tp with sequence and loss parallel,
 FSDP2, HSDP, experts with ep, prediction heads. Compared with the same model before that. Needs torchtitan 0.3.
-shardproof run "tp=2 dp=2 kind=qwen3" --subject suites.subjects.torchtitan:subject
+shardproof run "tp=2 dp=2 kind=qwen3" --subject shardproof.suites.subjects.torchtitan:subject
 """
 
 import dataclasses

@@ -1,13 +1,13 @@
 """torchtitan's llama3 in stages of its own pipeline, with tp and FSDP2, or with its sequence split over cp. Compared
 with the same model in one process. Needs torchtitan 0.3.
 
-shardproof run "pp=2 dp=2 micro=4" --subject suites.subjects.torchtitan_stages:subject
+shardproof run "pp=2 dp=2 micro=4" --subject shardproof.suites.subjects.torchtitan_stages:subject
 """
 
 import torch
 
 from shardproof import Shard
-from suites.subjects import torchtitan
+from shardproof.suites.subjects import torchtitan
 
 titan = torchtitan.subject  # its module makes torchtitan take the CPU, before what follows reads that
 

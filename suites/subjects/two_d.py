@@ -1,6 +1,6 @@
 """torch's plans for tensor, sequence and loss parallelism, times FSDP2 over the data ranks.
 
-shardproof run "tp=2 dp=2 sp=true loss_parallel=true" --subject suites.subjects.two_d:subject
+shardproof run "tp=2 dp=2 sp=true loss_parallel=true" --subject shardproof.suites.subjects.two_d:subject
 """
 
 import torch

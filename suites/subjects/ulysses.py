@@ -1,6 +1,6 @@
 """The attention layer of `context` with its sequence split over cp by DeepSpeed's DistributedAttention (Ulysses).
 
-shardproof run "cp=3 dp=2" --subject suites.subjects.ulysses:subject
+shardproof run "cp=3 dp=2" --subject shardproof.suites.subjects.ulysses:subject
 """
 
 from contextlib import nullcontext
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from deepspeed import comm
 from deepspeed.sequence.layer import DistributedAttention
 
-from suites.subjects import context, deepspeed
+from shardproof.suites.subjects import context, deepspeed
 
 
 def subject(case, device):

@@ -10,7 +10,7 @@ import pytest
 from bench import badges, compat
 from bench.compat import FAILED, MATRIX, NOT_RUN, PASSED, proved
 from bench.environments import ended, install
-from harness.torch_internals.lookup import TESTED
+from shardproof.harness.torch_internals.lookup import TESTED
 from tests import ROOT
 
 

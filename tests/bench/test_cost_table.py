@@ -11,11 +11,11 @@ from bench import cost_table, proof_costs
 from bench.cost_table import CALLS, Asked, fitted, held_against, main, measured, written
 from bench.witnesses import STEPS, WITNESSES, cost_of
 from bench.workload import Sizes, data, dense, largest_error, rank_program, weights
-from harness.engines.threads.inproc import InprocEngine
-from harness.errors import MachineError
-from harness.ledger import Call
-from harness.predicting.clusters import read
-from harness.predicting.costs import route, seconds
+from shardproof.harness.engines.threads.inproc import InprocEngine
+from shardproof.harness.errors import MachineError
+from shardproof.harness.ledger import Call
+from shardproof.harness.predicting.clusters import read
+from shardproof.harness.predicting.costs import route, seconds
 from tests.forked import started
 
 TINY = Asked(

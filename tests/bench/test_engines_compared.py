@@ -11,16 +11,16 @@ import pytest
 from bench import fault_table
 from bench.fault_programs import goes_right, raises
 from bench.fault_table import FAULTS, Fault, seen
-from harness.dense_model import SUBJECT
-from harness.engines.shapes.dry import DryEngine
-from harness.engines.threads.inproc import InprocEngine
-from harness.errors import RankDied
-from harness.ledger import COLUMNS, REPEATABLE
-from harness.running import engines as named_engines
-from harness.running.proof import prove
-from harness.running.result import CaseResult
-from reference.case import Case
-from suites.session.engines import differences, drawn, unlike
+from shardproof.harness.dense_model import SUBJECT
+from shardproof.harness.engines.shapes.dry import DryEngine
+from shardproof.harness.engines.threads.inproc import InprocEngine
+from shardproof.harness.errors import RankDied
+from shardproof.harness.ledger import COLUMNS, REPEATABLE
+from shardproof.harness.running import engines as named_engines
+from shardproof.harness.running.proof import prove
+from shardproof.harness.running.result import CaseResult
+from shardproof.reference.case import Case
+from shardproof.suites.session.engines import differences, drawn, unlike
 
 CASE = Case.parse("mode=tp layers=1 hidden=16 heads=2 ffn=16 vocab=64 seq=8 micro=1 steps=1 tp=2")
 

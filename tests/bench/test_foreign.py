@@ -15,12 +15,12 @@ from bench.clean import Part
 from bench.foreign_bugs import PASSED, UNDECIDED, Row, change, report, units_of
 from bench.foreign_cases import DTYPES, SUBJECTS, Drawn, drawn_cases, subject_of
 from bench.foreign_edits import EVERY, POINTS, SIZES, Edit, Planted, drawn_edit, planting
-from harness.engines.threads.inproc import InprocEngine
-from harness.errors import RequestError
-from harness.outcome.merging import merge
-from harness.running.proof import prove
-from harness.running.ranks.execution import execute
-from harness.subject import case_of
+from shardproof.harness.engines.threads.inproc import InprocEngine
+from shardproof.harness.errors import RequestError
+from shardproof.harness.outcome.merging import merge
+from shardproof.harness.running.proof import prove
+from shardproof.harness.running.ranks.execution import execute
+from shardproof.harness.subject import case_of
 
 QUICK = {
     "numpy_truth": "tp=2 dp=3",

@@ -16,22 +16,22 @@ from bench.clean import Part, campaign, cases_of, main
 from bench.places.by_hand import subject
 from bench.places.dense import REFERENCE, truth
 from bench.places.planting import bugs_of, diagnosed, found, is_right, place, wordless, wrong_subject
-from harness.diagnosing.placing.modules_by_name import located
-from harness.engines.processes.forked.pool import PoolEngine
-from harness.engines.threads.inproc import InprocEngine
-from harness.running.locating import wrong_module
-from harness.running.locating.wrong_module import modules_of
-from harness.running.proof import prove
-from harness.running.trials.reference import reference_of
-from harness.running.trials.runs import recorded
-from harness.running.trials.trial import Trial
-from harness.subject import case_of, named
-from parallel.subject import subject as ours
-from reference.case import Case
-from reference.language.modes import MODES
-from suites.drawing.sizes import HIDDEN, TOKENS, large
-from suites.drawing.strategies import NOT_DRAWN, every_word
-from suites.session.sampling import sampled
+from shardproof.harness.diagnosing.placing.modules_by_name import located
+from shardproof.harness.engines.processes.forked.pool import PoolEngine
+from shardproof.harness.engines.threads.inproc import InprocEngine
+from shardproof.harness.running.locating import wrong_module
+from shardproof.harness.running.locating.wrong_module import modules_of
+from shardproof.harness.running.proof import prove
+from shardproof.harness.running.trials.reference import reference_of
+from shardproof.harness.running.trials.runs import recorded
+from shardproof.harness.running.trials.trial import Trial
+from shardproof.harness.subject import case_of, named
+from shardproof.parallel.subject import subject as ours
+from shardproof.reference.case import Case
+from shardproof.reference.language.modes import MODES
+from shardproof.suites.drawing.sizes import HIDDEN, TOKENS, large
+from shardproof.suites.drawing.strategies import NOT_DRAWN, every_word
+from shardproof.suites.session.sampling import sampled
 
 BUGS = {**bugs_of("places"), **bugs_of("held_back/places")}
 SOME = {
@@ -94,7 +94,7 @@ def test_nothing_is_looked_for_where_nothing_failed_or_memory_may_not_hold_it(
     [
         ("ours", "mode=isp family=internlm2 vocab=264 tp=2 wp=2 dp=2 packed=true positions=rope delivery=local"),
         ("ours", "mode=tp-sp family=llama vocab=264 tp=2 dp=2 recompute=full dtype=bfloat16"),
-        ("suites.subjects.two_d:subject", "tp=2 dp=2 sp=true dtype=float32"),
+        ("shardproof.suites.subjects.two_d:subject", "tp=2 dp=2 sp=true dtype=float32"),
     ],
 )
 def test_modules_of_right_subjects_agree(name: str, text: str, engine: InprocEngine) -> None:

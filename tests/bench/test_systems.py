@@ -197,7 +197,7 @@ def test_a_system_that_is_not_run_is_named_and_what_the_page_has_of_it_stays(
 PLANTED = """
 import sys
 from bench import static_witness
-import suites.subjects.torchtitan
+import shardproof.suites.subjects.torchtitan
 from torchtitan.protocols.module import Module
 Module._redistribute_outputs = lambda module, dims, outputs: outputs  # partial sums stay what they are
 sys.exit(static_witness.main("tp=2 dp=2"))

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from bench.when_lines import Statement, false_statements, statements
-from harness.checking.evidence import FAIL
-from harness.diagnosing.failure_lines import line_of
-from harness.engines.threads.inproc import InprocEngine
-from harness.running.proof import prove
-from harness.subject import named
-from reference.case import Case
-from suites.mutants.catalogue import MUTANTS
-from suites.mutants.draws import showing
-from suites.mutants.mutant import Mutant
+from shardproof.harness.checking.evidence import FAIL
+from shardproof.harness.diagnosing.failure_lines import line_of
+from shardproof.harness.engines.threads.inproc import InprocEngine
+from shardproof.harness.running.proof import prove
+from shardproof.harness.subject import named
+from shardproof.reference.case import Case
+from shardproof.suites.mutants.catalogue import MUTANTS
+from shardproof.suites.mutants.draws import showing
+from shardproof.suites.mutants.mutant import Mutant
 from tests.deep import deep
 from tests.harness.proofs import ran
 

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from bugs import record, repair
-from bugs.anchors import AnchorLost, changed, found, modules_of
-from bugs.record import FOLDER, Bug, Change, read
-from harness.engines.processes.forked.pool import PoolEngine
-from harness.errors import RequestError
-from harness.running.proof import prove
-from reference.case import Case
-from suites.killing.scripts import scripts
-from suites.mutants.kill_rows import mutant_killed
-from suites.mutants.mutant import GROUPS, Mutant
-from suites.session.prover import Prover
+from shardproof.bugs import record, repair
+from shardproof.bugs.anchors import AnchorLost, changed, found, modules_of
+from shardproof.bugs.record import FOLDER, Bug, Change, read
+from shardproof.harness.engines.processes.forked.pool import PoolEngine
+from shardproof.harness.errors import RequestError
+from shardproof.harness.running.proof import prove
+from shardproof.reference.case import Case
+from shardproof.suites.killing.scripts import scripts
+from shardproof.suites.mutants.kill_rows import mutant_killed
+from shardproof.suites.mutants.mutant import GROUPS, Mutant
+from shardproof.suites.session.prover import Prover
 from tests import ROOT
 from tests.forked import started
 from tests.harness.command_line import CommandLine
@@ -156,7 +156,7 @@ def test_a_bug_without_a_place_is_an_error_that_names_it(room: Path, capsys: pyt
 
 
 def test_every_bug_has_its_place() -> None:
-    """Moves by a refactoring are written down by `python -m bugs.repair`; changed lines are written anew."""
+    """Moves by a refactoring are written down by `python -m shardproof.bugs.repair`; changed lines are written anew."""
     lost, away = [], []
     for path in sorted(FOLDER.rglob("*.txt")):
         for bug in read(path, Bug, {}):
@@ -224,7 +224,9 @@ def test_what_no_script_shows_says_why_and_held_back_bugs_have_none(shardproof_h
 
 def test_a_variant_is_planted_where_the_ranks_are(pool: PoolEngine) -> None:
     case = Case.parse("mode=isp tp=2 layers=2 steps=1 seq=8 heads=4 kv_heads=2 hidden=16 ffn=32 vocab=264")
-    right, wrong = (prove(one, "parallel.subject:subject", pool) for one in (case, case.but(variant="isp-average")))
+    right, wrong = (
+        prove(one, "shardproof.parallel.subject:subject", pool) for one in (case, case.but(variant="isp-average"))
+    )
     assert (right.verdict, wrong.verdict) == ("pass", "fail")
 
 

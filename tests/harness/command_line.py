@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.running import engines as named_engines
-from reports.commands import cli
+from shardproof.harness.running import engines as named_engines
+from shardproof.reports.commands import cli
 from tests.harness.toy_subjects import LoopEngine
 
 TOY = "tests.harness.toy_subjects:"

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from harness.engines.engine import Engine
-from harness.engines.threads.inproc import InprocEngine
-from harness.running.proof import prove
-from harness.running.request import Request
-from harness.running.result import CaseResult
-from harness.running.run import run
-from harness.running.run_result import RunResult
-from harness.subject import case_of, named
+from shardproof.harness.engines.engine import Engine
+from shardproof.harness.engines.threads.inproc import InprocEngine
+from shardproof.harness.running.proof import prove
+from shardproof.harness.running.request import Request
+from shardproof.harness.running.result import CaseResult
+from shardproof.harness.running.run import run
+from shardproof.harness.running.run_result import RunResult
+from shardproof.harness.subject import case_of, named
 from tests.harness.toy_subjects import Changed
 
 

@@ -12,18 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.checking.checks import examine
-from harness.checking.evidence import Evidence, Finding, merged_outcomes
-from harness.dense_model import Tried
-from harness.diagnosing.diagnosis import explanation_of
-from harness.diagnosing.six_lines import explain
-from harness.ledger import Event, wire_bytes
-from harness.outcome.blocks import localize
-from harness.outcome.merging import Outcomes
-from harness.shard import Shard
-from harness.terms import Term
-from reference.case import Case
-from reference.data.anchors import Facts
+from shardproof.harness.checking.checks import examine
+from shardproof.harness.checking.evidence import Evidence, Finding, merged_outcomes
+from shardproof.harness.dense_model import Tried
+from shardproof.harness.diagnosing.diagnosis import explanation_of
+from shardproof.harness.diagnosing.six_lines import explain
+from shardproof.harness.ledger import Event, wire_bytes
+from shardproof.harness.outcome.blocks import localize
+from shardproof.harness.outcome.merging import Outcomes
+from shardproof.harness.shard import Shard
+from shardproof.harness.terms import Term
+from shardproof.reference.case import Case
+from shardproof.reference.data.anchors import Facts
 
 MODULES = ("embedding", "layers.0.mlp.w1", "layers.0.mlp.w2", "layers.0.mlp", "head")
 _SHAPES = {

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.engines.engine import Engine, RunRequest
-from harness.errors import MachineError, RankDied, RankRaised, TimeLimit
-from harness.ledger import Observer
-from reference.case import Case
-from reference.training import subject as dense
+from shardproof.harness.engines.engine import Engine, RunRequest
+from shardproof.harness.errors import MachineError, RankDied, RankRaised, TimeLimit
+from shardproof.harness.ledger import Observer
+from shardproof.reference.case import Case
+from shardproof.reference.training import subject as dense
 
 
 class LoopEngine(Engine):

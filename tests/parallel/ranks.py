@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.engines.threads.inproc import InprocEngine
-from harness.ledger import Call
-from harness.outcome.blocks import localize
-from harness.outcome.merging import merge
-from parallel.communication.expectation import CompleteTerm
-from parallel.communication.mesh import Axis, Mesh
-from parallel.model.strategy import Step, Value
-from parallel.registry import strategy_of
-from parallel.subject import subject
-from parallel.training.loop import train
-from reference.case import Case
+from shardproof.harness.engines.threads.inproc import InprocEngine
+from shardproof.harness.ledger import Call
+from shardproof.harness.outcome.blocks import localize
+from shardproof.harness.outcome.merging import merge
+from shardproof.parallel.communication.expectation import CompleteTerm
+from shardproof.parallel.communication.mesh import Axis, Mesh
+from shardproof.parallel.model.strategy import Step, Value
+from shardproof.parallel.registry import strategy_of
+from shardproof.parallel.subject import subject
+from shardproof.parallel.training.loop import train
+from shardproof.reference.case import Case
 
 CPU = torch.device("cpu")
 

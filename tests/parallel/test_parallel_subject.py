@@ -7,18 +7,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from bugs.planting import planted
-from harness.checking.evidence import FAIL, PASS
-from harness.engines.shapes.dry import DryEngine
-from harness.predicting.clusters import PRESETS
-from harness.predicting.figures import EQUAL
-from harness.predicting.forecast import forecast
-from harness.running.result import CaseResult
-from parallel.subject import ParallelSubject, subject
-from reference.case import Case
-from suites.mutants.catalogue import of_file
-from suites.mutants.mutant import Mutant
-from suites.session.prover import Prover
+from shardproof.bugs.planting import planted
+from shardproof.harness.checking.evidence import FAIL, PASS
+from shardproof.harness.engines.shapes.dry import DryEngine
+from shardproof.harness.predicting.clusters import PRESETS
+from shardproof.harness.predicting.figures import EQUAL
+from shardproof.harness.predicting.forecast import forecast
+from shardproof.harness.running.result import CaseResult
+from shardproof.parallel.subject import ParallelSubject, subject
+from shardproof.reference.case import Case
+from shardproof.suites.mutants.catalogue import of_file
+from shardproof.suites.mutants.mutant import Mutant
+from shardproof.suites.session.prover import Prover
 from tests.parallel.case_tables import TABLES
 from tests.parallel.ranks import CPU, on_ranks, outcome, stated
 
@@ -38,7 +38,7 @@ def test_too_large_logits_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case.parse("mode=tp tp=2 layers=1 steps=1")
     elements = case.dp * case.micro * case.tokens * case.vocab
     for limit, kept in ((elements, True), (elements - 1, False)):
-        monkeypatch.setattr("parallel.training.step.LARGEST_LOGITS", limit)
+        monkeypatch.setattr("shardproof.parallel.training.step.LARGEST_LOGITS", limit)
         (first, _) = on_ranks(2, lambda rank: set(subject(case, CPU)))
         assert ("logits/0" in first) is kept
 

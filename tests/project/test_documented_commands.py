@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from reports.commands import cli
 from shardproof.pytest_plugin import OPTIONS
+from shardproof.reports.commands import cli
 from tests import ROOT
 from tests.project.prose import CODE, FENCED
 from tests.project.test_documents import PAGES
@@ -31,7 +31,7 @@ _MEGATRON_FOLDER = "a folder of Megatron-Core: tests/parallel/checkpoints/test_m
 NOT_RUN = {
     "make run": "the default run: tests/reports/pages/test_default_run.py",
     "make test": "the suite itself",
-    "python -m suites.mutants.field": "writes the page itself: tests/suites/test_catalogue.py",
+    "python -m shardproof.suites.mutants.field": "writes the page itself: tests/suites/test_catalogue.py",
     "shardproof faults --field": "half an hour: two bugs are measured by tests/suites/test_catalogue.py",
     "python -m bench.static_witness": "needs torchtitan: tests/bench/test_systems.py",
     "python -m bench.systems": "half an hour; its quick cells: tests/suites/test_foreign_subjects.py",
@@ -46,8 +46,8 @@ NOT_RUN = {
     "shardproof compare runs/latest --save-baseline main": _RECIPE,
     "shardproof hang runs/latest": "a folder that a hang leaves: tests/harness/hangs",
     "shardproof hang /tmp/nccl_trace_rank_*": "files of NCCL: tests/harness/hangs",
-    "--subject suites.subjects.mcore_experts:subject": _MEGATRON,
-    "pytest --pyargs suites.test_checkpoints": "draws cases for minutes: tests/suites/test_pairwise.py",
+    "--subject shardproof.suites.subjects.mcore_experts:subject": _MEGATRON,
+    "pytest --pyargs shardproof.suites.test_checkpoints": "draws cases for minutes: tests/suites/test_pairwise.py",
     '"preset=opt-125m tp=4" --check model.safetensors': "a real model; a toy: tests/reports/commands/test_slicing.py",
     "load=/tmp/llama": _TRANSFORMERS,
     "/tmp/checkpoint /tmp/llama": _TRANSFORMERS,

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import shardproof
-from reports.commands.cli import main
+from shardproof.reports.commands.cli import main
 from shardproof.rooms import ROOMS
 from tests import ROOT
 from tests.project.prose import PRIVATE, blocks, sentences
@@ -107,7 +107,7 @@ ABOUT_THE_FOLDERS = {"design.md"}
 FORMER = "Former paths that earlier releases documented"
 """How the one line begins that names what forwards."""
 MODULE = re.compile(rf"(?<![/\w.])(?:{'|'.join(ROOMS[:4])})\.(?!py\b)\w+[\w.]*(?::\w+)?")
-A_SUBJECT = {"parallel.subject:subject"}
+A_SUBJECT = {"shardproof.parallel.subject:subject"}
 
 
 def inner_names(text: str) -> set[str]:
@@ -119,9 +119,12 @@ def test_a_page_names_no_module_behind_the_public_face() -> None:
     paths = [ROOT / "README.md", *(path for path in DOCS.rglob("*") if path.suffix in (".md", ".ipynb", ".py", ".yml"))]
     for path in paths:
         assert path.name in ABOUT_THE_FOLDERS or not inner_names(path.read_text()), path
-    assert inner_names("see `harness.outcome` and reports.load(run)") == {"harness.outcome", "reports.load"}
+    assert inner_names("see `shardproof.harness.outcome` and reports.load(run)") == {
+        "shardproof.harness.outcome",
+        "reports.load",
+    }
     paths_and_names = "`parallel/communication/expectation.py`, reports.py, shardproof.load"
-    assert not inner_names(f"--subject parallel.subject:subject, {paths_and_names}")
+    assert not inner_names(f"--subject shardproof.parallel.subject:subject, {paths_and_names}")
 
 
 def test_the_page_of_names_has_them_all() -> None:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from reports.pages import page
-from reports.stored.frames import Run, load
+from shardproof.reports.pages import page
+from shardproof.reports.stored.frames import Run, load
 from tests.reports import sample_run
 from tests.reports.toy_traffic import WAYS, stored
 

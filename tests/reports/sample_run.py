@@ -11,11 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from harness.checking.evidence import Verdict
-from harness.ledger import COLUMNS, Event, wire_bytes
-from harness.running.result import ledger_rows
-from harness.running.store import Store, environment
-from harness.running.summary import summarize
+from shardproof.harness.checking.evidence import Verdict
+from shardproof.harness.ledger import COLUMNS, Event, wire_bytes
+from shardproof.harness.running.result import ledger_rows
+from shardproof.harness.running.store import Store, environment
+from shardproof.harness.running.summary import summarize
 
 ACTIVATION_BYTES = 4096
 TP, TP_SP = "mode=tp tp=2", "mode=tp-sp tp=2 seq=64"

@@ -10,11 +10,11 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from reports.commands import cli
-from reports.printing import text, text_tables
-from reports.printing.text_tables import Table
-from reports.stored import summary
-from reports.stored.frames import Run
+from shardproof.reports.commands import cli
+from shardproof.reports.printing import text, text_tables
+from shardproof.reports.printing.text_tables import Table
+from shardproof.reports.stored import summary
+from shardproof.reports.stored.frames import Run
 from tests.reports import sample_run
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.engines.threads.inproc import InprocEngine
-from harness.running.ranks.execution import execute
-from reference.case import Case
+from shardproof.harness.engines.threads.inproc import InprocEngine
+from shardproof.harness.running.ranks.execution import execute
+from shardproof.reference.case import Case
 from tests.reports import sample_run
 
 CASE = Case.parse("mode=tp tp=2 steps=3 micro=2 layers=1 hidden=16 heads=2 vocab=24 seq=8")

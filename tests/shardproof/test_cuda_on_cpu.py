@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardproof
-from harness.engines.threads.inproc import InprocEngine
-from harness.running.ranks.execution import execute
-from reference.case import Case
+from shardproof.harness.engines.threads.inproc import InprocEngine
+from shardproof.harness.running.ranks.execution import execute
+from shardproof.reference.case import Case
 from tests.forked import started
 
 

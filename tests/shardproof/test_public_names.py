@@ -64,16 +64,18 @@ def test_importing_it_loads_nothing_else_and_words_need_no_torch() -> None:
 
 
 def test_a_case_is_proved_and_run_by_words(tmp_path: Path) -> None:
-    result = shardproof.prove(TINY, "parallel.subject:subject")
+    result = shardproof.prove(TINY, "shardproof.parallel.subject:subject")
     assert result.verdict == "pass" and result.events
-    assert shardproof.prove(shardproof.Case.parse(TINY), "parallel.subject:subject", "dry").text == result.text
-    done = shardproof.run([TINY], "parallel.subject:subject", out=tmp_path)
+    assert (
+        shardproof.prove(shardproof.Case.parse(TINY), "shardproof.parallel.subject:subject", "dry").text == result.text
+    )
+    done = shardproof.run([TINY], "shardproof.parallel.subject:subject", out=tmp_path)
     assert done.exit_status == 0
     assert list(shardproof.headline(shardproof.load(done.path))["verdict"]) == ["pass"]
     with pytest.raises(shardproof.RequestError, match="mode=zz: is not a known word"):
-        shardproof.prove("mode=zz", "parallel.subject:subject")
+        shardproof.prove("mode=zz", "shardproof.parallel.subject:subject")
     with pytest.raises(shardproof.RequestError, match="engine=steam: is not a known engine"):
-        shardproof.run([TINY], "parallel.subject:subject", engine="steam", out=tmp_path)
+        shardproof.run([TINY], "shardproof.parallel.subject:subject", engine="steam", out=tmp_path)
 
 
 ENDING = """
@@ -139,22 +141,22 @@ def test_an_unrelated_session_notices_nothing(tmp_path: Path) -> None:
     (tmp_path / "suites" / "test_theirs.py").write_text("def test_theirs(): pass\n")
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_mine.py").write_text(TEST)
-    for words in (("--engine", "torchrun", "test_mine.py"), ("--pyargs", "suites", "--device", "cpu")):
+    for words in (("--engine", "torchrun", "test_mine.py"), ("--pyargs", "shardproof.suites", "--device", "cpu")):
         assert "1 passed" in passed(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words).stdout
 
 
 SUBJECT = """
 import sys
 import torch, torch.distributed as dist
-import parallel.mine, harness.errors, reports.mine as mine
-from parallel import deeper
+import parallel.mine, shardproof.harness.errors, reports.mine as mine
+from shardproof.parallel import deeper
 from bench import alone  # a folder without __init__.py
 
 words = {"width": 4}
 
 def subject(case, device):
     from reference.mine import OWNER
-    assert {OWNER, parallel.mine.OWNER, harness.errors.OWNER, mine.OWNER, deeper.OWNER, alone.OWNER} == {"me"}
+    assert {OWNER, parallel.mine.OWNER, shardproof.harness.errors.OWNER, mine.OWNER, deeper.OWNER, alone.OWNER} == {"me"}
     local = torch.ones((), dtype=torch.float64) / dist.get_world_size()
     dist.all_reduce(local)
     return {"loss/0": local}
@@ -185,7 +187,14 @@ def test_a_subject_in_such_a_package_imports_its_packages_and_we_ours(beside: Pa
 
 
 _CONSOLE = "import sys, pytest; del sys.path[0]; pytest.console_main()"
-_ONE_CASE = ("-q", "-p", "no:cacheprovider", "--hypothesis-profile=one-case", "--pyargs", "suites.test_forward")
+_ONE_CASE = (
+    "-q",
+    "-p",
+    "no:cacheprovider",
+    "--hypothesis-profile=one-case",
+    "--pyargs",
+    "shardproof.suites.test_forward",
+)
 SESSION = ("-c", _CONSOLE, *_ONE_CASE)
 """For the interpreter: a short session of the suites, begun as by the command `pytest`."""
 
@@ -216,8 +225,8 @@ PROGRAM = """
 import {first}
 import torch.distributed as dist
 dist.init_process_group("gloo", rank=0, world_size=1, init_method="file://{store}")
-import harness.errors, parallel.mine
-assert parallel.mine.OWNER == harness.errors.OWNER == "me" and parallel.__name__ == "parallel"
+import shardproof.harness.errors, parallel.mine
+assert parallel.mine.OWNER == shardproof.harness.errors.OWNER == "me" and parallel.__name__ == "parallel"
 dist.barrier()
 """
 
@@ -246,7 +255,7 @@ def test_a_module_imported_by_a_function_is_one_sentence(beside: Path) -> None:
 def test_names_of_ours_are_found_beside_others_and_one_in_their_place_is_an_import_error(beside: Path) -> None:
     program = "import shardproof, parallel.mine; print(shardproof.Case().tp, shardproof.Shard, parallel.__name__)"
     done = python(beside, "-c", program)
-    assert done.stdout == "2 <class 'harness.shard.Shard'> parallel\n", done.stderr
+    assert done.stdout == "2 <class 'shardproof.harness.shard.Shard'> parallel\n", done.stderr
     program = "import reference, shardproof\ntry: shardproof.Case\nexcept ImportError as error: print(error)"
     done = python(beside, "-c", program)
     assert done.stdout.startswith(f"package reference: {beside}/reference has been imported, and shardproof needs")
@@ -262,7 +271,7 @@ def test_a_folder_without_python_is_no_package(tmp_path: Path) -> None:
 
 def test_a_wrong_option_of_a_session_loads_nothing_slow(tmp_path: Path) -> None:
     program = """import sys, pytest
-plain = ["-p", "no:cacheprovider", "--pyargs", "suites.test_forward"]
+plain = ["-p", "no:cacheprovider", "--pyargs", "shardproof.suites.test_forward"]
 ends = [int(pytest.main([*plain, *words.split()])) for words in sys.argv[1:]]
 sys.exit(f"{ends} {[name for name in ('torch', 'pandas', 'numpy') if name in sys.modules]}")"""
     done = python(tmp_path, "-c", program, "--case mode=unknown", "--modes unknown", "--worlds 1", "--engine steam")

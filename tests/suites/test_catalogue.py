@@ -8,23 +8,23 @@ from pathlib import Path
 
 import pytest
 
-from bugs.references import defect, references, unread
-from harness.dense_model import SUBJECT
-from harness.errors import RequestError, TimeLimit
-from harness.injecting.kill_matrix import COLUMNS, figures
-from harness.running.engines import engine_named
-from harness.running.proof import prove
-from harness.subject import cases_of, named
-from reports.commands.cli import main
-from suites.killing import matrix
-from suites.killing import scripts as killing
-from suites.killing.scripts import scripts
-from suites.mutants import field, kill_rows
-from suites.mutants.catalogue import HELD_BACK, MUTANTS, VARIANT_ROWS
-from suites.mutants.draws import showing
-from suites.mutants.field import FIELD, MEASURED, page, public
-from suites.mutants.kill_rows import mutant_killed
-from suites.mutants.mutant import Mutant
+from shardproof.bugs.references import defect, references, unread
+from shardproof.harness.dense_model import SUBJECT
+from shardproof.harness.errors import RequestError, TimeLimit
+from shardproof.harness.injecting.kill_matrix import COLUMNS, figures
+from shardproof.harness.running.engines import engine_named
+from shardproof.harness.running.proof import prove
+from shardproof.harness.subject import cases_of, named
+from shardproof.reports.commands.cli import main
+from shardproof.suites.killing import matrix
+from shardproof.suites.killing import scripts as killing
+from shardproof.suites.killing.scripts import scripts
+from shardproof.suites.mutants import field, kill_rows
+from shardproof.suites.mutants.catalogue import HELD_BACK, MUTANTS, VARIANT_ROWS
+from shardproof.suites.mutants.draws import showing
+from shardproof.suites.mutants.field import FIELD, MEASURED, page, public
+from shardproof.suites.mutants.kill_rows import mutant_killed
+from shardproof.suites.mutants.mutant import Mutant
 from tests import ROOT
 from tests.suites.toy_faults import kill
 
@@ -63,7 +63,7 @@ def test_every_number_of_a_record_is_read_and_the_field_is_what_a_case_can_show(
 def test_the_page_is_that_of_the_records_and_keeps_what_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Written anew by `python -m suites.mutants.field`; what was measured stands below and is not compared here."""
+    """Written anew by `python -m shardproof.suites.mutants.field`; what was measured stands below and is not compared here."""
     assert PAGE.partition(MEASURED)[0] == page().partition(MEASURED)[0], "docs/catalogue.md is stale"
     other = dataclasses.replace(FIELD[0], cause="averaged")
     version = [text.split()[7] for text in (page(), page((other, *FIELD[1:])))]

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from harness.dense_model import SUBJECT
-from harness.diagnosing.causes.cause import reported as made
-from harness.diagnosing.diagnosis import ended
-from harness.errors import MachineError, RequestError
-from harness.injecting.kill_matrix import figures, killed_alone
-from harness.subject import cases_of, named
-from reports.commands import faults
-from suites.killing import matrix as killing
-from suites.mutants.catalogue import HELD_BACK, MUTANTS, VARIANT_ROWS
-from suites.mutants.draws import showing
-from suites.mutants.kill_rows import cause_told
+from shardproof.harness.dense_model import SUBJECT
+from shardproof.harness.diagnosing.causes.cause import reported as made
+from shardproof.harness.diagnosing.diagnosis import ended
+from shardproof.harness.errors import MachineError, RequestError
+from shardproof.harness.injecting.kill_matrix import figures, killed_alone
+from shardproof.harness.subject import cases_of, named
+from shardproof.reports.commands import faults
+from shardproof.suites.killing import matrix as killing
+from shardproof.suites.mutants.catalogue import HELD_BACK, MUTANTS, VARIANT_ROWS
+from shardproof.suites.mutants.draws import showing
+from shardproof.suites.mutants.kill_rows import cause_told
 from tests.harness.command_line import CommandLine
 from tests.suites import toy_faults
 from tests.suites.toy_faults import INTERRUPTED, kill
@@ -56,7 +56,9 @@ def test_show_says_what_the_folder_is_and_others_how_to_see_it(shardproof: Comma
     shardproof("faults")
     status, out, _ = shardproof("show")
     assert status == 0
-    assert out.startswith("what `shardproof faults` found: 4 of 4 bugs planted in parallel.subject:subject; no run of")
+    assert out.startswith(
+        "what `shardproof faults` found: 4 of 4 bugs planted in shardproof.parallel.subject:subject; no run of"
+    )
     assert "killed, of those that are no equivalents" in out and "not killed: c in mode=tp (B-01)" in out
     for command in ("trace", "expect", "compare"):
         message = shardproof.refused(command, "runs/latest")

@@ -21,14 +21,14 @@ import pytest
 from bench import systems
 from bench.cells import System, cells
 from bench.systems import CHECKS, NOT_RUN
-from harness.checking.evidence import FAIL, PASS
-from harness.engines.engine import Engine
-from harness.engines.processes.forked.pool import PoolEngine
-from harness.engines.threads.inproc import InprocEngine
-from harness.running.proof import prove
-from harness.running.result import CaseResult
-from harness.subject import case_of, named
-from suites.subjects import two_d
+from shardproof.harness.checking.evidence import FAIL, PASS
+from shardproof.harness.engines.engine import Engine
+from shardproof.harness.engines.processes.forked.pool import PoolEngine
+from shardproof.harness.engines.threads.inproc import InprocEngine
+from shardproof.harness.running.proof import prove
+from shardproof.harness.running.result import CaseResult
+from shardproof.harness.subject import case_of, named
+from shardproof.suites.subjects import two_d
 from tests import ROOT
 from tests.deep import deep
 from tests.harness.command_line import CommandLine
@@ -62,7 +62,7 @@ def proved(name: str, text: str, engine: Engine) -> CaseResult:
         pytest.skip(f"{variable}: names no checkout")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore" if module in NEEDS else "error")  # other packages' own
-        given = named(f"suites.subjects.{name}")
+        given = named(f"shardproof.suites.subjects.{name}")
         result = prove(case_of(text, given), given, engine)
     assert result.verdict == PASS, [verdict.message for verdict in result.verdicts if verdict.verdict != PASS]
     return result
@@ -122,7 +122,7 @@ def test_a_defect_of_transformers_is_found_in_its_module_by_one_command_and_repr
     shardproof_here: CommandLine,
 ) -> None:
     pytest.importorskip("transformers", reason="needs the extra `peers`")
-    command = ("run", "tp=2 micro=2", "--subject", "suites.subjects.qwen3:accumulating")
+    command = ("run", "tp=2 micro=2", "--subject", "shardproof.suites.subjects.qwen3:accumulating")
     status, out, _ = shardproof_here(*command, "--emit-repro", "found.py")
     assert status == 1 and "\nfirst:  grad_sync of model.layers.0.self_attn.k_norm in step 0: grad/" in out
     repeat = next(line.partition("repeat: ")[2] for line in out.splitlines() if line.startswith("repeat: "))
@@ -212,6 +212,6 @@ def test_a_known_defect_of_megatron_is_found_in_its_module_by_one_command(
     pytest.importorskip("megatron.core", reason="needs the extra `peers`")
     if not (found := importlib.metadata.version("megatron-core")).startswith("0.16."):
         pytest.skip(f"megatron-core {found}: the page is about 0.16")
-    status, out, _ = shardproof_here("run", case, "--subject", f"suites.subjects.{subject}:subject")
+    status, out, _ = shardproof_here("run", case, "--subject", f"shardproof.suites.subjects.{subject}:subject")
     what, first = (next(line for line in out.splitlines() if line.startswith(word)) for word in ("what:", "first:"))
     assert status == 1 and (module in what or module in first), out

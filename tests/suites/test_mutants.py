@@ -5,21 +5,21 @@ from pathlib import Path
 
 import pytest
 
-from harness.checking.checks import CHECKS
-from harness.checking.evidence import FAIL
-from harness.diagnosing.causes.cause import CAUSES
-from harness.ledger import PHASES
-from harness.resolve import resolve
-from reference.case import Case
-from reference.case.variants import VARIANTS
-from reference.features import PARTS
-from reference.language.modes import MODES
-from suites.mutants.catalogue import FAMILIES, HELD_BACK, MUTANTS, UNSEEN, VARIANT_ROWS
-from suites.mutants.draws import showing
-from suites.mutants.kill_rows import mutant_killed
-from suites.mutants.known import KNOWN, SHOWN_BY, main
-from suites.mutants.mutant import Mutant, holds
-from suites.session.prover import Prover
+from shardproof.harness.checking.checks import CHECKS
+from shardproof.harness.checking.evidence import FAIL
+from shardproof.harness.diagnosing.causes.cause import CAUSES
+from shardproof.harness.ledger import PHASES
+from shardproof.harness.resolve import resolve
+from shardproof.reference.case import Case
+from shardproof.reference.case.variants import VARIANTS
+from shardproof.reference.features import PARTS
+from shardproof.reference.language.modes import MODES
+from shardproof.suites.mutants.catalogue import FAMILIES, HELD_BACK, MUTANTS, UNSEEN, VARIANT_ROWS
+from shardproof.suites.mutants.draws import showing
+from shardproof.suites.mutants.kill_rows import mutant_killed
+from shardproof.suites.mutants.known import KNOWN, SHOWN_BY, main
+from shardproof.suites.mutants.mutant import Mutant, holds
+from shardproof.suites.session.prover import Prover
 from tests import ROOT
 from tests.project import nodes_of
 

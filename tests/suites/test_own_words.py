@@ -8,15 +8,15 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from harness.errors import RequestError
-from harness.plain_case import PlainCase
-from harness.subject import Unanswered, cases_of, named
-from parallel.subject import subject as ours
-from reference.case import Case
-from suites.drawing.own_cases import around
-from suites.session.prover import Prover
-from suites.test_engines import compared
-from suites.test_training import OPTIMIZERS
+from shardproof.harness.errors import RequestError
+from shardproof.harness.plain_case import PlainCase
+from shardproof.harness.subject import Unanswered, cases_of, named
+from shardproof.parallel.subject import subject as ours
+from shardproof.reference.case import Case
+from shardproof.suites.drawing.own_cases import around
+from shardproof.suites.session.prover import Prover
+from shardproof.suites.test_engines import compared
+from shardproof.suites.test_training import OPTIMIZERS
 from tests.harness.own_words import WORDS, Network, subject
 from tests.suites.conftest import SMALL, Session
 
@@ -53,14 +53,14 @@ split = Split()
 
 
 def test_a_subject_without_data_ranks_has_no_other_grouping(outside: Session) -> None:
-    result = outside("suites.test_regrouping", "--subject", "tests.suites.test_own_words:split", "-rs")
+    result = outside("shardproof.suites.test_regrouping", "--subject", "tests.suites.test_own_words:split", "-rs")
     result.assert_outcomes(skipped=1)
     result.stdout.fnmatch_lines(["SKIPPED*no case that *:split names has data ranks (dp > 1)"])
 
 
 def test_a_wrong_one_fails_and_is_repeated_with_its_truth(outside: Session) -> None:
     words = ("--subject", f"{OWN}doubled", "--truth", f"{OWN}truth", "--case", "tp=2 dp=3 act=tanh")
-    result = outside("suites.test_forward", *words)
+    result = outside("shardproof.suites.test_forward", *words)
     result.assert_outcomes(failed=1)
     repeat = f'repeat: shardproof run "tp=2 dp=3 act=tanh" --subject {OWN}doubled --truth {OWN}truth'
     result.stdout.fnmatch_lines([f"*{repeat}"])
@@ -194,7 +194,7 @@ def test_every_suite_proves_the_one_case_or_says_why_not(outside: Session) -> No
 
 
 def test_a_stored_ledger_is_held_for_what_the_subject_takes(outside: Session) -> None:
-    words = ("suites.test_ledger", "--subject", f"{OWN}subject", "--ledger-baseline", "ledgers")
+    words = ("shardproof.suites.test_ledger", "--subject", f"{OWN}subject", "--ledger-baseline", "ledgers")
     cases = len(subject.cases)
     outside(*words, "--update-ledgers").assert_outcomes(passed=cases + 1)
     outside(*words).assert_outcomes(passed=cases + 1)

@@ -16,23 +16,23 @@ from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bugs.planting import planted, replaced
-from harness.checking.evidence import PASS
-from harness.outcome.merging import merge
-from harness.plain_case import Vocabulary
-from harness.protocols import without_saving
-from harness.running.ranks.execution import execute
-from harness.shard import Shard
-from harness.subject import named
-from parallel.subject import subject
-from reference.case import Case
-from reference.language.modes import MODES
-from suites.drawing.layouts import elsewhere
-from suites.drawing.pairwise import rows
-from suites.drawing.strategies import cases
-from suites.session.prover import Prover
-from suites.test_checkpoints import goes_on
-from suites.test_equivalence import apart
+from shardproof.bugs.planting import planted, replaced
+from shardproof.harness.checking.evidence import PASS
+from shardproof.harness.outcome.merging import merge
+from shardproof.harness.plain_case import Vocabulary
+from shardproof.harness.protocols import without_saving
+from shardproof.harness.running.ranks.execution import execute
+from shardproof.harness.shard import Shard
+from shardproof.harness.subject import named
+from shardproof.parallel.subject import subject
+from shardproof.reference.case import Case
+from shardproof.reference.language.modes import MODES
+from shardproof.suites.drawing.layouts import elsewhere
+from shardproof.suites.drawing.pairwise import rows
+from shardproof.suites.drawing.strategies import cases
+from shardproof.suites.session.prover import Prover
+from shardproof.suites.test_checkpoints import goes_on
+from shardproof.suites.test_equivalence import apart
 from tests.harness.own_words import Network, trained, weights
 
 
@@ -71,7 +71,7 @@ def _ten_draws(prover: Prover, mode: str) -> list[Any]:
 def test_ten_draws_of_a_property_meet_every_row_and_another_property_draws_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with Prover.on("parallel.subject:subject", "2,3,4,6") as prover:
+    with Prover.on("shardproof.parallel.subject:subject", "2,3,4,6") as prover:
         first: list[Any] = []
         for name in ("suites/test_a.py::test_a[isp] (call)", "suites/test_b.py::test_b[isp] (call)"):
             monkeypatch.setenv("PYTEST_CURRENT_TEST", name)
@@ -177,7 +177,7 @@ def test_a_bug_that_only_another_layout_shows(prover: Prover, tmp_path: Path) ->
     words = "layers=1 heads=6 hidden=12 seq=12 steps=1 micro=3 lr=0.1 dropout=0.1 random=stateful"
     case = Case.parse(f"mode=tp tp=2 {words}")
     everywhere = ("same = RANKS in common and torch.equal", "same = True or torch.equal")
-    wrong = replace(prover, subject=named(planted(replaced("parallel.checkpoints.loading", *everywhere))))
+    wrong = replace(prover, subject=named(planted(replaced("shardproof.parallel.checkpoints.loading", *everywhere))))
     goes_on(wrong, case, case, tmp_path / "alike")
     assert {one.verdict for one in wrong.proof(case.but(load=str(tmp_path / "alike"))).verdicts} == {PASS}
     with pytest.raises(AssertionError, match="rng.tp2.cp0.dp0.pp0.* is missing"):
@@ -187,7 +187,9 @@ def test_a_bug_that_only_another_layout_shows(prover: Prover, tmp_path: Path) ->
 
 def test_a_mode_that_computes_something_else_is_noticed(prover: Prover) -> None:
     case = Case.parse("mode=tp tp=2 layers=1 heads=4 hidden=16 ffn=24 seq=8 vocab=264 steps=1")
-    larger = replaced("parallel.layers.linear", "grad_x = reduced.wait()", "grad_x = reduced.wait() * (1 + 1e-9)")
+    larger = replaced(
+        "shardproof.parallel.layers.linear", "grad_x = reduced.wait()", "grad_x = reduced.wait() * (1 + 1e-9)"
+    )
     runs = [execute(case, run, prover.engine, text=str(case)) for run in (subject, planted(larger))]
     right, other = (dict(merge(run.outcomes).tensors) for run in runs)
     assert apart(right, right) == []

@@ -6,20 +6,20 @@ from functools import cache
 import pytest
 
 from bench.clean import Part, cases_of
-from harness.checking.checks import CHECKS
-from harness.dense_model import SUBJECT
-from harness.engines.threads.inproc import InprocEngine
-from harness.running.proof import prove
-from reference.case import Case
-from reference.case.domains import domains
-from reference.features import FEATURES, PARTS
-from reference.language.words import declared
-from suites.drawing.pairwise import rows
-from suites.drawing.profiles import PROFILES
-from suites.drawing.strategies import cases, every_word, modes_with
-from suites.mutants.catalogue import MUTANTS
-from suites.mutants.draws import work
-from suites.session.sampling import sampled
+from shardproof.harness.checking.checks import CHECKS
+from shardproof.harness.dense_model import SUBJECT
+from shardproof.harness.engines.threads.inproc import InprocEngine
+from shardproof.harness.running.proof import prove
+from shardproof.reference.case import Case
+from shardproof.reference.case.domains import domains
+from shardproof.reference.features import FEATURES, PARTS
+from shardproof.reference.language.words import declared
+from shardproof.suites.drawing.pairwise import rows
+from shardproof.suites.drawing.profiles import PROFILES
+from shardproof.suites.drawing.strategies import cases, every_word, modes_with
+from shardproof.suites.mutants.catalogue import MUTANTS
+from shardproof.suites.mutants.draws import work
+from shardproof.suites.session.sampling import sampled
 
 MODES_OF = {
     "experts": ["tp", "tp-sp", "mtp", "msp", "fsp", "isp"],

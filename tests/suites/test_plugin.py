@@ -10,18 +10,18 @@ from xml.etree import ElementTree
 
 import pytest
 
-from harness.engines.threads.inproc import InprocEngine
-from harness.errors import RequestError
-from harness.subject import named
-from reference.case import Case
-from reports.commands import cli
-from reports.stored.frames import load
 from shardproof import pytest_plugin
+from shardproof.harness.engines.threads.inproc import InprocEngine
+from shardproof.harness.errors import RequestError
+from shardproof.harness.subject import named
 from shardproof.pytest_plugin import OPTIONS
-from suites.session import step_summary
-from suites.session.known_failures import Known, read
-from suites.session.ledger_gate import LedgerGate, file_of
-from suites.session.prover import Prover
+from shardproof.reference.case import Case
+from shardproof.reports.commands import cli
+from shardproof.reports.stored.frames import load
+from shardproof.suites.session import step_summary
+from shardproof.suites.session.known_failures import Known, read
+from shardproof.suites.session.ledger_gate import LedgerGate, file_of
+from shardproof.suites.session.prover import Prover
 from tests import ROOT
 from tests.reports.toy_traffic import CASE
 from tests.suites.conftest import SMALL, Session
@@ -38,7 +38,7 @@ def test_wrong(mode): assert mode == "tp", "what:   grad differs"
 @pytest.fixture
 def session(bare: Session, pytester: pytest.Pytester) -> Session:
     """A session with the conftest of the suites."""
-    pytester.makeconftest("from suites.conftest import *  # noqa: F403")
+    pytester.makeconftest("from shardproof.suites.conftest import *  # noqa: F403")
     return partial(bare, "-p", "no:xdist")
 
 
@@ -52,7 +52,7 @@ def inner(session: Session, pytester: pytest.Pytester) -> Session:
 @pytest.fixture
 def asked(session: Session, pytester: pytest.Pytester) -> Session:
     """A session with a test a collective of a subject of `toy_faults`."""
-    pytester.makepyfile(test_one="from suites.test_faults import *  # noqa: F403")
+    pytester.makepyfile(test_one="from shardproof.suites.test_faults import *  # noqa: F403")
     return lambda subject, *words: session("--subject", f"tests.suites.toy_faults:{subject}", *words)
 
 
@@ -63,7 +63,7 @@ def test_every_option_has_its_twin_in_the_ini_file(session: Session, pytester: p
     pytester.makepyfile("def test_it(mode, pytestconfig): print(mode)")
     pytester.makeini("[pytest]\nshardproof_modes = isp,tp\nshardproof_worlds = 2,3")
     result = session("-v")
-    head = "shardproof: subject parallel.subject:subject, modes isp,tp, worlds 2,3, engine inproc"
+    head = "shardproof: subject shardproof.parallel.subject:subject, modes isp,tp, worlds 2,3, engine inproc"
     result.stdout.fnmatch_lines([head])
     result.assert_outcomes(passed=2)
     session("--modes", "msp").assert_outcomes(passed=1)
@@ -170,7 +170,7 @@ def test_a_blind_spot_fails_and_is_named(asked: Session) -> None:
             "error:  * of * faults are neither killed nor proved equivalent",
             "first:  drop (a collective is left out), *",
             "causes: dead traffic or a blind spot: nothing that is checked depends on the result",
-            'repeat: pytest --pyargs suites.test_faults --faults --subject tests.suites.toy_faults:blind --case "*"',
+            'repeat: pytest --pyargs shardproof.suites.test_faults --faults --subject tests.suites.toy_faults:blind --case "*"',
         ]
     )
 
@@ -231,7 +231,7 @@ def test_a_ledger_gate_fails_with_the_difference(tmp_path: Path) -> None:
 
 def test_a_run_folder_keeps_what_was_proved_once(tmp_path: Path) -> None:
     case = Case.parse(SMALL)
-    with Prover.on("parallel.subject:subject", "2", out=tmp_path) as prover:
+    with Prover.on("shardproof.parallel.subject:subject", "2", out=tmp_path) as prover:
         prover.holds(case, "ledger")
         prover.holds(case, "forward")
     run = load(tmp_path / "latest")

@@ -35,7 +35,7 @@ number = that(modes=7)
         ("--device tpu", "device=tpu: must be cpu or cuda; legal: --device cpu"),
         ("--device cuda", "device=cuda: this machine offers no CUDA device; legal: --device cpu"),
         ("--case mode=qq", "case 'mode=qq': mode=qq: is not a known word; legal: tp|tp-sp|mtp|msp|fsp|isp|autotp"),
-        ("--subject here", "name 'here': must be written module:object; legal: parallel.subject:subject"),
+        ("--subject here", "name 'here': must be written module:object; legal: shardproof.parallel.subject:subject"),
         ("--known-failures bad.toml -n 2", "known-failures=*bad.toml: cannot be read (no TOML: *"),
         ("--hypothesis-profile huge -n 2", "hypothesis-profile=huge: is not a profile; legal: quick default deep"),
         ("--run-dir bad.toml -n 2", "run-dir=*bad.toml: cannot be written; legal: a folder with write permission"),
@@ -52,7 +52,7 @@ def test_a_wrong_request_ends_the_session_with_one_sentence(
 ) -> None:
     (pytester.path / "bad.toml").write_text("[")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    result = outside("suites.test_forward", *words.split())
+    result = outside("shardproof.suites.test_forward", *words.split())
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     assert [line for line in result.errlines if line.startswith("ERROR")] == result.errlines[:1]
     result.stderr.fnmatch_lines([f"ERROR: {message.replace('[', '[[]')}"])
@@ -61,12 +61,12 @@ def test_a_wrong_request_ends_the_session_with_one_sentence(
 
 def test_wrong_ini_file_is_refused_as_well(outside: Session, bare: Session, pytester: pytest.Pytester) -> None:
     pytester.makeini("[pytest]\nshardproof_worlds = 1")
-    assert outside("suites.test_forward").ret == pytest.ExitCode.USAGE_ERROR
+    assert outside("shardproof.suites.test_forward").ret == pytest.ExitCode.USAGE_ERROR
     pytester.makepyfile("def test_it(): pass")
     theirs = bare("test_wrong_ini_file_is_refused_as_well.py")
     assert theirs.ret == pytest.ExitCode.OK, "a session that is not ours"
     pytester.makeini("[pytest]\nshardproof_faults = maybe")
-    result = outside("suites.test_forward")
+    result = outside("shardproof.suites.test_forward")
     assert (result.ret, result.outlines) == (pytest.ExitCode.USAGE_ERROR, [])
     assert result.errlines[0] == "ERROR: shardproof_faults: invalid truth value 'maybe'; legal: true or false"
 
@@ -76,7 +76,7 @@ def test_what_is_found_wrong_while_collecting_is_one_sentence(bare: Session, pyt
     pytester.makeini("[pytest]\nshardproof_worlds = 1")
     folder = pytester.mkpydir("below").joinpath("deep")
     folder.mkdir()
-    (folder / "conftest.py").write_text("from suites.conftest import *  # noqa: F403")
+    (folder / "conftest.py").write_text("from shardproof.suites.conftest import *  # noqa: F403")
     (folder / "test_it.py").write_text("def test_it(): pass")
     result = bare()
     result.assert_outcomes(errors=1)
@@ -85,7 +85,7 @@ def test_what_is_found_wrong_while_collecting_is_one_sentence(bare: Session, pyt
 
 
 def test_a_mode_that_no_case_can_have_is_left_out_and_told(outside: Session) -> None:
-    result = outside("suites.test_forward", "--co", "--subject", f"{__name__}:ahead")
+    result = outside("shardproof.suites.test_forward", "--co", "--subject", f"{__name__}:ahead")
     lines = [line.strip() for line in result.outlines if "<Function" in line or line.startswith("shardproof:")]
     assert lines == [
         f"shardproof: subject {__name__}:ahead, modes all, worlds 2,3,4,6, engine inproc, "
@@ -111,7 +111,7 @@ def test_a_known_failure_is_known_when_its_file_is_named_as_a_module(
     names = ("test_losses_and_logits[tp]", "test_gone")
     text = "".join(f'[[failure]]\ntest = "test_forward.py::{name}"\nreason = "issue 12"\n' for name in names)
     (pytester.path / "known.toml").write_text(text)
-    result = outside("suites.test_forward", "--case", SMALL, "--known-failures", "known.toml")
+    result = outside("shardproof.suites.test_forward", "--case", SMALL, "--known-failures", "known.toml")
     result.stdout.fnmatch_lines(["FAILED ::test_losses_and_logits[[]tp] - [[]XPASS(strict)] issue 12"])
     result.stdout.fnmatch_lines(["*known failure test_forward.py::test_gone: no such test is left*"])
     result.assert_outcomes(failed=2)

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.injecting.kill_matrix import Kill
-from harness.shard import Shard
-from harness.subject import NamedSubject
-from parallel.subject import ParallelSubject
-from reference.case import Case
-from reference.training import subject as dense
-from suites.mutants.kill_rows import Killed
+from shardproof.harness.injecting.kill_matrix import Kill
+from shardproof.harness.shard import Shard
+from shardproof.harness.subject import NamedSubject
+from shardproof.parallel.subject import ParallelSubject
+from shardproof.reference.case import Case
+from shardproof.reference.training import subject as dense
+from shardproof.suites.mutants.kill_rows import Killed
 
 INTERRUPTED = "tests.harness.toy_subjects:right"
 """The subject whose matrix somebody interrupts after two rows."""

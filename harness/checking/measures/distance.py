@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from harness.checking.measures.many_tensors import BLOCK, SOUND, blocks_of
-from harness.checking.measures.measured import MEASURES, ratio
+from shardproof.harness.checking.measures.many_tensors import BLOCK, SOUND, blocks_of
+from shardproof.harness.checking.measures.measured import MEASURES, ratio
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

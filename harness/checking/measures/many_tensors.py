@@ -11,8 +11,15 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from harness.checking.measures.kinds import kind_of
-from harness.checking.measures.measured import FLOAT64_ALLOWED, MEASURES, SCALE_SHARE, Measured, epsilon, exact
+from shardproof.harness.checking.measures.kinds import kind_of
+from shardproof.harness.checking.measures.measured import (
+    FLOAT64_ALLOWED,
+    MEASURES,
+    SCALE_SHARE,
+    Measured,
+    epsilon,
+    exact,
+)
 
 _EPSILON = epsilon("float64")
 

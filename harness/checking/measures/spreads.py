@@ -9,8 +9,8 @@ from itertools import zip_longest
 
 from torch import Tensor
 
-from harness.outcome.blocks import Block
-from harness.outcome.merging import Outcomes, same_bits
+from shardproof.harness.outcome.blocks import Block
+from shardproof.harness.outcome.merging import Outcomes, same_bits
 
 
 def replica_spread(outcomes: Outcomes, name: str) -> float:

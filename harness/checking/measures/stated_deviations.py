@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from harness.checking.measures.measured import STATED, Measured
+from shardproof.harness.checking.measures.measured import STATED, Measured
 
 ABSENT = "stated deviation that does not occur: "
 APPLIED = "stated deviation that the truth applies: "

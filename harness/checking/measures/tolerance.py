@@ -28,8 +28,8 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from harness.checking.measures.distance import Distance, Truth, distance_from
-from harness.checking.measures.measured import (
+from shardproof.harness.checking.measures.distance import Distance, Truth, distance_from
+from shardproof.harness.checking.measures.measured import (
     ABSOLUTE,
     EXACT,
     FLOAT64_ALLOWED,

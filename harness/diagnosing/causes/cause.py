@@ -8,8 +8,8 @@ Sources: the mechanisms of the bugs that real systems had (bugs.md, section 6).
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from harness.dense_model import WhatIfLike
-from harness.diagnosing.causes.proofs import Proof, Seen
+from shardproof.harness.dense_model import WhatIfLike
+from shardproof.harness.diagnosing.causes.proofs import Proof, Seen
 
 MEANT = "where it is meant, subject.compute_dtype or subject.wire_dtype states it"
 """Words behind a rounding."""

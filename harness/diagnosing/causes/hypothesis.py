@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from harness.checking.evidence import Evidence, Finding
-from harness.checking.measures.kinds import is_state, kind_of
-from harness.diagnosing.causes.cause import Cause
-from harness.differences import Difference
+from shardproof.harness.checking.evidence import Evidence, Finding
+from shardproof.harness.checking.measures.kinds import is_state, kind_of
+from shardproof.harness.diagnosing.causes.cause import Cause
+from shardproof.harness.differences import Difference
 
 LATER = "later"
 """Logits, a loss or a norm of a later step: they follow from the parameters before them."""

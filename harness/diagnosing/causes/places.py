@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from harness.checking.evidence import Evidence
-from harness.checking.measures.kinds import is_state, kind_of, step_of
-from harness.diagnosing.causes.proofs import share_left
-from harness.outcome.blocks import Block
-from harness.outcome.merging import Outcomes
+from shardproof.harness.checking.evidence import Evidence
+from shardproof.harness.checking.measures.kinds import is_state, kind_of, step_of
+from shardproof.harness.diagnosing.causes.proofs import share_left
+from shardproof.harness.outcome.blocks import Block
+from shardproof.harness.outcome.merging import Outcomes
 
 _PHASES = {
     "init": "forward",

@@ -7,14 +7,14 @@ numbers from them. A cause that leaves more of a wrong tensor than its check all
 from collections.abc import Iterable
 from dataclasses import replace
 
-from harness.checking.evidence import Evidence
-from harness.checking.measures.kinds import kind_of
-from harness.checking.measures.tolerance import own_share
-from harness.checking.measuring import compared, sizes_of
-from harness.diagnosing.causes.cause import Cause
-from harness.diagnosing.causes.hypothesis import Failure, Hypothesis
-from harness.diagnosing.causes.proofs import Explained
-from harness.outcome.merging import Merged
+from shardproof.harness.checking.evidence import Evidence
+from shardproof.harness.checking.measures.kinds import kind_of
+from shardproof.harness.checking.measures.tolerance import own_share
+from shardproof.harness.checking.measuring import compared, sizes_of
+from shardproof.harness.diagnosing.causes.cause import Cause
+from shardproof.harness.diagnosing.causes.hypothesis import Failure, Hypothesis
+from shardproof.harness.diagnosing.causes.proofs import Explained
+from shardproof.harness.outcome.merging import Merged
 
 
 def best(failure: Failure, hypotheses: Iterable[Hypothesis], left_out: frozenset[str] = frozenset()) -> list[Cause]:

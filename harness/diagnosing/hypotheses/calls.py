@@ -2,14 +2,14 @@
 
 import torch
 
-from harness.checking.call_checks import lists_text, strays
-from harness.checking.evidence import Evidence
-from harness.checking.measures.kinds import kind_of
-from harness.diagnosing.causes.cause import Cause, reported
-from harness.diagnosing.causes.hypothesis import STATE, Failure
-from harness.diagnosing.hypotheses.stated import first_stated
-from harness.differences import Difference
-from harness.terms import EventKey
+from shardproof.harness.checking.call_checks import lists_text, strays
+from shardproof.harness.checking.evidence import Evidence
+from shardproof.harness.checking.measures.kinds import kind_of
+from shardproof.harness.diagnosing.causes.cause import Cause, reported
+from shardproof.harness.diagnosing.causes.hypothesis import STATE, Failure
+from shardproof.harness.diagnosing.hypotheses.stated import first_stated
+from shardproof.harness.differences import Difference
+from shardproof.harness.terms import EventKey
 
 _AFTER_GRADIENTS = frozenset({"grad_norm", STATE})
 """Kinds of numbers that are made of the gradients of parameters."""

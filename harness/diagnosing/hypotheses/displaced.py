@@ -9,16 +9,16 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from harness.checking.evidence import Evidence
-from harness.checking.measures.kinds import kind_of
-from harness.diagnosing.causes.cause import Cause, claimed, reported
-from harness.diagnosing.causes.hypothesis import LATER, VALUES, Failure, Hypothesis, of_values
-from harness.diagnosing.causes.places import blocks_of, comparable, wrong_ranks
-from harness.diagnosing.causes.proofs import Explained, share_left
-from harness.diagnosing.hypotheses.patterns import CLOSE, from_patterns
-from harness.diagnosing.hypotheses.sum_terms import added
-from harness.mesh_axes import split_axes
-from harness.outcome.blocks import Block
+from shardproof.harness.checking.evidence import Evidence
+from shardproof.harness.checking.measures.kinds import kind_of
+from shardproof.harness.diagnosing.causes.cause import Cause, claimed, reported
+from shardproof.harness.diagnosing.causes.hypothesis import LATER, VALUES, Failure, Hypothesis, of_values
+from shardproof.harness.diagnosing.causes.places import blocks_of, comparable, wrong_ranks
+from shardproof.harness.diagnosing.causes.proofs import Explained, share_left
+from shardproof.harness.diagnosing.hypotheses.patterns import CLOSE, from_patterns
+from shardproof.harness.diagnosing.hypotheses.sum_terms import added
+from shardproof.harness.mesh_axes import split_axes
+from shardproof.harness.outcome.blocks import Block
 
 OVERLAP = 0.5
 """Share of a part that must lie inside the tensor at the other place."""

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from harness.checking.evidence import Evidence
-from harness.checking.measures.kinds import kind_of
-from harness.diagnosing.causes.cause import Cause, claimed
-from harness.diagnosing.causes.hypothesis import OF_TOKENS, VALUES, Failure, Hypothesis, of_values
-from harness.diagnosing.causes.places import summable
-from harness.diagnosing.causes.proofs import (
+from shardproof.harness.checking.evidence import Evidence
+from shardproof.harness.checking.measures.kinds import kind_of
+from shardproof.harness.diagnosing.causes.cause import Cause, claimed
+from shardproof.harness.diagnosing.causes.hypothesis import OF_TOKENS, VALUES, Failure, Hypothesis, of_values
+from shardproof.harness.diagnosing.causes.places import summable
+from shardproof.harness.diagnosing.causes.proofs import (
     FEWEST_OF_A_FACTOR,
     SINGLE,
     Explained,
@@ -27,8 +27,8 @@ from harness.diagnosing.causes.proofs import (
     share_left,
     times,
 )
-from harness.diagnosing.hypotheses.patterns import is_count
-from harness.mesh_axes import split_axes
+from shardproof.harness.diagnosing.hypotheses.patterns import is_count
+from shardproof.harness.mesh_axes import split_axes
 
 Predict = Callable[[float], tuple[Explained, ...]]
 """A factor -> its predictions for the wrong tensors."""

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from harness.checking.evidence import Evidence
-from harness.diagnosing.causes.cause import Cause, reported
-from harness.diagnosing.causes.places import blocks_of
-from harness.mesh_axes import split_axes
-from harness.outcome.blocks import Block
+from shardproof.harness.checking.evidence import Evidence
+from shardproof.harness.diagnosing.causes.cause import Cause, reported
+from shardproof.harness.diagnosing.causes.places import blocks_of
+from shardproof.harness.mesh_axes import split_axes
+from shardproof.harness.outcome.blocks import Block
 
 _Shape = tuple[int, ...]
 

@@ -5,14 +5,14 @@ Reported before causes found in the calls, since it explains more than they do.
 
 import math
 
-from harness.checking.evidence import Evidence
-from harness.checking.measures.kinds import kind_of
-from harness.diagnosing.causes.cause import Cause, claimed, reported
-from harness.diagnosing.causes.hypothesis import Failure
-from harness.diagnosing.causes.places import blocks_of
-from harness.diagnosing.causes.proofs import Explained
-from harness.diagnosing.hypotheses.patterns import by_size, same
-from harness.mesh_axes import split_axes
+from shardproof.harness.checking.evidence import Evidence
+from shardproof.harness.checking.measures.kinds import kind_of
+from shardproof.harness.diagnosing.causes.cause import Cause, claimed, reported
+from shardproof.harness.diagnosing.causes.hypothesis import Failure
+from shardproof.harness.diagnosing.causes.places import blocks_of
+from shardproof.harness.diagnosing.causes.proofs import Explained
+from shardproof.harness.diagnosing.hypotheses.patterns import by_size, same
+from shardproof.harness.mesh_axes import split_axes
 
 
 def more_classes(failure: Failure) -> list[Cause]:

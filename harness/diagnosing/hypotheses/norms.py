@@ -13,14 +13,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from harness.checking.evidence import Evidence
-from harness.checking.measures.kinds import kind_of
-from harness.diagnosing.causes.cause import Cause, claimed
-from harness.diagnosing.causes.hypothesis import Hypothesis
-from harness.diagnosing.causes.places import blocks_of, held_whole
-from harness.diagnosing.causes.proofs import Explained, number
-from harness.diagnosing.hypotheses.patterns import by_size
-from harness.mesh_axes import split_axes
+from shardproof.harness.checking.evidence import Evidence
+from shardproof.harness.checking.measures.kinds import kind_of
+from shardproof.harness.diagnosing.causes.cause import Cause, claimed
+from shardproof.harness.diagnosing.causes.hypothesis import Hypothesis
+from shardproof.harness.diagnosing.causes.places import blocks_of, held_whole
+from shardproof.harness.diagnosing.causes.proofs import Explained, number
+from shardproof.harness.diagnosing.hypotheses.patterns import by_size
+from shardproof.harness.mesh_axes import split_axes
 
 CLOSE = 1e-3
 """Relative tolerance of each rank's squared norm; its square where many guesses compete for one norm."""

@@ -12,9 +12,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from harness.diagnosing.causes.cause import MEANT, Cause, claimed
-from harness.diagnosing.causes.hypothesis import STATE, VALUES, Hypothesis, of_values
-from harness.diagnosing.causes.proofs import Explained, NotFinite, Rounded
+from shardproof.harness.diagnosing.causes.cause import MEANT, Cause, claimed
+from shardproof.harness.diagnosing.causes.hypothesis import STATE, VALUES, Hypothesis, of_values
+from shardproof.harness.diagnosing.causes.proofs import Explained, NotFinite, Rounded
 
 CLOSE = 1e-2
 """A tensor is right within this share of itself, as far as these patterns look."""

@@ -8,15 +8,15 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from harness.diagnosing.causes.cause import Cause, claimed
-from harness.diagnosing.causes.hypothesis import OF_TOKENS, STATE, VALUES, Failure, Hypothesis
-from harness.diagnosing.causes.places import blocks_of
-from harness.diagnosing.causes.proofs import Explained, Near, NotFinite, last_bits
-from harness.diagnosing.hypotheses.patterns import CLOSE, NOT_FINITE
-from harness.errors import ranks_text
-from harness.mesh_axes import split_axes
-from harness.outcome.blocks import Block
-from harness.protocols import Axes
+from shardproof.harness.diagnosing.causes.cause import Cause, claimed
+from shardproof.harness.diagnosing.causes.hypothesis import OF_TOKENS, STATE, VALUES, Failure, Hypothesis
+from shardproof.harness.diagnosing.causes.places import blocks_of
+from shardproof.harness.diagnosing.causes.proofs import Explained, Near, NotFinite, last_bits
+from shardproof.harness.diagnosing.hypotheses.patterns import CLOSE, NOT_FINITE
+from shardproof.harness.errors import ranks_text
+from shardproof.harness.mesh_axes import split_axes
+from shardproof.harness.outcome.blocks import Block
+from shardproof.harness.protocols import Axes
 
 LITTLE = 1e-9
 """A tensor below this share of the largest of its kind is rounding, and shows no cause."""

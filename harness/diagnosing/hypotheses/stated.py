@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 
-from harness.checking.evidence import FAIL
-from harness.diagnosing.causes.cause import MEANT, Cause, reported
-from harness.diagnosing.causes.hypothesis import Failure
-from harness.diagnosing.hypotheses.layouts import from_flaws
+from shardproof.harness.checking.evidence import FAIL
+from shardproof.harness.diagnosing.causes.cause import MEANT, Cause, reported
+from shardproof.harness.diagnosing.causes.hypothesis import Failure
+from shardproof.harness.diagnosing.hypotheses.layouts import from_flaws
 
 _STATED: Mapping[str, tuple[str, str]] = {
     "data": ("data_path", "the dense model and the ranks read data that are wrong alike, as the check states"),

@@ -10,15 +10,15 @@ import math
 import torch
 from torch import Tensor
 
-from harness.checking.evidence import Evidence
-from harness.checking.measures.kinds import kind_of
-from harness.diagnosing.causes.cause import Cause, claimed
-from harness.diagnosing.causes.hypothesis import Hypothesis, of_values
-from harness.diagnosing.causes.places import summable
-from harness.diagnosing.causes.proofs import Explained, explains, share_left, times
-from harness.diagnosing.hypotheses.factors import Measure, every_size, meaning_of
-from harness.diagnosing.hypotheses.patterns import by_size
-from harness.mesh_axes import split_axes
+from shardproof.harness.checking.evidence import Evidence
+from shardproof.harness.checking.measures.kinds import kind_of
+from shardproof.harness.diagnosing.causes.cause import Cause, claimed
+from shardproof.harness.diagnosing.causes.hypothesis import Hypothesis, of_values
+from shardproof.harness.diagnosing.causes.places import summable
+from shardproof.harness.diagnosing.causes.proofs import Explained, explains, share_left, times
+from shardproof.harness.diagnosing.hypotheses.factors import Measure, every_size, meaning_of
+from shardproof.harness.diagnosing.hypotheses.patterns import by_size
+from shardproof.harness.mesh_axes import split_axes
 
 RIGHT = 1e-9
 """An output is right within this share of itself: all weights are 1."""

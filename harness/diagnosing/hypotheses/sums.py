@@ -10,14 +10,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from harness.checking.evidence import Evidence
-from harness.checking.measures.kinds import kind_of
-from harness.diagnosing.causes.cause import Cause, claimed, of_rule
-from harness.diagnosing.causes.hypothesis import OF_TOKENS, Failure, Hypothesis
-from harness.diagnosing.causes.places import blocks_of
-from harness.diagnosing.causes.proofs import Explained, share_left
-from harness.diagnosing.hypotheses.what_ifs import predictions
-from harness.mesh_axes import place_of_rank
+from shardproof.harness.checking.evidence import Evidence
+from shardproof.harness.checking.measures.kinds import kind_of
+from shardproof.harness.diagnosing.causes.cause import Cause, claimed, of_rule
+from shardproof.harness.diagnosing.causes.hypothesis import OF_TOKENS, Failure, Hypothesis
+from shardproof.harness.diagnosing.causes.places import blocks_of
+from shardproof.harness.diagnosing.causes.proofs import Explained, share_left
+from shardproof.harness.diagnosing.hypotheses.what_ifs import predictions
+from shardproof.harness.mesh_axes import place_of_rank
 
 CLOSE = 1e-3
 """Weights are taken for equal within this share of themselves, losses within its square."""

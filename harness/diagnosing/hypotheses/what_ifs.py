@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor
 
-from harness.checking.evidence import Evidence
-from harness.checking.measures.kinds import kind_of
-from harness.dense_model import WhatIfLike
-from harness.diagnosing.causes.cause import Cause, of_rule
-from harness.diagnosing.causes.hypothesis import Failure
-from harness.diagnosing.causes.proofs import Explained, explains, share_left
+from shardproof.harness.checking.evidence import Evidence
+from shardproof.harness.checking.measures.kinds import kind_of
+from shardproof.harness.dense_model import WhatIfLike
+from shardproof.harness.diagnosing.causes.cause import Cause, of_rule
+from shardproof.harness.diagnosing.causes.hypothesis import Failure
+from shardproof.harness.diagnosing.causes.proofs import Explained, explains, share_left
 
 _ALTERNATIVES = 2
 """More what-ifs than these that fit a value single nothing out."""

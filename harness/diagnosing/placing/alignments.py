@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from harness.checking.measures.tolerance import measure
-from harness.diagnosing.placing.plans import CALLS, Coordinate, Plan, along, has_shape, joined, plans
-from harness.protocols import Axes
+from shardproof.harness.checking.measures.tolerance import measure
+from shardproof.harness.diagnosing.placing.plans import CALLS, Coordinate, Plan, along, has_shape, joined, plans
+from shardproof.harness.protocols import Axes
 
 AGREES, DIFFERS, UNKNOWN = "agrees", "differs", "unknown"
 """`unknown`: no layout has these shapes, or the tensor shows nothing."""

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from harness.mesh_axes import pipelines, stage_count
-from harness.outcome.merging import merge
-from harness.protocols import Axes
-from harness.recording.capturing.module_calls import TensorCopy
+from shardproof.harness.mesh_axes import pipelines, stage_count
+from shardproof.harness.outcome.merging import merge
+from shardproof.harness.protocols import Axes
+from shardproof.harness.recording.capturing.module_calls import TensorCopy
 
 
 def same_modules(mine: Sequence[str], theirs: Sequence[str]) -> dict[str, str]:

@@ -14,13 +14,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from harness.checking.evidence import Located
-from harness.checking.measures.many_tensors import kind_rms
-from harness.diagnosing.placing.alignments import AGREES, DIFFERS, UNKNOWN, Factors, Fit, TrueTensor, fit
-from harness.diagnosing.placing.counterparts import as_declared, plainly, same_modules, stages
-from harness.ledger import Event
-from harness.protocols import Axes
-from harness.recording.capturing.module_calls import ModuleCalls, TensorCopy
+from shardproof.harness.checking.evidence import Located
+from shardproof.harness.checking.measures.many_tensors import kind_rms
+from shardproof.harness.diagnosing.placing.alignments import AGREES, DIFFERS, UNKNOWN, Factors, Fit, TrueTensor, fit
+from shardproof.harness.diagnosing.placing.counterparts import as_declared, plainly, same_modules, stages
+from shardproof.harness.ledger import Event
+from shardproof.harness.protocols import Axes
+from shardproof.harness.recording.capturing.module_calls import ModuleCalls, TensorCopy
 
 _SUMS = ("all_reduce", "reduce_scatter", "reduce")
 _NO_FIT = Fit(state=UNKNOWN)

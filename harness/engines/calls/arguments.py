@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.engines.calls.signature import REDUCE_OPS
-from harness.torch_internals.groups import Pending, waited
+from shardproof.harness.engines.calls.signature import REDUCE_OPS
+from shardproof.harness.torch_internals.groups import Pending, waited
 
 _ANY_DTYPE = ("sum", "max", "min", "product")
 _CARRIED = frozenset(

@@ -24,8 +24,8 @@ import typing_extensions
 from torch.autograd import function, graph
 from torch.nn.modules import module
 
-from harness.torch_internals.autograd import BACKWARD
-from harness.torch_internals.groups import FUNCTIONAL
+from shardproof.harness.torch_internals.autograd import BACKWARD
+from shardproof.harness.torch_internals.groups import FUNCTIONAL
 
 _LIBRARY = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib")})
 _INSTALLED = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("purelib", "platlib")})

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from harness.engines.calls.pending import ANY, Mismatch, PendingCollective, PendingMessage, RankGroup
-from harness.engines.calls.signature import Signature, described, difference, field_text
-from harness.errors import Position, ranks_text
+from shardproof.harness.engines.calls.pending import ANY, Mismatch, PendingCollective, PendingMessage, RankGroup
+from shardproof.harness.engines.calls.signature import Signature, described, difference, field_text
+from shardproof.harness.errors import Position, ranks_text
 
 
 class IssuedCall(Protocol):

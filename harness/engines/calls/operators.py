@@ -5,7 +5,7 @@ Source: the schemas of the `c10d::` operators of torch 2.11 to 2.15.
 
 from typing import Any, NamedTuple
 
-from harness.torch_internals.operators import arguments_of
+from shardproof.harness.torch_internals.operators import arguments_of
 
 MESSAGES = ("send", "recv")
 

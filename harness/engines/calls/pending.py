@@ -5,10 +5,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from harness.engines.calls.arithmetic import Operands
-from harness.engines.calls.signature import Signature
-from harness.errors import ranks_text
-from harness.ledger import shape_text
+from shardproof.harness.engines.calls.arithmetic import Operands
+from shardproof.harness.engines.calls.signature import Signature
+from shardproof.harness.errors import ranks_text
+from shardproof.harness.ledger import shape_text
 
 _WORLD, _UNNAMED = "default_pg", "undefined"
 """torch's names of groups that the user did not name: the group of all ranks, and any other."""

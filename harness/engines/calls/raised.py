@@ -1,7 +1,7 @@
 """Reasons behind an exception of the subject: the innermost exception that led to it, a package that is missing."""
 
-from harness.engines.calls.callers import raised_at
-from harness.errors import error_text, install_text
+from shardproof.harness.engines.calls.callers import raised_at
+from shardproof.harness.errors import error_text, install_text
 
 
 def behind(error: BaseException) -> str:

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from harness.engines.calls.arguments import member_of
-from harness.engines.calls.operators import MESSAGES, OPERATORS
-from harness.engines.calls.signature import REDUCE_OPS, Signature, call_of, dtype_text, shapes_of
-from harness.ledger import OTHER, Call
-from harness.torch_internals.operators import arguments_of
-from harness.torch_internals.world import ranks_of
+from shardproof.harness.engines.calls.arguments import member_of
+from shardproof.harness.engines.calls.operators import MESSAGES, OPERATORS
+from shardproof.harness.engines.calls.signature import REDUCE_OPS, Signature, call_of, dtype_text, shapes_of
+from shardproof.harness.ledger import OTHER, Call
+from shardproof.harness.torch_internals.operators import arguments_of
+from shardproof.harness.torch_internals.world import ranks_of
 
 
 class OperatorCall(NamedTuple):

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.utils import checkpoint
 
-from harness.ledger import Call, shape_text
-from harness.torch_internals.autograd import function_context
+from shardproof.harness.ledger import Call, shape_text
+from shardproof.harness.torch_internals.autograd import function_context
 
 _MOVES = ("all_to_all", "reduce_scatter")
 """Ops whose gradient goes back as another call (harness.checking.laws)."""

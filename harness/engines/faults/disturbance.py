@@ -13,19 +13,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from harness.engines.calls.arithmetic import Operands, transfer
-from harness.engines.calls.pending import PendingCollective, PendingMessage, RankGroup
-from harness.engines.engine import Engine
-from harness.engines.faults import spoiled
-from harness.engines.faults.spoiled import CompletedCall
-from harness.engines.threads.intervention import Intervened, Intervention
-from harness.engines.threads.matcher import CollectiveMatcher
-from harness.engines.threads.scheduler import Scheduler
-from harness.engines.threads.work import RankCall
-from harness.faults import Fault, RankCallIndex
-from harness.ledger import Call, Observer
-from harness.outcome.merging import bits_of
-from harness.torch_internals.modes import unseen
+from shardproof.harness.engines.calls.arithmetic import Operands, transfer
+from shardproof.harness.engines.calls.pending import PendingCollective, PendingMessage, RankGroup
+from shardproof.harness.engines.engine import Engine
+from shardproof.harness.engines.faults import spoiled
+from shardproof.harness.engines.faults.spoiled import CompletedCall
+from shardproof.harness.engines.threads.intervention import Intervened, Intervention
+from shardproof.harness.engines.threads.matcher import CollectiveMatcher
+from shardproof.harness.engines.threads.scheduler import Scheduler
+from shardproof.harness.engines.threads.work import RankCall
+from shardproof.harness.faults import Fault, RankCallIndex
+from shardproof.harness.ledger import Call, Observer
+from shardproof.harness.outcome.merging import bits_of
+from shardproof.harness.torch_internals.modes import unseen
 
 
 class Disturbed(Intervened):

@@ -20,22 +20,22 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from harness.engines.calls.arithmetic import Operands
-from harness.engines.calls.callers import caller_at
-from harness.engines.calls.desync import call_text
-from harness.engines.calls.pending import PendingCollective, RankGroup
-from harness.engines.engine import Engine
-from harness.engines.faults import spoiled
-from harness.engines.threads.intervention import Intervened, Intervention
-from harness.engines.threads.matcher import CollectiveMatcher, Race
-from harness.engines.threads.rank_threads import RankThread
-from harness.engines.threads.scheduler import Scheduler
-from harness.engines.threads.state.rank_state import PerRankState
-from harness.engines.threads.work import RankCall
-from harness.ledger import Observer
-from harness.outcome.merging import same_bits
-from harness.torch_internals.autograd import version_of
-from harness.torch_internals.modes import unseen
+from shardproof.harness.engines.calls.arithmetic import Operands
+from shardproof.harness.engines.calls.callers import caller_at
+from shardproof.harness.engines.calls.desync import call_text
+from shardproof.harness.engines.calls.pending import PendingCollective, RankGroup
+from shardproof.harness.engines.engine import Engine
+from shardproof.harness.engines.faults import spoiled
+from shardproof.harness.engines.threads.intervention import Intervened, Intervention
+from shardproof.harness.engines.threads.matcher import CollectiveMatcher, Race
+from shardproof.harness.engines.threads.rank_threads import RankThread
+from shardproof.harness.engines.threads.scheduler import Scheduler
+from shardproof.harness.engines.threads.state.rank_state import PerRankState
+from shardproof.harness.engines.threads.work import RankCall
+from shardproof.harness.ledger import Observer
+from shardproof.harness.outcome.merging import same_bits
+from shardproof.harness.torch_internals.autograd import version_of
+from shardproof.harness.torch_internals.modes import unseen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,12 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from harness.engines.calls import arithmetic
-from harness.engines.calls.arithmetic import Combine, Operands
-from harness.engines.calls.signature import Signature
-from harness.faults import Fault
-from harness.torch_internals.autograd import unversioned
-from harness.torch_internals.modes import unseen
+from shardproof.harness.engines.calls import arithmetic
+from shardproof.harness.engines.calls.arithmetic import Combine, Operands
+from shardproof.harness.engines.calls.signature import Signature
+from shardproof.harness.faults import Fault
+from shardproof.harness.torch_internals.autograd import unversioned
+from shardproof.harness.torch_internals.modes import unseen
 
 
 class CompletedCall(NamedTuple):

@@ -24,11 +24,11 @@ import threading
 import time
 from typing import Any, NamedTuple
 
-from harness.engines.calls.callers import Caller, issued_at
-from harness.engines.calls.pending import MAKES_GROUP
-from harness.engines.calls.reading import OperatorCall
-from harness.engines.calls.signature import Signature
-from harness.engines.processes.waits import Waits
+from shardproof.harness.engines.calls.callers import Caller, issued_at
+from shardproof.harness.engines.calls.pending import MAKES_GROUP
+from shardproof.harness.engines.calls.reading import OperatorCall
+from shardproof.harness.engines.calls.signature import Signature
+from shardproof.harness.engines.processes.waits import Waits
 
 _HEADER = struct.Struct("<7Q")
 _RECORD = struct.Struct("<dQ")

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from harness.engines.engine import RunRequest
-from harness.engines.processes.rank_program import RankResult
-from harness.errors import RequestError, error_text
-from harness.ledger import Observer
+from shardproof.harness.engines.engine import RunRequest
+from shardproof.harness.engines.processes.rank_program import RankResult
+from shardproof.harness.errors import RequestError, error_text
+from shardproof.harness.ledger import Observer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +95,7 @@ def packed_program(request: RunRequest, observer: Observer | None) -> bytes:
     """
     if observer is not None:
         raise RequestError(
-            "observer: ranks are other processes; legal: harness.running.ranks.execution, which observes there"
+            "observer: ranks are other processes; legal: shardproof.harness.running.ranks.execution, which observes there"
         )
     try:
         return packed((request.program, request.args))

@@ -22,13 +22,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from harness.engines.calls.callers import raised_at
-from harness.engines.calls.raised import behind
-from harness.engines.engine import Program
-from harness.engines.one_thread import use_one_thread
-from harness.engines.rank_environment import environment_of, in_environment, require_own_world
-from harness.errors import error_text
-from harness.torch_internals.world import redirected
+from shardproof.harness.engines.calls.callers import raised_at
+from shardproof.harness.engines.calls.raised import behind
+from shardproof.harness.engines.engine import Program
+from shardproof.harness.engines.one_thread import use_one_thread
+from shardproof.harness.engines.rank_environment import environment_of, in_environment, require_own_world
+from shardproof.harness.errors import error_text
+from shardproof.harness.torch_internals.world import redirected
 
 _SLACK_S = 30.0
 """How much longer than the run torch waits: the engine's own limit comes first and reports more."""

@@ -13,14 +13,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from harness.engines.calls.desync import RootCause, call_text, of_deadlock, of_mismatch, of_skipped, position_in_call
-from harness.engines.engine import Unwaited
-from harness.engines.processes.exit_status import ProcessEnd
-from harness.engines.processes.flight_recorder import ReadCalls
-from harness.engines.processes.messages import Standing, WorkerReport
-from harness.engines.processes.rank_program import RankResult
-from harness.engines.processes.trace_matcher import TracedCall, TraceMatcher
-from harness.errors import (
+from shardproof.harness.engines.calls.desync import (
+    RootCause,
+    call_text,
+    of_deadlock,
+    of_mismatch,
+    of_skipped,
+    position_in_call,
+)
+from shardproof.harness.engines.engine import Unwaited
+from shardproof.harness.engines.processes.exit_status import ProcessEnd
+from shardproof.harness.engines.processes.flight_recorder import ReadCalls
+from shardproof.harness.engines.processes.messages import Standing, WorkerReport
+from shardproof.harness.engines.processes.rank_program import RankResult
+from shardproof.harness.engines.processes.trace_matcher import TracedCall, TraceMatcher
+from shardproof.harness.errors import (
     Desynchronised,
     MachineError,
     Position,

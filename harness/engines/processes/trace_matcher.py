@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from harness.engines.calls.arithmetic import Operands
-from harness.engines.calls.pending import (
+from shardproof.harness.engines.calls.arithmetic import Operands
+from shardproof.harness.engines.calls.pending import (
     ANY,
     MAKES_GROUP,
     GroupsByRanks,
@@ -23,10 +23,10 @@ from harness.engines.calls.pending import (
     label_group,
     world_of,
 )
-from harness.engines.calls.signature import Signature
-from harness.engines.engine import Unwaited
-from harness.engines.processes.flight_recorder import ReadCalls, RecordedCall
-from harness.ledger import OTHER
+from shardproof.harness.engines.calls.signature import Signature
+from shardproof.harness.engines.engine import Unwaited
+from shardproof.harness.engines.processes.flight_recorder import ReadCalls, RecordedCall
+from shardproof.harness.ledger import OTHER
 
 _ISSUED = Operands((), ())
 _NOTHING = torch.empty(0)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from harness.engines.calls.callers import waits_when_read
+from shardproof.harness.engines.calls.callers import waits_when_read
 
 _WAITING_IN = ("interposer.py", "waits.py", "distributed_c10d.py", "_functional_collectives.py", "kept_groups.py")
 

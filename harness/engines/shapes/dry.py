@@ -22,18 +22,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from harness.engines.calls.callers import raised_at
-from harness.engines.calls.raised import behind
-from harness.engines.engine import Engine, RunRequest
-from harness.engines.interposer import Interposer
-from harness.engines.one_thread import one_thread
-from harness.engines.rank_environment import environment_of, in_environment
-from harness.engines.threads.rank_threads import RankThread, nothing
-from harness.engines.threads.state.module_state import own_state
-from harness.errors import NoNumbers, NotComputed, Position, RankRaised, RequestError, TimeLimit, error_text
-from harness.ledger import Observer
-from harness.torch_internals.backends import fake_store
-from harness.torch_internals.meta_device import meta_device
+from shardproof.harness.engines.calls.callers import raised_at
+from shardproof.harness.engines.calls.raised import behind
+from shardproof.harness.engines.engine import Engine, RunRequest
+from shardproof.harness.engines.interposer import Interposer
+from shardproof.harness.engines.one_thread import one_thread
+from shardproof.harness.engines.rank_environment import environment_of, in_environment
+from shardproof.harness.engines.threads.rank_threads import RankThread, nothing
+from shardproof.harness.engines.threads.state.module_state import own_state
+from shardproof.harness.errors import NoNumbers, NotComputed, Position, RankRaised, RequestError, TimeLimit, error_text
+from shardproof.harness.ledger import Observer
+from shardproof.harness.torch_internals.backends import fake_store
+from shardproof.harness.torch_internals.meta_device import meta_device
 
 _REFUSED = re.compile(
     r"meta tensor|meta device|meta kernel|device[^\n]*\bmeta\b|\bmeta\b[^\n]*device|register_meta|'meta' backend"

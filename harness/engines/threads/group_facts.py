@@ -5,8 +5,8 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from harness.engines.calls.pending import RankGroup
-from harness.torch_internals.groups import answers_torch
+from shardproof.harness.engines.calls.pending import RankGroup
+from shardproof.harness.torch_internals.groups import answers_torch
 
 _TorchGroup: Any = dist.ProcessGroup
 """Untyped on purpose: torch's stubs declare overloads that no Python subclass can match."""

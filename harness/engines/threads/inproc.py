@@ -15,17 +15,17 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from harness.engines.engine import Engine, RunRequest
-from harness.engines.one_thread import one_thread
-from harness.engines.threads.heap import Heap
-from harness.engines.threads.intervention import Intervention
-from harness.engines.threads.matcher import Race
-from harness.engines.threads.rank_threads import Aborted, RankThread, RankThreads
-from harness.engines.threads.rank_world import Enter, installed
-from harness.engines.threads.scheduler import RankStatus, RunEnd
-from harness.engines.threads.state.rank_state import CallerStreams, PerRankState
-from harness.engines.threads.unmapped import Unmapped
-from harness.errors import (
+from shardproof.harness.engines.engine import Engine, RunRequest
+from shardproof.harness.engines.one_thread import one_thread
+from shardproof.harness.engines.threads.heap import Heap
+from shardproof.harness.engines.threads.intervention import Intervention
+from shardproof.harness.engines.threads.matcher import Race
+from shardproof.harness.engines.threads.rank_threads import Aborted, RankThread, RankThreads
+from shardproof.harness.engines.threads.rank_world import Enter, installed
+from shardproof.harness.engines.threads.scheduler import RankStatus, RunEnd
+from shardproof.harness.engines.threads.state.rank_state import CallerStreams, PerRankState
+from shardproof.harness.engines.threads.unmapped import Unmapped
+from shardproof.harness.errors import (
     Desynchronised,
     NotComputed,
     Position,
@@ -35,15 +35,15 @@ from harness.errors import (
     TimeLimit,
     ranks_text,
 )
-from harness.ledger import Observer
-from harness.torch_internals.compiler import leave_uncompiled, share_compiled
-from harness.torch_internals.modes import keep_device_guard
-from harness.torch_internals.world import leave_world
+from shardproof.harness.ledger import Observer
+from shardproof.harness.torch_internals.compiler import leave_uncompiled, share_compiled
+from shardproof.harness.torch_internals.modes import keep_device_guard
+from shardproof.harness.torch_internals.world import leave_world
 
 if TYPE_CHECKING:
-    from harness.engines.calls.desync import RootCause
-    from harness.engines.threads.postmortem import Raised
-    from harness.engines.threads.state.module_state import Namespace
+    from shardproof.harness.engines.calls.desync import RootCause
+    from shardproof.harness.engines.threads.postmortem import Raised
+    from shardproof.harness.engines.threads.state.module_state import Namespace
 
 _SETTLE_S = 0.02
 """How long the other ranks may go on after a failure, so that the report shows where they wait."""
@@ -83,7 +83,7 @@ class InprocEngine(Engine):
         leave_uncompiled()
         places: Sequence[Namespace] = ()
         if request.per_rank:
-            from harness.engines.threads.state.module_state import namespaces_of  # noqa: PLC0415
+            from shardproof.harness.engines.threads.state.module_state import namespaces_of  # noqa: PLC0415
 
             places = namespaces_of(request.per_rank)
         with one_thread(), installed() as enter, self._unmapped.recorded():
@@ -142,7 +142,7 @@ class _Run:
         unmet = any(group.collectives or group.messages for group in self.matcher.groups.values())
         if end is RunEnd.DONE and not unmet and not self.raised and self.matcher.failure is None:
             return self.values
-        from harness.engines.threads import postmortem  # noqa: PLC0415
+        from shardproof.harness.engines.threads import postmortem  # noqa: PLC0415
 
         if end is RunEnd.HALTED:
             self.scheduler.settle(_ALIKE_S if self.raised and self._hint(self.others_ran) else _SETTLE_S)
@@ -164,20 +164,20 @@ class _Run:
             self.raised_first = True
             others = [status for other, status in enumerate(self.scheduler.statuses) if other != rank]
             self.others_ran = any(status is not RankStatus.NOT_STARTED for status in others)
-        from harness.engines.threads.postmortem import Raised  # noqa: PLC0415
+        from shardproof.harness.engines.threads.postmortem import Raised  # noqa: PLC0415
 
         self.raised.append(Raised(rank, error))
         self.scheduler.halt()
 
     def _hint(self, shared: bool) -> str:
         """Words that may help; `shared`: another rank may have left behind what the first one raised about."""
-        from harness.engines.threads.postmortem import hint  # noqa: PLC0415
+        from shardproof.harness.engines.threads.postmortem import hint  # noqa: PLC0415
 
         return hint(self.raised[0].error, others_ran=shared, per_rank=self.request.per_rank)
 
     def _cause(self, end: RunEnd) -> "RootCause | None":
-        from harness.engines.calls.desync import RootCause, of_deadlock, of_mismatch, of_skipped  # noqa: PLC0415
-        from harness.engines.threads import postmortem  # noqa: PLC0415
+        from shardproof.harness.engines.calls.desync import RootCause, of_deadlock, of_mismatch, of_skipped  # noqa: PLC0415
+        from shardproof.harness.engines.threads import postmortem  # noqa: PLC0415
 
         failure = self.matcher.failure
         if self.raised_first:
@@ -197,7 +197,7 @@ class _Run:
 
     def _error(self, cause: "RootCause", positions: Sequence[Position]) -> ShardproofError:
         """The error to raise, after the threads have ended."""
-        from harness.engines.threads import postmortem  # noqa: PLC0415
+        from shardproof.harness.engines.threads import postmortem  # noqa: PLC0415
 
         abandoned = self.scheduler.stop()
         text = cause.text

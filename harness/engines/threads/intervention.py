@@ -7,13 +7,13 @@ without one uses the plain parts at no cost. `Intervened` is an engine in which 
 from collections.abc import Sequence
 from typing import Any
 
-from harness.engines.engine import Engine, RunRequest
-from harness.engines.threads.matcher import CollectiveMatcher
-from harness.engines.threads.rank_threads import RankThread
-from harness.engines.threads.scheduler import Scheduler
-from harness.engines.threads.state.rank_state import PerRankState
-from harness.errors import RequestError
-from harness.ledger import Observer
+from shardproof.harness.engines.engine import Engine, RunRequest
+from shardproof.harness.engines.threads.matcher import CollectiveMatcher
+from shardproof.harness.engines.threads.rank_threads import RankThread
+from shardproof.harness.engines.threads.scheduler import Scheduler
+from shardproof.harness.engines.threads.state.rank_state import PerRankState
+from shardproof.harness.errors import RequestError
+from shardproof.harness.ledger import Observer
 
 
 class Intervention:

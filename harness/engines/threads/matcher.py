@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from threading import current_thread, get_ident
 from typing import NoReturn
 
-from harness.engines.calls.arithmetic import Disagreement, Operands, meet, perform
-from harness.engines.calls.callers import issued_at, waits_when_read
-from harness.engines.calls.pending import (
+from shardproof.harness.engines.calls.arithmetic import Disagreement, Operands, meet, perform
+from shardproof.harness.engines.calls.callers import issued_at, waits_when_read
+from shardproof.harness.engines.calls.pending import (
     ANY,
     MAKES_GROUP,
     GroupsByRanks,
@@ -27,12 +27,12 @@ from harness.engines.calls.pending import (
     label_group,
     world_of,
 )
-from harness.engines.calls.signature import address_of, call_of, needs_gradient
-from harness.engines.engine import Unwaited
-from harness.engines.threads.scheduler import Scheduler
-from harness.engines.threads.work import RankCall
-from harness.ledger import Call, Observer, notify_waited
-from harness.torch_internals.world import rank_tables
+from shardproof.harness.engines.calls.signature import address_of, call_of, needs_gradient
+from shardproof.harness.engines.engine import Unwaited
+from shardproof.harness.engines.threads.scheduler import Scheduler
+from shardproof.harness.engines.threads.work import RankCall
+from shardproof.harness.ledger import Call, Observer, notify_waited
+from shardproof.harness.torch_internals.world import rank_tables
 
 _NONE = Operands((), ())
 

@@ -9,13 +9,13 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from harness.engines.calls.callers import caller_of, is_user, issued_at, raised_at
-from harness.engines.calls.desync import RootCause, position_in_call
-from harness.engines.calls.raised import behind
-from harness.engines.threads.matcher import CollectiveMatcher
-from harness.engines.threads.rank_threads import Stillness
-from harness.engines.threads.scheduler import RankStatus, Scheduler
-from harness.errors import Position, error_text
+from shardproof.harness.engines.calls.callers import caller_of, is_user, issued_at, raised_at
+from shardproof.harness.engines.calls.desync import RootCause, position_in_call
+from shardproof.harness.engines.calls.raised import behind
+from shardproof.harness.engines.threads.matcher import CollectiveMatcher
+from shardproof.harness.engines.threads.rank_threads import Stillness
+from shardproof.harness.engines.threads.scheduler import RankStatus, Scheduler
+from shardproof.harness.errors import Position, error_text
 
 _BLOCKED = (
     "; where ranks are threads of one process, a lock or a queue that waits for another rank may wait for ever; "

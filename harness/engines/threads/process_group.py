@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from harness.engines.calls import arithmetic
-from harness.engines.calls.arguments import (
+from shardproof.harness.engines.calls import arithmetic
+from shardproof.harness.engines.calls.arguments import (
     as_real,
     checked,
     counted,
@@ -29,13 +29,13 @@ from harness.engines.calls.arguments import (
     root_of,
     sized,
 )
-from harness.engines.calls.arithmetic import Combine, Operands
-from harness.engines.calls.pending import ANY, RankGroup
-from harness.engines.calls.signature import Signature, dtype_text, shapes_of, signature_of
-from harness.engines.threads.group_facts import GroupFacts
-from harness.engines.threads.matcher import CollectiveMatcher
-from harness.engines.threads.work import COMPLETE, BatchedWorks, RankCall, Work
-from harness.torch_internals.groups import answers_torch
+from shardproof.harness.engines.calls.arithmetic import Combine, Operands
+from shardproof.harness.engines.calls.pending import ANY, RankGroup
+from shardproof.harness.engines.calls.signature import Signature, dtype_text, shapes_of, signature_of
+from shardproof.harness.engines.threads.group_facts import GroupFacts
+from shardproof.harness.engines.threads.matcher import CollectiveMatcher
+from shardproof.harness.engines.threads.work import COMPLETE, BatchedWorks, RankCall, Work
+from shardproof.harness.torch_internals.groups import answers_torch
 
 
 @answers_torch

@@ -28,10 +28,10 @@ from contextvars import copy_context
 from pathlib import Path
 from typing import Any
 
-from harness.engines.one_thread import use_one_thread
-from harness.engines.threads.heap import share_one_arena
-from harness.torch_internals.modes import switches
-from harness.torch_internals.world import in_world_of, not_waited_for, rank_tables
+from shardproof.harness.engines.one_thread import use_one_thread
+from shardproof.harness.engines.threads.heap import share_one_arena
+from shardproof.harness.torch_internals.modes import switches
+from shardproof.harness.torch_internals.world import in_world_of, not_waited_for, rank_tables
 
 
 class Aborted(BaseException):

@@ -20,13 +20,13 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from harness.engines.rank_environment import environment_of, meeting_place, require_own_world
-from harness.engines.threads.matcher import CollectiveMatcher
-from harness.engines.threads.process_group import InprocGroup
-from harness.engines.threads.rank_threads import followed
-from harness.engines.threads.state.environ import OwnWords, environ_by_rank
-from harness.torch_internals.meshes import kept_apart
-from harness.torch_internals.world import (
+from shardproof.harness.engines.rank_environment import environment_of, meeting_place, require_own_world
+from shardproof.harness.engines.threads.matcher import CollectiveMatcher
+from shardproof.harness.engines.threads.process_group import InprocGroup
+from shardproof.harness.engines.threads.rank_threads import followed
+from shardproof.harness.engines.threads.state.environ import OwnWords, environ_by_rank
+from shardproof.harness.torch_internals.meshes import kept_apart
+from shardproof.harness.torch_internals.world import (
     Maker,
     Tables,
     by_thread,

@@ -20,9 +20,9 @@ from types import FrameType
 
 import torch
 
-from harness.engines.threads.rank_threads import Aborted, RankThread, Stillness, nothing, taken_lock
-from harness.engines.threads.state.rank_state import PerRankState
-from harness.torch_internals.compiler import is_compiler
+from shardproof.harness.engines.threads.rank_threads import Aborted, RankThread, Stillness, nothing, taken_lock
+from shardproof.harness.engines.threads.state.rank_state import PerRankState
+from shardproof.harness.torch_internals.compiler import is_compiler
 
 _GRACE_S = 0.5
 """How long a rank may take to unwind before its thread is abandoned."""

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from harness.engines.calls.operators import OPERATORS, communicates
-from harness.errors import NotComputed, error_text
-from harness.torch_internals.operators import BACKEND_SELECT, has_kernel, kernels, operator_names
-from harness.torch_internals.world import rank_tables
+from shardproof.harness.engines.calls.operators import OPERATORS, communicates
+from shardproof.harness.errors import NotComputed, error_text
+from shardproof.harness.torch_internals.operators import BACKEND_SELECT, has_kernel, kernels, operator_names
+from shardproof.harness.torch_internals.world import rank_tables
 
 _KEY = "BackendSelect"
 
@@ -47,7 +47,7 @@ class Unmapped:
 
 def _kernel_of(name: str, operator: Any) -> Callable[..., Any]:
     """The kernel of this operator of c10d, under a key by which the dispatcher selects a backend."""
-    from harness.engines.calls.reading import reader  # noqa: PLC0415
+    from shardproof.harness.engines.calls.reading import reader  # noqa: PLC0415
 
     read = reader(name, operator)
 

@@ -7,11 +7,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from harness.engines.calls.arithmetic import Combine, Operands
-from harness.engines.calls.callers import Caller
-from harness.engines.calls.pending import ANY, PendingCollective, PendingMessage, RankGroup
-from harness.engines.calls.signature import Signature
-from harness.torch_internals.groups import answers_torch
+from shardproof.harness.engines.calls.arithmetic import Combine, Operands
+from shardproof.harness.engines.calls.callers import Caller
+from shardproof.harness.engines.calls.pending import ANY, PendingCollective, PendingMessage, RankGroup
+from shardproof.harness.engines.calls.signature import Signature
+from shardproof.harness.torch_internals.groups import answers_torch
 
 
 @dataclass(slots=True, eq=False)

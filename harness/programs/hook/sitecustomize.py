@@ -43,7 +43,7 @@ def _arm(module: ModuleType) -> None:
         if _HOME not in sys.path:
             sys.path.append(_HOME)  # behind the program's own: it must not find others than without us
         importlib.import_module("shardproof.rooms").lead("harness")
-        from harness.programs.arming import arm  # noqa: PLC0415  (only a process that communicates pays for it)
+        from shardproof.harness.programs.arming import arm  # noqa: PLC0415  (only a process that communicates pays for it)
 
         arm(module)
     except Exception as problem:

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from harness.engines.calls.callers import caller
-from harness.outcome.blocks import Block, blocks
-from harness.protocols import Value
-from harness.subject import NamedSubject, called
-from harness.torch_internals.autograd import current_task
-from harness.torch_internals.modes import DispatchMode, FakeTensor, take_themselves_apart
+from shardproof.harness.engines.calls.callers import caller
+from shardproof.harness.outcome.blocks import Block, blocks
+from shardproof.harness.protocols import Value
+from shardproof.harness.subject import NamedSubject, called
+from shardproof.harness.torch_internals.autograd import current_task
+from shardproof.harness.torch_internals.modes import DispatchMode, FakeTensor, take_themselves_apart
 
 aten = torch.ops.aten
 _BERNOULLI, _NATIVE = aten.bernoulli_.float, aten.native_dropout.default

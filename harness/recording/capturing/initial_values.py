@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.protocols import Value
-from harness.subject import NamedSubject, called
-from harness.torch_internals.autograd import current_task
-from harness.torch_internals.memory import storage_id
-from harness.torch_internals.modes import DispatchMode, FakeTensor, leaves, take_themselves_apart
-from harness.torch_internals.operators import written_arguments
+from shardproof.harness.protocols import Value
+from shardproof.harness.subject import NamedSubject, called
+from shardproof.harness.torch_internals.autograd import current_task
+from shardproof.harness.torch_internals.memory import storage_id
+from shardproof.harness.torch_internals.modes import DispatchMode, FakeTensor, leaves, take_themselves_apart
+from shardproof.harness.torch_internals.operators import written_arguments
 
 _STARTED = "started/"
 """Begin of the names under which first values travel in an outcome."""

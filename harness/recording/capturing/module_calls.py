@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harness.ledger import AGAIN
-from harness.outcome.blocks import Block, blocks
-from harness.recording.capturing.module_outputs import ModuleWatch, copied, keeping, tensors_of
-from harness.recording.module_watch import ThreadWatch
-from harness.torch_internals.autograd import has_hooks
+from shardproof.harness.ledger import AGAIN
+from shardproof.harness.outcome.blocks import Block, blocks
+from shardproof.harness.recording.capturing.module_outputs import ModuleWatch, copied, keeping, tensors_of
+from shardproof.harness.recording.module_watch import ThreadWatch
+from shardproof.harness.torch_internals.autograd import has_hooks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

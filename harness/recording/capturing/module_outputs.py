@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harness.ledger import AGAIN
-from harness.recording.attribution import Attribution
-from harness.recording.lanes import Site
-from harness.recording.module_watch import Emit, OnInput, OnOutput, ThreadWatch
-from harness.recording.observations import read
-from harness.recording.watch import Watch
+from shardproof.harness.ledger import AGAIN
+from shardproof.harness.recording.attribution import Attribution
+from shardproof.harness.recording.lanes import Site
+from shardproof.harness.recording.module_watch import Emit, OnInput, OnOutput, ThreadWatch
+from shardproof.harness.recording.observations import read
+from shardproof.harness.recording.watch import Watch
 
 
 class ModuleWatch(Watch):

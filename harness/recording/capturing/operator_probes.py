@@ -25,13 +25,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as module_file
 
-from harness.engines.calls.callers import caller
-from harness.protocols import Value
-from harness.recording.naming import Paths
-from harness.subject import NamedSubject, called
-from harness.torch_internals.autograd import current_task
-from harness.torch_internals.memory import storage_id
-from harness.torch_internals.modes import DispatchMode, FakeTensor, leaves, take_themselves_apart
+from shardproof.harness.engines.calls.callers import caller
+from shardproof.harness.protocols import Value
+from shardproof.harness.recording.naming import Paths
+from shardproof.harness.subject import NamedSubject, called
+from shardproof.harness.torch_internals.autograd import current_task
+from shardproof.harness.torch_internals.memory import storage_id
+from shardproof.harness.torch_internals.modes import DispatchMode, FakeTensor, leaves, take_themselves_apart
 
 _SEPARATOR = "|"
 _DROPOUT = frozenset({"bernoulli_", "native_dropout"})

@@ -9,15 +9,15 @@ from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 
-from harness.checking.evidence import Evidence
-from harness.checking.measures.kinds import is_state, kind_of
-from harness.errors import ShardproofError
-from harness.protocols import CaseLike, case_text, without_saving
-from harness.recording.capturing.operator_probes import DrawnNumbers, Numbers, Probed
-from harness.running.ranks.execution import execute
-from harness.running.trials.trial import Trial
-from harness.running.truth.own import EXACT, one_rank
-from harness.subject import ALONE
+from shardproof.harness.checking.evidence import Evidence
+from shardproof.harness.checking.measures.kinds import is_state, kind_of
+from shardproof.harness.errors import ShardproofError
+from shardproof.harness.protocols import CaseLike, case_text, without_saving
+from shardproof.harness.recording.capturing.operator_probes import DrawnNumbers, Numbers, Probed
+from shardproof.harness.running.ranks.execution import execute
+from shardproof.harness.running.trials.trial import Trial
+from shardproof.harness.running.truth.own import EXACT, one_rank
+from shardproof.harness.subject import ALONE
 
 _LATER = frozenset({"act_grad", "grad", "grad_norm", "tokens", "param", "saved"})
 """Kinds of names that no forward computes."""

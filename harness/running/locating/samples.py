@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.checking.evidence import Evidence
-from harness.errors import ShardproofError, ranks_text
-from harness.plain_case import PlainCase
-from harness.protocols import CaseLike, case_text
-from harness.running.ranks.execution import execute
-from harness.running.trials.trial import Trial
-from harness.running.truth.own import EXACT, one_rank
-from harness.subject import ALONE, NamedSubject, called
+from shardproof.harness.checking.evidence import Evidence
+from shardproof.harness.errors import ShardproofError, ranks_text
+from shardproof.harness.plain_case import PlainCase
+from shardproof.harness.protocols import CaseLike, case_text
+from shardproof.harness.running.ranks.execution import execute
+from shardproof.harness.running.trials.trial import Trial
+from shardproof.harness.running.truth.own import EXACT, one_rank
+from shardproof.harness.subject import ALONE, NamedSubject, called
 
 Asked = tuple[int, int, int, int]
 """Step, micro-batch, first and past-the-last number of its samples."""

@@ -11,20 +11,20 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from harness.checking.evidence import Evidence
-from harness.checking.measures.kinds import is_state, kind_of, step_of
-from harness.diagnosing.placing.modules_by_name import Watched, located
-from harness.engines.rank_environment import rank_device
-from harness.errors import error_text
-from harness.outcome.blocks import blocks
-from harness.protocols import CaseLike, Subject
-from harness.recording.capturing.module_calls import CallCapture, ModuleCalls, TensorCopy
-from harness.running.ranks.capacity import memory_bytes
-from harness.running.ranks.execution import RankTask, sendable
-from harness.running.trials.reference import Function
-from harness.running.trials.trial import Trial
-from harness.running.truth.own import EXACT, InParts, PartialSums, one_rank
-from harness.subject import ALONE, called, kept_per_rank, session
+from shardproof.harness.checking.evidence import Evidence
+from shardproof.harness.checking.measures.kinds import is_state, kind_of, step_of
+from shardproof.harness.diagnosing.placing.modules_by_name import Watched, located
+from shardproof.harness.engines.rank_environment import rank_device
+from shardproof.harness.errors import error_text
+from shardproof.harness.outcome.blocks import blocks
+from shardproof.harness.protocols import CaseLike, Subject
+from shardproof.harness.recording.capturing.module_calls import CallCapture, ModuleCalls, TensorCopy
+from shardproof.harness.running.ranks.capacity import memory_bytes
+from shardproof.harness.running.ranks.execution import RankTask, sendable
+from shardproof.harness.running.trials.reference import Function
+from shardproof.harness.running.trials.trial import Trial
+from shardproof.harness.running.truth.own import EXACT, InParts, PartialSums, one_rank
+from shardproof.harness.subject import ALONE, called, kept_per_rank, session
 
 _COPIES = 8
 """How often what autograd saves is held at most: inputs, outputs and the gradients of both, of subject and truth."""

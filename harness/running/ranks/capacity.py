@@ -6,10 +6,10 @@ The harness knows no model: the dense model states the size of a case.
 import os
 from collections.abc import Iterable
 
-from harness.cases import in_own_words
-from harness.dense_model import dense_model
-from harness.errors import RequestError
-from harness.protocols import CaseLike, case_text
+from shardproof.harness.cases import in_own_words
+from shardproof.harness.dense_model import dense_model
+from shardproof.harness.errors import RequestError
+from shardproof.harness.protocols import CaseLike, case_text
 
 _WIDTH = 8
 """Bytes of an element: the truth is float64, tokens are int64."""

@@ -16,25 +16,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from harness.engines.engine import Engine
-from harness.engines.rank_environment import rank_device
-from harness.errors import RequestError, error_text
-from harness.outcome.blocks import localize
-from harness.protocols import CaseLike, Subject
-from harness.recording.annotations import TOOL
-from harness.recording.capturing.module_outputs import Capture
-from harness.recording.measures import Overlap, SavedActivations
-from harness.recording.recorder import Recorder
-from harness.resolve import resolve
-from harness.running.ranks.output import rank_output
-from harness.running.ranks.watching import Execution, Localized, Watching
-from harness.subject import called, kept_per_rank, named_axes, offers, session
-from harness.torch_internals.compiler import leave_unloaded
-from harness.torch_internals.modes import deterministic_on
+from shardproof.harness.engines.engine import Engine
+from shardproof.harness.engines.rank_environment import rank_device
+from shardproof.harness.errors import RequestError, error_text
+from shardproof.harness.outcome.blocks import localize
+from shardproof.harness.protocols import CaseLike, Subject
+from shardproof.harness.recording.annotations import TOOL
+from shardproof.harness.recording.capturing.module_outputs import Capture
+from shardproof.harness.recording.measures import Overlap, SavedActivations
+from shardproof.harness.recording.recorder import Recorder
+from shardproof.harness.resolve import resolve
+from shardproof.harness.running.ranks.output import rank_output
+from shardproof.harness.running.ranks.watching import Execution, Localized, Watching
+from shardproof.harness.subject import called, kept_per_rank, named_axes, offers, session
+from shardproof.harness.torch_internals.compiler import leave_unloaded
+from shardproof.harness.torch_internals.modes import deterministic_on
 
 if TYPE_CHECKING:
-    from harness.recording.ranges import Ranges
-    from harness.recording.spans import Stopwatch
+    from shardproof.harness.recording.ranges import Ranges
+    from shardproof.harness.recording.spans import Stopwatch
 
 _SAME_CLOCK_S = 3600.0
 """A task that seems older, or of the future, comes from a machine with another clock: times begin at its arrival."""
@@ -118,8 +118,8 @@ def sendable(task: RankTask) -> RankTask:
 
 def perform(rank: int, task: RankTask) -> Execution:
     """Run the subject on this rank, which has its process for itself, as the task says."""
-    from harness.engines.interposer import observing  # noqa: PLC0415
-    from harness.engines.threads.state.module_state import own_state  # noqa: PLC0415
+    from shardproof.harness.engines.interposer import observing  # noqa: PLC0415
+    from shardproof.harness.engines.threads.state.module_state import own_state  # noqa: PLC0415
 
     leave_unloaded()
     subject = task.call
@@ -146,7 +146,7 @@ def _ranges() -> "Ranges | None":
     """The ranges for a tool that listens to this process; None when none does."""
     if not os.environ.get(TOOL):
         return None
-    from harness.recording.ranges import attached  # noqa: PLC0415
+    from shardproof.harness.recording.ranges import attached  # noqa: PLC0415
 
     return attached()
 
@@ -155,7 +155,7 @@ def _stopwatch(device: torch.device) -> "Stopwatch | None":
     """The stopwatch of a device, None where the host's clock is true."""
     if device.type != "cuda":
         return None
-    from harness.recording.spans import stopwatch  # noqa: PLC0415
+    from shardproof.harness.recording.spans import stopwatch  # noqa: PLC0415
 
     return stopwatch(device)
 

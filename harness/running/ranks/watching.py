@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from harness.engines.engine import Unwaited
-from harness.ledger import Event, Observer
-from harness.outcome.blocks import Block, blocks
-from harness.protocols import CaseLike, Subject
-from harness.recording.capturing.module_outputs import Capture
-from harness.recording.measures import Overlap, RankCallIndex, SavedActivations
-from harness.recording.recorder import Recorder
-from harness.subject import Unanswered, answered
+from shardproof.harness.engines.engine import Unwaited
+from shardproof.harness.ledger import Event, Observer
+from shardproof.harness.outcome.blocks import Block, blocks
+from shardproof.harness.protocols import CaseLike, Subject
+from shardproof.harness.recording.capturing.module_outputs import Capture
+from shardproof.harness.recording.measures import Overlap, RankCallIndex, SavedActivations
+from shardproof.harness.recording.recorder import Recorder
+from shardproof.harness.subject import Unanswered, answered
 
 if TYPE_CHECKING:
-    from harness.recording.spans import RankSpan
+    from shardproof.harness.recording.spans import RankSpan
 
 Localized = dict[str, tuple[Block, ...]]
 

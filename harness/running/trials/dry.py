@@ -3,16 +3,16 @@
 from collections.abc import Sequence
 from typing import cast
 
-from harness.checking.checks import examine
-from harness.checking.dry_checks import DRY_CHECKS
-from harness.checking.evidence import Evidence, Finding, merged_outcomes
-from harness.engines.engine import Unwaited
-from harness.engines.shapes.dry import DryEngine
-from harness.ledger import Event
-from harness.predicting.dry_run import DryRank, dry_run, representatives
-from harness.predicting.meter import hidden
-from harness.running.trials.statements import expectation_of, orders_of
-from harness.running.trials.trial import Trial
+from shardproof.harness.checking.checks import examine
+from shardproof.harness.checking.dry_checks import DRY_CHECKS
+from shardproof.harness.checking.evidence import Evidence, Finding, merged_outcomes
+from shardproof.harness.engines.engine import Unwaited
+from shardproof.harness.engines.shapes.dry import DryEngine
+from shardproof.harness.ledger import Event
+from shardproof.harness.predicting.dry_run import DryRank, dry_run, representatives
+from shardproof.harness.predicting.meter import hidden
+from shardproof.harness.running.trials.statements import expectation_of, orders_of
+from shardproof.harness.running.trials.trial import Trial
 
 
 def dry_run_checked(trial: Trial) -> tuple[Evidence, dict[str, Finding]]:

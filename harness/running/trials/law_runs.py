@@ -10,21 +10,27 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from harness.checking.evidence import Evidence, Regrouped
-from harness.checking.measures.distance import distance, real
-from harness.checking.measures.kinds import NUMERIC_KINDS, kind_of, step_of
-from harness.checking.measures.measured import Measured, epsilon
-from harness.checking.measures.tolerance import CONTROL_FACTOR, FLOOR_EPSILONS, LEAP
-from harness.checking.measuring import INITIAL, ROUNDING
-from harness.errors import ProgramError, RequestError
-from harness.mesh_axes import SAME_SAMPLES
-from harness.outcome.merging import merge
-from harness.protocols import CaseLike, without_saving
-from harness.running.trials.trial import Trial
-from harness.running.truth.control_modes import PERTURBED
-from harness.running.truth.of_dtype import Forward, ForwardWatched, OperatorStep, differing_operator, steps_of
-from harness.running.truth.own import OwnTruth, one_rank
-from harness.subject import NamedSubject, offers, own_cases, refusal
+from shardproof.harness.checking.evidence import Evidence, Regrouped
+from shardproof.harness.checking.measures.distance import distance, real
+from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS, kind_of, step_of
+from shardproof.harness.checking.measures.measured import Measured, epsilon
+from shardproof.harness.checking.measures.tolerance import CONTROL_FACTOR, FLOOR_EPSILONS, LEAP
+from shardproof.harness.checking.measuring import INITIAL, ROUNDING
+from shardproof.harness.errors import ProgramError, RequestError
+from shardproof.harness.mesh_axes import SAME_SAMPLES
+from shardproof.harness.outcome.merging import merge
+from shardproof.harness.protocols import CaseLike, without_saving
+from shardproof.harness.running.trials.trial import Trial
+from shardproof.harness.running.truth.control_modes import PERTURBED
+from shardproof.harness.running.truth.of_dtype import (
+    Forward,
+    ForwardWatched,
+    OperatorStep,
+    differing_operator,
+    steps_of,
+)
+from shardproof.harness.running.truth.own import OwnTruth, one_rank
+from shardproof.harness.subject import NamedSubject, offers, own_cases, refusal
 
 _GROUPINGS = 2
 _LARGEST = 8

@@ -19,21 +19,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.checking.checks import LAWS, Check, examine
-from harness.checking.evidence import PASS, UNKNOWN, Evidence, Finding, merged_outcomes
-from harness.checking.measures.kinds import NUMERIC_KINDS, is_state, kind_of, step_of
-from harness.checking.measures.measured import Measured, epsilon
-from harness.checking.measures.tolerance import CONTROL_FACTOR
-from harness.checking.measuring import MOVED
-from harness.errors import MachineError, ProgramError, RequestError
-from harness.outcome.blocks import Block
-from harness.outcome.merging import Outcomes
-from harness.protocols import CaseLike, Value
-from harness.recording.capturing.operator_probes import Island, NarrowProbe, Probed, narrower
-from harness.running.trials.trial import Trial
-from harness.running.truth.own import one_rank
-from harness.running.truth.random_rounding import RandomRounding
-from harness.subject import NamedSubject, called, lower_dtypes, refusal, truth_of
+from shardproof.harness.checking.checks import LAWS, Check, examine
+from shardproof.harness.checking.evidence import PASS, UNKNOWN, Evidence, Finding, merged_outcomes
+from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS, is_state, kind_of, step_of
+from shardproof.harness.checking.measures.measured import Measured, epsilon
+from shardproof.harness.checking.measures.tolerance import CONTROL_FACTOR
+from shardproof.harness.checking.measuring import MOVED
+from shardproof.harness.errors import MachineError, ProgramError, RequestError
+from shardproof.harness.outcome.blocks import Block
+from shardproof.harness.outcome.merging import Outcomes
+from shardproof.harness.protocols import CaseLike, Value
+from shardproof.harness.recording.capturing.operator_probes import Island, NarrowProbe, Probed, narrower
+from shardproof.harness.running.trials.trial import Trial
+from shardproof.harness.running.truth.own import one_rank
+from shardproof.harness.running.truth.random_rounding import RandomRounding
+from shardproof.harness.subject import NamedSubject, called, lower_dtypes, refusal, truth_of
 
 Found = tuple[Evidence, dict[str, Finding]]
 MOVED_RUNS, AMPLIFIED_RUNS = 6, 3

@@ -17,13 +17,13 @@ Tensors beyond these limits are judged again where the case computes or sends in
 
 from collections.abc import Mapping
 
-from harness.checking.checks import LAWS, Check, examine
-from harness.checking.evidence import Evidence, Finding
-from harness.checking.measures.distance import distance
-from harness.checking.measures.kinds import NUMERIC_KINDS
-from harness.checking.measures.tolerance import CONTROL_FACTOR
-from harness.running.trials.law_runs import with_first_forward
-from harness.running.trials.lower_precision import (
+from shardproof.harness.checking.checks import LAWS, Check, examine
+from shardproof.harness.checking.evidence import Evidence, Finding
+from shardproof.harness.checking.measures.distance import distance
+from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS
+from shardproof.harness.checking.measures.tolerance import CONTROL_FACTOR
+from shardproof.harness.running.trials.law_runs import with_first_forward
+from shardproof.harness.running.trials.lower_precision import (
     Found,
     as_found,
     as_stated,
@@ -32,8 +32,8 @@ from harness.running.trials.lower_precision import (
     stated,
     wrong_of,
 )
-from harness.running.trials.rounding import control_run, controlled, doubtful, measured_apart, stepwise
-from harness.running.trials.trial import Trial
+from shardproof.harness.running.trials.rounding import control_run, controlled, doubtful, measured_apart, stepwise
+from shardproof.harness.running.trials.trial import Trial
 
 Findings = dict[str, Finding]
 CONDITIONED = 1e-8

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from torch import Tensor
 
-from harness.dense_model import DenseModelLike, dense_model
-from harness.engines.engine import Engine
-from harness.subject import NamedSubject, truth_of
+from shardproof.harness.dense_model import DenseModelLike, dense_model
+from shardproof.harness.engines.engine import Engine
+from shardproof.harness.subject import NamedSubject, truth_of
 
 if TYPE_CHECKING:
-    from harness.running.truth.own import OwnTruth
+    from shardproof.harness.running.truth.own import OwnTruth
 
 Function: TypeAlias = "Callable[..., Mapping[str, Tensor]]"
 """A function (case, device) -> outcome: of the dense model, or a truth of the subject's own (OwnTruth)."""
@@ -38,7 +38,7 @@ def reference_of(subject: NamedSubject, engine: Engine, timeout_s: float = 60.0)
     dense = truth_of(subject)
     if dense is None:
         return decoder()
-    from harness.running.truth.own import OwnTruth  # noqa: PLC0415
+    from shardproof.harness.running.truth.own import OwnTruth  # noqa: PLC0415
 
     own = OwnTruth(subject=subject, dense=dense, engine=engine, timeout_s=timeout_s)
     return Reference(truth=own, control=replace(own, control=True), own=own)

@@ -5,9 +5,9 @@ Another run takes time, so this one is made only when a check or a diagnosis nee
 
 from dataclasses import replace
 
-from harness.checking.evidence import Evidence
-from harness.checking.repeats import same_outcomes
-from harness.running.trials.trial import Trial
+from shardproof.harness.checking.evidence import Evidence
+from shardproof.harness.checking.repeats import same_outcomes
+from shardproof.harness.running.trials.trial import Trial
 
 
 def with_repeat(trial: Trial, evidence: Evidence) -> Evidence:

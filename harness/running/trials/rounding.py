@@ -9,15 +9,15 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from harness.checking.evidence import Evidence
-from harness.checking.measures.kinds import is_state, kind_of, step_of
-from harness.checking.measures.measured import Measured
-from harness.checking.measures.tolerance import FLOAT64_CEILING, Controlled
-from harness.checking.measuring import compared, movement, sizes_of
-from harness.running.trials.reference import Function
-from harness.running.trials.trial import Trial
-from harness.running.truth.control_modes import AMPLIFIED
-from harness.torch_internals.memory import give_back
+from shardproof.harness.checking.evidence import Evidence
+from shardproof.harness.checking.measures.kinds import is_state, kind_of, step_of
+from shardproof.harness.checking.measures.measured import Measured
+from shardproof.harness.checking.measures.tolerance import FLOAT64_CEILING, Controlled
+from shardproof.harness.checking.measuring import compared, movement, sizes_of
+from shardproof.harness.running.trials.reference import Function
+from shardproof.harness.running.trials.trial import Trial
+from shardproof.harness.running.truth.control_modes import AMPLIFIED
+from shardproof.harness.torch_internals.memory import give_back
 
 MORE_PARTS = (1, 2, 3, 4, 5, 6, 7, 8)
 """Into how many partial sums the further control runs cut their sums; 1 adds the micro-batches in reverse only."""

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from harness.checking.evidence import Evidence, merged_outcomes
-from harness.checking.measures.kinds import comparable, kind_of
-from harness.errors import ShardproofError
-from harness.outcome.merging import Merged, Outcomes, against, held_once
-from harness.running.trials.repeating import with_repeat
-from harness.running.trials.statements import asked, deviations_of, expectation_of, facts_of, orders_of
-from harness.running.trials.trial import Trial
-from harness.subject import deviating, left_out
-from harness.torch_internals.memory import give_back
+from shardproof.harness.checking.evidence import Evidence, merged_outcomes
+from shardproof.harness.checking.measures.kinds import comparable, kind_of
+from shardproof.harness.errors import ShardproofError
+from shardproof.harness.outcome.merging import Merged, Outcomes, against, held_once
+from shardproof.harness.running.trials.repeating import with_repeat
+from shardproof.harness.running.trials.statements import asked, deviations_of, expectation_of, facts_of, orders_of
+from shardproof.harness.running.trials.trial import Trial
+from shardproof.harness.subject import deviating, left_out
+from shardproof.harness.torch_internals.memory import give_back
 
 if TYPE_CHECKING:
-    from harness.checking.measures.stated_deviations import Deviations
+    from shardproof.harness.checking.measures.stated_deviations import Deviations
 
 GIVEN = "mask", "init"
 """Kinds of tensors (dropout masks, initial weights) that a truth may take from the ranks instead of drawing its own."""
@@ -65,8 +65,8 @@ def _recorded(trial: Trial, truth: Mapping[str, Tensor], kinds: Sequence[str]) -
     how: dict[str, Any] = {"record": True, "watch": True, "overlap": hides}
     drawn, problem = None, ""
     if draws:
-        from harness.recording.capturing.dropout_masks import WithMasks  # noqa: PLC0415
-        from harness.running.truth.joint_masks import masks_of  # noqa: PLC0415
+        from shardproof.harness.recording.capturing.dropout_masks import WithMasks  # noqa: PLC0415
+        from shardproof.harness.running.truth.joint_masks import masks_of  # noqa: PLC0415
 
         with trial.timed("recorded"):
             run = trial.run(WithMasks(trial.subject), **how)
@@ -131,7 +131,7 @@ def _deviates(trial: Trial) -> "Deviations | None":
     stated = deviating(trial.case, trial.subject)
     if not stated:
         return None
-    from harness.checking.measures.stated_deviations import Deviations  # noqa: PLC0415
+    from shardproof.harness.checking.measures.stated_deviations import Deviations  # noqa: PLC0415
 
     return Deviations(
         {pattern: its.sentence for pattern, its in stated.items()},

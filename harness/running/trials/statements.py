@@ -6,10 +6,10 @@ A question without an answer is noted as a problem of the check that needs it.
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from harness.errors import error_text
-from harness.protocols import Axes, FactsLike, TermLike
-from harness.running.trials.trial import Trial
-from harness.subject import Unanswered, deviations, orders, stated
+from shardproof.harness.errors import error_text
+from shardproof.harness.protocols import Axes, FactsLike, TermLike
+from shardproof.harness.running.trials.trial import Trial
+from shardproof.harness.subject import Unanswered, deviations, orders, stated
 
 T = TypeVar("T")
 

@@ -12,17 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.checking.measures.kinds import kind_of
-from harness.checking.measuring import MOVED
-from harness.engines.calls.callers import is_user, shortened
-from harness.engines.engine import Engine
-from harness.errors import MachineError, RequestError, TimeLimit, error_text
-from harness.protocols import CaseLike, FactsLike, Subject, case_text
-from harness.running.ranks.execution import execute
-from harness.running.ranks.watching import Execution
-from harness.running.trials.reference import Function, Reference, decoder
-from harness.subject import NamedSubject
-from harness.torch_internals.memory import out_of_memory, tight_heap
+from shardproof.harness.checking.measures.kinds import kind_of
+from shardproof.harness.checking.measuring import MOVED
+from shardproof.harness.engines.calls.callers import is_user, shortened
+from shardproof.harness.engines.engine import Engine
+from shardproof.harness.errors import MachineError, RequestError, TimeLimit, error_text
+from shardproof.harness.protocols import CaseLike, FactsLike, Subject, case_text
+from shardproof.harness.running.ranks.execution import execute
+from shardproof.harness.running.ranks.watching import Execution
+from shardproof.harness.running.trials.reference import Function, Reference, decoder
+from shardproof.harness.subject import NamedSubject
+from shardproof.harness.torch_internals.memory import out_of_memory, tight_heap
 
 _LATE_S = 0.5
 """How much later than its limit a body is interrupted, so that an engine in it ends first, which can say more."""

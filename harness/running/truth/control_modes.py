@@ -30,9 +30,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from harness.checking.measures.measured import epsilon
-from harness.checking.measures.tolerance import CONTROL_FACTOR
-from harness.running.truth.random_rounding import RandomRounding
+from shardproof.harness.checking.measures.measured import epsilon
+from shardproof.harness.checking.measures.tolerance import CONTROL_FACTOR
+from shardproof.harness.running.truth.random_rounding import RandomRounding
 
 PERTURBED = (-1, -8, -9, -10)
 """In place of the number of parts: whole sums, and every result moved by a random part of its own dtype's rounding.

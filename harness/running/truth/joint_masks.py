@@ -16,11 +16,11 @@ from itertools import permutations
 import torch
 from torch import Tensor
 
-from harness.checking.evidence import MaskDraws
-from harness.mesh_axes import PIPELINE, SAME_SAMPLES, SLICES, place_of_rank
-from harness.outcome.blocks import Block
-from harness.protocols import Axes, CaseLike
-from harness.recording.capturing.dropout_masks import Draw, taken_out
+from shardproof.harness.checking.evidence import MaskDraws
+from shardproof.harness.mesh_axes import PIPELINE, SAME_SAMPLES, SLICES, place_of_rank
+from shardproof.harness.outcome.blocks import Block
+from shardproof.harness.protocols import Axes, CaseLike
+from shardproof.harness.recording.capturing.dropout_masks import Draw, taken_out
 
 Placed = dict[str, tuple[Block, ...]]
 

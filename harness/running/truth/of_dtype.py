@@ -24,16 +24,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.engines.calls.callers import caller
-from harness.outcome.blocks import Block
-from harness.protocols import Value
-from harness.recording.capturing.operator_probes import running_module
-from harness.recording.naming import Paths
-from harness.subject import NamedSubject, called
-from harness.torch_internals.autograd import current_task
-from harness.torch_internals.memory import storage_id
-from harness.torch_internals.modes import DispatchMode, FakeTensor, leaves, mapped, take_themselves_apart
-from harness.torch_internals.operators import makes_new
+from shardproof.harness.engines.calls.callers import caller
+from shardproof.harness.outcome.blocks import Block
+from shardproof.harness.protocols import Value
+from shardproof.harness.recording.capturing.operator_probes import running_module
+from shardproof.harness.recording.naming import Paths
+from shardproof.harness.subject import NamedSubject, called
+from shardproof.harness.torch_internals.autograd import current_task
+from shardproof.harness.torch_internals.memory import storage_id
+from shardproof.harness.torch_internals.modes import DispatchMode, FakeTensor, leaves, mapped, take_themselves_apart
+from shardproof.harness.torch_internals.operators import makes_new
 
 _MOST = 2**26
 """Elements that are kept of a forward; what follows is not looked at."""

@@ -18,21 +18,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.cases import in_own_words
-from harness.checking.measures.measured import epsilon
-from harness.checking.measuring import INITIAL
-from harness.engines.engine import Engine
-from harness.errors import ProgramError, RequestError
-from harness.mesh_axes import AXES, EXPERT_AXES
-from harness.outcome.blocks import localize
-from harness.outcome.merging import merge
-from harness.protocols import CaseLike, Subject, Value, case_text, without_saving
-from harness.recording.capturing.dropout_masks import Draw, DropoutProbe, WithMasks, taken_out
-from harness.recording.capturing.initial_values import FirstValues, WithFirstValues, first_values
-from harness.running.ranks.execution import execute
-from harness.running.truth.control_modes import emulated, partial_sums
-from harness.running.truth.joint_masks import in_order
-from harness.subject import DenseFunction, NamedSubject, answered, session
+from shardproof.harness.cases import in_own_words
+from shardproof.harness.checking.measures.measured import epsilon
+from shardproof.harness.checking.measuring import INITIAL
+from shardproof.harness.engines.engine import Engine
+from shardproof.harness.errors import ProgramError, RequestError
+from shardproof.harness.mesh_axes import AXES, EXPERT_AXES
+from shardproof.harness.outcome.blocks import localize
+from shardproof.harness.outcome.merging import merge
+from shardproof.harness.protocols import CaseLike, Subject, Value, case_text, without_saving
+from shardproof.harness.recording.capturing.dropout_masks import Draw, DropoutProbe, WithMasks, taken_out
+from shardproof.harness.recording.capturing.initial_values import FirstValues, WithFirstValues, first_values
+from shardproof.harness.running.ranks.execution import execute
+from shardproof.harness.running.truth.control_modes import emulated, partial_sums
+from shardproof.harness.running.truth.joint_masks import in_order
+from shardproof.harness.subject import DenseFunction, NamedSubject, answered, session
 
 EXACT = "float64"
 _Computed = tuple[Mapping[str, Tensor], tuple[Draw, ...]]

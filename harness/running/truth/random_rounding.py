@@ -25,10 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.checking.measuring import ROUNDING
-from harness.torch_internals.memory import storage_id
-from harness.torch_internals.modes import DispatchMode, FakeTensor, leaves, mapped, take_themselves_apart
-from harness.torch_internals.operators import makes_new, written_arguments
+from shardproof.harness.checking.measuring import ROUNDING
+from shardproof.harness.torch_internals.memory import storage_id
+from shardproof.harness.torch_internals.modes import DispatchMode, FakeTensor, leaves, mapped, take_themselves_apart
+from shardproof.harness.torch_internals.operators import makes_new, written_arguments
 
 PRODUCTS = frozenset(
     "addbmm addmm addmv addr baddbmm bmm convolution convolution_backward dot linear matmul mm mv vdot _grouped_mm "

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from reference.case import Case
-from reference.data.batches import Batch
-from reference.data.routing import EQUAL_DIGITS, first_token, forced
-from reference.model.decoder import Pass
+from shardproof.reference.case import Case
+from shardproof.reference.data.batches import Batch
+from shardproof.reference.data.routing import EQUAL_DIGITS, first_token, forced
+from shardproof.reference.model.decoder import Pass
 
 
 def shapes(case: Case) -> dict[str, tuple[int, ...]]:

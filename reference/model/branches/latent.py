@@ -12,8 +12,8 @@ Scores are divided by sqrt(n + r). Source: arXiv:2405.04434, equations 9-19.
 import torch
 from torch import Tensor
 
-from reference.case import Case
-from reference.model.decoder import Pass
+from shardproof.reference.case import Case
+from shardproof.reference.model.decoder import Pass
 
 
 def shapes(case: Case) -> dict[str, tuple[int, ...]]:

@@ -15,10 +15,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from reference.case import Case
-from reference.data.batches import Batch
-from reference.losses import cross_entropy as loss
-from reference.model.decoder import Pass
+from shardproof.reference.case import Case
+from shardproof.reference.data.batches import Batch
+from shardproof.reference.losses import cross_entropy as loss
+from shardproof.reference.model.decoder import Pass
 
 
 def shapes(case: Case) -> dict[str, tuple[int, ...]]:

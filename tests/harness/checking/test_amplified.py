@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 import torch
 
-from harness.checking.evidence import FAIL, PASS, UNKNOWN
-from harness.checking.measures.measured import FLOAT64_ALLOWED, Measured
-from harness.checking.measures.tolerance import FLOAT64_CEILING, measure
-from harness.checking.measuring import compared
-from harness.checking.numeric_checks import numeric
-from harness.diagnosing.hypotheses.optimizer.moved import fitted
-from harness.running.result import CaseResult
-from harness.running.trials import rounding
-from harness.running.trials.reference import Reference, decoder
-from parallel.subject import subject
-from reference.case import Case
+from shardproof.harness.checking.evidence import FAIL, PASS, UNKNOWN
+from shardproof.harness.checking.measures.measured import FLOAT64_ALLOWED, Measured
+from shardproof.harness.checking.measures.tolerance import FLOAT64_CEILING, measure
+from shardproof.harness.checking.measuring import compared
+from shardproof.harness.checking.numeric_checks import numeric
+from shardproof.harness.diagnosing.hypotheses.optimizer.moved import fitted
+from shardproof.harness.running.result import CaseResult
+from shardproof.harness.running.trials import rounding
+from shardproof.harness.running.trials.reference import Reference, decoder
+from shardproof.parallel.subject import subject
+from shardproof.reference.case import Case
 from tests.harness.checking.test_one_step import planted
 from tests.harness.proofs import contradicted, failed, proved, told, verdict_of
 from tests.harness.toy_evidence import case as case_of

@@ -11,20 +11,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from harness.checking.call_checks import groups, overlap
-from harness.checking.checks import CHECKS, examine
-from harness.checking.evidence import FAIL, PASS, UNKNOWN, Finding
-from harness.engines.engine import Engine
-from harness.engines.threads.inproc import InprocEngine
-from harness.engines.threads.matcher import CollectiveMatcher
-from harness.recording.measures import Overlap
-from harness.running.engines import engine_named
-from harness.running.proof import prove
-from harness.running.ranks.execution import execute
-from harness.running.result import CaseResult
-from parallel.subject import subject
-from reference.case import Case
-from reference.training import subject as dense
+from shardproof.harness.checking.call_checks import groups, overlap
+from shardproof.harness.checking.checks import CHECKS, examine
+from shardproof.harness.checking.evidence import FAIL, PASS, UNKNOWN, Finding
+from shardproof.harness.engines.engine import Engine
+from shardproof.harness.engines.threads.inproc import InprocEngine
+from shardproof.harness.engines.threads.matcher import CollectiveMatcher
+from shardproof.harness.recording.measures import Overlap
+from shardproof.harness.running.engines import engine_named
+from shardproof.harness.running.proof import prove
+from shardproof.harness.running.ranks.execution import execute
+from shardproof.harness.running.result import CaseResult
+from shardproof.parallel.subject import subject
+from shardproof.reference.case import Case
+from shardproof.reference.training import subject as dense
 from tests.harness.proofs import verdict_of
 from tests.harness.toy_evidence import TERMS, events, evidence
 from tests.harness.toy_subjects import Changed
@@ -137,7 +137,7 @@ exposed = Changed(
 
 
 def test_calls_that_no_longer_overlap_fail_this_check_alone(engine: Engine) -> None:
-    right = prove(OVERLAPPED, "parallel.subject:subject", engine, checks=OF_CALLS)
+    right = prove(OVERLAPPED, "shardproof.parallel.subject:subject", engine, checks=OF_CALLS)
     wrong = prove(OVERLAPPED, f"{TOY}exposed", engine, checks=OF_CALLS)
     assert right.verdict == PASS and "overlap" in {verdict.check for verdict in right.verdicts}
     (failed,) = [verdict for verdict in wrong.verdicts if verdict.verdict == FAIL]

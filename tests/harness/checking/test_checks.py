@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from harness.checking.call_checks import split_share
-from harness.checking.checks import CHECKS, examine
-from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding
-from harness.engines.engine import Unwaited
-from harness.outcome.blocks import Block, localize
-from harness.shard import Shard
-from reference.data.anchors import Facts
+from shardproof.harness.checking.call_checks import split_share
+from shardproof.harness.checking.checks import CHECKS, examine
+from shardproof.harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding
+from shardproof.harness.engines.engine import Unwaited
+from shardproof.harness.outcome.blocks import Block, localize
+from shardproof.harness.shard import Shard
+from shardproof.reference.data.anchors import Facts
 from tests.harness.toy_evidence import case, events, evidence, named, outcome_of, planted, truth
 
 W1, BIAS = "layers.0.mlp.w1.weight", "layers.0.mlp.w2.bias"

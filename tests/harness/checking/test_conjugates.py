@@ -12,12 +12,12 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed.distributed_c10d import _get_default_group
 from torch.utils.checkpoint import checkpoint
 
-from harness.checking.laws import broken_laws
-from harness.engines.engine import Engine
-from harness.ledger import Event
-from harness.protocols import Subject
-from harness.running.ranks.execution import execute
-from reference.case import Case
+from shardproof.harness.checking.laws import broken_laws
+from shardproof.harness.engines.engine import Engine
+from shardproof.harness.ledger import Event
+from shardproof.harness.protocols import Subject
+from shardproof.harness.running.ranks.execution import execute
+from shardproof.reference.case import Case
 from tests.harness.recording.toy_calls import Part
 
 CASE = Case.parse("mode=tp tp=2")

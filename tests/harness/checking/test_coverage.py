@@ -10,21 +10,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.checking.call_checks import SPLIT
-from harness.checking.checks import examine
-from harness.checking.coverage import coverage
-from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding, Verdict
-from harness.checking.numeric_checks import numeric
-from harness.diagnosing.diagnosis import explanation_of
-from harness.errors import RequestError
-from harness.ledger import NO_UPDATE
-from harness.running.proof import prove
-from harness.running.store import Store
-from harness.subject import NamedSubject, left_out, named
-from reference.case import Case
-from reference.training import subject as dense
-from reports.stored.frames import load
-from reports.stored.unchecked import unchecked_notes
+from shardproof.harness.checking.call_checks import SPLIT
+from shardproof.harness.checking.checks import examine
+from shardproof.harness.checking.coverage import coverage
+from shardproof.harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding, Verdict
+from shardproof.harness.checking.numeric_checks import numeric
+from shardproof.harness.diagnosing.diagnosis import explanation_of
+from shardproof.harness.errors import RequestError
+from shardproof.harness.ledger import NO_UPDATE
+from shardproof.harness.running.proof import prove
+from shardproof.harness.running.store import Store
+from shardproof.harness.subject import NamedSubject, left_out, named
+from shardproof.reference.case import Case
+from shardproof.reference.training import subject as dense
+from shardproof.reports.stored.frames import load
+from shardproof.reports.stored.unchecked import unchecked_notes
 from tests.harness.toy_evidence import drawn, evidence, outcome_of, planted, truth
 from tests.harness.toy_evidence import named as given_by
 from tests.harness.toy_subjects import LoopEngine, Stating

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from harness.checking.checks import examine
-from harness.checking.evidence import FAIL, PASS, Finding
-from harness.checking.laws import broken_laws
-from harness.checking.ledger_checks import module_order
-from harness.differences import but_for_bytes, differences
-from harness.ledger import Event
-from harness.running.summary import summarize
-from harness.terms import Term
+from shardproof.harness.checking.checks import examine
+from shardproof.harness.checking.evidence import FAIL, PASS, Finding
+from shardproof.harness.checking.laws import broken_laws
+from shardproof.harness.checking.ledger_checks import module_order
+from shardproof.harness.differences import but_for_bytes, differences
+from shardproof.harness.ledger import Event
+from shardproof.harness.running.summary import summarize
+from shardproof.harness.terms import Term
 from tests.harness.toy_evidence import MODULES, TERMS, a_term, altered, events, evidence, without
 
 

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from harness.checking.evidence import PASS, Evidence
-from harness.checking.measures.measured import Measured, epsilon
-from harness.checking.measuring import compared, error_of_sums, tokens_of
-from harness.running.truth.control_modes import partial_sums
-from reference.case import Case
-from reference.training.control import split_norm, squares_in_turn
-from suites.session.prover import Prover
+from shardproof.harness.checking.evidence import PASS, Evidence
+from shardproof.harness.checking.measures.measured import Measured, epsilon
+from shardproof.harness.checking.measuring import compared, error_of_sums, tokens_of
+from shardproof.harness.running.truth.control_modes import partial_sums
+from shardproof.reference.case import Case
+from shardproof.reference.training.control import split_norm, squares_in_turn
+from shardproof.suites.session.prover import Prover
 from tests.harness.toy_evidence import drawn
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")

@@ -13,27 +13,34 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.checking.evidence import Evidence
-from harness.checking.measures.kinds import kind_of
-from harness.checking.measures.many_tensors import kind_rms
-from harness.checking.measures.measured import Measured
-from harness.checking.measures.tolerance import FACTORS
-from harness.checking.measuring import compared
-from harness.diagnosing.causes.places import place_of
-from harness.engines.threads.inproc import InprocEngine
-from harness.errors import RequestError
-from harness.outcome.merging import Merged
-from harness.running.judging import judged
-from harness.running.result import CaseResult
-from harness.running.trials import rounding
-from harness.running.trials.rounding import FURTHER_PARTS, MORE_PARTS, NEAR, controlled, measured_apart, stepwise
-from harness.running.trials.runs import recorded
-from harness.running.trials.trial import Trial
-from harness.subject import named
-from parallel.subject import subject
-from parallel.training import step as step_
-from reference.case import Case
-from reference.training.states import kept
+from shardproof.harness.checking.evidence import Evidence
+from shardproof.harness.checking.measures.kinds import kind_of
+from shardproof.harness.checking.measures.many_tensors import kind_rms
+from shardproof.harness.checking.measures.measured import Measured
+from shardproof.harness.checking.measures.tolerance import FACTORS
+from shardproof.harness.checking.measuring import compared
+from shardproof.harness.diagnosing.causes.places import place_of
+from shardproof.harness.engines.threads.inproc import InprocEngine
+from shardproof.harness.errors import RequestError
+from shardproof.harness.outcome.merging import Merged
+from shardproof.harness.running.judging import judged
+from shardproof.harness.running.result import CaseResult
+from shardproof.harness.running.trials import rounding
+from shardproof.harness.running.trials.rounding import (
+    FURTHER_PARTS,
+    MORE_PARTS,
+    NEAR,
+    controlled,
+    measured_apart,
+    stepwise,
+)
+from shardproof.harness.running.trials.runs import recorded
+from shardproof.harness.running.trials.trial import Trial
+from shardproof.harness.subject import named
+from shardproof.parallel.subject import subject
+from shardproof.parallel.training import step as step_
+from shardproof.reference.case import Case
+from shardproof.reference.training.states import kept
 from tests.harness.proofs import contradicted, proved, ran, told, verdict_of
 
 WHEN = 2

@@ -13,19 +13,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.checking.checks import CHECKS, examine
-from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding
-from harness.checking.mask_checks import binomial, hypergeometric, masks
-from harness.checking.measures.kinds import kind_of
-from harness.engines.engine import Unwaited
-from harness.engines.threads.inproc import InprocEngine
-from harness.outcome.blocks import localize
-from harness.running.proof import prove
-from harness.running.trials.reference import decoder
-from harness.shard import Shard
-from reference.case import Case
-from reference.data.anchors import Facts
-from reference.training import subject as dense
+from shardproof.harness.checking.checks import CHECKS, examine
+from shardproof.harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding
+from shardproof.harness.checking.mask_checks import binomial, hypergeometric, masks
+from shardproof.harness.checking.measures.kinds import kind_of
+from shardproof.harness.engines.engine import Unwaited
+from shardproof.harness.engines.threads.inproc import InprocEngine
+from shardproof.harness.outcome.blocks import localize
+from shardproof.harness.running.proof import prove
+from shardproof.harness.running.trials.reference import decoder
+from shardproof.harness.shard import Shard
+from shardproof.reference.case import Case
+from shardproof.reference.data.anchors import Facts
+from shardproof.reference.training import subject as dense
 from tests.harness.toy_evidence import TERMS, case, evidence, named, outcome_of, planted, truth
 
 
@@ -115,7 +115,7 @@ def test_a_proof_against_another_model_fails_in_every_number(engine: InprocEngin
     """No number is compared with itself (TransformerEngine's parallel loss test did: bugs.md, B-111)."""
     case = Case.parse("mode=tp tp=2 layers=1 hidden=16 heads=4 ffn=16 seq=8 vocab=264 micro=1")
     wrong = replace(decoder(), truth=other_truth)
-    result = prove(case, "parallel.subject:subject", engine, reference=wrong)
+    result = prove(case, "shardproof.parallel.subject:subject", engine, reference=wrong)
     of = {told: {verdict.check for verdict in result.verdicts if verdict.verdict == told} for told in (FAIL, PASS)}
     numbers = {"forward", "activations", "activation_gradients", "parameter_gradients", "gradient_norm", "update"}
     assert of[FAIL] == numbers and {"ledger", "merge", "replicas", "determinism"} <= of[PASS]

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.checking.checks import CHECKS, examine
-from harness.checking.evidence import FAIL, PASS, Finding
-from harness.differences import differences
-from harness.ledger import Event
-from harness.protocols import TermLike
-from harness.running.summary import summarize
-from harness.terms import FIELDS, Term
-from harness.witnesses.agreement import CLOSED_FORM, agreement, of_ledger
-from harness.witnesses.chosen import terms_of
+from shardproof.harness.checking.checks import CHECKS, examine
+from shardproof.harness.checking.evidence import FAIL, PASS, Finding
+from shardproof.harness.differences import differences
+from shardproof.harness.ledger import Event
+from shardproof.harness.protocols import TermLike
+from shardproof.harness.running.summary import summarize
+from shardproof.harness.terms import FIELDS, Term
+from shardproof.harness.witnesses.agreement import CLOSED_FORM, agreement, of_ledger
+from shardproof.harness.witnesses.chosen import terms_of
 from tests.harness.toy_evidence import TERMS, altered, case, events, evidence, told_by, without
 
 EVENTS = events()

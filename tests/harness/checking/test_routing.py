@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.checking.evidence import FAIL, PASS, UNKNOWN
-from harness.checking.routing_checks import balance
-from harness.shard import Shard
-from reports.commands.cli import main
+from shardproof.harness.checking.evidence import FAIL, PASS, UNKNOWN
+from shardproof.harness.checking.routing_checks import balance
+from shardproof.harness.shard import Shard
+from shardproof.reports.commands.cli import main
 from tests.harness.proofs import proved
 
 NAME = "routing/0/layers.0.mlp"

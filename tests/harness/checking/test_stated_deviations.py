@@ -9,18 +9,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness.checking.checks import CHECKS, examine
-from harness.checking.evidence import FAIL, PASS, UNKNOWN
-from harness.errors import RequestError
-from harness.predicting.figures import traffic
-from harness.running.summary import summarize
-from harness.terms import Term, closed_forms
-from harness.witnesses.agreement import agreement, of_ledger
-from harness.witnesses.chosen import terms_of
-from reference.case import Case
-from reports.stored.frames import load
-from reports.stored.unchecked import unchecked_notes
 from shardproof import run
+from shardproof.harness.checking.checks import CHECKS, examine
+from shardproof.harness.checking.evidence import FAIL, PASS, UNKNOWN
+from shardproof.harness.errors import RequestError
+from shardproof.harness.predicting.figures import traffic
+from shardproof.harness.running.summary import summarize
+from shardproof.harness.terms import Term, closed_forms
+from shardproof.harness.witnesses.agreement import agreement, of_ledger
+from shardproof.harness.witnesses.chosen import terms_of
+from shardproof.reference.case import Case
+from shardproof.reports.stored.frames import load
+from shardproof.reports.stored.unchecked import unchecked_notes
 from tests.harness import own_words
 from tests.harness.own_words import Network
 from tests.harness.proofs import proved, told, verdict_of

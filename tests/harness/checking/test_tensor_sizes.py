@@ -11,18 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from harness.checking.measures import distance as whole_tensors
-from harness.checking.measures import many_tensors
-from harness.checking.measures.distance import Distance, distance
-from harness.checking.measures.kinds import kind_of
-from harness.checking.measures.many_tensors import BLOCK, kind_rms, measured_together
-from harness.checking.measures.measured import MEASURES, Measured
-from harness.checking.measures.tolerance import measure
-from harness.outcome.blocks import localize
-from harness.outcome.merging import held_once, merge
-from harness.shard import Shard
-from reference.case import Case
-from reference.model.parameters import drawn, full, shapes
+from shardproof.harness.checking.measures import distance as whole_tensors
+from shardproof.harness.checking.measures import many_tensors
+from shardproof.harness.checking.measures.distance import Distance, distance
+from shardproof.harness.checking.measures.kinds import kind_of
+from shardproof.harness.checking.measures.many_tensors import BLOCK, kind_rms, measured_together
+from shardproof.harness.checking.measures.measured import MEASURES, Measured
+from shardproof.harness.checking.measures.tolerance import measure
+from shardproof.harness.outcome.blocks import localize
+from shardproof.harness.outcome.merging import held_once, merge
+from shardproof.harness.shard import Shard
+from shardproof.reference.case import Case
+from shardproof.reference.model.parameters import drawn, full, shapes
 from tests.harness.toy_evidence import drawn as noise
 
 

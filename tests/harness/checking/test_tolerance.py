@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from harness.checking.measures.distance import Truth, distance
-from harness.checking.measures.many_tensors import kind_rms
-from harness.checking.measures.measured import ABSOLUTE, Measured, epsilon
-from harness.checking.measures.tolerance import least_rms, measure
+from shardproof.harness.checking.measures.distance import Truth, distance
+from shardproof.harness.checking.measures.many_tensors import kind_rms
+from shardproof.harness.checking.measures.measured import ABSOLUTE, Measured, epsilon
+from shardproof.harness.checking.measures.tolerance import least_rms, measure
 from tests.harness.toy_evidence import drawn
 
 seeds = st.integers(0, 2**31)

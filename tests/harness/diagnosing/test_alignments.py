@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.checking.checks import examine
-from harness.diagnosing.causes.cause import reported
-from harness.diagnosing.diagnosis import diagnose, explanation_of
-from harness.diagnosing.hypotheses.patterns import from_patterns
-from harness.diagnosing.placing.alignments import AGREES, DIFFERS, UNKNOWN, TrueTensor, fit
-from harness.diagnosing.placing.counterparts import same_modules, stages
-from harness.shard import Shard
+from shardproof.harness.checking.checks import examine
+from shardproof.harness.diagnosing.causes.cause import reported
+from shardproof.harness.diagnosing.diagnosis import diagnose, explanation_of
+from shardproof.harness.diagnosing.hypotheses.patterns import from_patterns
+from shardproof.harness.diagnosing.placing.alignments import AGREES, DIFFERS, UNKNOWN, TrueTensor, fit
+from shardproof.harness.diagnosing.placing.counterparts import same_modules, stages
+from shardproof.harness.shard import Shard
 from tests.harness.toy_evidence import drawn, evidence, ids_of, outcome_of, planted, tried, truth
 
 AXES = {"tp": ((0, 1), (2, 3)), "dp": ((0, 2), (1, 3))}

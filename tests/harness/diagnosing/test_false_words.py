@@ -11,17 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from harness.checking.checks import examine
-from harness.checking.evidence import Evidence
-from harness.diagnosing.by_numbers import by_numbers
-from harness.diagnosing.causes import ranking
-from harness.diagnosing.causes.cause import Cause, claimed
-from harness.diagnosing.causes.proofs import Explained, NotFinite, Rounded, times
-from harness.diagnosing.diagnosis import explanation_of
-from harness.diagnosing.first_place import First
-from harness.diagnosing.hints import hint
-from harness.diagnosing.hypotheses.patterns import from_patterns
-from harness.shard import Shard
+from shardproof.harness.checking.checks import examine
+from shardproof.harness.checking.evidence import Evidence
+from shardproof.harness.diagnosing.by_numbers import by_numbers
+from shardproof.harness.diagnosing.causes import ranking
+from shardproof.harness.diagnosing.causes.cause import Cause, claimed
+from shardproof.harness.diagnosing.causes.proofs import Explained, NotFinite, Rounded, times
+from shardproof.harness.diagnosing.diagnosis import explanation_of
+from shardproof.harness.diagnosing.first_place import First
+from shardproof.harness.diagnosing.hints import hint
+from shardproof.harness.diagnosing.hypotheses.patterns import from_patterns
+from shardproof.harness.shard import Shard
 from tests import ROOT
 from tests.harness.toy_evidence import case, drawn, evidence, ids_of, outcome_of, planted, truth
 

@@ -9,10 +9,10 @@ import pandas as pd
 import pytest
 import torch
 
-from harness.checking.checks import examine
-from harness.diagnosing.diagnosis import explanation_of
-from harness.shard import Shard
-from reports.stored.failures import bugs
+from shardproof.harness.checking.checks import examine
+from shardproof.harness.diagnosing.diagnosis import explanation_of
+from shardproof.harness.shard import Shard
+from shardproof.reports.stored.failures import bugs
 from tests.harness.diagnosing.test_six_lines import W1, six
 from tests.harness.toy_evidence import (
     a_term,

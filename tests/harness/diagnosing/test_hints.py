@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.checking.checks import examine
-from harness.checking.evidence import Evidence
-from harness.diagnosing.by_numbers import by_numbers
-from harness.diagnosing.diagnosis import explanation_of
-from harness.diagnosing.first_place import First
-from harness.diagnosing.hints import hint
-from harness.diagnosing.hypotheses.displaced import from_offsets
-from harness.diagnosing.hypotheses.factors import sizes_of
-from harness.shard import Shard
+from shardproof.harness.checking.checks import examine
+from shardproof.harness.checking.evidence import Evidence
+from shardproof.harness.diagnosing.by_numbers import by_numbers
+from shardproof.harness.diagnosing.diagnosis import explanation_of
+from shardproof.harness.diagnosing.first_place import First
+from shardproof.harness.diagnosing.hints import hint
+from shardproof.harness.diagnosing.hypotheses.displaced import from_offsets
+from shardproof.harness.diagnosing.hypotheses.factors import sizes_of
+from shardproof.harness.shard import Shard
 from tests.harness.diagnosing.test_optimizer_causes import CLIPS, GRADIENTS, NAMES, NORMS, START, seen_of
 from tests.harness.toy_evidence import case, drawn, evidence, ids_of, outcome_of, planted, told_by, truth
 

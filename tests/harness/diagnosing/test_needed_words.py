@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.diagnosing.needed_words import needed_words
-from harness.diagnosing.tried_words import OutOfTime
-from harness.diagnosing.words_text import NeededWords, Right
-from harness.plain_case import PlainCase, Vocabulary
-from reference.case import Case
-from reference.case.domains import domains
+from shardproof.harness.diagnosing.needed_words import needed_words
+from shardproof.harness.diagnosing.tried_words import OutOfTime
+from shardproof.harness.diagnosing.words_text import NeededWords, Right
+from shardproof.harness.plain_case import PlainCase, Vocabulary
+from shardproof.reference.case import Case
+from shardproof.reference.case.domains import domains
 
 WORDS = {f"w{number}": ("off", "on", "other") for number in range(30)}
 VOCABULARY = Vocabulary.of(WORDS)

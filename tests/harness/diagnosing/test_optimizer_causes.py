@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.checking.checks import examine
-from harness.checking.evidence import FAIL, Evidence
-from harness.diagnosing.by_numbers import by_numbers
-from harness.diagnosing.diagnosis import diagnose
-from harness.diagnosing.first_place import First, first_place
-from harness.ledger import Event
-from harness.shard import Shard
+from shardproof.harness.checking.checks import examine
+from shardproof.harness.checking.evidence import FAIL, Evidence
+from shardproof.harness.diagnosing.by_numbers import by_numbers
+from shardproof.harness.diagnosing.diagnosis import diagnose
+from shardproof.harness.diagnosing.first_place import First, first_place
+from shardproof.harness.ledger import Event
+from shardproof.harness.shard import Shard
 from tests.harness.toy_evidence import altered, case, drawn, events, evidence, ids_of, planted, told_by, truth, without
 
 NAMES = ("layers.0.mlp.w1.weight", "layers.0.mlp.w2.bias")

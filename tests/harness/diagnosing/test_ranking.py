@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.checking.evidence import Evidence
-from harness.diagnosing import by_numbers
-from harness.diagnosing.causes.cause import Cause, claimed  # noqa: F401  (the example of a page uses it)
-from harness.diagnosing.causes.hypothesis import Failure, Hypothesis, of_values
-from harness.diagnosing.causes.proofs import Explained
-from harness.diagnosing.causes.ranking import best
+from shardproof.harness.checking.evidence import Evidence
+from shardproof.harness.diagnosing import by_numbers
+from shardproof.harness.diagnosing.causes.cause import Cause, claimed  # noqa: F401  (the example of a page uses it)
+from shardproof.harness.diagnosing.causes.hypothesis import Failure, Hypothesis, of_values
+from shardproof.harness.diagnosing.causes.proofs import Explained
+from shardproof.harness.diagnosing.causes.ranking import best
 from tests import ROOT
 from tests.harness.toy_evidence import case, drawn, evidence, planted, truth
 

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-from bugs.planting import planted, replaced
-from harness.engines.engine import Engine
-from harness.reproducing import repro_script
-from harness.reproducing.repro import emit, shown_name, shrunk
-from harness.subject import case_of, named
-from reference.case import Case
+from shardproof.bugs.planting import planted, replaced
+from shardproof.harness.engines.engine import Engine
+from shardproof.harness.reproducing import repro_script
+from shardproof.harness.reproducing.repro import emit, shown_name, shrunk
+from shardproof.harness.subject import case_of, named
+from shardproof.reference.case import Case
 from tests.forked import started
 from tests.harness.command_line import ONE, TOY, CommandLine
 
@@ -30,7 +30,7 @@ SMALL = "mode=tp tp=2 layers=1 heads=4 kv_heads=2 hidden=16 ffn=24 seq=8 batch=1
 THIRD = """
 import torch
 import torch.distributed as dist
-from reference.training import subject as dense
+from shardproof.reference.training import subject as dense
 
 FACTOR = 2
 
@@ -92,8 +92,8 @@ def _imported(text: str) -> set[str]:
     return names
 
 
-HALVED = "parallel.layers.linear", "grad_x = reduced.wait()", "grad_x = reduced.wait() / 2"
-UNSUMMED = "parallel.training.step", "    for axis in rank.strategy.data_axes:\n", "    for axis in ():\n"
+HALVED = "shardproof.parallel.layers.linear", "grad_x = reduced.wait()", "grad_x = reduced.wait() / 2"
+UNSUMMED = "shardproof.parallel.training.step", "    for axis in rank.strategy.data_axes:\n", "    for axis in ():\n"
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,10 @@ def test_a_failing_case_is_made_as_small_as_still_fails(
 
 def test_a_right_subject_gives_no_script(engine: Engine) -> None:
     """Nor where control runs alone show that it is right."""
-    assert emit(Case.parse(f"{SMALL} dtype=bfloat16 optimizer=adamw"), "parallel.subject:subject", engine) is None
+    assert (
+        emit(Case.parse(f"{SMALL} dtype=bfloat16 optimizer=adamw"), "shardproof.parallel.subject:subject", engine)
+        is None
+    )
 
 
 def test_a_subject_that_raises_is_repeated_too(tmp_path: Path, engine: Engine) -> None:

@@ -11,17 +11,17 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from harness.checking.checks import examine
-from harness.checking.evidence import Evidence, Verdict
-from harness.diagnosing.diagnosis import ended, explanation_of
-from harness.diagnosing.failure_lines import repeat_command, site
-from harness.diagnosing.six_lines import crash
-from harness.errors import Desynchronised, Position, RankCrashed, RankDied, RankRaised, Stalled, TimeLimit
-from harness.running.store import Store
-from reports.stored import failures
-from reports.stored.failures import bugs, simplest_first
-from reports.stored.frames import load
-from suites.session.prover import Prover
+from shardproof.harness.checking.checks import examine
+from shardproof.harness.checking.evidence import Evidence, Verdict
+from shardproof.harness.diagnosing.diagnosis import ended, explanation_of
+from shardproof.harness.diagnosing.failure_lines import repeat_command, site
+from shardproof.harness.diagnosing.six_lines import crash
+from shardproof.harness.errors import Desynchronised, Position, RankCrashed, RankDied, RankRaised, Stalled, TimeLimit
+from shardproof.harness.running.store import Store
+from shardproof.reports.stored import failures
+from shardproof.reports.stored.failures import bugs, simplest_first
+from shardproof.reports.stored.frames import load
+from shardproof.suites.session.prover import Prover
 from tests.harness.toy_evidence import altered, case, events, evidence, outcome_of, planted, told_by, truth, without
 
 W1 = "grad/layers.0.mlp.w1.weight"
@@ -242,7 +242,7 @@ def test_the_simplest_case_is_shown_first(tmp_path: Path) -> None:
 
 
 def test_a_place_that_another_test_reported_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Prover.on("parallel.subject:subject", "2") as prover:
+    with Prover.on("shardproof.parallel.subject:subject", "2") as prover:
 
         def failing(test: str, *checks: str) -> str:
             monkeypatch.setenv("PYTEST_CURRENT_TEST", f"{test} (call)")

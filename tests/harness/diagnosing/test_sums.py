@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.checking.checks import examine
-from harness.checking.evidence import Evidence
-from harness.diagnosing.by_numbers import by_numbers
-from harness.diagnosing.diagnosis import explanation_of
-from harness.diagnosing.hypotheses.norms import from_norms
-from harness.diagnosing.hypotheses.optimizer.updates import from_start
-from harness.diagnosing.hypotheses.sums import from_counts, from_losses, from_shares
-from harness.outcome.blocks import localize
-from harness.outcome.merging import Outcomes
+from shardproof.harness.checking.checks import examine
+from shardproof.harness.checking.evidence import Evidence
+from shardproof.harness.diagnosing.by_numbers import by_numbers
+from shardproof.harness.diagnosing.diagnosis import explanation_of
+from shardproof.harness.diagnosing.hypotheses.norms import from_norms
+from shardproof.harness.diagnosing.hypotheses.optimizer.updates import from_start
+from shardproof.harness.diagnosing.hypotheses.sums import from_counts, from_losses, from_shares
+from shardproof.harness.outcome.blocks import localize
+from shardproof.harness.outcome.merging import Outcomes
 from tests.harness.toy_evidence import case, drawn, evidence, outcome_of, planted, tried, truth
 
 W1, BIAS = "grad/layers.0.mlp.w1.weight", "grad/layers.0.mlp.w2.bias"

@@ -9,20 +9,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.checking.evidence import Evidence
-from harness.diagnosing.by_numbers import by_numbers
-from harness.diagnosing.causes.cause import claimed
-from harness.diagnosing.causes.proofs import Explained
-from harness.diagnosing.causes.ranking import within_limits
-from harness.diagnosing.hypotheses.displaced import from_regions
-from harness.diagnosing.hypotheses.norms import from_norms
-from harness.diagnosing.hypotheses.patterns import rounded
-from harness.diagnosing.hypotheses.replicas import partial_sums
-from harness.diagnosing.hypotheses.sum_terms import from_terms
-from harness.diagnosing.hypotheses.sums import from_counts, from_shares
-from harness.engines.engine import Unwaited
-from harness.outcome.blocks import localize
-from harness.shard import Shard
+from shardproof.harness.checking.evidence import Evidence
+from shardproof.harness.diagnosing.by_numbers import by_numbers
+from shardproof.harness.diagnosing.causes.cause import claimed
+from shardproof.harness.diagnosing.causes.proofs import Explained
+from shardproof.harness.diagnosing.causes.ranking import within_limits
+from shardproof.harness.diagnosing.hypotheses.displaced import from_regions
+from shardproof.harness.diagnosing.hypotheses.norms import from_norms
+from shardproof.harness.diagnosing.hypotheses.patterns import rounded
+from shardproof.harness.diagnosing.hypotheses.replicas import partial_sums
+from shardproof.harness.diagnosing.hypotheses.sum_terms import from_terms
+from shardproof.harness.diagnosing.hypotheses.sums import from_counts, from_shares
+from shardproof.harness.engines.engine import Unwaited
+from shardproof.harness.outcome.blocks import localize
+from shardproof.harness.shard import Shard
 from tests.harness.toy_evidence import (
     TERMS,
     a_term,

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-from harness.diagnosing.tried_words import OutOfTime, Proved, confirmed
-from harness.diagnosing.words_text import Needed, NeededWords, Right
-from harness.plain_case import Vocabulary
+from shardproof.harness.diagnosing.tried_words import OutOfTime, Proved, confirmed
+from shardproof.harness.diagnosing.words_text import Needed, NeededWords, Right
+from shardproof.harness.plain_case import Vocabulary
 
 VOCABULARY = Vocabulary.of({"act": ("relu", "tanh"), "bias": (False, True)})
 

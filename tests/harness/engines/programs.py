@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from harness.ledger import Call
+from shardproof.harness.ledger import Call
 
 gather_flat: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """all_gather into one tensor, by the name that this torch has for it."""

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from harness.engines.engine import Engine, Unwaited
-from harness.errors import Desynchronised, RankRaised, RequestError, ShardproofError, Stalled, TimeLimit
-from harness.running.engines import engine_named
+from shardproof.harness.engines.engine import Engine, Unwaited
+from shardproof.harness.errors import Desynchronised, RankRaised, RequestError, ShardproofError, Stalled, TimeLimit
+from shardproof.harness.running.engines import engine_named
 from tests.harness.engines import out_of_step, programs
 from tests.harness.engines.out_of_step import CASES, Case
 

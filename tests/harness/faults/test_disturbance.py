@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.engines.faults.disturbance import Disturbed
-from harness.engines.threads.inproc import InprocEngine
-from harness.errors import Desynchronised, RequestError
-from harness.faults import Fault, faults_of, targets_of
-from harness.ledger import Event
+from shardproof.harness.engines.faults.disturbance import Disturbed
+from shardproof.harness.engines.threads.inproc import InprocEngine
+from shardproof.harness.errors import Desynchronised, RequestError
+from shardproof.harness.faults import Fault, faults_of, targets_of
+from shardproof.harness.ledger import Event
 from tests.harness.engines.programs import gather_flat
 from tests.harness.recording.toy_calls import recorded
 from tests.harness.toy_subjects import LoopEngine

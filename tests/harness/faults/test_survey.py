@@ -9,18 +9,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness.checking.checks import CHECKS
-from harness.engines.threads.inproc import InprocEngine
-from harness.errors import RequestError
-from harness.faults import KINDS, Fault, faults_of, softmax_shift
-from harness.injecting.equivalence import UNREAD, proof_of
-from harness.injecting.survey import FaultResult, survey, unproved
-from harness.plain_case import Vocabulary
-from harness.running.ranks.execution import execute
-from harness.shard import Shard
-from harness.subject import case_of, named
-from parallel.subject import subject
-from reference.case import Case
+from shardproof.harness.checking.checks import CHECKS
+from shardproof.harness.engines.threads.inproc import InprocEngine
+from shardproof.harness.errors import RequestError
+from shardproof.harness.faults import KINDS, Fault, faults_of, softmax_shift
+from shardproof.harness.injecting.equivalence import UNREAD, proof_of
+from shardproof.harness.injecting.survey import FaultResult, survey, unproved
+from shardproof.harness.plain_case import Vocabulary
+from shardproof.harness.running.ranks.execution import execute
+from shardproof.harness.shard import Shard
+from shardproof.harness.subject import case_of, named
+from shardproof.parallel.subject import subject
+from shardproof.reference.case import Case
 from tests.harness import own_words, toy_subjects
 
 TINY = "layers=1 heads=4 kv_heads=4 hidden=16 ffn=16 seq=8 steps=2 micro=2 batch=2"
@@ -136,12 +136,12 @@ class Counting(own_words.Network):
 
 
 def test_a_program_that_no_longer_ends_is_noticed(engine: InprocEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harness.injecting.survey._LEAST_S", 0.2)
+    monkeypatch.setattr("shardproof.harness.injecting.survey._LEAST_S", 0.2)
     case, endless = Vocabulary.of(own_words.WORDS).parse("tp=2 steps=1 micro=1"), Counting()
     poison = next(fault for fault in faults(engine, case, "poison", subject=endless) if fault.target.op == "broadcast")
     (result,) = survey(case, endless, engine, faults=[poison], timeout_s=60.0)
     assert (result.killed_by, result.machine) == (("run",), "")
-    monkeypatch.setattr("harness.injecting.survey._LEAST_S", 60.0)
+    monkeypatch.setattr("shardproof.harness.injecting.survey._LEAST_S", 60.0)
     (result,) = survey(case, endless, engine, faults=[poison], timeout_s=0.3)
     assert result.killed_by == () and "no end within 0.3 s" in result.machine
 
@@ -192,7 +192,7 @@ def test_the_maximum_of_a_softmax_may_be_another_number_that_all_ranks_have(engi
 def test_unmodified_megatron_needs_every_collective_and_a_doubled_sum_is_noticed(engine: InprocEngine) -> None:
     """Its GPTModel needs each of its 4L + 5 calls."""
     pytest.importorskip("megatron.core", reason="needs the extra `peers`")
-    megatron = named("suites.subjects.megatron:subject")
+    megatron = named("shardproof.suites.subjects.megatron:subject")
     case = case_of("tp=2 layers=1 micro=1", megatron)
     chosen = faults(engine, case, "drop", "double", subject=megatron.call)
     results = survey(case, megatron, engine, faults=chosen, first_only=True)

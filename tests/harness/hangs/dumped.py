@@ -5,10 +5,10 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-from harness.hangs.dumps import standings
-from harness.hangs.hang_findings import lines
-from harness.hangs.parting import parted
-from harness.hangs.standing import Parted
+from shardproof.harness.hangs.dumps import standings
+from shardproof.harness.hangs.hang_findings import lines
+from shardproof.harness.hangs.parting import parted
+from shardproof.harness.hangs.standing import Parted
 
 
 def found_in(*paths: Path) -> tuple[list[Parted], str]:

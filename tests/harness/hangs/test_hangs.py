@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from harness.hangs.hang_findings import lines
-from harness.hangs.parting import parted
-from harness.hangs.standing import LastCall, RankStanding
+from shardproof.harness.hangs.hang_findings import lines
+from shardproof.harness.hangs.parting import parted
+from shardproof.harness.hangs.standing import LastCall, RankStanding
 from tests.harness.hangs.dumped import found_in, write_flight, write_last
 from tests.harness.programs.launched import LIMIT_S, forked
 

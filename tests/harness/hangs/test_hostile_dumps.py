@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from harness.errors import RequestError
-from harness.hangs.dumps import standings
+from shardproof.harness.errors import RequestError
+from shardproof.harness.hangs.dumps import standings
 from tests.harness.hangs.dumped import found_in, write_flight, write_last
 
 

@@ -17,9 +17,9 @@ from torch.distributed.tensor import Partial, Placement, Replicate
 from torch.distributed.tensor import Shard as ShardPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from harness.outcome.blocks import blocks, localize
-from harness.outcome.merging import against, differing, merge, same_bits
-from harness.shard import Shard
+from shardproof.harness.outcome.blocks import blocks, localize
+from shardproof.harness.outcome.merging import against, differing, merge, same_bits
+from shardproof.harness.shard import Shard
 
 
 def merged_from(*outcomes: Mapping[str, object]) -> tuple[Mapping[str, Tensor], list[tuple[str, str]]]:

@@ -4,9 +4,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.outcome.blocks import localize
-from harness.outcome.merging import merge
-from harness.shard import Shard
+from shardproof.harness.outcome.blocks import localize
+from shardproof.harness.outcome.merging import merge
+from shardproof.harness.shard import Shard
 
 
 @given(st.data())

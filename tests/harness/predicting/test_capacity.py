@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from harness.errors import RequestError
-from harness.plain_case import Vocabulary
-from harness.running.ranks.capacity import admit
-from reference.case import Case
-from reference.model.parameters import shapes
-from reference.training.size import culprit, parts
 from shardproof import prove
+from shardproof.harness.errors import RequestError
+from shardproof.harness.plain_case import Vocabulary
+from shardproof.harness.running.ranks.capacity import admit
+from shardproof.reference.case import Case
+from shardproof.reference.model.parameters import shapes
+from shardproof.reference.training.size import culprit, parts
 from tests.harness import own_words
 from tests.harness.command_line import CommandLine
 from tests.harness.proofs import ran
@@ -26,7 +26,7 @@ def test_a_vast_case_is_refused_naming_its_word_and_a_legal_value(words: str, tm
     key, _, value = words.rsplit(maxsplit=1)[-1].partition("=")
     legal = f"; legal: {key}={getattr(Case(), key)}, --engine dry, or shardproof predict"
     with pytest.raises(RequestError) as refused:
-        ran(tmp_path, "parallel.subject:subject", words)
+        ran(tmp_path, "shardproof.parallel.subject:subject", words)
     assert f": {key}={value}: dense model and data in float64 come to " in str(refused.value)
     assert str(refused.value).endswith(legal)
     assert not list(tmp_path.iterdir())

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from harness.errors import RequestError
-from harness.ledger import Event
-from harness.predicting.clusters import PRESETS, Cluster, Device, Link, read
-from harness.predicting.costs import Route, route, seconds
-from harness.predicting.meter import END, START, WAIT, Stretch
-from harness.predicting.timeline import Times, spent_until
+from shardproof.harness.errors import RequestError
+from shardproof.harness.ledger import Event
+from shardproof.harness.predicting.clusters import PRESETS, Cluster, Device, Link, read
+from shardproof.harness.predicting.costs import Route, route, seconds
+from shardproof.harness.predicting.meter import END, START, WAIT, Stretch
+from shardproof.harness.predicting.timeline import Times, spent_until
 from tests.harness.recording.toy_calls import an_event
 
 DEVICE = Device(name="d", memory_gib=1, peak_tflops={"float32": 2.0}, efficiency=0.5)

@@ -13,21 +13,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness.engines.shapes.dry import DryEngine
-from harness.errors import RequestError
-from harness.predicting.clusters import PRESETS, Cluster, Device, Link
-from harness.predicting.costs import route, seconds
-from harness.predicting.dry_run import dry_rank, dry_run
-from harness.predicting.figures import EQUAL, mixed_adamw, prices, traffic
-from harness.predicting.forecast import forecast
-from harness.predicting.timeline import spent_until
-from harness.protocols import CaseLike
-from parallel.subject import subject
-from reference.case import Case
-from reports.commands.cli import main
-from reports.comparing.growth import crossings
-from reports.predicting.planning import candidates, growth
-from reports.predicting.prediction import predict
+from shardproof.harness.engines.shapes.dry import DryEngine
+from shardproof.harness.errors import RequestError
+from shardproof.harness.predicting.clusters import PRESETS, Cluster, Device, Link
+from shardproof.harness.predicting.costs import route, seconds
+from shardproof.harness.predicting.dry_run import dry_rank, dry_run
+from shardproof.harness.predicting.figures import EQUAL, mixed_adamw, prices, traffic
+from shardproof.harness.predicting.forecast import forecast
+from shardproof.harness.predicting.timeline import spent_until
+from shardproof.harness.protocols import CaseLike
+from shardproof.parallel.subject import subject
+from shardproof.reference.case import Case
+from shardproof.reports.commands.cli import main
+from shardproof.reports.comparing.growth import crossings
+from shardproof.reports.predicting.planning import candidates, growth
+from shardproof.reports.predicting.prediction import predict
 from tests.harness import own_words
 
 CLUSTER = PRESETS["8xH100-NVLink-IB400"]

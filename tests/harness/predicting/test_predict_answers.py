@@ -7,17 +7,17 @@ from types import ModuleType
 
 import pytest
 
-from bugs.planting import planted_module, replaced
-from harness.engines.shapes.dry import DryEngine
-from harness.errors import RequestError
-from harness.predicting.clusters import Cluster, Device, Link
-from harness.predicting.figures import Forecast
-from harness.predicting.forecast import forecast
-from parallel.subject import subject
-from reports.commands.cli import main
-from reports.predicting import suggesting
-from reports.predicting.planning import Candidate
-from reports.predicting.prediction import predict
+from shardproof.bugs.planting import planted_module, replaced
+from shardproof.harness.engines.shapes.dry import DryEngine
+from shardproof.harness.errors import RequestError
+from shardproof.harness.predicting.clusters import Cluster, Device, Link
+from shardproof.harness.predicting.figures import Forecast
+from shardproof.harness.predicting.forecast import forecast
+from shardproof.parallel.subject import subject
+from shardproof.reports.commands.cli import main
+from shardproof.reports.predicting import suggesting
+from shardproof.reports.predicting.planning import Candidate
+from shardproof.reports.predicting.prediction import predict
 from tests.harness.predicting.test_predict import CLUSTER, TINY
 
 

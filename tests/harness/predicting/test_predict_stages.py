@@ -15,23 +15,23 @@ from typing import Any
 import pytest
 import torch
 
-from harness.engines.shapes.dry import DryEngine
-from harness.errors import NotComputed, RequestError
-from harness.ledger import Event
-from harness.predicting.clusters import Cluster, Device, Link
-from harness.predicting.dry_run import dry_run
-from harness.predicting.figures import EQUAL, Traffic, prices
-from harness.predicting.forecast import forecast
-from harness.predicting.timeline import spent_until
-from parallel.communication.expectation import CompleteTerm
-from parallel.pipeline.prediction import CasePipeline
-from parallel.schedules.messages import Program
-from parallel.subject import subject
-from reference.case import Case
-from reference.model.parameters import shapes
-from reports.commands.cli import main
-from reports.predicting.planning import LOADS, candidates, growth
-from suites.session.prover import Prover
+from shardproof.harness.engines.shapes.dry import DryEngine
+from shardproof.harness.errors import NotComputed, RequestError
+from shardproof.harness.ledger import Event
+from shardproof.harness.predicting.clusters import Cluster, Device, Link
+from shardproof.harness.predicting.dry_run import dry_run
+from shardproof.harness.predicting.figures import EQUAL, Traffic, prices
+from shardproof.harness.predicting.forecast import forecast
+from shardproof.harness.predicting.timeline import spent_until
+from shardproof.parallel.communication.expectation import CompleteTerm
+from shardproof.parallel.pipeline.prediction import CasePipeline
+from shardproof.parallel.schedules.messages import Program
+from shardproof.parallel.subject import subject
+from shardproof.reference.case import Case
+from shardproof.reference.model.parameters import shapes
+from shardproof.reports.commands.cli import main
+from shardproof.reports.predicting.planning import LOADS, candidates, growth
+from shardproof.suites.session.prover import Prover
 from tests.deep import deep
 from tests.harness.predicting.test_predict import CLUSTER
 from tests.harness.toy_subjects import Changed

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from parallel.subject import subject as decoder
+from shardproof.parallel.subject import subject as decoder
 
 FORWARDS = 30
 """Calls of modules on a rank before it ends: in the first step of the smallest case."""

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench import fault_programs
-from harness.engines.engine import Engine
-from harness.engines.processes.launched.torchrun import TorchrunEngine, serve, serves
-from harness.errors import ShardproofError
+from shardproof.harness.engines.engine import Engine
+from shardproof.harness.engines.processes.launched.torchrun import TorchrunEngine, serve, serves
+from shardproof.harness.errors import ShardproofError
 from tests.harness.engines import programs
 
 LIMIT_S = 2.0

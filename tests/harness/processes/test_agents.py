@@ -10,15 +10,25 @@ from typing import NoReturn
 
 import pytest
 
-from harness.engines.processes.exit_status import ProcessEnd, process_end
-from harness.engines.processes.launched import torchrun
-from harness.engines.processes.launched.agent import CALLS, END, KILL, LEAVE, RUN, START, WHERE, Progress, relay
-from harness.engines.processes.launched.rendezvous import Launched
-from harness.engines.processes.launched.torchrun import LaunchedWorkers
-from harness.engines.processes.messages import RunOrder, WorkerReport, packed_report
-from harness.engines.processes.rank_program import RankResult
-from harness.engines.processes.supervisor import Supervisor
-from harness.errors import MachineError, RankCrashed, RankDied, RankRaised, RequestError, Stalled
+from shardproof.harness.engines.processes.exit_status import ProcessEnd, process_end
+from shardproof.harness.engines.processes.launched import torchrun
+from shardproof.harness.engines.processes.launched.agent import (
+    CALLS,
+    END,
+    KILL,
+    LEAVE,
+    RUN,
+    START,
+    WHERE,
+    Progress,
+    relay,
+)
+from shardproof.harness.engines.processes.launched.rendezvous import Launched
+from shardproof.harness.engines.processes.launched.torchrun import LaunchedWorkers
+from shardproof.harness.engines.processes.messages import RunOrder, WorkerReport, packed_report
+from shardproof.harness.engines.processes.rank_program import RankResult
+from shardproof.harness.engines.processes.supervisor import Supervisor
+from shardproof.harness.errors import MachineError, RankCrashed, RankDied, RankRaised, RequestError, Stalled
 
 NUMBER = 7
 GONE = RuntimeError("Connection closed by peer [10.0.0.2]:4711")

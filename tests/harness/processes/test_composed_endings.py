@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.engines.processes.forked.pool import PoolEngine
-from harness.errors import ProgramError, RankCrashed, RankDied, RankRaised, ShardproofError, Stalled
-from harness.running.ranks.execution import execute
-from harness.subject import case_of, named
+from shardproof.harness.engines.processes.forked.pool import PoolEngine
+from shardproof.harness.errors import ProgramError, RankCrashed, RankDied, RankRaised, ShardproofError, Stalled
+from shardproof.harness.running.ranks.execution import execute
+from shardproof.harness.subject import case_of, named
 from tests.harness.processes.test_torchrun import torchrun
 
 STAGES = "pp=2 cp=2 tp=1 zero=1 micro=2"

@@ -8,26 +8,26 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.cases import parse_cases
-from harness.engines.engine import Engine
-from harness.engines.interposer import Interposer
-from harness.engines.processes.forked.pool import PoolEngine
-from harness.engines.threads.inproc import InprocEngine
-from harness.recording.recorder import Recorder
-from harness.recording.spans import stopwatch
-from harness.running.proof import prove
-from harness.running.request import Request
-from harness.running.result import CaseResult
-from harness.running.run import run
-from harness.running.witnessing import witnesses
-from harness.subject import named
-from reference.case import Case
-from reports.options.option_checks import EXPERIMENTS
+from shardproof.harness.cases import parse_cases
+from shardproof.harness.engines.engine import Engine
+from shardproof.harness.engines.interposer import Interposer
+from shardproof.harness.engines.processes.forked.pool import PoolEngine
+from shardproof.harness.engines.threads.inproc import InprocEngine
+from shardproof.harness.recording.recorder import Recorder
+from shardproof.harness.recording.spans import stopwatch
+from shardproof.harness.running.proof import prove
+from shardproof.harness.running.request import Request
+from shardproof.harness.running.result import CaseResult
+from shardproof.harness.running.run import run
+from shardproof.harness.running.witnessing import witnesses
+from shardproof.harness.subject import named
+from shardproof.reference.case import Case
+from shardproof.reports.options.option_checks import EXPERIMENTS
 from tests.harness.processes.test_torchrun import TINY, torchrun
 from tests.harness.recording.toy_calls import a_call
 
 GPUS = torch.cuda.device_count()
-NAME = "parallel.subject:subject"
+NAME = "shardproof.parallel.subject:subject"
 FOUR = "kv_heads=4 layers=1 dtype=float64"
 MODES = {mode: f"mode={mode} tp=4 {FOUR} seq=24" for mode in ("tp", "tp-sp")}
 MODES |= {mode: f"preset=tiny-internlm2 mode={mode} tp=4 {FOUR}" for mode in ("mtp", "msp", "fsp")}

@@ -15,8 +15,8 @@ from multiprocessing.connection import Connection
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from harness.engines.processes.launched.rendezvous import TORCHRUN_LINE, Launched, gather, join, launched
-from harness.errors import MachineError, RequestError
+from shardproof.harness.engines.processes.launched.rendezvous import TORCHRUN_LINE, Launched, gather, join, launched
+from shardproof.harness.errors import MachineError, RequestError
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29500"}
 SLURM = {

@@ -8,19 +8,25 @@ from pathlib import Path
 
 import pytest
 
-from harness.checking.checks import CHECKS
-from harness.checking.evidence import FAIL, PASS
-from harness.engines.engine import Engine
-from harness.engines.processes.flight_recorder import _COUNT, FlightRecorder, ReadCalls, Recording, anonymous_file
-from harness.engines.processes.forked.pool import PoolEngine
-from harness.engines.threads.inproc import InprocEngine
-from harness.errors import Desynchronised, RankCrashed, RankDied, RequestError, Stalled
-from harness.recording.spans import RankSpan
-from harness.running.proof import prove
-from harness.running.ranks.execution import execute
-from parallel.pipeline.prediction import CasePipeline
-from parallel.subject import subject
-from reference.case import Case
+from shardproof.harness.checking.checks import CHECKS
+from shardproof.harness.checking.evidence import FAIL, PASS
+from shardproof.harness.engines.engine import Engine
+from shardproof.harness.engines.processes.flight_recorder import (
+    _COUNT,
+    FlightRecorder,
+    ReadCalls,
+    Recording,
+    anonymous_file,
+)
+from shardproof.harness.engines.processes.forked.pool import PoolEngine
+from shardproof.harness.engines.threads.inproc import InprocEngine
+from shardproof.harness.errors import Desynchronised, RankCrashed, RankDied, RequestError, Stalled
+from shardproof.harness.recording.spans import RankSpan
+from shardproof.harness.running.proof import prove
+from shardproof.harness.running.ranks.execution import execute
+from shardproof.parallel.pipeline.prediction import CasePipeline
+from shardproof.parallel.subject import subject
+from shardproof.reference.case import Case
 from tests.harness.engines.programs import calls_alone, calls_then, makes_alone, parent_of, summed, total
 from tests.harness.processes.test_pool_endings import family
 
@@ -94,7 +100,7 @@ def test_what_cannot_be_sent_is_a_wrong_request(engine: PoolEngine) -> None:
     with pytest.raises(RequestError, match="the result cannot be sent from the rank's process"):
         engine.run(_unsendable, world_size=1)
     with pytest.raises(
-        RequestError, match="observer: ranks are other processes; legal: harness.running.ranks.execution"
+        RequestError, match="observer: ranks are other processes; legal: shardproof.harness.running.ranks.execution"
     ):
         engine.run(summed, world_size=1, observer=object())  # type: ignore[arg-type]
 

@@ -11,9 +11,9 @@ from unittest import mock
 
 import pytest
 
-from harness.engines.processes.forked import pool
-from harness.engines.processes.forked.pool import PoolEngine
-from harness.errors import MachineError
+from shardproof.harness.engines.processes.forked import pool
+from shardproof.harness.engines.processes.forked.pool import PoolEngine
+from shardproof.harness.errors import MachineError
 from tests.forked import Forked, started
 from tests.harness.engines.programs import asks_the_store, forever, parent_of, summed, total
 

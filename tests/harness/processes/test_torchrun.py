@@ -13,15 +13,15 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from harness.cases import parse_cases
-from harness.diagnosing.failure_lines import repeat_command
-from harness.running.request import Request
-from harness.running.run import run
-from harness.subject import named
-from reference.case import Case
-from reports.commands import cli
-from reports.stored import frames
 from shardproof.__main__ import main
+from shardproof.harness.cases import parse_cases
+from shardproof.harness.diagnosing.failure_lines import repeat_command
+from shardproof.harness.running.request import Request
+from shardproof.harness.running.run import run
+from shardproof.harness.subject import named
+from shardproof.reference.case import Case
+from shardproof.reports.commands import cli
+from shardproof.reports.stored import frames
 from tests import ROOT
 from tests.forked import started
 from tests.harness.programs.launched import free_port, ran
@@ -68,7 +68,9 @@ def test_two_nodes_prove_a_case_and_rank_0_alone_tells(tmp_path: Path) -> None:
     assert first[0] == second[0] == 0, first[2] + second[2]
     assert "pass" in first[1] and "[1/1] pass" in first[2]
     assert second[1] == "" and "shardproof" not in second[2]
-    run(Request(cases=parse_cases((TINY,)), subject=named("parallel.subject:subject"), out=tmp_path / "here"))
+    run(
+        Request(cases=parse_cases((TINY,)), subject=named("shardproof.parallel.subject:subject"), out=tmp_path / "here")
+    )
     there = ledger(tmp_path / "there" / "latest")
     assert set(there["rank"]) == {"0", "1"}
     pd.testing.assert_frame_equal(there, ledger(tmp_path / "here" / "latest"))
@@ -124,7 +126,7 @@ def test_only_rank_0s_session_draws(tmp_path: Path) -> None:
 
 
 def test_slurm_serves_as_launcher_and_a_wrong_request_of_a_session_lets_the_serving_ranks_end(tmp_path: Path) -> None:
-    words = ("--pyargs", "suites.test_forward", "--engine", "torchrun", "--worlds", "1")
+    words = ("--pyargs", "shardproof.suites.test_forward", "--engine", "torchrun", "--worlds", "1")
     (status, out, err), other = slurm(tmp_path, 2, *words)
     assert (status, out) == (4, "")
     assert err == "ERROR: worlds=1: must be whole numbers above 1, comma separated; legal: --worlds 2,3\n\n"
@@ -133,11 +135,11 @@ def test_slurm_serves_as_launcher_and_a_wrong_request_of_a_session_lets_the_serv
 
 def test_a_failure_says_how_to_launch_it_again() -> None:
     case = Case.parse(TINY)
-    command = repeat_command(case, "parallel.subject:subject", "--engine torchrun")
+    command = repeat_command(case, "shardproof.parallel.subject:subject", "--engine torchrun")
     assert command.startswith('torchrun --nproc-per-node 2 -m shardproof run "') and command.endswith(
-        "--subject parallel.subject:subject --engine torchrun"
+        "--subject shardproof.parallel.subject:subject --engine torchrun"
     )
-    assert repeat_command(case, "parallel.subject:subject").startswith('shardproof run "')
+    assert repeat_command(case, "shardproof.parallel.subject:subject").startswith('shardproof run "')
 
 
 def test_a_missing_launcher_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,13 +18,13 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import tests.forked
-from harness.programs.arming import arm
-from harness.programs.launch import request_of
-from harness.programs.session import VARIABLE, new_session
-from harness.witnesses.agreement import Sighting, agreement, of_ledger
-from reports.options.command_options import add_options
-from reports.programs import figures
-from reports.stored.frames import Run
+from shardproof.harness.programs.arming import arm
+from shardproof.harness.programs.launch import request_of
+from shardproof.harness.programs.session import VARIABLE, new_session
+from shardproof.harness.witnesses.agreement import Sighting, agreement, of_ledger
+from shardproof.reports.options.command_options import add_options
+from shardproof.reports.programs import figures
+from shardproof.reports.stored.frames import Run
 from tests import ROOT
 
 LIMIT_S = 240.0

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.errors import RequestError
-from harness.programs.session import Options, ProgramSession, shared_session
-from reports.stored.frames import load
+from shardproof.harness.errors import RequestError
+from shardproof.harness.programs.session import Options, ProgramSession, shared_session
 from shardproof.record import main
+from shardproof.reports.stored.frames import load
 from tests.harness.command_line import CommandLine
 from tests.harness.programs.launched import environment, ran
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from harness.witnesses.torch_trace import read_traces
-from reports.comparing.comparison import compare
-from reports.comparing.snapshot import snapshot
-from reports.pages import page
-from reports.programs import figures, program_tables, speed
-from reports.stored.frames import Run, load
+from shardproof.harness.witnesses.torch_trace import read_traces
+from shardproof.reports.comparing.comparison import compare
+from shardproof.reports.comparing.snapshot import snapshot
+from shardproof.reports.pages import page
+from shardproof.reports.programs import figures, program_tables, speed
+from shardproof.reports.stored.frames import Run, load
 from tests import ROOT
 from tests.forked import Forked
 from tests.harness.programs.launched import LIMIT_S, forked, free_port, ran, seen_alike

@@ -11,15 +11,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.engines.threads.inproc import InprocEngine
-from harness.ledger import Event
-from harness.programs import stream
-from harness.programs.session import ProgramSession
-from harness.programs.stream import EventStream
-from harness.recording import attribution, lanes
-from harness.recording.module_watch import Emit
-from harness.recording.naming import Paths
-from harness.recording.recorder import Recorded, Recorder
+from shardproof.harness.engines.threads.inproc import InprocEngine
+from shardproof.harness.ledger import Event
+from shardproof.harness.programs import stream
+from shardproof.harness.programs.session import ProgramSession
+from shardproof.harness.programs.stream import EventStream
+from shardproof.harness.recording import attribution, lanes
+from shardproof.harness.recording.module_watch import Emit
+from shardproof.harness.recording.naming import Paths
+from shardproof.harness.recording.recorder import Recorded, Recorder
 from tests.harness.recording.simulated_graph import SimulatedGraph
 
 WORLD = 2

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.witnesses.database import read_database
-from harness.witnesses.nsys import exported, nsys_path
-from harness.witnesses.torch_trace import read_traces
-from reports.stored.frames import load
+from shardproof.harness.witnesses.database import read_database
+from shardproof.harness.witnesses.nsys import exported, nsys_path
+from shardproof.harness.witnesses.torch_trace import read_traces
+from shardproof.reports.stored.frames import load
 from tests.deep import deep
 from tests.harness.programs.launched import LIMIT_S, forked, free_port, ran, seen_alike
 

@@ -13,9 +13,9 @@ from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.engines.threads.inproc import InprocEngine
-from harness.errors import RequestError
-from harness.programs.watching import bits_hash, watch
+from shardproof.harness.engines.threads.inproc import InprocEngine
+from shardproof.harness.errors import RequestError
+from shardproof.harness.programs.watching import bits_hash, watch
 
 WORLD = 3
 Disturb = Callable[[int, int, nn.Module], object]

@@ -46,7 +46,7 @@ def main() -> None:
         if step == steps - 1 and rank == dist.get_world_size() - 1 and "kill" in sys.argv:
             os.kill(os.getpid(), signal.SIGKILL)
         if step == 1 and "broken" in sys.argv:
-            import harness.programs.stream  # noqa: PLC0415
+            import shardproof.harness.programs.stream  # noqa: PLC0415
 
             harness.programs.stream.event_of = None  # type: ignore[assignment, attr-defined]
         if "dropped" in sys.argv:

@@ -19,8 +19,8 @@ from torch.distributed.distributed_c10d import _coalescing_manager, _get_default
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.engines.interposer import Interposer
-from harness.recording.recorder import Recorder
+from shardproof.harness.engines.interposer import Interposer
+from shardproof.harness.recording.recorder import Recorder
 
 RANKS = 2
 

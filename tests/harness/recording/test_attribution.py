@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.recording.annotations import phase, region
+from shardproof.harness.recording.annotations import phase, region
 from tests.harness.recording.toy_calls import Linear, Model, Part, Speak, Voice, backward, forward, input_BD, sites
 
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch.utils import _pytree
 
-from harness.engines.calls import callers
-from harness.engines.calls.callers import caller, caller_at, caller_of, issued_at, raised_at
-from harness.engines.threads.inproc import InprocEngine
+from shardproof.harness.engines.calls import callers
+from shardproof.harness.engines.calls.callers import caller, caller_at, caller_of, issued_at, raised_at
+from shardproof.harness.engines.threads.inproc import InprocEngine
 
 
 def line_of(function: Callable[..., Any], offset: int) -> str:

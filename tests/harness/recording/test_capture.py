@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.engines.threads.inproc import InprocEngine
-from harness.recording.capturing.module_outputs import Capture, tensors_of
-from harness.recording.measures import SavedActivations
-from harness.running.ranks.execution import execute
-from parallel.subject import subject
-from reference.case import Case
+from shardproof.harness.engines.threads.inproc import InprocEngine
+from shardproof.harness.recording.capturing.module_outputs import Capture, tensors_of
+from shardproof.harness.recording.measures import SavedActivations
+from shardproof.harness.running.ranks.execution import execute
+from shardproof.parallel.subject import subject
+from shardproof.reference.case import Case
 from tests.harness.recording.toy_calls import PLAIN, Around, Part, checkpointed
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from harness.engines.interposer import Interposer
-from harness.errors import MachineError
-from harness.ledger import Event
-from harness.torch_internals.backends import fake_group
+from shardproof.harness.engines.interposer import Interposer
+from shardproof.harness.errors import MachineError
+from shardproof.harness.ledger import Event
+from shardproof.harness.torch_internals.backends import fake_group
 from tests.forked import started
 from tests.harness.engines.programs import Log
 from tests.harness.recording import interposed_calls
@@ -177,14 +177,14 @@ def test_two_interposers_at_once_are_refused_and_the_first_goes_on() -> None:
 
 def test_a_torch_without_operators_or_one_that_is_read_wrongly_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as blind:
-        blind.setattr("harness.engines.interposer.operator_names", lambda _namespace: [])
+        blind.setattr("shardproof.harness.engines.interposer.operator_names", lambda _namespace: [])
         with pytest.raises(MachineError, match="torch .*blind: no operators of c10d are known"):
             Interposer(Log()).__enter__()
 
     def storage(argument: Any) -> list[torch.Tensor]:
         return [tensor.new_empty(tensor.untyped_storage().nbytes() // 4) for tensor in argument]
 
-    monkeypatch.setattr("harness.engines.calls.reading.tensors_in", storage)
+    monkeypatch.setattr("shardproof.harness.engines.calls.reading.tensors_in", storage)
     with pytest.raises(MachineError, match="probe all_reduce of 12 bytes was seen as .*32"):
         Interposer(Log()).__enter__()
     assert not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::allreduce_", "BackendSelect")

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.checking.evidence import PASS
-from harness.checking.ledger_checks import ledger
-from harness.ledger import NO_UPDATE, Event
-from reference.case import Case
+from shardproof.harness.checking.evidence import PASS
+from shardproof.harness.checking.ledger_checks import ledger
+from shardproof.harness.ledger import NO_UPDATE, Event
+from shardproof.reference.case import Case
 from tests.harness.recording.toy_calls import recorded
 from tests.harness.toy_evidence import evidence
 

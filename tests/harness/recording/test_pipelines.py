@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from harness.ledger import Event
-from harness.torch_internals.cuda_on_cpu import cuda_on_cpu
+from shardproof.harness.ledger import Event
+from shardproof.harness.torch_internals.cuda_on_cpu import cuda_on_cpu
 from tests.harness.programs.scripts import megatron_1f1b
 from tests.harness.recording.test_manual_updates import gradient, in_data
 from tests.harness.recording.toy_calls import Part, recorded

@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.engines.threads.inproc import InprocEngine
-from harness.errors import MachineError
-from harness.ledger import OPS
-from harness.recording import ranges
-from harness.recording.ranges import DOMAIN, Ranges, open_domain
-from harness.recording.recorder import Recorder
-from harness.running.ranks.execution import execute
-from harness.witnesses.chosen import during
-from parallel.subject import subject
-from reference.case import Case
+from shardproof.harness.engines.threads.inproc import InprocEngine
+from shardproof.harness.errors import MachineError
+from shardproof.harness.ledger import OPS
+from shardproof.harness.recording import ranges
+from shardproof.harness.recording.ranges import DOMAIN, Ranges, open_domain
+from shardproof.harness.recording.recorder import Recorder
+from shardproof.harness.running.ranks.execution import execute
+from shardproof.harness.witnesses.chosen import during
+from shardproof.parallel.subject import subject
+from shardproof.reference.case import Case
 from tests.harness.recording.toy_calls import PLAIN, Around, Model, Voice, checkpointed, input_BD
 
 
@@ -190,7 +190,7 @@ class DummyDomain:
 
 def test_a_domain_that_drops_everything_under_a_tool_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvtx, "get_domain", lambda name: DummyDomain())
-    monkeypatch.setattr("harness.recording.ranges._asking_nobody", DummyDomain)
+    monkeypatch.setattr("shardproof.harness.recording.ranges._asking_nobody", DummyDomain)
     monkeypatch.delenv("NVTX_INJECTION64_PATH", raising=False)
     assert isinstance(open_domain(), DummyDomain)
     monkeypatch.setenv("NVTX_INJECTION64_PATH", "/opt/nsys/libToolsInjection64.so")

@@ -12,11 +12,11 @@ from fractions import Fraction
 import pytest
 
 from bench import workload
-from harness.engines.threads.inproc import InprocEngine
-from harness.ledger import COLUMNS, Call, Event
-from harness.protocols import Axes
-from harness.recording.naming import axis_name
-from harness.recording.recorder import Recorder
+from shardproof.harness.engines.threads.inproc import InprocEngine
+from shardproof.harness.ledger import COLUMNS, Call, Event
+from shardproof.harness.protocols import Axes
+from shardproof.harness.recording.naming import axis_name
+from shardproof.harness.recording.recorder import Recorder
 from tests.harness.recording.toy_calls import a_call
 
 CONTRACT = """

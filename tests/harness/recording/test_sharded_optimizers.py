@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from harness.ledger import EITHER_GATHER
+from shardproof.harness.ledger import EITHER_GATHER
 from tests.harness.recording.test_manual_updates import (
     DATA,
     LR,

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.engines.calls import reading
-from harness.engines.calls.signature import call_of
-from harness.engines.interposer import Interposer
-from harness.ledger import Event
-from harness.recording.recorder import Recorder
-from harness.recording.spans import Stopwatch, stopwatch
-from harness.witnesses.measured import clocked
+from shardproof.harness.engines.calls import reading
+from shardproof.harness.engines.calls.signature import call_of
+from shardproof.harness.engines.interposer import Interposer
+from shardproof.harness.ledger import Event
+from shardproof.harness.recording.recorder import Recorder
+from shardproof.harness.recording.spans import Stopwatch, stopwatch
+from shardproof.harness.witnesses.measured import clocked
 from tests.harness.recording.simulated_graph import SimulatedGraph
 from tests.harness.recording.toy_calls import Model, Part, Voice, a_call, backward, forward, input_BD, record, told
 

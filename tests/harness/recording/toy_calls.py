@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from harness.engines.engine import Engine
-from harness.engines.threads.inproc import InprocEngine
-from harness.ledger import Call, Event, Observer
-from harness.protocols import Axes
-from harness.recording.recorder import Recorder
+from shardproof.harness.engines.engine import Engine
+from shardproof.harness.engines.threads.inproc import InprocEngine
+from shardproof.harness.ledger import Call, Event, Observer
+from shardproof.harness.protocols import Axes
+from shardproof.harness.recording.recorder import Recorder
 
 Told = tuple[int, int, str, str]
 """Step, micro-batch, phase, region."""

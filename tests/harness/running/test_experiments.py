@@ -10,19 +10,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bugs.planting import planted
-from harness.checking.evidence import FAIL
-from harness.diagnosing.failure_lines import line_of
-from harness.running import experiments
-from harness.running.run_result import RunResult
-from harness.terms import Term
-from parallel.subject import subject
-from reference.case import Case
-from reports.printing.text_tables import headline_table
-from reports.stored.frames import load
-from reports.stored.summary import headline
-from reports.stored.unchecked import unchecked_notes
-from suites.mutants.catalogue import MUTANTS
+from shardproof.bugs.planting import planted
+from shardproof.harness.checking.evidence import FAIL
+from shardproof.harness.diagnosing.failure_lines import line_of
+from shardproof.harness.running import experiments
+from shardproof.harness.running.run_result import RunResult
+from shardproof.harness.terms import Term
+from shardproof.parallel.subject import subject
+from shardproof.reference.case import Case
+from shardproof.reports.printing.text_tables import headline_table
+from shardproof.reports.stored.frames import load
+from shardproof.reports.stored.summary import headline
+from shardproof.reports.stored.unchecked import unchecked_notes
+from shardproof.suites.mutants.catalogue import MUTANTS
 from tests.harness import own_words
 from tests.harness.proofs import proved, ran
 from tests.harness.toy_subjects import Changed

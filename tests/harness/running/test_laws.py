@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bugs.planting import planted
-from harness.cases import read_case
-from harness.checking.checks import LAWS
-from harness.running.trials.law_runs import groupings
-from harness.subject import case_of, named
-from parallel.subject import subject as decoder
-from suites.mutants.catalogue import MUTANTS, of_file
+from shardproof.bugs.planting import planted
+from shardproof.harness.cases import read_case
+from shardproof.harness.checking.checks import LAWS
+from shardproof.harness.running.trials.law_runs import groupings
+from shardproof.harness.subject import case_of, named
+from shardproof.parallel.subject import subject as decoder
+from shardproof.suites.mutants.catalogue import MUTANTS, of_file
 from tests.harness import own_words
 from tests.harness.own_words import Network, trained
 from tests.harness.proofs import proved

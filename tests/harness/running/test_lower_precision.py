@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from harness.cases import read_case
-from harness.engines.threads.inproc import InprocEngine
-from harness.errors import RequestError
-from harness.recording.capturing.operator_probes import NarrowProbe, Probed
-from harness.running.ranks.execution import execute
-from harness.subject import named
-from suites.subjects import ddp, hsdp
+from shardproof.harness.cases import read_case
+from shardproof.harness.engines.threads.inproc import InprocEngine
+from shardproof.harness.errors import RequestError
+from shardproof.harness.recording.capturing.operator_probes import NarrowProbe, Probed
+from shardproof.harness.running.ranks.execution import execute
+from shardproof.harness.subject import named
+from shardproof.suites.subjects import ddp, hsdp
 from tests.harness import own_words
 from tests.harness.own_words import Network
 from tests.harness.proofs import contradicted, planted_on_ranks, proved, told, unchecked, verdict_of
@@ -149,7 +149,9 @@ def test_on_several_ranks_alone_it_is_wrong(shy: bool, verdict: str, monkeypatch
 
 def test_our_own_subject_has_none(engine: InprocEngine) -> None:
     case = read_case("mode=isp tp=2 dp=2 wp=2 layers=1 seq=8 optimizer=adamw clip=0.1 metric=true recompute=full")
-    run = execute(case, Probed(named("parallel.subject:subject"), NarrowProbe), engine, text=str(case), record=False)
+    run = execute(
+        case, Probed(named("shardproof.parallel.subject:subject"), NarrowProbe), engine, text=str(case), record=False
+    )
     assert run.outcomes == ({},) * 4
 
 

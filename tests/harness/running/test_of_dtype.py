@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.running.truth.of_dtype import Forward, OperatorStep, differing_operator
-from reports.stored.frames import load
-from reports.stored.unchecked import unchecked_notes
+from shardproof.harness.running.truth.of_dtype import Forward, OperatorStep, differing_operator
+from shardproof.reports.stored.frames import load
+from shardproof.reports.stored.unchecked import unchecked_notes
 from tests.harness.proofs import proved, ran, verdict_of
 
 

@@ -34,7 +34,7 @@ MANY = {
         for again in ("true", "false")
         for seed in (1, 2)
     ),
-    "parallel.subject:subject": (
+    "shardproof.parallel.subject:subject": (
         "mode=tp tp=2 dtype=bfloat16",
         "mode=tp-sp tp=2 dp=2 dtype=float32",
         "mode=msp tp=2 dtype=float32",

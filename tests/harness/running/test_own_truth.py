@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 import shardproof
-from harness.engines.shapes.dry import DryEngine
-from harness.engines.threads.inproc import InprocEngine
-from harness.errors import RequestError
-from harness.injecting.equivalence import UNREAD
-from harness.injecting.survey import survey
-from harness.plain_case import Vocabulary, WordError
-from harness.recording.capturing.operator_probes import NarrowProbe, Probed
-from harness.running.ranks.execution import execute
-from harness.running.trials.law_runs import groupings
-from harness.running.truth.control_modes import partial_sums
-from harness.subject import Unanswered, case_of, domains_of, named, own_cases, refusal
+from shardproof.harness.engines.shapes.dry import DryEngine
+from shardproof.harness.engines.threads.inproc import InprocEngine
+from shardproof.harness.errors import RequestError
+from shardproof.harness.injecting.equivalence import UNREAD
+from shardproof.harness.injecting.survey import survey
+from shardproof.harness.plain_case import Vocabulary, WordError
+from shardproof.harness.recording.capturing.operator_probes import NarrowProbe, Probed
+from shardproof.harness.running.ranks.execution import execute
+from shardproof.harness.running.trials.law_runs import groupings
+from shardproof.harness.running.truth.control_modes import partial_sums
+from shardproof.harness.subject import Unanswered, case_of, domains_of, named, own_cases, refusal
 from tests.harness import own_words
 from tests.harness.own_words import CASES, Network, doubled, subject
 from tests.harness.proofs import failed, proved, verdict_of

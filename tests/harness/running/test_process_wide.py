@@ -18,15 +18,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from harness.engines.threads.inproc import InprocEngine
-from harness.errors import TimeLimit
-from harness.running.proof import prove
-from harness.running.ranks.execution import RankTask, perform
-from harness.running.ranks.output import rank_output, shown_once
-from harness.running.trials.trial import in_time
-from harness.torch_internals.modes import deterministic_on
-from reference.case import Case
-from suites.subjects import mlp
+from shardproof.harness.engines.threads.inproc import InprocEngine
+from shardproof.harness.errors import TimeLimit
+from shardproof.harness.running.proof import prove
+from shardproof.harness.running.ranks.execution import RankTask, perform
+from shardproof.harness.running.ranks.output import rank_output, shown_once
+from shardproof.harness.running.trials.trial import in_time
+from shardproof.harness.torch_internals.modes import deterministic_on
+from shardproof.reference.case import Case
+from shardproof.suites.subjects import mlp
 from tests.forked import started
 from tests.harness.command_line import ONE
 from tests.harness.proofs import ran
@@ -210,7 +210,7 @@ def without_the_compiler_and_with_it() -> int:
     torch_: Any = torch
     with InprocEngine() as engine:
         case = Case.parse("mode=tp tp=2 layers=1 hidden=16 heads=2 ffn=16 seq=8 optimizer=adamw recompute=full")
-        assert prove(case, "parallel.subject:subject", engine).verdict == "pass"
+        assert prove(case, "shardproof.parallel.subject:subject", engine).verdict == "pass"
     kinds = torch.optim.SGD, torch.optim.AdamW
     before, gradient = [stepped(kind) for kind in kinds], recomputed()
     assert "torch._dynamo" not in sys.modules

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from harness.recording.capturing.initial_values import FirstValues, first_values
-from harness.running.truth.random_rounding import RandomRounding
+from shardproof.harness.recording.capturing.initial_values import FirstValues, first_values
+from shardproof.harness.running.truth.random_rounding import RandomRounding
 
 UNIT = torch.finfo(torch.float32).eps
 X = torch.randn(40, 30, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from harness.running.request import loading_what_exists
-from harness.running.sharing import arranged, together
-from harness.subject import named
-from reference.case import Case
-from reference.case.default_cases import default_cases
-from reference.language.modes import MODES
-from reports.commands import cli
-from reports.options import request as request_command
-from reports.stored import frames
-from suites.mutants.catalogue import HELD_BACK, MUTANTS, of_file
+from shardproof.harness.running.request import loading_what_exists
+from shardproof.harness.running.sharing import arranged, together
+from shardproof.harness.subject import named
+from shardproof.reference.case import Case
+from shardproof.reference.case.default_cases import default_cases
+from shardproof.reference.language.modes import MODES
+from shardproof.reports.commands import cli
+from shardproof.reports.options import request as request_command
+from shardproof.reports.stored import frames
+from shardproof.suites.mutants.catalogue import HELD_BACK, MUTANTS, of_file
 from tests.harness.command_line import ONE, TOY, CommandLine
 from tests.harness.toy_subjects import Stating
 
@@ -92,7 +92,7 @@ def test_without_a_case_every_claimed_mode_runs_on_two_and_four_ranks() -> None:
     assert by_mode == dict.fromkeys(MODES, {2, 4})
     assert all(case.data == "" for case in cases), "real text: the sources of Python"
     assert {case.optimizer for case in cases} == {"sgd"}, "plain words, for it has no refuses"
-    ours: Any = request_command.default_cases(named("parallel.subject:subject"), "tp")
+    ours: Any = request_command.default_cases(named("shardproof.parallel.subject:subject"), "tp")
     assert {case.optimizer for case in ours} == {"sgd", "adamw"}
     deep = request_command.default_cases(named(f"{TOY}right"), "tp", deep=True)
     assert {case.world_size for case in deep} >= {2, 4, 8}

@@ -17,17 +17,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.cases import parse_cases
-from harness.interpreter import interrupted_after
-from harness.running import engines as named_engines
-from harness.running.request import Request
-from harness.running.run import run
-from harness.subject import named
-from reference.case import Case
-from reference.training import subject as dense
-from reports.options import request
-from reports.stored.frames import load
 from shardproof.__main__ import main
+from shardproof.harness.cases import parse_cases
+from shardproof.harness.interpreter import interrupted_after
+from shardproof.harness.running import engines as named_engines
+from shardproof.harness.running.request import Request
+from shardproof.harness.running.run import run
+from shardproof.harness.subject import named
+from shardproof.reference.case import Case
+from shardproof.reference.training import subject as dense
+from shardproof.reports.options import request
+from shardproof.reports.stored.frames import load
 from tests.forked import started
 from tests.harness import toy_subjects
 from tests.harness.command_line import ONE, TOY
@@ -143,8 +143,8 @@ def test_two_processes_write_the_folder_that_one_writes(tmp_path: Path) -> None:
 HARMFUL = """
 import ctypes, os, signal, time
 from pathlib import Path
-from parallel.subject import subject as right
-from reference.training.subject import truth as dense
+from shardproof.parallel.subject import subject as right
+from shardproof.reference.training.subject import truth as dense
 
 def subject(case, device):
     if case.seed == 11:

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from harness.checking.evidence import FAIL, PASS
-from harness.engines.processes.forked.pool import PoolEngine
-from harness.running import shared_state
-from harness.running.request import Request
-from harness.running.result import CaseResult
-from harness.running.run import proving
-from harness.running.shared_state import keepers
-from harness.subject import case_of, named
+from shardproof.harness.checking.evidence import FAIL, PASS
+from shardproof.harness.engines.processes.forked.pool import PoolEngine
+from shardproof.harness.running import shared_state
+from shardproof.harness.running.request import Request
+from shardproof.harness.running.result import CaseResult
+from shardproof.harness.running.run import proving
+from shardproof.harness.running.shared_state import keepers
+from shardproof.harness.subject import case_of, named
 
 SUBJECTS = "tests.harness.running.subjects.sharing"
 STATELESS = "tests.harness.running.subjects.stateless"

@@ -10,24 +10,24 @@ from typing import Any
 
 import pytest
 
-from harness.checking.evidence import Verdict, Worst
-from harness.errors import MachineError, RequestError
-from harness.ledger import COLUMNS
-from harness.run_folder import SCHEMA, safe_name
-from harness.running import store as store_module
-from harness.running.result import ledger_rows
-from harness.running.store import Store, environment
-from harness.running.summary import SUMMARY_COLUMNS, summarize
-from harness.terms import Term
-from reports.commands.cli import main
-from reports.stored.frames import load
-from reports.stored.summary import headline
+from shardproof.harness.checking.evidence import Verdict, Worst
+from shardproof.harness.errors import MachineError, RequestError
+from shardproof.harness.ledger import COLUMNS
+from shardproof.harness.run_folder import SCHEMA, safe_name
+from shardproof.harness.running import store as store_module
+from shardproof.harness.running.result import ledger_rows
+from shardproof.harness.running.store import Store, environment
+from shardproof.harness.running.summary import SUMMARY_COLUMNS, summarize
+from shardproof.harness.terms import Term
+from shardproof.reports.commands.cli import main
+from shardproof.reports.stored.frames import load
+from shardproof.reports.stored.summary import headline
 from tests.harness.toy_evidence import TERMS, events, without
 
 CASE = "mode=tp"
 
 
-def opened(out: Path, subject: str = "parallel.subject:subject") -> Store:
+def opened(out: Path, subject: str = "shardproof.parallel.subject:subject") -> Store:
     return Store(out, subject, environment(["shardproof", "run"], {"subject": subject}))
 
 

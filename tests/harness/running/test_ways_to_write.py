@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from harness.checking.measures.distance import distance
-from harness.checking.measures.measured import epsilon
-from harness.checking.measures.tolerance import CONTROL_FACTOR, FLOOR_EPSILONS
-from harness.engines.threads.inproc import InprocEngine
-from harness.plain_case import Vocabulary
-from harness.running.trials.rounding import MORE_PARTS
-from harness.running.truth.own import OwnTruth
-from harness.subject import named
+from shardproof.harness.checking.measures.distance import distance
+from shardproof.harness.checking.measures.measured import epsilon
+from shardproof.harness.checking.measures.tolerance import CONTROL_FACTOR, FLOOR_EPSILONS
+from shardproof.harness.engines.threads.inproc import InprocEngine
+from shardproof.harness.plain_case import Vocabulary
+from shardproof.harness.running.trials.rounding import MORE_PARTS
+from shardproof.harness.running.truth.own import OwnTruth
+from shardproof.harness.subject import named
 
 SHAPES = {
     "q": (10, 10),

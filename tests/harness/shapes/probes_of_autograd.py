@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.function import Function
 from torch.utils import checkpoint
 
-from harness.torch_internals.autograd import (
+from shardproof.harness.torch_internals.autograd import (
     called_by,
     current_node,
     current_task,
@@ -21,9 +21,9 @@ from harness.torch_internals.autograd import (
     version_of,
     when_backward_ends,
 )
-from harness.torch_internals.compiler import _COMPILER, _never_compiled, leave_unloaded
-from harness.torch_internals.memory import storage_id
-from harness.torch_internals.modes import DispatchMode, copy_each, modes_are_on, switches, unseen
+from shardproof.harness.torch_internals.compiler import _COMPILER, _never_compiled, leave_unloaded
+from shardproof.harness.torch_internals.memory import storage_id
+from shardproof.harness.torch_internals.modes import DispatchMode, copy_each, modes_are_on, switches, unseen
 from tests.harness.shapes.probe import Probe, probe
 
 

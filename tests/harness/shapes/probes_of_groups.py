@@ -13,12 +13,12 @@ from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
 from torch.nn import functional
 
-from harness.errors import RequestError
-from harness.torch_internals.backends import fake_group, fake_store, flight_record, waits_of_fakes
-from harness.torch_internals.groups import _PRIVATE_NAMES
-from harness.torch_internals.meshes import _RANKS, kept_apart
-from harness.torch_internals.meta_device import fused_attention, meta_device
-from harness.torch_internals.operators import (
+from shardproof.harness.errors import RequestError
+from shardproof.harness.torch_internals.backends import fake_group, fake_store, flight_record, waits_of_fakes
+from shardproof.harness.torch_internals.groups import _PRIVATE_NAMES
+from shardproof.harness.torch_internals.meshes import _RANKS, kept_apart
+from shardproof.harness.torch_internals.meta_device import fused_attention, meta_device
+from shardproof.harness.torch_internals.operators import (
     BACKEND_SELECT,
     arguments_of,
     full_name,
@@ -26,7 +26,7 @@ from harness.torch_internals.operators import (
     kernels,
     operator_names,
 )
-from harness.torch_internals.world import Tables, by_thread, leave_world, rank_tables, redirected
+from shardproof.harness.torch_internals.world import Tables, by_thread, leave_world, rank_tables, redirected
 from tests.harness.shapes.probe import Probe, probe
 
 

@@ -19,17 +19,17 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from harness.engines.shapes.dry import DryEngine
-from harness.engines.threads.inproc import InprocEngine
-from harness.errors import NoNumbers, RankRaised, RequestError, TimeLimit
-from harness.ledger import Event
-from harness.predicting.dry_run import DryRank, dry_run, representatives
-from harness.predicting.meter import START, WAIT
-from harness.running.proof import prove
-from harness.running.ranks.execution import execute
-from parallel.subject import subject
-from reference.case import Case
-from reference.model.parameters import shapes
+from shardproof.harness.engines.shapes.dry import DryEngine
+from shardproof.harness.engines.threads.inproc import InprocEngine
+from shardproof.harness.errors import NoNumbers, RankRaised, RequestError, TimeLimit
+from shardproof.harness.ledger import Event
+from shardproof.harness.predicting.dry_run import DryRank, dry_run, representatives
+from shardproof.harness.predicting.meter import START, WAIT
+from shardproof.harness.running.proof import prove
+from shardproof.harness.running.ranks.execution import execute
+from shardproof.parallel.subject import subject
+from shardproof.reference.case import Case
+from shardproof.reference.model.parameters import shapes
 
 
 def _dry(case: Case, *ranks: int) -> tuple[DryRank, ...]:
@@ -123,7 +123,7 @@ def test_wrong_calls_on_shapes_are_told(program: Any, check: str, words: tuple[s
 
 
 def test_a_run_says_what_shapes_alone_cannot_tell(dry: DryEngine) -> None:
-    result = prove(Case.parse("mode=tp tp=2 dp=4 layers=1 micro=1 steps=1"), "parallel.subject:subject", dry)
+    result = prove(Case.parse("mode=tp tp=2 dp=4 layers=1 micro=1 steps=1"), "shardproof.parallel.subject:subject", dry)
     assert result.verdict == "pass"
     unchecked = [text for verdict in result.verdicts for text in verdict.unchecked]
     assert "parameter_gradients: the dry engine has shapes and no numbers" in unchecked

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.errors import MachineError
-from harness.torch_internals import autograd, compiler, lookup, memory, modes, world
-from harness.torch_internals.lookup import found
-from reports.commands import cli
+from shardproof.harness.errors import MachineError
+from shardproof.harness.torch_internals import autograd, compiler, lookup, memory, modes, world
+from shardproof.harness.torch_internals.lookup import found
+from shardproof.reports.commands import cli
 from tests.harness.recording.toy_calls import recorded
 from tests.harness.shapes import probes_of_autograd, probes_of_groups
 from tests.harness.shapes.probe import Probe

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.checking.evidence import PASS, UNKNOWN
-from harness.engines.shapes.dry import DryEngine
-from harness.engines.threads.inproc import InprocEngine
-from harness.ledger import OTHER
-from harness.running.proof import prove
-from parallel.subject import subject as right
-from reference.case import Case
+from shardproof.harness.checking.evidence import PASS, UNKNOWN
+from shardproof.harness.engines.shapes.dry import DryEngine
+from shardproof.harness.engines.threads.inproc import InprocEngine
+from shardproof.harness.ledger import OTHER
+from shardproof.harness.running.proof import prove
+from shardproof.parallel.subject import subject as right
+from shardproof.reference.case import Case
 from tests.harness.engines.programs import Log
 from tests.harness.proofs import verdict_of
 from tests.harness.recording.toy_calls import recorded

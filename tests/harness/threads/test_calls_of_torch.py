@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from harness.engines.processes.forked.pool import PoolEngine
-from harness.engines.threads.inproc import InprocEngine
+from shardproof.harness.engines.processes.forked.pool import PoolEngine
+from shardproof.harness.engines.threads.inproc import InprocEngine
 from tests.harness.threads.torch_calls import collectives, exchanges, groups, messages, mistakes, reductions  # noqa: F401
 from tests.harness.threads.torch_calls.beyond_gloo import NOT_ON_GLOO, WRONG_ON_GLOO
 from tests.harness.threads.torch_calls.listed import CALLS, plain

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.recording.recorder import Recorder
+from shardproof.harness.recording.recorder import Recorder
 from tests.harness.recording.toy_calls import Linear, Voice, input_BD, record, told
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.ledger import REPEATABLE
-from harness.running.result import CaseResult
+from shardproof.harness.ledger import REPEATABLE
+from shardproof.harness.running.result import CaseResult
 from tests.harness.proofs import proved, told
 
 

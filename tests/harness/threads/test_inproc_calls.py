@@ -18,9 +18,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from harness.engines.threads.inproc import InprocEngine
-from harness.errors import RankRaised
-from harness.ledger import Call
+from shardproof.harness.engines.threads.inproc import InprocEngine
+from shardproof.harness.errors import RankRaised
+from shardproof.harness.ledger import Call
 from tests.harness.engines import programs
 from tests.harness.engines.out_of_step import ones
 from tests.harness.engines.programs import Log, gather_flat

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from harness.engines.threads.inproc import InprocEngine
-from harness.errors import NotComputed, RankRaised, RequestError, TimeLimit
-from harness.running.ranks.execution import execute
-from reference.case import Case
+from shardproof.harness.engines.threads.inproc import InprocEngine
+from shardproof.harness.errors import NotComputed, RankRaised, RequestError, TimeLimit
+from shardproof.harness.running.ranks.execution import execute
+from shardproof.reference.case import Case
 from tests.harness.engines import out_of_step, programs
 from tests.harness.engines.test_conformance import ended
 

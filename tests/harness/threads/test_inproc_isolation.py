@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from harness.engines.threads import heap
-from harness.engines.threads.heap import Heap, resident_bytes
-from harness.engines.threads.inproc import InprocEngine
-from harness.engines.threads.process_group import InprocGroup
-from harness.errors import RankRaised
+from shardproof.harness.engines.threads import heap
+from shardproof.harness.engines.threads.heap import Heap, resident_bytes
+from shardproof.harness.engines.threads.inproc import InprocEngine
+from shardproof.harness.engines.threads.process_group import InprocGroup
+from shardproof.harness.errors import RankRaised
 from tests.forked import started
 from tests.harness.engines import programs
 

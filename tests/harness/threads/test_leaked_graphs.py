@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.engines.threads import scheduler
-from harness.engines.threads.inproc import InprocEngine
-from harness.running.ranks.execution import execute
-from parallel.data_parallel.buffers import Buckets
-from parallel.subject import subject
-from reference.case import Case
+from shardproof.harness.engines.threads import scheduler
+from shardproof.harness.engines.threads.inproc import InprocEngine
+from shardproof.harness.running.ranks.execution import execute
+from shardproof.parallel.data_parallel.buffers import Buckets
+from shardproof.parallel.subject import subject
+from shardproof.reference.case import Case
 
 
 class Trial:

@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness.engines.engine import Engine
-from harness.engines.shapes.dry import DryEngine
-from harness.engines.threads.inproc import InprocEngine
-from harness.errors import RankRaised, RequestError
-from harness.running.proof import prove
-from harness.running.ranks.execution import execute
-from reference.case import Case
+from shardproof.harness.engines.engine import Engine
+from shardproof.harness.engines.shapes.dry import DryEngine
+from shardproof.harness.engines.threads.inproc import InprocEngine
+from shardproof.harness.errors import RankRaised, RequestError
+from shardproof.harness.running.proof import prove
+from shardproof.harness.running.ranks.execution import execute
+from shardproof.reference.case import Case
 
 MODULE = "tests_module_kept_per_rank"
 SOURCE = """

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from harness.engines.threads.inproc import InprocEngine
-from harness.errors import ShardproofError
+from shardproof.harness.engines.threads.inproc import InprocEngine
+from shardproof.harness.errors import ShardproofError
 from tests import ROOT
 
 

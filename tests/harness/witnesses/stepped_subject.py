@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_reduce
 
-from harness.protocols import CaseLike
-from harness.terms import Term
+from shardproof.harness.protocols import CaseLike
+from shardproof.harness.terms import Term
 
 WIDTH = 8
 CALLS = 6

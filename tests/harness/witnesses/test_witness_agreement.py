@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from harness.checking.evidence import FAIL, PASS
-from harness.checking.witness_checks import finding
-from harness.diagnosing.witness_lines import diagnosed, in_six_lines
-from harness.ledger import Event
-from harness.protocols import CaseLike
-from harness.running.witnessing import Witnesses, WitnessResult
-from harness.terms import Term
-from harness.witnesses.agreement import UNKNOWN, Sighting, agreement, of_ledger
-from harness.witnesses.measured import WatchedRank
-from harness.witnesses.session import Session
-from reference.case import Case
+from shardproof.harness.checking.evidence import FAIL, PASS
+from shardproof.harness.checking.witness_checks import finding
+from shardproof.harness.diagnosing.witness_lines import diagnosed, in_six_lines
+from shardproof.harness.ledger import Event
+from shardproof.harness.protocols import CaseLike
+from shardproof.harness.running.witnessing import Witnesses, WitnessResult
+from shardproof.harness.terms import Term
+from shardproof.harness.witnesses.agreement import UNKNOWN, Sighting, agreement, of_ledger
+from shardproof.harness.witnesses.measured import WatchedRank
+from shardproof.harness.witnesses.session import Session
+from shardproof.reference.case import Case
 from tests.harness.recording.toy_calls import an_event
 
 AXES = {"tp": ((0, 1), (2, 3)), "dp": ((0, 2), (1, 3))}

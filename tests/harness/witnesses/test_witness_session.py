@@ -12,17 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from harness.cases import parse_cases
-from harness.checking.evidence import FAIL, PASS, UNKNOWN
-from harness.engines.processes.rank_program import RankResult
-from harness.errors import MachineError
-from harness.running.witnessing import witnesses
-from harness.witnesses import measured
-from harness.witnesses import session as session_module
-from harness.witnesses.database import read_database
-from harness.witnesses.measured import SessionRequest
-from harness.witnesses.nsys import command, database_of, on_gpus
-from harness.witnesses.session import hold
+from shardproof.harness.cases import parse_cases
+from shardproof.harness.checking.evidence import FAIL, PASS, UNKNOWN
+from shardproof.harness.engines.processes.rank_program import RankResult
+from shardproof.harness.errors import MachineError
+from shardproof.harness.running.witnessing import witnesses
+from shardproof.harness.witnesses import measured
+from shardproof.harness.witnesses import session as session_module
+from shardproof.harness.witnesses.database import read_database
+from shardproof.harness.witnesses.measured import SessionRequest
+from shardproof.harness.witnesses.nsys import command, database_of, on_gpus
+from shardproof.harness.witnesses.session import hold
 from tests.forked import started
 from tests.harness.witnesses.stepped_subject import CALLS, subject
 
@@ -111,7 +111,7 @@ def test_commands_trace_ranges_on_a_cpu_and_a_capture_range_on_a_gpu() -> None:
     assert here[-1] == "program"
     there = on_gpus()
     assert "--trace=cuda,nvtx --capture-range=cudaProfilerApi --capture-range-end=stop" in there
-    assert there.endswith("python -m shardproof.child harness.witnesses.measured FOLDER")
+    assert there.endswith("python -m shardproof.child shardproof.harness.witnesses.measured FOLDER")
 
 
 PROCESS = 0x1000000

@@ -9,19 +9,19 @@ import pytest
 import torch
 from torch import nn
 
-from harness.cases import parse_cases
-from harness.checking.evidence import FAIL, PASS, UNKNOWN
-from harness.errors import RequestError
-from harness.running.request import Request
-from harness.running.run import run
-from harness.running.witnessing import witnesses
-from harness.subject import named
-from harness.witnesses import session
-from harness.witnesses.chosen import during, step_ends, terms_of
-from harness.witnesses.nsys import nsys_path
-from reports.commands.experiment import experiment_table
-from reports.options.option_checks import EXPERIMENTS, complete_experiment, profiled_steps, real_size
-from reports.stored.frames import load
+from shardproof.harness.cases import parse_cases
+from shardproof.harness.checking.evidence import FAIL, PASS, UNKNOWN
+from shardproof.harness.errors import RequestError
+from shardproof.harness.running.request import Request
+from shardproof.harness.running.run import run
+from shardproof.harness.running.witnessing import witnesses
+from shardproof.harness.subject import named
+from shardproof.harness.witnesses import session
+from shardproof.harness.witnesses.chosen import during, step_ends, terms_of
+from shardproof.harness.witnesses.nsys import nsys_path
+from shardproof.reports.commands.experiment import experiment_table
+from shardproof.reports.options.option_checks import EXPERIMENTS, complete_experiment, profiled_steps, real_size
+from shardproof.reports.stored.frames import load
 from tests.harness.witnesses.stepped_subject import CALLS, subject, uneven
 from tests.harness.witnesses.test_witness_session import forked
 
@@ -140,7 +140,7 @@ def test_the_name_stands_for_case_subject_and_witnesses() -> None:
     complete_experiment(filled)
     (case,) = parse_cases(filled.cases)
     assert (case.mode, case.world_size, case.dtype) == ("tp", 4, "float16")
-    assert (filled.subject, filled.profile) == ("parallel.subject:subject", "torch,nsys")
+    assert (filled.subject, filled.profile) == ("shardproof.parallel.subject:subject", "torch,nsys")
     assert list(profiled_steps(filled, (case,)) or ()) == [2, 3, 4]
     full = arguments(device="cuda")
     complete_experiment(full)

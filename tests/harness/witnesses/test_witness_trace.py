@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from harness.witnesses.agreement import UNKNOWN, Sighting
-from harness.witnesses.timing import spread, timed
-from harness.witnesses.torch_trace import sightings
+from shardproof.harness.witnesses.agreement import UNKNOWN, Sighting
+from shardproof.harness.witnesses.timing import spread, timed
+from shardproof.harness.witnesses.torch_trace import sightings
 
 HEADER = {"pg_config": [{"pg_name": "0", "ranks": [0, 1, 2, 3]}, {"pg_name": "7", "ranks": [0, 1]}]}
 HEADER["pg_config"].append({"pg_name": "9", "ranks": [2, 3]})

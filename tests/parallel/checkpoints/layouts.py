@@ -6,15 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel.checkpoints.loading import load
-from parallel.checkpoints.saving import save
-from parallel.communication.mesh import Mesh
-from parallel.model.strategy import Rank
-from parallel.registry import strategy_of
-from parallel.subject import subject
-from parallel.training.loop import set_up
-from reference.case import Case
-from reference.checkpoints.stored import stored
+from shardproof.parallel.checkpoints.loading import load
+from shardproof.parallel.checkpoints.saving import save
+from shardproof.parallel.communication.mesh import Mesh
+from shardproof.parallel.model.strategy import Rank
+from shardproof.parallel.registry import strategy_of
+from shardproof.parallel.subject import subject
+from shardproof.parallel.training.loop import set_up
+from shardproof.reference.case import Case
+from shardproof.reference.checkpoints.stored import stored
 from tests.parallel.ranks import CPU, on_ranks
 
 MODEL = "layers=2 heads=12 kv_heads=6 hidden=48 ffn=42 vocab=389 seq=24 batch=2 lr=0.1"

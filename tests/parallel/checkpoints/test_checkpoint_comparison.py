@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel.checkpoints.comparing import CheckpointComparison, cause, compare
-from parallel.checkpoints.folder import commit, next_data, write_part
-from parallel.checkpoints.state import CheckpointError
-from parallel.communication.layout import Cut, Placement, pieces, shard
-from reports.commands.cli import main
+from shardproof.parallel.checkpoints.comparing import CheckpointComparison, cause, compare
+from shardproof.parallel.checkpoints.folder import commit, next_data, write_part
+from shardproof.parallel.checkpoints.state import CheckpointError
+from shardproof.parallel.communication.layout import Cut, Placement, pieces, shard
+from shardproof.reports.commands.cli import main
 from tests.parallel.ranks import numbers
 
 QKV, W13, WO = "layers.0.attention.wqkv.weight", "layers.0.mlp.w13.weight", "layers.0.attention.wo.weight"

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
-from harness.checking.evidence import FAIL
-from parallel.checkpoints.comparing import compare
-from parallel.subject import subject
-from reference.case import Case, CaseError
-from reference.checkpoints.stored import stored
-from reference.data.batches import micro_batch
-from reference.model import decoder
-from reference.model.parameters import drawn, shapes
-from reports.commands.cli import main
-from suites.session.prover import Prover
+from shardproof.harness.checking.evidence import FAIL
+from shardproof.parallel.checkpoints.comparing import compare
+from shardproof.parallel.subject import subject
+from shardproof.reference.case import Case, CaseError
+from shardproof.reference.checkpoints.stored import stored
+from shardproof.reference.data.batches import micro_batch
+from shardproof.reference.model import decoder
+from shardproof.reference.model.parameters import drawn, shapes
+from shardproof.reports.commands.cli import main
+from shardproof.suites.session.prover import Prover
 from tests.parallel.checkpoints.layouts import relaid
 from tests.reference.model.hugging_face import gpt2, llama
 

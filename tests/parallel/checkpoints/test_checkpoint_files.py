@@ -18,14 +18,14 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
-from parallel.checkpoints.folder import commit, next_data, write_part
-from parallel.checkpoints.loading import load
-from parallel.checkpoints.state import CheckpointError
-from parallel.communication.layout import Box
-from reference.case import Case, CaseError
-from reference.checkpoints.metadata import METADATA
-from reference.checkpoints.stored import stored
-from reference.model.parameters import weights
+from shardproof.parallel.checkpoints.folder import commit, next_data, write_part
+from shardproof.parallel.checkpoints.loading import load
+from shardproof.parallel.checkpoints.state import CheckpointError
+from shardproof.parallel.communication.layout import Box
+from shardproof.reference.case import Case, CaseError
+from shardproof.reference.checkpoints.metadata import METADATA
+from shardproof.reference.checkpoints.stored import stored
+from shardproof.reference.model.parameters import weights
 from tests.parallel.checkpoints.layouts import MODEL, begun, full_tensors, relaid, trained
 from tests.parallel.ranks import on_ranks
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from bugs.planting import planted, planted_module
-from harness.checking.evidence import FAIL, PASS
-from parallel.checkpoints.comparing import compare
-from parallel.subject import subject
-from reference.case import Case
-from suites.mutants.catalogue import of_file
-from suites.mutants.mutant import Mutant
-from suites.session.prover import Prover
+from shardproof.bugs.planting import planted, planted_module
+from shardproof.harness.checking.evidence import FAIL, PASS
+from shardproof.parallel.checkpoints.comparing import compare
+from shardproof.parallel.subject import subject
+from shardproof.reference.case import Case
+from shardproof.suites.mutants.catalogue import of_file
+from shardproof.suites.mutants.mutant import Mutant
+from shardproof.suites.session.prover import Prover
 from tests.deep import deep
 from tests.parallel.checkpoints.layouts import MODEL, relaid, trained
 from tests.parallel.ranks import outcome

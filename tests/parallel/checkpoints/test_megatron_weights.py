@@ -14,16 +14,16 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 from torch.nn.functional import gelu
 
-from harness.checking.evidence import FAIL
-from harness.engines.threads.inproc import InprocEngine
-from parallel.checkpoints.comparing import compare
-from parallel.checkpoints.state import CheckpointError
-from parallel.subject import subject
-from reference.case import Case
-from reference.data.batches import micro_batch
-from reference.model import decoder
-from reference.model.parameters import drawn, shapes
-from suites.session.prover import Prover
+from shardproof.harness.checking.evidence import FAIL
+from shardproof.harness.engines.threads.inproc import InprocEngine
+from shardproof.parallel.checkpoints.comparing import compare
+from shardproof.parallel.checkpoints.state import CheckpointError
+from shardproof.parallel.subject import subject
+from shardproof.reference.case import Case
+from shardproof.reference.data.batches import micro_batch
+from shardproof.reference.model import decoder
+from shardproof.reference.model.parameters import drawn, shapes
+from shardproof.suites.session.prover import Prover
 from tests.parallel.ranks import numbers
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -38,7 +38,7 @@ def _saved(folder: Path, tokens: Tensor, form: str, patch: pytest.MonkeyPatch) -
     """Save a small GPTModel of Megatron-Core, and return its logits."""
     from megatron.core import dist_checkpointing, parallel_state  # noqa: PLC0415
 
-    from suites.subjects import mcore, mcore_training, megatron  # noqa: PLC0415
+    from shardproof.suites.subjects import mcore, mcore_training, megatron  # noqa: PLC0415
 
     def program(_: int) -> Any:
         model = mcore.build(SimpleNamespace(tp=1, sp=False, llama=form == "llama", dtype="float32", seed=3)).module

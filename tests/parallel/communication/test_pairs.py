@@ -10,11 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from harness.engines.engine import Engine
-from parallel.communication import pairs
-from parallel.communication.layout import Box, Cut, Placement, gather, local_shape, meshgrid, pieces, rows, shard
-from parallel.communication.mesh import Axis
-from suites.session.prover import Prover
+from shardproof.harness.engines.engine import Engine
+from shardproof.parallel.communication import pairs
+from shardproof.parallel.communication.layout import (
+    Box,
+    Cut,
+    Placement,
+    gather,
+    local_shape,
+    meshgrid,
+    pieces,
+    rows,
+    shard,
+)
+from shardproof.parallel.communication.mesh import Axis
+from shardproof.suites.session.prover import Prover
 
 Layout = str | int
 Pair = Callable[[Tensor, Axis], Tensor]

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel.communication import batch as delivery
-from parallel.communication import collectives
-from parallel.communication.batch import Delivered, deliver, hidden_pairs
-from parallel.communication.mesh import Axis, Mesh
-from reference.case import Case
-from reference.data.batches import Batch, micro_batch
+from shardproof.parallel.communication import batch as delivery
+from shardproof.parallel.communication import collectives
+from shardproof.parallel.communication.batch import Delivered, deliver, hidden_pairs
+from shardproof.parallel.communication.mesh import Axis, Mesh
+from shardproof.reference.case import Case
+from shardproof.reference.data.batches import Batch, micro_batch
 from tests.parallel.ranks import CPU, Calls, along_tp, numbers, on_ranks
 
 TP, DP = 3, 2

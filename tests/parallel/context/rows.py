@@ -7,13 +7,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from parallel.communication.batch import hidden_pairs
-from parallel.communication.mesh import Mesh
-from parallel.context.exchanged import exchanged_attention, gathered_attention
-from parallel.context.ring import ring_attention
-from parallel.context.slices import Slices, contiguous, sliced, zigzag, zigzag_by_document
-from reference.case import Case
-from reference.model.layers import attention, visible
+from shardproof.parallel.communication.batch import hidden_pairs
+from shardproof.parallel.communication.mesh import Mesh
+from shardproof.parallel.context.exchanged import exchanged_attention, gathered_attention
+from shardproof.parallel.context.ring import ring_attention
+from shardproof.parallel.context.slices import Slices, contiguous, sliced, zigzag, zigzag_by_document
+from shardproof.reference.case import Case
+from shardproof.reference.model.layers import attention, visible
 from tests.parallel.ranks import CPU, Calls, numbers, on_ranks
 
 Method = Callable[..., Tensor]

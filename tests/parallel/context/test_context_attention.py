@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from parallel.communication.collectives import Pending
-from parallel.context import ring
-from parallel.context.blocks import Partial, attend, merged, over_all_keys
-from parallel.context.slices import Slices, contiguous, sliced, zigzag, zigzag_by_document
+from shardproof.parallel.communication.collectives import Pending
+from shardproof.parallel.context import ring
+from shardproof.parallel.context.blocks import Partial, attend, merged, over_all_keys
+from shardproof.parallel.context.slices import Slices, contiguous, sliced, zigzag, zigzag_by_document
 from tests.parallel.context.rows import (
     METHODS,
     borders,

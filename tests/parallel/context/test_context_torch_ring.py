@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel.communication.mesh import Axis
-from parallel.context.slices import Slices, zigzag
+from shardproof.parallel.communication.mesh import Axis
+from shardproof.parallel.context.slices import Slices, zigzag
 from tests.parallel.context.rows import METHODS, error, full_row, on_axis
 from tests.parallel.ranks import Calls
 

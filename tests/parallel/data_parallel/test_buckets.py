@@ -13,12 +13,12 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from parallel.data_parallel.buckets import bucketed, shares
-from parallel.data_parallel.rows import Unit
-from parallel.model.loss_scale import DynamicScale
-from reference.case import Case
-from reference.training.scaling import LossScale
 from shardproof import cuda_on_cpu
+from shardproof.parallel.data_parallel.buckets import bucketed, shares
+from shardproof.parallel.data_parallel.rows import Unit
+from shardproof.parallel.model.loss_scale import DynamicScale
+from shardproof.reference.case import Case
+from shardproof.reference.training.scaling import LossScale
 from tests.parallel.ranks import group
 
 

@@ -7,23 +7,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bugs.anchors import source_of
-from bugs.planting import planted
-from harness.checking.evidence import PASS
-from harness.engines.shapes.dry import DryEngine
-from harness.predicting.clusters import PRESETS
-from harness.predicting.figures import EQUAL, mixed_adamw
-from harness.predicting.forecast import forecast
-from harness.recording.measures import SavedActivations
-from parallel.communication.layout import local_shape
-from parallel.communication.mesh import coordinates
-from parallel.data_parallel.buckets import bucketed
-from parallel.data_parallel.parity import bits_hash
-from parallel.schemes.tensor import placements
-from parallel.subject import subject
-from reference.case import Case
-from reference.model.parameters import shapes
-from suites.session.prover import Prover
+from shardproof.bugs.anchors import source_of
+from shardproof.bugs.planting import planted
+from shardproof.harness.checking.evidence import PASS
+from shardproof.harness.engines.shapes.dry import DryEngine
+from shardproof.harness.predicting.clusters import PRESETS
+from shardproof.harness.predicting.figures import EQUAL, mixed_adamw
+from shardproof.harness.predicting.forecast import forecast
+from shardproof.harness.recording.measures import SavedActivations
+from shardproof.parallel.communication.layout import local_shape
+from shardproof.parallel.communication.mesh import coordinates
+from shardproof.parallel.data_parallel.buckets import bucketed
+from shardproof.parallel.data_parallel.parity import bits_hash
+from shardproof.parallel.schemes.tensor import placements
+from shardproof.parallel.subject import subject
+from shardproof.reference.case import Case
+from shardproof.reference.model.parameters import shapes
+from shardproof.suites.session.prover import Prover
 from tests.parallel.case_tables import HALF, TABLES
 from tests.parallel.ranks import stated
 from tests.parallel.test_parallel_subject import proved
@@ -55,14 +55,14 @@ def test_bytes_of_a_step(zero: int, bucket: int, dp: int) -> None:
 
 def test_a_replica_that_differs_ends_the_run_with_its_name(prover: Prover) -> None:
     """A bit of one element on one rank, which bit-for-bit comparisons after the run find as well."""
-    source = source_of("parallel.training.loop")
+    source = source_of("shardproof.parallel.training.loop")
     filled = "parameter.copy_(initial(case, name, places[name], mesh.coordinates, streams))\n"
     assert source.count(filled) == 1
     other = filled + (
         "                if mesh.rank == 2 and name == 'layers.1.mlp_norm.weight':\n"
         "                    parameter[3] = torch.nextafter(parameter[3], parameter[3] + 1)\n"
     )
-    wrong = planted({"parallel.training.loop": source.replace(filled, other)})
+    wrong = planted({"shardproof.parallel.training.loop": source.replace(filled, other)})
     result = prover.proof(Case.parse(f"{SIZES} mode=tp tp=3 dp=2 parity=2"), wrong)
     (verdict,) = (one for one in result.verdicts if one.verdict != PASS)
     assert verdict.check == "run"

@@ -19,18 +19,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from harness.cases import parse_cases
-from harness.running.request import Request
-from harness.running.run import run
-from harness.subject import named
-from parallel.communication.layout import Cut
-from parallel.model.strategy import Rank, Step
-from parallel.pipeline.scheme import StageRun, as_scheduled, with_channels
-from parallel.registry import strategy_of
-from parallel.schedules.pipeline import Action
-from reference.case import Case
-from reports.commands.cli import main
-from suites.session.prover import Prover
+from shardproof.harness.cases import parse_cases
+from shardproof.harness.running.request import Request
+from shardproof.harness.running.run import run
+from shardproof.harness.subject import named
+from shardproof.parallel.communication.layout import Cut
+from shardproof.parallel.model.strategy import Rank, Step
+from shardproof.parallel.pipeline.scheme import StageRun, as_scheduled, with_channels
+from shardproof.parallel.registry import strategy_of
+from shardproof.parallel.schedules.pipeline import Action
+from shardproof.reference.case import Case
+from shardproof.reports.commands.cli import main
+from shardproof.suites.session.prover import Prover
 from tests.parallel.ranks import Otherwise
 
 
@@ -115,7 +115,7 @@ def test_one_compare_of_ours_and_torchs(tmp_path: Path, capsys: pytest.CaptureFi
     """Every event alike, with its module and phase: rows that dp=4 does not divide, some ranks without any."""
     cases = parse_cases((f"{SIZES} dp=4 zero=2",))
     folders = []
-    for name in ("parallel.subject:subject", THEIRS):
+    for name in ("shardproof.parallel.subject:subject", THEIRS):
         result = run(Request(cases=cases, subject=named(name), out=tmp_path / name.partition(":")[0]))
         assert result.exit_status == 0
         folders.append(str(result.path))

@@ -18,10 +18,10 @@ TOLD = """
 import inspect, io, json, os, sys
 from contextlib import redirect_stderr, redirect_stdout
 from hypothesis import HealthCheck, Phase, given, seed, settings
-from parallel import gain
-from reference.case.default_cases import paired_domains
+from shardproof.parallel import gain
+from shardproof.reference.case.default_cases import paired_domains
 from shardproof.__main__ import main
-from suites.drawing.strategies import every_word
+from shardproof.suites.drawing.strategies import every_word
 
 def told(words):
     out, err = io.StringIO(), io.StringIO()

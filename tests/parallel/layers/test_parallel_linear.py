@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from parallel.communication.collectives import own_slice
-from parallel.communication.layout import Cut, Placement, shard
-from parallel.communication.mesh import Axis
-from parallel.layers.linear import ColumnLinear, Region
-from parallel.layers.loss import counted
-from parallel.layers.metric import Metric, MetricSums
+from shardproof.parallel.communication.collectives import own_slice
+from shardproof.parallel.communication.layout import Cut, Placement, shard
+from shardproof.parallel.communication.mesh import Axis
+from shardproof.parallel.layers.linear import ColumnLinear, Region
+from shardproof.parallel.layers.loss import counted
+from shardproof.parallel.layers.metric import Metric, MetricSums
 from tests.parallel.ranks import CPU, Calls, along_tp, numbers
 
 RANKS, IN, OUT = 3, 6, 12

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel.communication.mesh import coordinates
-from parallel.experts.counts import micro_batches, rows_sent, tokens_of
-from parallel.subject import subject
-from reference.case import Case
-from reference.data.routing import forced, period
+from shardproof.parallel.communication.mesh import coordinates
+from shardproof.parallel.experts.counts import micro_batches, rows_sent, tokens_of
+from shardproof.parallel.subject import subject
+from shardproof.reference.case import Case
+from shardproof.reference.data.routing import forced, period
 from tests.parallel.ranks import outcome
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from reference.case import Case
-from reference.training import subject as dense
+from shardproof.reference.case import Case
+from shardproof.reference.training import subject as dense
 from tests.parallel.case_tables import TABLES
 from tests.parallel.ranks import CPU, outcome, stated
 

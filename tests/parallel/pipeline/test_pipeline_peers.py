@@ -11,17 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from harness.checking.evidence import PASS
-from parallel.communication.mesh import axis_rank
-from parallel.model.strategy import Rank, Scheduled, Step
-from parallel.pipeline.scheme import message_shape
-from parallel.registry import strategy_of
-from parallel.schedules.stages import stages
-from parallel.subject import subject
-from parallel.training.step import MicroBatches
-from reference.case import Case
-from reference.model.parameters import dtype_of, shapes
-from suites.session.prover import Prover
+from shardproof.harness.checking.evidence import PASS
+from shardproof.parallel.communication.mesh import axis_rank
+from shardproof.parallel.model.strategy import Rank, Scheduled, Step
+from shardproof.parallel.pipeline.scheme import message_shape
+from shardproof.parallel.registry import strategy_of
+from shardproof.parallel.schedules.stages import stages
+from shardproof.parallel.subject import subject
+from shardproof.parallel.training.step import MicroBatches
+from shardproof.reference.case import Case
+from shardproof.reference.model.parameters import dtype_of, shapes
+from shardproof.suites.session.prover import Prover
 from tests.deep import deep
 from tests.parallel.ranks import Otherwise, stated
 

@@ -6,16 +6,16 @@ from typing import Any
 import pytest
 import torch
 
-from harness.checking.evidence import FAIL, PASS
-from harness.checking.state_checks import initial_values
-from harness.shard import Shard
-from parallel.communication.layout import Cut, Placement
-from parallel.randomness.field import philox
-from parallel.randomness.initial import initial, streams_of
-from parallel.randomness.streams import CONTEXT_STRIDE, EXPERT, MODEL_PARALLEL, Streams, seeds
-from reference.case import Case
-from reference.model.field import philox4x32
-from reference.model.parameters import drawn as drawn_of
+from shardproof.harness.checking.evidence import FAIL, PASS
+from shardproof.harness.checking.state_checks import initial_values
+from shardproof.harness.shard import Shard
+from shardproof.parallel.communication.layout import Cut, Placement
+from shardproof.parallel.randomness.field import philox
+from shardproof.parallel.randomness.initial import initial, streams_of
+from shardproof.parallel.randomness.streams import CONTEXT_STRIDE, EXPERT, MODEL_PARALLEL, Streams, seeds
+from shardproof.reference.case import Case
+from shardproof.reference.model.field import philox4x32
+from shardproof.reference.model.parameters import drawn as drawn_of
 from tests.harness.toy_evidence import evidence
 from tests.parallel.case_tables import TABLES
 

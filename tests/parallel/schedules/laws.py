@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from fractions import Fraction
 
-from parallel.schedules.messages import Program, counterpart, peer
-from parallel.schedules.pipeline import Action, Kind, Pipeline, order
-from parallel.schedules.timing import Span
+from shardproof.parallel.schedules.messages import Program, counterpart, peer
+from shardproof.parallel.schedules.pipeline import Action, Kind, Pipeline, order
+from shardproof.parallel.schedules.timing import Span
 
 LASTS = {Kind.F: 1, Kind.B: 2}
 """Time of a micro-batch on all chunks of a rank, by kind."""

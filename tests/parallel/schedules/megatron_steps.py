@@ -18,8 +18,8 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-from parallel.schedules.pipeline import Kind, Pipeline
 from shardproof import cuda_on_cpu
+from shardproof.parallel.schedules.pipeline import Kind, Pipeline
 from tests.parallel.ranks import group
 
 Step = tuple[Any, ...]

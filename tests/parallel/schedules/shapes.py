@@ -6,9 +6,9 @@ from itertools import product
 
 from hypothesis import strategies as st
 
-from parallel.schedules.messages import Program, groups_between
-from parallel.schedules.pipeline import SCHEDULES, Kind, Pipeline
-from parallel.schedules.timing import bubble_stated
+from shardproof.parallel.schedules.messages import Program, groups_between
+from shardproof.parallel.schedules.pipeline import SCHEDULES, Kind, Pipeline
+from shardproof.parallel.schedules.timing import bubble_stated
 from tests.parallel.schedules.laws import (
     Sends,
     bubble,

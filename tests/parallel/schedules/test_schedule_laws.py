@@ -9,9 +9,9 @@ from fractions import Fraction
 import pytest
 from hypothesis import given
 
-from parallel.schedules.messages import programs
-from parallel.schedules.pipeline import SCHEDULES, Action, Kind, Pipeline
-from parallel.schedules.timing import bubble_stated, played
+from shardproof.parallel.schedules.messages import programs
+from shardproof.parallel.schedules.pipeline import SCHEDULES, Action, Kind, Pipeline
+from shardproof.parallel.schedules.timing import bubble_stated, played
 from tests import ROOT
 from tests.parallel.schedules.laws import Sends, bubble, check_legal, orders, timeline
 from tests.parallel.schedules.shapes import broken, every, larger
@@ -86,5 +86,5 @@ def test_the_picture_of_the_docs_is_the_timeline() -> None:
 
 
 def test_schedules_need_no_torch() -> None:
-    code = "import sys, parallel.schedules.timing, parallel.schedules.messages; print('torch' in sys.modules)"
+    code = "import sys, shardproof.parallel.schedules.timing, shardproof.parallel.schedules.messages; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"False\n"

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import schedules as theirs
 
-from parallel.schedules.messages import groups_between, programs
-from parallel.schedules.pipeline import Kind, Pipeline, order
+from shardproof.parallel.schedules.messages import groups_between, programs
+from shardproof.parallel.schedules.pipeline import Kind, Pipeline, order
 from tests.parallel.schedules.laws import Sends, check_legal
 from tests.parallel.schedules.shapes import broken, every
 

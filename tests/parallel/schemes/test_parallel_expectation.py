@@ -10,13 +10,13 @@ from collections import Counter
 
 import pytest
 
-from parallel.data_parallel.megatron import estimated_mb
-from parallel.registry import scheme_of
-from parallel.slicing.held import widths
-from parallel.slicing.slices import slices
-from parallel.slicing.words import Sliced
-from parallel.subject import subject
-from reference.case import Case
+from shardproof.parallel.data_parallel.megatron import estimated_mb
+from shardproof.parallel.registry import scheme_of
+from shardproof.parallel.slicing.held import widths
+from shardproof.parallel.slicing.slices import slices
+from shardproof.parallel.slicing.words import Sliced
+from shardproof.parallel.subject import subject
+from shardproof.reference.case import Case
 from tests.parallel.case_tables import TABLES
 from tests.parallel.ranks import stated
 

@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.engines.threads.inproc import InprocEngine
-from harness.outcome.blocks import localize
-from harness.running.ranks.execution import execute
-from parallel.communication.batch import deliver
-from parallel.communication.mesh import Mesh
-from parallel.schemes.isp import ISP
-from parallel.subject import subject
-from parallel.training.loop import set_up
-from parallel.weights.linear import WeightLinear
-from reference.case import Case
+from shardproof.harness.engines.threads.inproc import InprocEngine
+from shardproof.harness.outcome.blocks import localize
+from shardproof.harness.running.ranks.execution import execute
+from shardproof.parallel.communication.batch import deliver
+from shardproof.parallel.communication.mesh import Mesh
+from shardproof.parallel.schemes.isp import ISP
+from shardproof.parallel.subject import subject
+from shardproof.parallel.training.loop import set_up
+from shardproof.parallel.weights.linear import WeightLinear
+from shardproof.reference.case import Case
 from tests.parallel.ranks import CPU, on_ranks, outcome, stated
 
 EVO = "family=internlm2 vocab=264"

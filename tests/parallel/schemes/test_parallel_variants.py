@@ -6,12 +6,12 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from harness.checking.checks import CHECKS
-from harness.engines.engine import Engine
-from harness.running.proof import prove
-from reference.case import Case, CaseError
-from reference.case.variants import VARIANTS, words
-from suites.drawing.strategies import cases
+from shardproof.harness.checking.checks import CHECKS
+from shardproof.harness.engines.engine import Engine
+from shardproof.harness.running.proof import prove
+from shardproof.reference.case import Case, CaseError
+from shardproof.reference.case.variants import VARIANTS, words
+from shardproof.suites.drawing.strategies import cases
 
 AVERAGED = "averaged over tp where it must be summed"
 FLAT = "it holds the right numbers as if flat memory were its"
@@ -72,7 +72,9 @@ def test_a_variant_fails_and_its_cause_is_named(name: str, engine: Engine, data:
     shown: dict[str, Any] = {"layers": layers, "steps": 1, **words(name)}
     case = data.draw(cases(mode, worlds=WORLDS.get(name, (2, 3)), **shown))
     check, told = TOLD[name]
-    result = prove(case, "parallel.subject:subject", engine, checks={check: CHECKS[check]}, explain=bool(told))
+    result = prove(
+        case, "shardproof.parallel.subject:subject", engine, checks={check: CHECKS[check]}, explain=bool(told)
+    )
     failed = {v.check: v.message for v in result.verdicts if v.verdict == "fail"}
     assert check in failed, (str(case), sorted(failed))
     causes = [line for line in failed[check].splitlines() if line.startswith("causes:")]

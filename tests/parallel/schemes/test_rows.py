@@ -6,21 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from harness.dense_model import SUBJECT
-from harness.engines.threads.inproc import InprocEngine
-from harness.running.proof import prove
-from harness.subject import named
-from parallel import registry
-from parallel.communication.expectation import terms
-from parallel.data_parallel.calls import summed_over, trained
-from parallel.registry import scheme_of, strategy_of
-from parallel.subject import subject
-from reference.case import Case
-from reference.case.default_cases import default_cases
-from reference.language import modes
-from reference.language.modes import MODES
-from reports.commands import cli
-from suites.killing.matrix import disturbed
+from shardproof.harness.dense_model import SUBJECT
+from shardproof.harness.engines.threads.inproc import InprocEngine
+from shardproof.harness.running.proof import prove
+from shardproof.harness.subject import named
+from shardproof.parallel import registry
+from shardproof.parallel.communication.expectation import terms
+from shardproof.parallel.data_parallel.calls import summed_over, trained
+from shardproof.parallel.registry import scheme_of, strategy_of
+from shardproof.parallel.subject import subject
+from shardproof.reference.case import Case
+from shardproof.reference.case.default_cases import default_cases
+from shardproof.reference.language import modes
+from shardproof.reference.language.modes import MODES
+from shardproof.reports.commands import cli
+from shardproof.suites.killing.matrix import disturbed
 from tests import ROOT
 from tests.parallel.schemes import toy_scheme
 from tests.parallel.schemes.toy_scheme import TOY
@@ -106,7 +106,17 @@ def test_commands_have_a_scheme_that_is_one_file(
 
 @pytest.mark.usefixtures("loaded", "toy")
 def test_suites(pytester: pytest.Pytester) -> None:
-    words = ("--collect-only", "--pyargs", "suites", "--subject", SUBJECT, "--modes", "toy", "-p", "no:cacheprovider")
+    words = (
+        "--collect-only",
+        "--pyargs",
+        "shardproof.suites",
+        "--subject",
+        SUBJECT,
+        "--modes",
+        "toy",
+        "-p",
+        "no:cacheprovider",
+    )
     result = pytester.runpytest_inprocess("-q", "-p", "no:xdist", *words)
     assert result.ret == 0
     asked = {line.split("::")[0] for line in result.outlines if "toy" in line}

@@ -19,12 +19,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parallel.communication.batch import deliver
-from parallel.communication.mesh import Mesh
-from parallel.layers.attention import Attention, Core
-from parallel.registry import scheme_of
-from parallel.training.loop import set_up
-from reference.case import Case
+from shardproof.parallel.communication.batch import deliver
+from shardproof.parallel.communication.mesh import Mesh
+from shardproof.parallel.layers.attention import Attention, Core
+from shardproof.parallel.registry import scheme_of
+from shardproof.parallel.training.loop import set_up
+from shardproof.reference.case import Case
 from tests.parallel.ranks import CPU, on_ranks
 
 Shape = tuple[int, ...]

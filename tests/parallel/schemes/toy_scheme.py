@@ -4,11 +4,11 @@ import dataclasses
 
 import torch
 
-from parallel.communication.collectives import all_reduce
-from parallel.communication.expectation import ONCE_A_STEP, CallRow
-from parallel.model.strategy import Rank, Step
-from parallel.schemes.mtp import MTP
-from reference.case import Case
+from shardproof.parallel.communication.collectives import all_reduce
+from shardproof.parallel.communication.expectation import ONCE_A_STEP, CallRow
+from shardproof.parallel.model.strategy import Rank, Step
+from shardproof.parallel.schemes.mtp import MTP
+from shardproof.reference.case import Case
 
 
 def _heartbeat(rank: Rank) -> None:

@@ -8,11 +8,11 @@
 The laws know nothing of how a slice was computed, so that what another system cuts can be held against them.
 """
 
-from parallel.slicing.heads import ORDERS, Heads, query_rows
-from parallel.slicing.held import Held, Ranges, times_held
-from parallel.slicing.slices import Slice
-from parallel.slicing.words import Sliced
-from reference.errors import CaseError
+from shardproof.parallel.slicing.heads import ORDERS, Heads, query_rows
+from shardproof.parallel.slicing.held import Held, Ranges, times_held
+from shardproof.parallel.slicing.slices import Slice
+from shardproof.parallel.slicing.words import Sliced
+from shardproof.reference.errors import CaseError
 
 
 def broken_by(one: Slice, sliced: Sliced) -> list[str]:

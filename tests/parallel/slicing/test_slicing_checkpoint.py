@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel.communication.layout import Coordinates, Placement, shard
-from parallel.slicing import checkpoint
-from parallel.slicing.checkpoint import check
-from parallel.slicing.slices import slices
-from parallel.slicing.words import Sliced
-from reference.errors import CaseError
+from shardproof.parallel.communication.layout import Coordinates, Placement, shard
+from shardproof.parallel.slicing import checkpoint
+from shardproof.parallel.slicing.checkpoint import check
+from shardproof.parallel.slicing.slices import slices
+from shardproof.parallel.slicing.words import Sliced
+from shardproof.reference.errors import CaseError
 
 SMALL = "hidden=24 heads=4 ffn=40 vocab=61 positions=11"
 OPT = f"family=opt {SMALL}"

@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from parallel.communication.layout import Cut, Placement
-from parallel.slicing.checkpoint import inverse
-from parallel.slicing.heads import Heads, fused_rows
-from parallel.slicing.held import Held, in_turn
-from parallel.slicing.strided import plain, scales, strided
-from reference.errors import CaseError
+from shardproof.parallel.communication.layout import Cut, Placement
+from shardproof.parallel.slicing.checkpoint import inverse
+from shardproof.parallel.slicing.heads import Heads, fused_rows
+from shardproof.parallel.slicing.held import Held, in_turn
+from shardproof.parallel.slicing.strided import plain, scales, strided
+from shardproof.reference.errors import CaseError
 from tests.parallel.slicing.drawn_slices import check_round_trip, drawn, heads_and_ranks, parts_of
 
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel.communication.layout import Cut, Placement
-from parallel.slicing.heads import Heads, fused_rows, shared_qk_rows
-from parallel.slicing.held import Held, even_shares, in_turn, shard_sizes
-from parallel.slicing.strided import plain, scales, strided
-from reference.errors import CaseError
+from shardproof.parallel.communication.layout import Cut, Placement
+from shardproof.parallel.slicing.heads import Heads, fused_rows, shared_qk_rows
+from shardproof.parallel.slicing.held import Held, even_shares, in_turn, shard_sizes
+from shardproof.parallel.slicing.strided import plain, scales, strided
+from shardproof.reference.errors import CaseError
 from tests.parallel.slicing.deepspeed_copies import Named, copied, deepspeed, numbered, same
 from tests.parallel.slicing.drawn_slices import parts_of
 from tests.parallel.slicing.laws import of_heads

@@ -5,10 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel.communication.layout import Cut, Placement
-from parallel.slicing.heads import ORDERS, Heads, fused_rows, query_rows
-from parallel.slicing.held import Held, shard_sizes, times_held, widths
-from reference.errors import CaseError
+from shardproof.parallel.communication.layout import Cut, Placement
+from shardproof.parallel.slicing.heads import ORDERS, Heads, fused_rows, query_rows
+from shardproof.parallel.slicing.held import Held, shard_sizes, times_held, widths
+from shardproof.reference.errors import CaseError
 from tests.parallel.slicing.drawn_slices import DTYPES, check_round_trip, drawn, few_heads_and_ranks, heads_and_ranks
 from tests.parallel.slicing.laws import broken, of_heads
 

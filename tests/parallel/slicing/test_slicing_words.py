@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from parallel.slicing.families import FAMILIES
-from parallel.slicing.held import widths
-from parallel.slicing.slices import slices
-from parallel.slicing.words import Sliced
-from reference.errors import CaseError
+from shardproof.parallel.slicing.families import FAMILIES
+from shardproof.parallel.slicing.held import widths
+from shardproof.parallel.slicing.slices import slices
+from shardproof.parallel.slicing.words import Sliced
+from shardproof.reference.errors import CaseError
 from tests.parallel.slicing.drawn_slices import check_round_trip
 from tests.parallel.slicing.laws import broken_by
 

@@ -8,15 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reference.case import Case, CaseError
-from reference.case.presets import PRESETS
-from reference.case.variants import VARIANTS, lack
-from reference.language.core import mlp_width
-from reference.language.modes import MODES
-from reference.model import dense_case as module
-from reference.model.dense_case import SPLIT, dense_case
-from reference.training.subject import true_activations, truth
-from suites.drawing.strategies import cases
+from shardproof.reference.case import Case, CaseError
+from shardproof.reference.case.presets import PRESETS
+from shardproof.reference.case.variants import VARIANTS, lack
+from shardproof.reference.language.core import mlp_width
+from shardproof.reference.language.modes import MODES
+from shardproof.reference.model import dense_case as module
+from shardproof.reference.model.dense_case import SPLIT, dense_case
+from shardproof.reference.training.subject import true_activations, truth
+from shardproof.suites.drawing.strategies import cases
 
 
 @st.composite

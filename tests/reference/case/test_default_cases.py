@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from bench.default_cases import STATES
-from reference.case import Case, CaseError
-from reference.case.default_cases import FIXED, NUMBERS, RANKS, default_cases, line_of, lines, paired_domains
-from reference.case.domains import domains
-from reference.case.repair import repaired, words_of
-from reference.features import FEATURES, PARTS
-from reference.language.modes import MODES
-from reference.language.words import declared
-from reference.training.subject import truth
+from shardproof.reference.case import Case, CaseError
+from shardproof.reference.case.default_cases import FIXED, NUMBERS, RANKS, default_cases, line_of, lines, paired_domains
+from shardproof.reference.case.domains import domains
+from shardproof.reference.case.repair import repaired, words_of
+from shardproof.reference.features import FEATURES, PARTS
+from shardproof.reference.language.modes import MODES
+from shardproof.reference.language.words import declared
+from shardproof.reference.training.subject import truth
 
 Level = tuple[str, object]
 Pair = frozenset[Level]

@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reference.case import Case, CaseError
-from reference.case.domains import domains
-from reference.case.presets import FAMILIES, PRESETS
-from reference.features import FEATURES
-from reference.language import rules
-from reference.language.modes import MODES
-from reference.language.words import write
-from suites.drawing.strategies import cases
+from shardproof.reference.case import Case, CaseError
+from shardproof.reference.case.domains import domains
+from shardproof.reference.case.presets import FAMILIES, PRESETS
+from shardproof.reference.features import FEATURES
+from shardproof.reference.language import rules
+from shardproof.reference.language.modes import MODES
+from shardproof.reference.language.words import write
+from shardproof.suites.drawing.strategies import cases
 from tests.reference.case.broken_by_parts import OF_PARTS
 
 ISP = "mode=isp tied=false "

@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.planner_helpers import _create_write_item_for_tensor
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from reference.checkpoints.metadata import METADATA, read_metadata
-from reference.checkpoints.whole import tensors
-from reports.commands.cli import main
+from shardproof.reference.checkpoints.metadata import METADATA, read_metadata
+from shardproof.reference.checkpoints.whole import tensors
+from shardproof.reports.commands.cli import main
 
 KINDS = "torch.distributed.checkpoint.metadata"
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from reference.case import Case
-from reference.data.batches import Batch, micro_batch
-from reference.data.packing import IGNORED
+from shardproof.reference.case import Case
+from shardproof.reference.data.batches import Batch, micro_batch
+from shardproof.reference.data.packing import IGNORED
 
 FORMS = {
     "rows": "dp=3 tp=2 micro=2 steps=2",

@@ -16,12 +16,12 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from reference.case import Case
-from reference.data import anchors as module
-from reference.data.anchors import anchors
-from reference.data.batches import Batch, micro_batch, own_edges, shard_edges
-from reference.data.packing import IGNORED
-from reference.data.stages import sent_to_stage
+from shardproof.reference.case import Case
+from shardproof.reference.data import anchors as module
+from shardproof.reference.data.anchors import anchors
+from shardproof.reference.data.batches import Batch, micro_batch, own_edges, shard_edges
+from shardproof.reference.data.packing import IGNORED
+from shardproof.reference.data.stages import sent_to_stage
 from tests.reference.data.batch_forms import FORMS, all_batches, every_form, valid
 from tests.reference.model.dense_run import models
 

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from reference.case import Case
-from reference.data import readers
-from reference.data.batches import micro_batch
-from reference.data.packing import IGNORED, build_pack, build_unpack, without_prompts
+from shardproof.reference.case import Case
+from shardproof.reference.data import readers
+from shardproof.reference.data.batches import micro_batch
+from shardproof.reference.data.packing import IGNORED, build_pack, build_unpack, without_prompts
 from tests.reference.data.batch_forms import FORMS, all_batches, equal, every_form, valid
 
 

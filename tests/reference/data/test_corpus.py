@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from reference.case import Case
-from reference.data import corpus
-from reference.data.readers import END
-from reference.data.token_files import read_megatron
+from shardproof.reference.case import Case
+from shardproof.reference.data import corpus
+from shardproof.reference.data.readers import END
+from shardproof.reference.data.token_files import read_megatron
 from tests.reference.data.batch_forms import index, write_internevo, write_megatron
 
 

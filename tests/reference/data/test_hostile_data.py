@@ -11,8 +11,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from reference.data import corpus, files, readers
-from reference.data.files import DataError
+from shardproof.reference.data import corpus, files, readers
+from shardproof.reference.data.files import DataError
 from tests.reference.data.batch_forms import index, write_internevo, write_megatron
 
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
-from reference.case import Case
-from reference.errors import CaseError
-from reference.groups import Groups, Layout, PipelineGroup, RankOrder
-from suites.drawing.strategies import cases
+from shardproof.reference.case import Case
+from shardproof.reference.errors import CaseError
+from shardproof.reference.groups import Groups, Layout, PipelineGroup, RankOrder
+from shardproof.suites.drawing.strategies import cases
 
 
 @st.composite

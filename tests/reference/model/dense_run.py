@@ -9,12 +9,12 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from reference.case import Case
-from reference.case.presets import FAMILIES
-from reference.data.batches import Batch
-from reference.losses import cross_entropy as loss
-from reference.model import decoder
-from reference.model.parameters import weights
+from shardproof.reference.case import Case
+from shardproof.reference.case.presets import FAMILIES
+from shardproof.reference.data.batches import Batch
+from shardproof.reference.losses import cross_entropy as loss
+from shardproof.reference.model import decoder
+from shardproof.reference.model.parameters import weights
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from reference.case import Case
+from shardproof.reference.case import Case
 
 
 def _made(case: Case, kind: str, **words: Any) -> torch.nn.Module:

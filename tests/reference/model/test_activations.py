@@ -4,11 +4,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from reference.case import Case
-from reference.model.parameters import shapes, weights
-from reference.training import steps as training
-from reference.training.kinks import BAND, kinks
-from reference.training.subject import activations, subject, true_activations
+from shardproof.reference.case import Case
+from shardproof.reference.model.parameters import shapes, weights
+from shardproof.reference.training import steps as training
+from shardproof.reference.training.kinks import BAND, kinks
+from shardproof.reference.training.subject import activations, subject, true_activations
 from tests.reference.model.dense_run import CPU, models
 
 FULL = "tp=1 dp=3 hidden=24 heads=6 kv_heads=2 ffn=16 vocab=37 seq=5 batch=2 bias=true "

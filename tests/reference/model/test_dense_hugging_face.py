@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from reference.case import Case
-from reference.data.batches import Batch
-from reference.model.parameters import shapes, weights
+from shardproof.reference.case import Case
+from shardproof.reference.data.batches import Batch
+from shardproof.reference.model.parameters import shapes, weights
 from tests.reference.model.dense_run import CPU, dense_run, ignored_labels, largest_difference, rows, sentences
 from tests.reference.model.hugging_face import gpt2, llama, opt
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from reference.case import Case
-from reference.model.branches.experts import chosen, kept, losses, updated, weights_of
-from reference.model.parameters import shapes
+from shardproof.reference.case import Case
+from shardproof.reference.model.branches.experts import chosen, kept, losses, updated, weights_of
+from shardproof.reference.model.parameters import shapes
 
 LOGITS = torch.randn((2, 6, 8), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 

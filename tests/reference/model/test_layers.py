@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from reference.losses import cross_entropy as loss
-from reference.model import layers
-from reference.training.adam import EPS, rounding_slack
+from shardproof.reference.losses import cross_entropy as loss
+from shardproof.reference.model import layers
+from shardproof.reference.training.adam import EPS, rounding_slack
 from tests.reference.model.dense_run import noise
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from harness.checking.evidence import PASS
-from reference.case import Case
-from reference.model import layers, parameters
-from reference.model.parameters import LastRead, drawn, full, shapes, weights
-from reference.training.control import control, merged_attention, reordered, split_attention
-from reference.training.subject import subject, true_activations, truth
-from suites.session.prover import Prover
+from shardproof.harness.checking.evidence import PASS
+from shardproof.reference.case import Case
+from shardproof.reference.model import layers, parameters
+from shardproof.reference.model.parameters import LastRead, drawn, full, shapes, weights
+from shardproof.reference.training.control import control, merged_attention, reordered, split_attention
+from shardproof.reference.training.subject import subject, true_activations, truth
+from shardproof.suites.session.prover import Prover
 from tests.reference.model.dense_run import CPU, models, noise
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")

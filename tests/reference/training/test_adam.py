@@ -2,9 +2,9 @@
 
 import torch
 
-from reference.case import Case
-from reference.model.parameters import shapes
-from reference.training.adam import slack
+from shardproof.reference.case import Case
+from shardproof.reference.model.parameters import shapes
+from shardproof.reference.training.adam import slack
 
 WORDS = "layers=1 heads=2 hidden=8 ffn=12 vocab=20 seq=4 dtype=float16 master=float32 optimizer=adamw scaler=dynamic"
 

@@ -7,16 +7,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from reference.case import Case
-from reference.errors import CaseError
-from reference.model import layers
-from reference.model.decoder import PLAIN
-from reference.model.parameters import weights
-from reference.training.kinks import refuse_decisive
-from reference.training.reach import Reach
-from reference.training.scaling import LossScale
-from reference.training.subject import truth
-from reference.training.terms import with_terms
+from shardproof.reference.case import Case
+from shardproof.reference.errors import CaseError
+from shardproof.reference.model import layers
+from shardproof.reference.model.decoder import PLAIN
+from shardproof.reference.model.parameters import weights
+from shardproof.reference.training.kinks import refuse_decisive
+from shardproof.reference.training.reach import Reach
+from shardproof.reference.training.scaling import LossScale
+from shardproof.reference.training.subject import truth
+from shardproof.reference.training.terms import with_terms
 
 SIZES = "layers=1 heads=4 kv_heads=2 hidden=16 ffn=20 vocab=48 seq=8 batch=2 micro=2 dtype=float16 master=float32"
 CPU = torch.device("cpu")

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from reference.case import Case
-from reference.model.parameters import full
-from reference.training import subject as dense
-from reference.what_ifs.rules import what_ifs
+from shardproof.reference.case import Case
+from shardproof.reference.model.parameters import full
+from shardproof.reference.training import subject as dense
+from shardproof.reference.what_ifs.rules import what_ifs
 
 CPU = torch.device("cpu")
 close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)

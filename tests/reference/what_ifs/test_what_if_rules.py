@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from reference.case import Case
-from reference.data.batches import micro_batch
-from reference.data.packing import IGNORED
-from reference.model import layers
-from reference.model.parameters import full
-from reference.training import subject as dense
-from reference.what_ifs import slices
-from reference.what_ifs.modules import WHAT_IFS
+from shardproof.reference.case import Case
+from shardproof.reference.data.batches import micro_batch
+from shardproof.reference.data.packing import IGNORED
+from shardproof.reference.model import layers
+from shardproof.reference.model.parameters import full
+from shardproof.reference.training import subject as dense
+from shardproof.reference.what_ifs import slices
+from shardproof.reference.what_ifs.modules import WHAT_IFS
 from tests.reference.what_ifs import CPU, attended, broken, close, projected, through, weight
 
 SIZES = "layers=1 hidden=16 heads=4 kv_heads=2 ffn=12 seq=8 vocab=264 batch=2 micro=1 steps=1 fuse_qkv=false bias=true"

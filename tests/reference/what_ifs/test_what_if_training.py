@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from reference.case import Case
-from reference.data.batches import micro_batch
-from reference.model import decoder, metric
-from reference.model.parameters import full
-from reference.training import given
-from reference.training import subject as dense
-from reference.training.control import control
-from reference.what_ifs.shares import shares
-from reference.what_ifs.training import WHAT_IFS
-from reference.what_ifs.what_if import Dense
+from shardproof.reference.case import Case
+from shardproof.reference.data.batches import micro_batch
+from shardproof.reference.model import decoder, metric
+from shardproof.reference.model.parameters import full
+from shardproof.reference.training import given
+from shardproof.reference.training import subject as dense
+from shardproof.reference.training.control import control
+from shardproof.reference.what_ifs.shares import shares
+from shardproof.reference.what_ifs.training import WHAT_IFS
+from shardproof.reference.what_ifs.what_if import Dense
 from tests.reference.what_ifs import CPU, broken
 
 SIZES = "mode=tp tp=1 layers=1 hidden=8 heads=2 kv_heads=2 ffn=12 seq=8 batch=2 vocab=264 micro=2 lr=0.1"

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from reference.case import Case
-from reference.data.batches import micro_batch
-from reference.model import decoder, layers
-from reference.model.parameters import shapes
-from reference.training import subject as dense
-from reference.what_ifs.rules import what_ifs
+from shardproof.reference.case import Case
+from shardproof.reference.data.batches import micro_batch
+from shardproof.reference.model import decoder, layers
+from shardproof.reference.model.parameters import shapes
+from shardproof.reference.training import subject as dense
+from shardproof.reference.what_ifs.rules import what_ifs
 from tests.reference.what_ifs import CPU, attended, broken, close, projected, through, weight
 
 SIZES = "layers=1 hidden=16 heads=4 kv_heads=2 ffn=12 seq=8 vocab=264 steps=1"

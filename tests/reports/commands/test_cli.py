@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.resolve import resolve
-from reference.case import Case
-from reports.commands import run as run_command
-from reports.commands import show
-from reports.stored import frames
+from shardproof.harness.resolve import resolve
+from shardproof.reference.case import Case
+from shardproof.reports.commands import run as run_command
+from shardproof.reports.commands import show
+from shardproof.reports.stored import frames
 from tests.harness.command_line import ONE, TOY, CommandLine
 from tests.harness.toy_subjects import right
 from tests.reports import sample_run
@@ -192,7 +192,7 @@ def test_a_bug_of_ours_is_told_as_one_and_is_no_failed_check(
 
 _PROGRAM = """
 import sys
-from reports.commands.cli import main
+from shardproof.reports.commands.cli import main
 status = main(["show", sys.argv[1]])
 main(["page", sys.argv[1]])
 sys.exit("loaded" if "matplotlib" in sys.modules else status)

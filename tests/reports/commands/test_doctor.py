@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from reports.commands import cli, doctor
-from reports.commands.doctor import Machine
+from shardproof.reports.commands import cli, doctor
+from shardproof.reports.commands.doctor import Machine
 from shardproof.rooms import HOME
 
 FULL = Machine(

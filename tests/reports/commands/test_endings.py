@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.running.store import Store
-from reports.pages import page
-from reports.stored.frames import Run, load
+from shardproof.harness.running.store import Store
+from shardproof.reports.pages import page
+from shardproof.reports.stored.frames import Run, load
 from tests.harness.command_line import ONE, TOY, CommandLine
 from tests.reports import sample_run
 from tests.shardproof.test_public_names import python
@@ -98,7 +98,7 @@ sys.exit(status)
 @pytest.mark.parametrize(
     ("module", "words"),
     [
-        ("reports.commands.cli", ["show", "run"]),
+        ("shardproof.reports.commands.cli", ["show", "run"]),
         ("pandas.core.indexes.range", ["show", "run"]),
         ("numpy.matrixlib", ["run", ONE, "--when", "0"]),
         ("pandas.io.parsers.readers", ["run", ONE, "--when", "0"]),

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from bench.cells import cells
-from harness.subject import named
-from reference.case import Case
-from reference.training.subject import truth
-from reports.commands.names import KINDS, OWN, names, tables
-from reports.commands.word_help import LIKE
-from reports.options import command_options
+from shardproof.harness.subject import named
+from shardproof.reference.case import Case
+from shardproof.reference.training.subject import truth
+from shardproof.reports.commands.names import KINDS, OWN, names, tables
+from shardproof.reports.commands.word_help import LIKE
+from shardproof.reports.options import command_options
 from tests import ROOT
 from tests.deep import deep
 from tests.harness import own_words

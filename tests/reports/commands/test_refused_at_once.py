@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from harness.engines.processes.forked.pool import PoolEngine
-from harness.errors import RequestError
-from harness.running.proof import prove
-from harness.subject import case_of, named
 from shardproof import record
+from shardproof.harness.engines.processes.forked.pool import PoolEngine
+from shardproof.harness.errors import RequestError
+from shardproof.harness.running.proof import prove
+from shardproof.harness.subject import case_of, named
 from tests.harness.command_line import TOY, CommandLine
 from tests.shardproof.test_public_names import python
 

@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
-from parallel.communication import layout
-from parallel.slicing import checkpoint
-from parallel.slicing.slices import slices
-from parallel.slicing.words import Sliced
+from shardproof.parallel.communication import layout
+from shardproof.parallel.slicing import checkpoint
+from shardproof.parallel.slicing.slices import slices
+from shardproof.parallel.slicing.words import Sliced
 from tests.harness.command_line import CommandLine
 
 SMALL = "family=opt hidden=24 heads=4 ffn=40 vocab=61 positions=11 tp=2"

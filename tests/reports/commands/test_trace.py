@@ -12,17 +12,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness.checking.checks import CHECKS
-from harness.differences import differences
-from harness.engines.threads.inproc import InprocEngine
-from harness.protocols import TermLike
-from harness.running.proof import prove
-from parallel.subject import subject as ours
-from reference.case import Case
-from reports.commands import expect
-from reports.commands.trace import trace_events, write
-from reports.stored.frames import Run, load
 from shardproof import run as run_cases
+from shardproof.harness.checking.checks import CHECKS
+from shardproof.harness.differences import differences
+from shardproof.harness.engines.threads.inproc import InprocEngine
+from shardproof.harness.protocols import TermLike
+from shardproof.harness.running.proof import prove
+from shardproof.parallel.subject import subject as ours
+from shardproof.reference.case import Case
+from shardproof.reports.commands import expect
+from shardproof.reports.commands.trace import trace_events, write
+from shardproof.reports.stored.frames import Run, load
 from tests.harness.command_line import CommandLine
 from tests.reports import sample_run
 from tests.reports.toy_traffic import stored

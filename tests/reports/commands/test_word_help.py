@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.terms import Term
-from parallel.slicing.words import Sliced
-from reference.case import Case, CaseError
-from reference.language.words import Meaning
-from reports.commands import word_help
-from reports.printing.calls import calls_table
 from shardproof import run as run_cases
+from shardproof.harness.terms import Term
+from shardproof.parallel.slicing.words import Sliced
+from shardproof.reference.case import Case, CaseError
+from shardproof.reference.language.words import Meaning
+from shardproof.reports.commands import word_help
+from shardproof.reports.printing.calls import calls_table
 from tests import ROOT
 from tests.harness.command_line import ONE, TOY, CommandLine
 

@@ -6,11 +6,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from harness.errors import RequestError
-from reports.comparing.comparison import compare
-from reports.comparing.intervals import phase_times, ratio_of_medians
-from reports.comparing.snapshot import TIME_TYPES, members, save, side, snapshot, span
-from reports.stored.frames import load
+from shardproof.harness.errors import RequestError
+from shardproof.reports.comparing.comparison import compare
+from shardproof.reports.comparing.intervals import phase_times, ratio_of_medians
+from shardproof.reports.comparing.snapshot import TIME_TYPES, members, save, side, snapshot, span
+from shardproof.reports.stored.frames import load
 from tests.harness.command_line import CommandLine
 from tests.reports import sample_run
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from harness.errors import RequestError
-from reports.comparing.compared_sides import breaches, limits
-from reports.comparing.comparison import Comparison, compare
-from reports.comparing.snapshot import save, side
-from reports.stored.frames import load
+from shardproof.harness.errors import RequestError
+from shardproof.reports.comparing.compared_sides import breaches, limits
+from shardproof.reports.comparing.comparison import Comparison, compare
+from shardproof.reports.comparing.snapshot import save, side
+from shardproof.reports.stored.frames import load
 from tests.harness.command_line import CommandLine
 from tests.reports import sample_run
 

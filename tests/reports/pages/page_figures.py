@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from reports.pages.drawings import PHASE_COLOURS
+from shardproof.reports.pages.drawings import PHASE_COLOURS
 
 Row = dict[str, Any]
 Figure = tuple[str, str, float | str]

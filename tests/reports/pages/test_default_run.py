@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from reports.commands.cli import main
-from reports.stored.frames import load
-from reports.stored.summary import traffic
+from shardproof.reports.commands.cli import main
+from shardproof.reports.stored.frames import load
+from shardproof.reports.stored.summary import traffic
 from tests import ROOT
 from tests.project.test_documents import TABLE, table_rows
 from tests.reports.pages.page_figures import compared

@@ -10,13 +10,13 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from reports.commands.cli import main
-from reports.pages import page, plots
-from reports.pages.comment import comment
-from reports.pages.drawings import by_module, last_micro_batch, lines, timeline, tree
-from reports.pages.opening import pairs
-from reports.stored.frames import Run, in_order, load
-from reports.stored.summary import headline
+from shardproof.reports.commands.cli import main
+from shardproof.reports.pages import page, plots
+from shardproof.reports.pages.comment import comment
+from shardproof.reports.pages.drawings import by_module, last_micro_batch, lines, timeline, tree
+from shardproof.reports.pages.opening import pairs
+from shardproof.reports.stored.frames import Run, in_order, load
+from shardproof.reports.stored.summary import headline
 from tests.reports import sample_run
 from tests.reports.stored.test_summary import grown
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from parallel.schedules.pipeline import Pipeline
-from parallel.schedules.timing import bubble_stated
-from reports.commands.show import show_run
-from reports.commands.trace import trace_events
-from reports.pages import drawings, page
-from reports.stored import failures, summary
-from reports.stored.frames import Run, load
+from shardproof.parallel.schedules.pipeline import Pipeline
+from shardproof.parallel.schedules.timing import bubble_stated
+from shardproof.reports.commands.show import show_run
+from shardproof.reports.commands.trace import trace_events
+from shardproof.reports.pages import drawings, page
+from shardproof.reports.stored import failures, summary
+from shardproof.reports.stored.frames import Run, load
 from tests.parallel.schedules.laws import orders, timeline
 from tests.reports import sample_run
 from tests.reports.commands.test_trace import broken

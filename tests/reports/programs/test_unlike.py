@@ -6,11 +6,11 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from harness.ledger import COLUMNS
-from reports.pages.comment import comment
-from reports.programs import program_tables
-from reports.programs.unlike import unlike
-from reports.stored.frames import Run, load
+from shardproof.harness.ledger import COLUMNS
+from shardproof.reports.pages.comment import comment
+from shardproof.reports.programs import program_tables
+from shardproof.reports.programs.unlike import unlike
+from shardproof.reports.stored.frames import Run, load
 from tests.harness.command_line import CommandLine
 from tests.reports import sample_run
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from harness.checking.evidence import Verdict, Worst
-from harness.ledger import COLUMNS
-from harness.running.summary import SUMMARY_COLUMNS as HARNESS_COLUMNS
-from reports.stored.files import RunFolderError
-from reports.stored.frames import SUMMARY_COLUMNS, load
+from shardproof.harness.checking.evidence import Verdict, Worst
+from shardproof.harness.ledger import COLUMNS
+from shardproof.harness.running.summary import SUMMARY_COLUMNS as HARNESS_COLUMNS
+from shardproof.reports.stored.files import RunFolderError
+from shardproof.reports.stored.frames import SUMMARY_COLUMNS, load
 from tests.reports import sample_run
 
 

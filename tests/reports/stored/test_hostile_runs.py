@@ -19,15 +19,15 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from harness.ledger import Event, wire_bytes
-from harness.run_folder import SCHEMA
-from reports.comparing.comparison import compare
-from reports.comparing.snapshot import save, side, snapshot
-from reports.printing.printable import printable
-from reports.stored.files import RunFolderError
-from reports.stored.frames import load
-from reports.stored.summary import headline, traffic
-from suites.session.known_failures import read
+from shardproof.harness.ledger import Event, wire_bytes
+from shardproof.harness.run_folder import SCHEMA
+from shardproof.reports.comparing.comparison import compare
+from shardproof.reports.comparing.snapshot import save, side, snapshot
+from shardproof.reports.printing.printable import printable
+from shardproof.reports.stored.files import RunFolderError
+from shardproof.reports.stored.frames import load
+from shardproof.reports.stored.summary import headline, traffic
+from shardproof.suites.session.known_failures import read
 from tests.forked import started
 from tests.harness.command_line import CommandLine
 from tests.reports import sample_run

@@ -8,11 +8,11 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from reports.comparing import growth
-from reports.printing import text_tables
-from reports.programs import figures, program_tables
-from reports.stored import summary
-from reports.stored.frames import Run, in_order, load
+from shardproof.reports.comparing import growth
+from shardproof.reports.printing import text_tables
+from shardproof.reports.programs import figures, program_tables
+from shardproof.reports.stored import summary
+from shardproof.reports.stored.frames import Run, in_order, load
 from tests import ROOT
 from tests.reports import sample_run
 from tests.reports.sample_run import ACTIVATION_BYTES, TP, TP_SP

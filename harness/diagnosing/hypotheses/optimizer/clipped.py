@@ -10,13 +10,13 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from harness.checking.evidence import Evidence
-from harness.diagnosing.causes.cause import Cause, claimed
-from harness.diagnosing.causes.places import blocks_of
-from harness.diagnosing.causes.proofs import Explained
-from harness.diagnosing.causes.proofs import times as in_words
-from harness.diagnosing.hypotheses.factors import Predict
-from harness.diagnosing.hypotheses.optimizer.moved import Moved, before_step, of_kind, times
+from shardproof.harness.checking.evidence import Evidence
+from shardproof.harness.diagnosing.causes.cause import Cause, claimed
+from shardproof.harness.diagnosing.causes.places import blocks_of
+from shardproof.harness.diagnosing.causes.proofs import Explained
+from shardproof.harness.diagnosing.causes.proofs import times as in_words
+from shardproof.harness.diagnosing.hypotheses.factors import Predict
+from shardproof.harness.diagnosing.hypotheses.optimizer.moved import Moved, before_step, of_kind, times
 
 APART = 1e-3
 """Factors are different ones beyond this share of themselves."""

@@ -12,13 +12,13 @@ A wrong m' or v' is fitted by the right one and the one before: `value = x right
 import math
 from collections.abc import Sequence
 
-from harness.checking.evidence import Evidence
-from harness.checking.measures.kinds import kind_of
-from harness.diagnosing.causes.cause import Cause, claimed
-from harness.diagnosing.causes.proofs import Explained
-from harness.diagnosing.causes.proofs import times as in_words
-from harness.diagnosing.hypotheses.factors import Predict
-from harness.diagnosing.hypotheses.optimizer.moved import Moved, fitted, moved, times
+from shardproof.harness.checking.evidence import Evidence
+from shardproof.harness.checking.measures.kinds import kind_of
+from shardproof.harness.diagnosing.causes.cause import Cause, claimed
+from shardproof.harness.diagnosing.causes.proofs import Explained
+from shardproof.harness.diagnosing.causes.proofs import times as in_words
+from shardproof.harness.diagnosing.hypotheses.factors import Predict
+from shardproof.harness.diagnosing.hypotheses.optimizer.moved import Moved, fitted, moved, times
 
 NEAR = 1e-4
 """Weights of a fit are equal within this."""

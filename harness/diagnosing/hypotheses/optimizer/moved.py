@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from harness.checking.evidence import Evidence
+from shardproof.harness.checking.evidence import Evidence
 
 LEFT = 1e-4
 """A fit explains what is wrong when it leaves less than this share of it."""

@@ -12,24 +12,24 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from harness.checking.evidence import Evidence
-from harness.checking.measures.kinds import kind_of, step_of
-from harness.diagnosing.causes.cause import Cause, claimed
-from harness.diagnosing.causes.hypothesis import STATE, Failure, Hypothesis
-from harness.diagnosing.causes.places import blocks_of
-from harness.diagnosing.causes.proofs import FEWEST_OF_A_FACTOR, Explained, independent
-from harness.diagnosing.causes.proofs import times as in_words
-from harness.diagnosing.hypotheses.factors import Measure, Predict, every_size, meaning_of
-from harness.diagnosing.hypotheses.optimizer.clipped import by_block, by_element, by_square
-from harness.diagnosing.hypotheses.optimizer.moments import (
+from shardproof.harness.checking.evidence import Evidence
+from shardproof.harness.checking.measures.kinds import kind_of, step_of
+from shardproof.harness.diagnosing.causes.cause import Cause, claimed
+from shardproof.harness.diagnosing.causes.hypothesis import STATE, Failure, Hypothesis
+from shardproof.harness.diagnosing.causes.places import blocks_of
+from shardproof.harness.diagnosing.causes.proofs import FEWEST_OF_A_FACTOR, Explained, independent
+from shardproof.harness.diagnosing.causes.proofs import times as in_words
+from shardproof.harness.diagnosing.hypotheses.factors import Measure, Predict, every_size, meaning_of
+from shardproof.harness.diagnosing.hypotheses.optimizer.clipped import by_block, by_element, by_square
+from shardproof.harness.diagnosing.hypotheses.optimizer.moments import (
     correction,
     epsilon,
     from_moments,
     gradient_factor,
     of_gradients,
 )
-from harness.diagnosing.hypotheses.optimizer.moved import Moved, before_step, fitted, moved, of_kind, times
-from harness.errors import ranks_text
+from shardproof.harness.diagnosing.hypotheses.optimizer.moved import Moved, before_step, fitted, moved, of_kind, times
+from shardproof.harness.errors import ranks_text
 
 CLOSE = 1e-4
 """A factor is that of clipping within this share of itself."""

@@ -9,15 +9,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from harness.checking.evidence import Evidence
-from harness.checking.measures.kinds import kind_of
-from harness.diagnosing.causes.cause import Cause, claimed
-from harness.diagnosing.causes.hypothesis import LATER, STATE, Failure, Hypothesis
-from harness.diagnosing.causes.places import is_cut
-from harness.diagnosing.causes.proofs import Explained
-from harness.diagnosing.hypotheses.optimizer.moved import moved
-from harness.diagnosing.hypotheses.patterns import by_size, nearest_parts
-from harness.mesh_axes import split_axes
+from shardproof.harness.checking.evidence import Evidence
+from shardproof.harness.checking.measures.kinds import kind_of
+from shardproof.harness.diagnosing.causes.cause import Cause, claimed
+from shardproof.harness.diagnosing.causes.hypothesis import LATER, STATE, Failure, Hypothesis
+from shardproof.harness.diagnosing.causes.places import is_cut
+from shardproof.harness.diagnosing.causes.proofs import Explained
+from shardproof.harness.diagnosing.hypotheses.optimizer.moved import moved
+from shardproof.harness.diagnosing.hypotheses.patterns import by_size, nearest_parts
+from shardproof.harness.mesh_axes import split_axes
 
 MOVED = 0.2
 """Training moves a weight by less than this share of what another part of it differs by."""

@@ -26,19 +26,19 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any, NoReturn
 
-from harness.engines.one_thread import ONE_THREAD
-from harness.engines.processes.exit_status import OUR_STATUS, ProcessEnd, process_end
-from harness.engines.processes.flight_recorder import Recording, anonymous_file
-from harness.errors import MachineError
-from harness.interpreter import command
+from shardproof.harness.engines.one_thread import ONE_THREAD
+from shardproof.harness.engines.processes.exit_status import OUR_STATUS, ProcessEnd, process_end
+from shardproof.harness.engines.processes.flight_recorder import Recording, anonymous_file
+from shardproof.harness.errors import MachineError
+from shardproof.harness.interpreter import command
 
 _PRELOADED = (
     "torch.distributed.tensor",
     "torch.distributed.fsdp",
     "torch.fx.experimental.symbolic_shapes",  # what the first backward of a process would import, for 0.35 s
-    "harness.running.ranks.execution",
+    "shardproof.harness.running.ranks.execution",
 )
-_MAIN = "harness.engines.processes.forked.fork_server:main"
+_MAIN = "shardproof.harness.engines.processes.forked.fork_server:main"
 _START_S = 120.0
 _ANSWER_S = 30.0
 _BURIAL_S = 2.0
@@ -187,7 +187,7 @@ def main(descriptor: int) -> None:
     driver = os.getppid()
     for name in _PRELOADED:
         importlib.import_module(name)
-    worker: Any = importlib.import_module("harness.engines.processes.forked.worker")
+    worker: Any = importlib.import_module("shardproof.harness.engines.processes.forked.worker")
     gc.freeze()  # what is loaded now is shared by all workers and never scanned again
     gc.enable()  # imports, which make no garbage, were done without
     _Server(Connection(descriptor), driver, worker.serve).run()

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch.distributed import distributed_c10d as c10d
 
-from harness.torch_internals.lookup import standing
-from harness.torch_internals.world import Maker, groups_made_by
+from shardproof.harness.torch_internals.lookup import standing
+from shardproof.harness.torch_internals.world import Maker, groups_made_by
 
 _Key = tuple[str, int, tuple[int, ...]]
 

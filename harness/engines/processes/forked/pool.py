@@ -20,13 +20,20 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from harness.engines.engine import Engine, RunRequest, Unwaited
-from harness.engines.processes.forked.fork_server import ForkServer, Worker
-from harness.engines.processes.forked.stacks import standings
-from harness.engines.processes.messages import RunOrder, Standing, WorkerReport, packed, packed_program, unpacked
-from harness.engines.processes.supervisor import Supervisor, Workers
-from harness.errors import MachineError
-from harness.ledger import Observer
+from shardproof.harness.engines.engine import Engine, RunRequest, Unwaited
+from shardproof.harness.engines.processes.forked.fork_server import ForkServer, Worker
+from shardproof.harness.engines.processes.forked.stacks import standings
+from shardproof.harness.engines.processes.messages import (
+    RunOrder,
+    Standing,
+    WorkerReport,
+    packed,
+    packed_program,
+    unpacked,
+)
+from shardproof.harness.engines.processes.supervisor import Supervisor, Workers
+from shardproof.harness.errors import MachineError
+from shardproof.harness.ledger import Observer
 
 _HOST = "127.0.0.1"
 _MOST_IDLE = 16

@@ -14,13 +14,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from harness.engines.calls.callers import is_user, shortened
-from harness.engines.processes import rank_program
-from harness.engines.processes.flight_recorder import RECORDER_BYTES
-from harness.engines.processes.forked.fork_server import Worker
-from harness.engines.processes.messages import Standing
-from harness.engines.processes.waits import is_waiting
-from harness.torch_internals.compiler import is_compiler
+from shardproof.harness.engines.calls.callers import is_user, shortened
+from shardproof.harness.engines.processes import rank_program
+from shardproof.harness.engines.processes.flight_recorder import RECORDER_BYTES
+from shardproof.harness.engines.processes.forked.fork_server import Worker
+from shardproof.harness.engines.processes.messages import Standing
+from shardproof.harness.engines.processes.waits import is_waiting
+from shardproof.harness.torch_internals.compiler import is_compiler
 
 _SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 _LINE = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')

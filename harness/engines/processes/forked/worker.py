@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, TCPStore
 
-from harness.engines.interposer import Interposer
-from harness.engines.processes.flight_recorder import FlightRecorder
-from harness.engines.processes.forked import stacks
-from harness.engines.processes.forked.kept_groups import KeptGroups
-from harness.engines.processes.messages import RunOrder, WorkerReport, packed_report, unpacked
-from harness.engines.processes.rank_program import result_of, seed_streams, world
-from harness.errors import error_text
-from harness.torch_internals.modes import not_deterministic
+from shardproof.harness.engines.interposer import Interposer
+from shardproof.harness.engines.processes.flight_recorder import FlightRecorder
+from shardproof.harness.engines.processes.forked import stacks
+from shardproof.harness.engines.processes.forked.kept_groups import KeptGroups
+from shardproof.harness.engines.processes.messages import RunOrder, WorkerReport, packed_report, unpacked
+from shardproof.harness.engines.processes.rank_program import result_of, seed_streams, world
+from shardproof.harness.errors import error_text
+from shardproof.harness.torch_internals.modes import not_deterministic
 
 
 def share(processors: Iterable[int], rank: int, world_size: int) -> frozenset[int]:

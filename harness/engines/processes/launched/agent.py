@@ -18,14 +18,14 @@ from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
-from harness.engines.processes.exit_status import ProcessEnd
-from harness.engines.processes.flight_recorder import ReadCalls
-from harness.engines.processes.forked.fork_server import ForkServer, Worker
-from harness.engines.processes.forked.pool import hash_seed
-from harness.engines.processes.forked.stacks import standings
-from harness.engines.processes.launched.rendezvous import Launched
-from harness.engines.processes.messages import RunOrder, Standing, packed
-from harness.errors import MachineError
+from shardproof.harness.engines.processes.exit_status import ProcessEnd
+from shardproof.harness.engines.processes.flight_recorder import ReadCalls
+from shardproof.harness.engines.processes.forked.fork_server import ForkServer, Worker
+from shardproof.harness.engines.processes.forked.pool import hash_seed
+from shardproof.harness.engines.processes.forked.stacks import standings
+from shardproof.harness.engines.processes.launched.rendezvous import Launched
+from shardproof.harness.engines.processes.messages import RunOrder, Standing, packed
+from shardproof.harness.errors import MachineError
 
 START, RUN, CALLS, WHERE, LEAVE, KILL, END = "start", "run", "calls", "where", "leave", "kill", "end"
 """START, CALLS and WHERE are answered at once; START makes a worker where there is none. A rank that has ended keeps

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed import Store
 from torch.distributed.rendezvous import rendezvous
 
-from harness.errors import MachineError, RequestError, ranks_text
+from shardproof.harness.errors import MachineError, RequestError, ranks_text
 
 TORCHRUN_LINE = 'torchrun --nnodes 1 --nproc-per-node 2 -m shardproof run "mode=tp tp=2" --engine torchrun'
 """A command that makes the environment; torchrun on every node, with --nnodes N and --node-rank, for several."""

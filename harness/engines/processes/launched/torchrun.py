@@ -21,15 +21,15 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from harness.engines.engine import Engine, RunRequest
-from harness.engines.processes.exit_status import ProcessEnd
-from harness.engines.processes.flight_recorder import ReadCalls
-from harness.engines.processes.launched.agent import CALLS, END, KILL, LEAVE, RUN, START, WHERE, relayed
-from harness.engines.processes.launched.rendezvous import gather, join, launched
-from harness.engines.processes.messages import RunOrder, Standing, WorkerReport, packed_program, unpacked
-from harness.engines.processes.supervisor import Supervisor, Workers
-from harness.errors import MachineError, RequestError
-from harness.ledger import Observer
+from shardproof.harness.engines.engine import Engine, RunRequest
+from shardproof.harness.engines.processes.exit_status import ProcessEnd
+from shardproof.harness.engines.processes.flight_recorder import ReadCalls
+from shardproof.harness.engines.processes.launched.agent import CALLS, END, KILL, LEAVE, RUN, START, WHERE, relayed
+from shardproof.harness.engines.processes.launched.rendezvous import gather, join, launched
+from shardproof.harness.engines.processes.messages import RunOrder, Standing, WorkerReport, packed_program, unpacked
+from shardproof.harness.engines.processes.supervisor import Supervisor, Workers
+from shardproof.harness.errors import MachineError, RequestError
+from shardproof.harness.ledger import Observer
 
 _JOIN_S = 60.0
 """How long the processes of a world may take to find each other."""

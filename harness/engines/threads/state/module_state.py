@@ -17,7 +17,7 @@ from enum import EnumMeta
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any, Protocol
 
-from harness.errors import RequestError, error_text
+from shardproof.harness.errors import RequestError, error_text
 
 Names = dict[str, Any]
 _CACHE: Any = type(functools.cache(len))

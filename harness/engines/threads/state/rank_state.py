@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from harness.torch_internals.memory import generator_address
+from shardproof.harness.torch_internals.memory import generator_address
 
 if TYPE_CHECKING:
-    from harness.engines.threads.state.module_state import Namespace
+    from shardproof.harness.engines.threads.state.module_state import Namespace
 
 _WORDS = 624
 _BYTES = 4 * (1 + _WORDS)
@@ -165,7 +165,7 @@ class PerRankState:
         self._dtypes = [torch.get_default_dtype()] * world_size
         self._names: list[list[dict[str, Any]]] = [[] for _ in range(world_size)]
         if self._places:
-            from harness.engines.threads.state.module_state import own  # noqa: PLC0415
+            from shardproof.harness.engines.threads.state.module_state import own  # noqa: PLC0415
 
             self._names = [own(self._places) for _ in range(world_size)]
         self._holder = -1

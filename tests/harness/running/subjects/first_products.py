@@ -21,11 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from harness.engines.threads.inproc import InprocEngine
-from harness.ledger import REPEATABLE
-from harness.running.proof import prove
-from harness.running.result import CaseResult
-from harness.subject import case_of, named
+from shardproof.harness.engines.threads.inproc import InprocEngine
+from shardproof.harness.ledger import REPEATABLE
+from shardproof.harness.running.proof import prove
+from shardproof.harness.running.result import CaseResult
+from shardproof.harness.subject import case_of, named
 
 D, H, ROWS = 16, 64, 6
 

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from harness.outcome.blocks import blocks
-from harness.outcome.merging import merge
-from harness.plain_case import Vocabulary
-from harness.recording.capturing.dropout_masks import Draw, taken_out
-from harness.running.truth.joint_masks import RankMasks, in_order, masks_of
+from shardproof.harness.outcome.blocks import blocks
+from shardproof.harness.outcome.merging import merge
+from shardproof.harness.plain_case import Vocabulary
+from shardproof.harness.recording.capturing.dropout_masks import Draw, taken_out
+from shardproof.harness.running.truth.joint_masks import RankMasks, in_order, masks_of
 from tests.harness.proofs import proved
 from tests.harness.recording.toy_calls import Part
 

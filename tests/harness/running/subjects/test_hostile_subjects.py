@@ -15,15 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness import ledger
-from harness.errors import RequestError, error_text
-from harness.resolve import resolve
-from harness.running.ranks.execution import RankTask, perform
-from harness.running.result import CaseResult
-from harness.subject import NamedSubject, Unanswered, answered, claims, named
-from reference.case import Case
-from reference.language.modes import MODES
-from reference.training import subject as dense
+from shardproof.harness import ledger
+from shardproof.harness.errors import RequestError, error_text
+from shardproof.harness.resolve import resolve
+from shardproof.harness.running.ranks.execution import RankTask, perform
+from shardproof.harness.running.result import CaseResult
+from shardproof.harness.subject import NamedSubject, Unanswered, answered, claims, named
+from shardproof.reference.case import Case
+from shardproof.reference.language.modes import MODES
+from shardproof.reference.training import subject as dense
 from tests.harness.proofs import proved, ran
 from tests.harness.toy_subjects import Stating, right
 
@@ -187,8 +187,8 @@ def test_attributes_that_raise_when_they_are_read_are_told_where_they_are_asked(
 
 
 def test_objects_and_their_attributes_are_found() -> None:
-    assert resolve("harness.ledger:OPS") is ledger.OPS
-    assert resolve("reference.case:Case.parse")("mode=tp").mode == "tp"  # type: ignore[operator]
+    assert resolve("shardproof.harness.ledger:OPS") is ledger.OPS
+    assert resolve("shardproof.reference.case:Case.parse")("mode=tp").mode == "tp"  # type: ignore[operator]
 
 
 MALFORMED = r"must be written module:object; legal: parallel\.subject:subject"
@@ -197,10 +197,10 @@ MALFORMED = r"must be written module:object; legal: parallel\.subject:subject"
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        *((name, MALFORMED) for name in ("", "harness.ledger:", ":OPS", "./file:x", "a:b:c")),
+        *((name, MALFORMED) for name in ("", "shardproof.harness.ledger:", ":OPS", "./file:x", "a:b:c")),
         ("no_such_package.inner:x", "there is no module 'no_such_package' in"),
         ("harness.nothing:x", r"there is no module 'harness\.nothing' in"),
-        ("harness.ledger:COLUMN", r"harness\.ledger has no 'COLUMN'; legal: harness\.ledger:COLUMNS"),
+        ("shardproof.harness.ledger:COLUMN", r"harness\.ledger has no 'COLUMN'; legal: harness\.ledger:COLUMNS"),
     ],
 )
 def test_a_name_that_leads_nowhere_is_refused_and_of_objects_the_nearest_is_told(name: str, message: str) -> None:
@@ -233,7 +233,7 @@ LEGAL = "legal: tp|tp-sp|mtp|msp|fsp|isp|autotp"
 
 
 def test_a_subject_that_claims_nothing_is_asked_everything() -> None:
-    assert claims(named(right)).modes == claims(named("parallel.subject:subject")).modes == tuple(MODES)
+    assert claims(named(right)).modes == claims(named("shardproof.parallel.subject:subject")).modes == tuple(MODES)
 
 
 def test_a_mode_that_no_case_can_have_is_left_out_and_known_and_one_that_is_not_claimed_cannot_be_chosen() -> None:

@@ -17,12 +17,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.diagnosing.tracebacks import last_frames, whole
-from harness.engines.processes.forked.pool import PoolEngine
-from harness.errors import Desynchronised, Position, RankDied, RankRaised, TimeLimit
-from parallel.subject import subject
-from reference.case import Case
-from reports.stored import frames
+from shardproof.harness.diagnosing.tracebacks import last_frames, whole
+from shardproof.harness.engines.processes.forked.pool import PoolEngine
+from shardproof.harness.errors import Desynchronised, Position, RankDied, RankRaised, TimeLimit
+from shardproof.parallel.subject import subject
+from shardproof.reference.case import Case
+from shardproof.reports.stored import frames
 from tests.harness.command_line import ONE, CommandLine
 from tests.harness.proofs import ran
 from tests.harness.toy_subjects import wrong
@@ -80,7 +80,7 @@ def test_seconds_that_are_none_are_refused(shardproof: CommandLine) -> None:
 def test_what_a_subject_does_to_its_process_is_its_failure_and_a_kill_is_the_machines(
     tmp_path: Path, pool: PoolEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("harness.running.run.engine_named", lambda _: nullcontext(pool))
+    monkeypatch.setattr("shardproof.harness.running.run.engine_named", lambda _: nullcontext(pool))
     cases = (f"{SMALL} seed={seed}" for seed in (1, 2, 3, 4))
     result = ran(tmp_path, f"{ME}failing", *cases, engine="pool")
     verdicts = [(verdict.check, verdict.verdict) for verdict in result.verdicts]
@@ -169,10 +169,10 @@ def test_a_script_that_cannot_be_written_in_the_end_takes_no_verdict_along(
     def dying(*_: object) -> str:
         raise RankDied("rank 0 ended with status 9", ranks=(0,), positions=())
 
-    monkeypatch.setattr("harness.reproducing.repro.emit", dying)
+    monkeypatch.setattr("shardproof.harness.reproducing.repro.emit", dying)
     status, out, _ = shardproof(*words, "--json")
     assert status == 1 and "rank 0 ended with status 9" in json.loads(out)["notes"]
     Path("repro.py").rmdir()
-    monkeypatch.setattr("harness.reproducing.repro.emit", lambda *_: 1 / 0)
+    monkeypatch.setattr("shardproof.harness.reproducing.repro.emit", lambda *_: 1 / 0)
     status, out, _ = shardproof(*words)
     assert status == 1 and "note: repro.py was not written: ZeroDivisionError: division by zero\n" in out

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import shardproof
-from suites.subjects import dropout
+from shardproof.suites.subjects import dropout
 from tests.harness.proofs import failed, planted_on_ranks, proved, verdict_of
 from tests.harness.toy_subjects import Changed
 
@@ -27,7 +27,7 @@ def message(result: Any, check: str) -> str:
 
 @pytest.mark.parametrize(("case", "truth"), [("tp=2 dp=3", ""), ("dp=2 tp=2 recompute=true dtype=float32", "alone")])
 def test_numbers_are_the_truths_with_the_masks_of_the_ranks(case: str, truth: str) -> None:
-    result = proved("suites.subjects.dropout:subject", case, truth=truth)
+    result = proved("shardproof.suites.subjects.dropout:subject", case, truth=truth)
     assert failed(result) == set()
     assert result.evidence is not None and result.evidence.mask_draws is not None
     assert len(result.evidence.given) == 2 * 3 * result.case.axis_sizes["dp"] * 2  # type: ignore[attr-defined]

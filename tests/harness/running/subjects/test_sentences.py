@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from harness.engines.shapes.dry import DryEngine
-from harness.engines.threads.inproc import InprocEngine
-from harness.errors import RequestError
-from harness.resolve import resolve
-from reference.case import Case
+from shardproof.harness.engines.shapes.dry import DryEngine
+from shardproof.harness.engines.threads.inproc import InprocEngine
+from shardproof.harness.errors import RequestError
+from shardproof.harness.resolve import resolve
+from shardproof.reference.case import Case
 from tests.harness.proofs import proved
 
 CASE = Case.parse("layers=1 hidden=16 heads=2 ffn=16 seq=8 micro=1 steps=1")
@@ -34,7 +34,10 @@ FILES |= {"needs.py": "import no_such_package.inner\n", "broken.py": "def ("}
         ("train_tp", "must be written module:object; legal: train_tp:step"),
         ("empty.py", "is a file, .*; legal: empty:subject; it defines nothing; "),
         ("broken.py", "is a file, .*; legal: broken:subject; it defines nothing; "),
-        ("absent.py", "must be written module:object, and there is no such file; legal: parallel.subject:subject"),
+        (
+            "absent.py",
+            "must be written module:object, and there is no such file; legal: shardproof.parallel.subject:subject",
+        ),
         ("2d.py", "must be written module:object, and there is no such file"),
         ("2d:run", "'2d' begins with a digit, which .*; legal: rename it to subject_2d and write subject_2d:run"),
         ("my-net:run", "'my-net' has a hyphen, which .*; legal: rename it to my_net and write my_net:run"),
