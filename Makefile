@@ -27,8 +27,19 @@ witnesses: $(READY)      ## every mode on 4 processes: recorder, torch profiler,
 	    $(shell $(BIN)/python -c "from shardproof.reference.case.default_cases import plain_cases; from shardproof.reference.language.modes import MODES; \
 	        print(*(chr(34) + str(plain_cases(mode)[2].but(steps=3)) + chr(34) for mode in MODES))")
 
-compat:                  ## torch 2.11 to 2.15 on Python 3.12, once on 3.11 and 3.13, each in .compat/; COMPAT_ARGS="--only 3.12:2.14"
-	$(PYTHON) -m bench.compat $(COMPAT_ARGS)
+# Python:torch; each environment has up to 6 GB.
+COMPAT ?= 3.12:2.11.0 3.12:2.12.1 3.12:2.13.0 3.12:2.14.1 3.12:2.15.0 3.11:2.13.0 3.13:2.14.1
+COMPAT_TESTS := tests/harness/engines tests/harness/shapes tests/harness/threads/test_inproc_calls.py \
+    tests/harness/processes/test_torchrun.py tests/harness/programs/test_recorded_programs.py
+
+compat:                  ## the default run and tests of engines under each torch, in .compat/; COMPAT="3.12:2.14.1" for one
+	mkdir -p .compat && grep -v '^torch==' constraints.txt > .compat/constraints.txt
+	set -e; for pair in $(COMPAT); do \
+	    place=.compat/torch-$${pair#*:}-$${pair%:*}; python$${pair%:*} -m venv --clear $$place; \
+	    $$place/bin/python -m pip install --quiet --disable-pip-version-check --constraint .compat/constraints.txt \
+	        "torch==$${pair#*:}" --editable .; \
+	    $$place/bin/shardproof run; $$place/bin/pytest -q -p no:cacheprovider $(COMPAT_TESTS); rm -r $$place; \
+	done
 
 dist:                    ## a wheel in dist/, installed into a bare environment that proves a case
 	rm -rf dist .dist

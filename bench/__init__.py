@@ -1,1 +1,1 @@
-"""Campaigns as commands: speed, costs, false alarms, broken programs, other versions of torch, two commits."""
+"""Campaigns as commands: speed, costs, false alarms, other systems, two commits."""

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bench.compat import MATRIX
+from shardproof.harness.torch_internals.lookup import TESTED
 from shardproof.reference.language.modes import MODES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -56,8 +56,7 @@ def badges(page: str) -> Mapping[Path, str]:
     (killed,) = re.findall(r"^\| killed, of those .*$", page, re.MULTILINE)
     counts = [(int(found), int(of)) for found, of in re.findall(r"(\d+) of (\d+)", killed)]
     found, planted = (sum(numbers) for numbers in zip(*counts, strict=True))
-    releases = sorted({tuple(map(int, torch.split(".")[:2])) for _, torch in MATRIX})
-    first, last = (".".join(map(str, release)) for release in (releases[0], releases[-1]))
+    first, last = (".".join(map(str, release)) for release in TESTED)
     return {
         FOLDER / "bugs.svg": _badge("planted bugs found", f"{found} of {planted}", good=found >= 0.99 * planted),
         FOLDER / "modes.svg": _badge("modes proved", f"{len(proved)} of {len(MODES)}", good=len(proved) == len(MODES)),

@@ -17,7 +17,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 
@@ -31,7 +30,7 @@ from shardproof.harness.mesh_axes import SLICES
 from shardproof.harness.running.experiments import Failed, words_needed
 from shardproof.harness.running.proof import prove
 from shardproof.harness.running.result import CaseResult
-from shardproof.harness.subject import named
+from shardproof.harness.subject import NamedSubject, named
 from shardproof.reference.case import Case
 from shardproof.reference.case.default_cases import default_cases
 from shardproof.reference.case.domains import domains
@@ -49,24 +48,8 @@ _DERIVED = {"world": tuple(Case().mesh), "wdp": ("dp", SLICES), "padding": ("voc
 """Words of a condition that follow from others."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """Result of the default run for one bug; empty where it passes."""
-
-    name: str
-    killed: bool
-    case: str
-    checks: str
-    place_right: str
-    first: str
-    cause_right: str
-    causes: str
-    when_right: str
-    when_true: str
-    when: str
-    needed: str
-    wrong: str
-    seconds: float
+COLUMNS = "name killed case checks place_right first cause_right causes when_right when_true when needed wrong seconds"
+"""Columns of the file; all but the bug's own are empty where the default run passes."""
 
 
 def in_order(checkpoint: str) -> list[Case]:
@@ -77,25 +60,46 @@ def in_order(checkpoint: str) -> list[Case]:
     return sorted(cases, key=lambda case: (simple[case], bool(case.load)))
 
 
-def measured(bug: Mutant, engine: InprocEngine) -> Row:
+def measured(bug: Mutant, engine: InprocEngine) -> dict[str, object]:
     """The row of one bug."""
-    start_s, result = time.monotonic(), None
+    row: dict[str, object] = dict.fromkeys(COLUMNS.split(), "")
+    row |= {"name": bug.name, "killed": False, "wrong": bug.wrong}
+    row["needed"] = f"{bug.condition} modes={'|'.join(bug.modes)}"
+    start_s = time.monotonic()
     with bug.subject() as planted, tempfile.TemporaryDirectory() as folder:
         subject = named(planted)
         twice = default_cases(checkpoint=f"{folder}/checkpoint")[::REPEATED]
         for case in in_order(f"{folder}/checkpoint"):
             result = prove(case, subject, engine, timeout_s=_TIMEOUT_S, repeat=case in twice)
             if result.verdict == FAIL:
+                row |= _failed(bug, result) | _when(bug, result, subject, engine)
                 break
-        if not result or result.verdict != FAIL:
-            return _row(bug, None, "", "", "", time.monotonic() - start_s)
-        failed = Failed(case=result.case, verdicts=result.verdicts)
-        proves = partial(prove, subject=subject, engine=engine, explain=False)
-        found = words_needed(failed, subject, proves, time.monotonic() + _WHEN_S)
-        seconds = time.monotonic() - start_s
-        again = partial(proves, timeout_s=_TIMEOUT_S)
-        is_true = not false_statements(found.text, lambda text: again(Case.parse(text)))
-        return _row(bug, result, _judged(bug, found), "yes" if is_true else "no", found.text, seconds)
+    return row | {"seconds": round(time.monotonic() - start_s, 1)}
+
+
+def _failed(bug: Mutant, result: CaseResult) -> dict[str, object]:
+    """Columns of the failure itself."""
+    diagnosis = result.diagnosis
+    failed = [verdict for verdict in result.verdicts if verdict.verdict == FAIL]
+    first = diagnosis.first if diagnosis else None
+    return {
+        "killed": True,
+        "case": result.text,
+        "checks": " ".join(verdict.check for verdict in failed),
+        "place_right": right_place(bug, diagnosis),
+        "first": f"{first.phase} of {first.region or 'no module'}" if first else "",
+        "cause_right": cause_told(bug, diagnosis) if bug.cause else "",
+        "causes": next((line for verdict in failed for line in _CAUSES.findall(verdict.message)), ""),
+    }
+
+
+def _when(bug: Mutant, result: CaseResult, subject: NamedSubject, engine: InprocEngine) -> dict[str, object]:
+    """Columns of the words that the failure needs, each of whose statements is run again."""
+    failed = Failed(case=result.case, verdicts=result.verdicts)
+    again = partial(prove, subject=subject, engine=engine, explain=False)
+    found = words_needed(failed, subject, again, time.monotonic() + _WHEN_S)
+    wrong = false_statements(found.text, lambda text: again(Case.parse(text), timeout_s=_TIMEOUT_S))
+    return {"when_right": _judged(bug, found), "when_true": "no" if wrong else "yes", "when": found.text}
 
 
 def _judged(bug: Mutant, found: NeededWords) -> str:
@@ -126,29 +130,6 @@ def _implied(word: str, words: set[str], case: Case, condition: str) -> bool:
     return all(holds(about, Case(**other)) for other in others if other)
 
 
-def _row(bug: Mutant, result: CaseResult | None, when_right: str, when_true: str, when: str, seconds: float) -> Row:
-    diagnosis = result.diagnosis if result else None
-    first = diagnosis.first if diagnosis else None
-    failed = [v for v in result.verdicts if v.verdict == FAIL] if result else []
-    causes = [line for v in failed for line in _CAUSES.findall(v.message)]
-    return Row(
-        name=bug.name,
-        killed=bool(result),
-        case=result.text if result else "",
-        checks=" ".join(v.check for v in failed),
-        place_right=right_place(bug, diagnosis) if result else "",
-        first=f"{first.phase} of {first.region or 'no module'}" if first else "",
-        cause_right=(cause_told(bug, diagnosis) if bug.cause else "") if result else "",
-        causes=next(iter(causes), ""),
-        when_right=when_right,
-        when_true=when_true,
-        when=when,
-        needed=f"{bug.condition} modes={'|'.join(bug.modes)}",
-        wrong=bug.wrong,
-        seconds=round(seconds, 1),
-    )
-
-
 def main(words: Sequence[str]) -> int:
     """Measure the bugs of one list; exit status 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -159,18 +140,17 @@ def main(words: Sequence[str]) -> int:
     number, parts = map(int, asked.part.split("/"))
     torch.set_num_threads(1)
     with InprocEngine() as engine, asked.out.open("w", newline="", encoding="utf-8") as file:
-        table = csv.DictWriter(file, [field.name for field in fields(Row)])
+        table = csv.DictWriter(file, COLUMNS.split())
         table.writeheader()
         rows = []
         for bug in _BUGS[asked.bugs][number - 1 :: parts]:
             rows.append(measured(bug, engine))
-            table.writerow(asdict(rows[-1]))
+            table.writerow(rows[-1])
             file.flush()
-    killed = [row for row in rows if row.killed]
+    killed = [row for row in rows if row["killed"]]
     print(f"killed {len(killed)} of {len(rows)}")
-    print(f"first place right {sum(row.place_right == 'yes' for row in killed)} of {len(killed)}")
-    print(f"when: right {sum(row.when_right == 'yes' for row in killed)} of {len(killed)}")
-    print(f"when: every statement true {sum(row.when_true == 'yes' for row in killed)} of {len(killed)}")
+    for column in ("place_right", "when_right", "when_true"):
+        print(f"{column} {sum(row[column] == 'yes' for row in killed)} of {len(killed)}")
     return 0
 
 

@@ -37,13 +37,11 @@ _RANKS = f"""
 import torch
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.torch_internals.compiler import leave_unloaded
-from shardproof.harness.torch_internals.memory import keep_freed_memory
 from shardproof.parallel.subject import subject
 from shardproof.reference.model import parameters
 from shardproof.reference.case import Case
 
 leave_unloaded()
-keep_freed_memory()
 torch.set_num_threads(1)
 case = Case.parse("{REAL_WIDTHS}")
 parameters._latest = lambda *_: {{}}

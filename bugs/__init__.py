@@ -21,7 +21,7 @@ indented as the line where the old text begins. A line that is indented by four 
     cases     words that every case has                   where    conditions on the drawn cases
     modes     modes (or groups of modes) that host it, each with conditions of its own
     fails     the check that must fail, `|` between several; `alone`: no other check fails
-    in, of    phase and module of the first wrong place    as       causes that are right to report
+    in, of    phase and module of the first wrong place    as       causes that are right, `none` where each misleads
     equivalent, wrong, case, system                        why it cannot be seen; what is wrong; a case; who has it
 
 A record that stands for a public issue names it as SYSTEM #N (`references.SYSTEMS` has the systems). A record that only

@@ -9,15 +9,14 @@ import builtins
 import importlib
 import importlib.abc
 import importlib.machinery
-import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any
 
-from shardproof.bugs.anchors import changed, found, source_of
+from shardproof.bugs.anchors import changed, source_of
 from shardproof.bugs.record import Change
 
 Subject = Callable[..., Any]
@@ -123,7 +122,7 @@ def planted_everywhere(
 ) -> Iterator[None]:
     """Import these packages, when found by name, from copies with these sources.
 
-    Copies have the dense model, the statements about the data, and our subject.
+    Copies have the dense model and our subject.
     """
     with _Copy(packages, sources).found():
         yield
@@ -134,36 +133,3 @@ def planted(sources: Mapping[str, str], subject: str = "shardproof.parallel.subj
     module, _, name = subject.partition(":")
     built: Subject = getattr(planted_module(sources, module), name)
     return built
-
-
-@contextmanager
-def patched(name: str, changes: tuple[Change, ...]) -> Iterator[None]:
-    """Inside, functions of a package that cannot be imported twice run changed code, in every thread.
-
-    Raises AnchorLost for a bug without a place.
-    """
-    swaps = []
-    for module, text in changed(name, changes).items():
-        loaded = importlib.import_module(module)
-        every = dict(_codes(compile(text, str(loaded.__file__), "exec")))
-        for within in {change.within for change in changes if found(change).module == module}:
-            function: Any = loaded
-            for part in within.split("."):
-                function = getattr(function, part)
-            swaps.append((inspect.unwrap(function), every[within]))
-    right = [function.__code__ for function, _ in swaps]
-    for function, code in swaps:
-        function.__code__ = code
-    try:
-        yield
-    finally:
-        for (function, _), code in zip(swaps, right, strict=True):
-            function.__code__ = code
-
-
-def _codes(code: CodeType) -> Iterator[tuple[str, CodeType]]:
-    """Qualified name and code of everything inside."""
-    for one in code.co_consts:
-        if isinstance(one, CodeType):
-            yield one.co_qualname, one
-            yield from _codes(one)

@@ -187,7 +187,7 @@ def _bug(path: Path, name: str, fields: dict[str, Any], kind: type[B], groups: M
         alone="alone" in fields,
         phase=_alternatives(text("in")),
         region=_alternatives(text("of")),
-        cause=text("as"),
+        cause="" if text("as") == "none" else text("as"),
         equivalent=fields.get("equivalent", ""),
         held_back="held_back" in path.parts,
         wrong=fields.get("wrong", ""),

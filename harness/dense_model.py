@@ -6,9 +6,8 @@ Outcomes are full tensors by name; functions of (case, device) take what they ca
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
-from shardproof.harness.protocols import FactsLike
 from shardproof.harness.resolve import resolve
 
 if TYPE_CHECKING:
@@ -19,33 +18,6 @@ Outcome: TypeAlias = "Mapping[str, Tensor]"
 NAME = "shardproof.reference.dense_model:DENSE_MODEL"
 SUBJECT = "shardproof.parallel.subject:subject"
 """The implementation under test where no other is named."""
-
-
-class WhatIfLike(Protocol):
-    """A rule of the dense model that may not be kept.
-
-    `words` go on from "what the dense model computes". `explains` are the kinds of wrong tensors for which it is
-    tried; `names_readings`: whether a cause names the readings that fit.
-    """
-
-    @property
-    def id(self) -> str: ...
-    @property
-    def words(self) -> str: ...
-    @property
-    def explains(self) -> frozenset[str]: ...
-    @property
-    def names_readings(self) -> bool: ...
-    def readings(self, case: Any, device: "torch.device", **words: Any) -> Mapping[str, Outcome]:
-        """Every way to break the rule -> what is computed then, by name; {} where it makes no difference."""
-        ...
-
-
-class Tried(NamedTuple):
-    """A rule that was tried in a case, and what is computed by each reading of it, by name."""
-
-    rule: WhatIfLike
-    readings: Mapping[str, Outcome]
 
 
 class DenseModelLike(Protocol):
@@ -66,7 +38,7 @@ class DenseModelLike(Protocol):
     def variant_words(self, name: str) -> Mapping[str, Any]: ...
     def find_data(self, path: Path) -> None: ...
     def read_data(self, case: Any) -> None: ...
-    def data_facts(self, case: Any) -> FactsLike: ...
+    def unread_rows(self, case: Any) -> tuple[str, ...]: ...
     def sizes(self, case: Any, *, shapes_alone: bool) -> Mapping[str, int]: ...
     def too_large(self, case: Any, limit: int) -> tuple[str, int] | None: ...
     def alike(self, case: Any) -> Any: ...
@@ -79,7 +51,6 @@ class DenseModelLike(Protocol):
     def kinks(self, case: Any, device: "torch.device", **words: Any) -> Outcome: ...
     def adam_slack(self, case: Any, states: Outcome, truth: Outcome, controls: Sequence[Outcome]) -> Outcome: ...
     def shares(self, case: Any, device: "torch.device", **words: Any) -> Outcome: ...
-    def what_ifs(self) -> Sequence[WhatIfLike]: ...
 
 
 def dense_model() -> DenseModelLike:

@@ -19,17 +19,15 @@ _HOME = str(Path(__file__).resolve().parents[1])
 _BOOT = """import gc, sys
 gc.disable()
 sys.path[:] = [*filter(None, sys.path), {home!r}]
-from importlib import import_module
 from shardproof.rooms import lead
 lead()
 sys.path[:] = {path!r}
-import_module({module!r}).{function}({word!r})"""
+"""
 
 
-def command(main: str, word: int) -> list[str]:
-    """The command that calls `main`, module:function, with one word; garbage collection is off when that begins."""
-    module, _, function = main.partition(":")
-    return [sys.executable, "-c", _BOOT.format(home=_HOME, path=sys.path, module=module, function=function, word=word)]
+def boot() -> str:
+    """First lines of a program for a fresh interpreter. Garbage collection is off: what is loaded next all stays."""
+    return _BOOT.format(home=_HOME, path=sys.path)
 
 
 def spawned(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,7 +3,7 @@
 Third parties and our own `parallel` satisfy these by shape alone.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
@@ -81,25 +81,6 @@ class TermLike(Protocol):
     def calls(self) -> int | None: ...
 
 
-class FactsLike(Protocol):
-    """Statements of a reference about the data of a case, beside the code that reads them."""
-
-    @property
-    def pairs(self) -> "Mapping[str, tuple[Tensor, Tensor]]":
-        """Statement -> what that code gives, and what it must give."""
-        ...
-
-    @property
-    def reading(self) -> str:
-        """How much of the corpus is read, and whether it is repeated."""
-        ...
-
-    @property
-    def unchecked(self) -> tuple[str, ...]:
-        """Words on what these data cannot show: rows that nothing looks up."""
-        ...
-
-
 class ActionLike(Protocol):
     """A computation of a stage ("F" forward, "B" backward, "W" weight gradient alone), or a message: any other kind."""
 
@@ -111,19 +92,8 @@ class ActionLike(Protocol):
     def chunk(self) -> int: ...
 
 
-class SpanLike(Protocol):
-    """When a computation runs, in seconds from the first one."""
-
-    @property
-    def action(self) -> ActionLike: ...
-    @property
-    def start(self) -> Any: ...
-    @property
-    def end(self) -> Any: ...
-
-
 class PipelineLike(Protocol):
-    """The pipeline of a case: what each stage does in a step, and when."""
+    """The pipeline of a case: what each stage does in a step."""
 
     @property
     def layers(self) -> Sequence[int]:
@@ -152,12 +122,6 @@ class PipelineLike(Protocol):
 
     def sample(self, depth: int | None) -> CaseLike:
         """A step of few micro-batches, three where the case has as many; with `depth` layers in every chunk."""
-        ...
-
-    def spans(
-        self, seconds: Callable[[int, ActionLike], float], message_s: Callable[[int, int], float]
-    ) -> Sequence[Sequence[SpanLike]]:
-        """The computations of all stages; `seconds` of (stage, computation), `message_s` of (from stage, to stage)."""
         ...
 
 

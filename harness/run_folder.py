@@ -1,10 +1,4 @@
-"""A run folder, `<out>/<time>-<name>`, to which `<out>/latest` leads, and the number of its layout.
-
-The number stands in `env.json` under `schema`; readers take it and all former ones.
-
-1    folders without a number: `verdicts.jsonl` may lack `of`, errors.csv and tracebacks/ may be missing
-2    the number itself
-"""
+"""A run folder, `<out>/<time>-<name>`, to which `<out>/latest` leads."""
 
 import csv
 import datetime
@@ -17,8 +11,6 @@ from pathlib import Path
 
 from shardproof.harness.errors import MachineError, RequestError
 
-SCHEMA = 2
-"""Version of what is written now. Increase it when a reader of the former layout would misread what is written."""
 _RUNS_A_SECOND = 1000
 DISK_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 """Errors of a disk that is full, for this user too, or broken."""

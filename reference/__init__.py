@@ -2,7 +2,7 @@
 
 case       one experiment in words (no torch)          groups       which ranks make a group (no torch)
 data       files to micro-batches                      model        the dense decoder
-training   its steps, the control run, its rounding    what_ifs     what it computes under a known mistake
+training   its steps, the control run, its rounding, step 0 taken apart
 dense_model  all of it as one object, for whoever proves against it
 errors     the error of a case that cannot be          checkpoints  what a case may begin with, of any system
 """

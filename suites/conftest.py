@@ -10,7 +10,7 @@ from hypothesis.errors import Unsatisfiable
 from shardproof.harness.errors import RequestError
 from shardproof.harness.running.request import seconds
 from shardproof.harness.subject import case_of, claims
-from shardproof.pytest_plugin import ENGINE_OPENED, add_options, option_path, option_value
+from shardproof.pytest_options import ENGINE_OPENED, add_options, option_path, option_value
 from shardproof.suites.drawing.profiles import ONE_CASE, register
 from shardproof.suites.killing.matrix import Collective, collectives
 from shardproof.suites.session import known_failures, step_summary

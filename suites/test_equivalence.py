@@ -25,7 +25,7 @@ def outcomes(prover: Prover, case: CaseLike, modes: list[str]) -> dict[str, dict
     for mode in modes:
         try:
             alike = case.but(mode=mode)
-        except ValueError:  # a word that this mode does not know: another case, which others draw
+        except ValueError:  # CaseLike.but of a word that this mode does not know: such cases are drawn for others
             continue
         if prover.refused(alike):
             continue

@@ -13,4 +13,4 @@ EXAMPLES = max(1, settings().max_examples // 4)
 @given(data=st.data())
 def test_losses_and_logits(prover: Prover, mode: str, data: st.DataObject) -> None:
     case = prover.drawn(data, mode, steps=2)  # the second shows what the first has changed
-    prover.holds(case, "data", "merge", "tokens", "forward")
+    prover.holds(case, "merge", "tokens", "forward")

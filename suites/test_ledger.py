@@ -6,7 +6,7 @@ import pytest
 
 from shardproof.harness.protocols import CaseLike
 from shardproof.harness.subject import case_of
-from shardproof.pytest_plugin import option_path, option_value
+from shardproof.pytest_options import option_path, option_value
 from shardproof.reports.options.request import default_cases
 from shardproof.suites.session.ledger_gate import LedgerGate, file_of
 from shardproof.suites.session.request import subject_of

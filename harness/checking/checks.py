@@ -10,7 +10,7 @@ the kind), and then no verdict is claimed. An exception inside a check is `unkno
 from collections.abc import Callable, Mapping
 
 from shardproof.harness.checking.call_checks import groups, overlap, parallelism, waits
-from shardproof.harness.checking.coverage import coverage, data, layout, replicas
+from shardproof.harness.checking.coverage import coverage, layout, replicas
 from shardproof.harness.checking.evidence import UNKNOWN, Evidence, Finding
 from shardproof.harness.checking.ledger_checks import ledger
 from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS
@@ -47,7 +47,6 @@ _OF_THEIR_OWN = {
 
 CHECKS: Mapping[str, Check] = {
     "coverage": coverage,
-    "data": data,
     "merge": layout,
     "replicas": replicas,
     **{name: numeric(name, _OF_THEIR_OWN.get(name)) for name in NUMERIC_KINDS},

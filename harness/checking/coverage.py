@@ -1,12 +1,10 @@
-"""Checks before any number is compared: what was returned at all, facts about the data, how shards merge, replicas."""
+"""Checks before any number is compared: what was returned at all, how shards merge, replicas."""
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-
-from torch import Tensor
 
 from shardproof.harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding, apart_by
 from shardproof.harness.checking.measures.kinds import kind_of, never_made
@@ -15,10 +13,10 @@ from shardproof.harness.outcome.merging import Flaw
 
 ON_PURPOSE = " (left out on purpose)"
 """Words behind an unchecked name that `subject.unchecked` declares."""
+UNREAD = " rows never looked up"
+"""Words in what the reference names as rows of a table that the data of the case do not reach."""
 ROUTING = "routing"
 """The kind of names that need no truth: copies are compared (harness.checking.routing_checks)."""
-_SHOWN = 8
-"""Elements of a short tensor that a message shows."""
 _NAMED = 5
 """Names of a kind that a message lists; the number of the others follows."""
 
@@ -71,7 +69,7 @@ def coverage(evidence: Evidence) -> Finding:
     return Finding(
         verdict=UNKNOWN if problems else PASS,
         message="; ".join([message, *notes, *problems, *_idle(evidence)]),
-        unchecked=unchecked + strange,
+        unchecked=unchecked + strange + evidence.unread,
         decided=decided,
     )
 
@@ -110,41 +108,6 @@ def _near(name: str, names: Sequence[str]) -> str:
 def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return f"{', '.join(names[:_NAMED])}{more}"
-
-
-def data(evidence: Evidence) -> Finding | None:
-    """Whether the statements about the case's data hold which its reference makes beside the code that reads them.
-
-    Truth and ranks take their batches from the same code, so a mistake in it shows in no comparison of the two. None
-    for a reference that states nothing.
-    """
-    facts = evidence.facts
-    if facts is None:
-        return None
-    pairs = facts.pairs.items()
-    wrong = {name: (x, must) for name, (x, must) in pairs if x.shape != must.shape or not bool((x == must).all())}
-    if broken := [f"{name}: {_difference(*pair)}" for name, pair in wrong.items()]:
-        more = f"; {len(broken) - 1} more of {len(facts.pairs)} statements are wrong" if len(broken) > 1 else ""
-        message = f"the data are wrong for truth and ranks alike: {broken[0]}{more}"
-        return Finding(verdict=FAIL, message=message, unchecked=facts.unchecked, phase="data")
-    message = f"{len(facts.pairs)} statements about the data hold; {facts.reading}"
-    return Finding(verdict=PASS, message=message, unchecked=facts.unchecked)
-
-
-def _difference(tensor: Tensor, must: Tensor) -> str:
-    """Both in full when they are short; else where they differ."""
-    if max(tensor.numel(), must.numel()) <= _SHOWN or tensor.shape != must.shape:
-        return f"{_start(tensor)}, must be {_start(must)}"
-    wrong = (tensor != must).flatten()
-    at = int(wrong.int().argmax())
-    value, right = (int(each.flatten()[at]) for each in (tensor, must))
-    return f"element {at} is {value}, must be {right}; {int(wrong.sum())} of {must.numel()} elements differ"
-
-
-def _start(tensor: Tensor) -> str:
-    values = tensor.flatten().tolist()
-    shown = f"{values[:_SHOWN]}"[:-1] + (", ...]" if len(values) > _SHOWN else "]")
-    return shown if tensor.dim() else str(tensor.item())
 
 
 def layout(evidence: Evidence) -> Finding | None:

@@ -14,12 +14,11 @@ from shardproof.harness.checking.measures.measured import Measured, epsilon
 from shardproof.harness.engines.engine import Unwaited
 from shardproof.harness.ledger import Event
 from shardproof.harness.outcome.merging import Flaw, Merged, Outcomes, against, merge
-from shardproof.harness.protocols import Axes, CaseLike, FactsLike, TermLike
+from shardproof.harness.protocols import Axes, CaseLike, TermLike
 
 if TYPE_CHECKING:
     from shardproof.harness.checking.measures.stated_deviations import Deviations
     from shardproof.harness.checking.measures.tolerance import Controlled
-    from shardproof.harness.dense_model import Tried
     from shardproof.harness.recording.spans import RankSpan
 
 PASS, FAIL, UNKNOWN, SKIP = "pass", "fail", "unknown", "skip"
@@ -98,16 +97,17 @@ class Evidence:
     notes        what else is to be reported of the runs
     hidden       (rank, call index) of calls that were waited for only after a product; None when not measured
     orders       rank lists that the subject states for axes of its own rank order; empty when it states none
-    facts        what the reference states about the case's data, None when it states nothing
+    unread       rows of tables that the data of the case never look up, in words of the reference
     declared     patterns of names that the subject leaves out on purpose
     shares       what a diagnosis computed with the dense model (see DenseModelLike.shares); empty until then
-    what_ifs     rules of the dense model that a diagnosis tried without keeping them; empty until then
     beyond       names that are beyond the limits of the case's dtype: `controls` and `amplified` have them as far from
                  the truth as the ranks' lower precision moves them
     lowest       the lowest dtype of that precision; "" where nothing is judged by it
     island       where a lower precision enters on several ranks alone, if it explains what is wrong; "" otherwise
     drawn        numbers that ranks drew in forward and the truth did not, in words; "" where there are none
     other_samples  how the samples of the ranks differ from those of the truth, in words; "" where they do not
+    other_start  a parameter that a rank begins with other values than the truth, in words; "" where none is known
+    unsummed     by rank, the sum of squares of its gradients after each that backward added to, before sums over ranks
     deviates     how the subject states that tensors deviate from the truth; None where it does not
     given        names of what the truth was given of the outcome: it does not check them; empty where it knows all
     deviations   standard deviations of initial values by parameter, as the reference states them; 0 is a constant
@@ -153,15 +153,16 @@ class Evidence:
     notes: tuple[str, ...] = ()
     hidden: frozenset[tuple[int, int]] | None = None
     orders: Axes = field(default_factory=dict)
-    facts: FactsLike | None = None
+    unread: tuple[str, ...] = ()
     declared: tuple[str, ...] = ()
     shares: Mapping[str, Tensor] = field(default_factory=dict)
-    what_ifs: "tuple[Tried, ...]" = ()
     beyond: frozenset[str] = frozenset()
     lowest: str = ""
     island: str = ""
     drawn: str = ""
     other_samples: str = ""
+    other_start: str = ""
+    unsummed: tuple[Tensor, ...] = ()
     deviates: "Deviations | None" = None
     given: tuple[str, ...] = ()
     deviations: Mapping[str, float] = field(default_factory=dict)

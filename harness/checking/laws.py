@@ -10,32 +10,44 @@ both. No more all-to-alls go backward than go at all. No more holds in general: 
 instead of reduce-scattered, and gradients of whole parameters are reduced at any time. Payloads are bytes.
 """
 
-import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
+from shardproof.harness.engines.calls.matching import Channel, Divergence, GroupCall, RankCalls
+from shardproof.harness.engines.calls.sequences import find_divergences
+from shardproof.harness.engines.calls.signature import NOT_KNOWN, Signature
 from shardproof.harness.ledger import AGAIN, BACKWARD, Event
 
 Group = tuple[int, ...]
+Groups = dict[tuple[str, Group], dict[int, list[Event]]]
+"""Events by axis and group, and by rank in the order of issue."""
 
 _UNEVEN = ("all_to_all", "gather", "scatter", "reduce", "barrier")
 _POINT_TO_POINT = ("send", "recv")
+_ARGUMENTS = attrgetter("op", "reduce_op", "dtype", "payload_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Broken:
-    """A law that a run broke: one line of words, and where; `caller` is the line of the first call in question."""
+    """A law that a run broke: one line of words, and where; `caller` is the line of the first call in question.
+
+    `tells_place`: the words say already where it was.
+    """
 
     message: str
     ranks: tuple[int, ...]
     phase: str
     region: str
     caller: str = ""
+    tells_place: bool = False
 
     @property
     def place(self) -> str:
-        """Module and line as words behind the message, "" where neither is known."""
+        """Module and line as words behind the message, "" where it says them, or neither is known."""
+        if self.tells_place:
+            return ""
         module = f", module {self.region}" if self.region else ""
         return module + (f", at {self.caller}" if self.caller else "")
 
@@ -43,13 +55,10 @@ class Broken:
 def broken_laws(events: Iterable[Event]) -> list[Broken]:
     """The broken laws, [] when all hold."""
     events = tuple(events)
-    groups: dict[tuple[str, Group], dict[int, list[Event]]] = {}
-    for event in sorted(events, key=lambda e: (e.rank, e.call_index)):
-        if event.group_size > 1:
-            groups.setdefault((event.axis, event.group), {}).setdefault(event.rank, []).append(event)
-    broken = []
+    groups = group_events(events)
+    broken = same_sequence(groups, {rank for _axis, ranks in groups for rank in ranks})
     for (axis, ranks), by_rank in groups.items():
-        broken += same_sequence(axis, ranks, by_rank) + _received(axis, ranks, by_rank)
+        broken += _received(axis, ranks, by_rank)
     if any(event.phase in (*BACKWARD, "grad_sync") for event in events):
         wide = [event for event in events if event.group_size > 1]
         asked = list(_asked_for(wide))
@@ -57,21 +66,51 @@ def broken_laws(events: Iterable[Event]) -> list[Broken]:
     return broken
 
 
-def same_sequence(axis: str, ranks: Group, by_rank: Mapping[int, Sequence[Event]]) -> list[Broken]:
-    """Where some ranks of a group part from the first of them: other calls, or another order; [] when nowhere."""
-    calls = {rank: [e for e in by_rank.get(rank, ()) if e.op not in _POINT_TO_POINT] for rank in ranks}
-    first = ranks[0]
-    for rank in ranks[1:]:
-        for place, (mine, theirs) in enumerate(itertools.zip_longest(calls[first], calls[rank])):
-            if mine is None or theirs is None or _signature(mine) != _signature(theirs):
-                message = (
-                    f"the ranks of {axis} group {list(ranks)} part at its call {place}: "
-                    f"rank {first} {_does(mine)}, rank {rank} {_does(theirs)}"
-                )
-                event = theirs or mine
-                where = {"phase": event.phase, "region": event.region, "caller": event.caller}
-                return [Broken(message=message, ranks=(first, rank), **where)]
-    return []
+def same_sequence(groups: Groups, ranks: Iterable[int]) -> list[Broken]:
+    """Where some of these ranks first part from others of a group: other calls, or another order; [] when nowhere."""
+    calls: dict[int, dict[Channel, dict[int, GroupCall]]] = {rank: {} for rank in ranks}
+    for (axis, group), by_rank in groups.items():
+        own = {
+            rank: [event for event in by_rank.get(rank, ()) if event.op not in _POINT_TO_POINT]
+            for rank in group
+            if rank in calls
+        }
+        alike = [list(map(_ARGUMENTS, one)) for one in own.values()]
+        if any(one != alike[0] for one in alike):  # else there is nothing to find, and most groups are so
+            for rank, issued in own.items():
+                calls[rank][axis, group, ""] = {number: _call(event) for number, event in enumerate(issued)}
+    known = [
+        RankCalls(rank=rank, calls=own, last={name: len(by) - 1 for name, by in own.items()}, ended="ended", whole=True)
+        for rank, own in calls.items()
+    ]
+    return [_broken(found) for found in find_divergences(known, first=0)]
+
+
+def group_events(events: Iterable[Event]) -> Groups:
+    """The events of groups of more than one rank."""
+    groups: Groups = {}
+    for event in sorted(events, key=attrgetter("rank", "call_index")):
+        if event.group_size > 1:
+            groups.setdefault((event.axis, event.group), {}).setdefault(event.rank, []).append(event)
+    return groups
+
+
+def _call(event: Event) -> GroupCall:
+    """The call of an event, whose shapes need not agree where its bytes do."""
+    return GroupCall(
+        Signature(event.op, NOT_KNOWN, event.reduce_op, NOT_KNOWN, event.dtype, NOT_KNOWN),
+        (event.phase, event.region, event.step, event.microbatch),
+        event.axis,
+        event.caller,
+        event.call_index,
+        size_bytes=None if event.op in _UNEVEN else event.payload_bytes,
+    )
+
+
+def _broken(found: Divergence) -> Broken:
+    call = found.calls.get(found.ranks[-1], found.call)
+    phase, region, *_ = call.place if call is not None else ("", "")
+    return Broken(message=found.text, ranks=found.ranks, phase=str(phase), region=str(region), tells_place=True)
 
 
 def _received(axis: str, ranks: Group, by_rank: Mapping[int, Sequence[Event]]) -> list[Broken]:
@@ -145,18 +184,6 @@ def _gathered_back(events: Sequence[Event], asked: Sequence[Event]) -> list[Brok
 
 def _kind(event: Event) -> tuple[str, str, str, int]:
     return event.region, event.axis, event.dtype, event.payload_bytes
-
-
-def _signature(event: Event) -> object:
-    payload = 0 if event.op in _UNEVEN else event.payload_bytes
-    return event.op, event.reduce_op, event.dtype, payload
-
-
-def _does(event: Event | None) -> str:
-    if event is None:
-        return "issues nothing more"
-    op = f"{event.op} {event.reduce_op}".strip()
-    return f"issues {op} of {event.payload_bytes} B {event.dtype} in {event.phase} of {event.region or 'no module'}"
 
 
 def _total(events: Sequence[Event]) -> int:

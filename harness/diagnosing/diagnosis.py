@@ -18,7 +18,7 @@ from shardproof.harness.diagnosing.causes.hypothesis import Failure
 from shardproof.harness.diagnosing.causes.places import comparable, place_of, timeline, wrong_ranks
 from shardproof.harness.diagnosing.causes.proofs import last_bits
 from shardproof.harness.diagnosing.first_place import First, first_place
-from shardproof.harness.diagnosing.hints import hint
+from shardproof.harness.diagnosing.hints import agreement
 from shardproof.harness.diagnosing.rank_causes import likely
 from shardproof.harness.differences import Difference, but_for_bytes, differences
 from shardproof.harness.errors import Desynchronised, ProgramError, RankCrashed, ShardproofError, Stalled, TimeLimit
@@ -109,7 +109,7 @@ def explanation_of(evidence: Evidence, findings: Mapping[str, Finding]) -> Expla
         evidence=evidence, wrong=wrong, numbers=numbers, findings=findings, parted=parted, call_first=call_first
     )
     causes = likely(failure)
-    words = "" if causes else hint(evidence, first, wrong, _undecided(evidence, findings))
+    words = "" if causes else agreement(evidence, wrong, _undecided(evidence, findings))
     return Explanation(first=first, causes=causes, hint=words)
 
 
@@ -156,9 +156,9 @@ def ended(error: ShardproofError) -> Diagnosis:
         known = "desynchronised"
         words = "the ranks issued different calls, or not as many: the line above says where each stood"
     elif isinstance(error, RankCrashed):
-        known, words = "crashed", "the process of a rank ended before the subject returned"
+        known, words = "raised", "the process of a rank ended before the subject returned"
     elif isinstance(error, Stalled):
-        known = "stalled"
+        known = "desynchronised"
         words = "a rank came to no further call in time: the line above says where it stood"
     elif isinstance(error, ProgramError):
         known, words = "raised", "the subject raised: the line above says where each rank stood"

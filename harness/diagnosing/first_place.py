@@ -3,8 +3,7 @@
 The kind of the first wrong name in the order of training (`causes.places.timeline`) gives the place:
 
     act/M          module M, forward: its inputs came earlier and were right
-    logits/s       s = 0: another micro-batch than the captured one; s > 0: the data of s, where these repeat the first
-                   batch
+    logits/s       another micro-batch than the captured one, or step s
     loss/s         between logits and loss
     act_grad/M     the backward of whoever uses what M returned
     grad/p         grad_sync, where all gradients are wrong, or several modules' and no sharded one, or p's replicas
@@ -31,9 +30,7 @@ from shardproof.harness.checking.laws import Broken
 from shardproof.harness.checking.ledger_checks import module_order
 from shardproof.harness.checking.measures.kinds import is_state, kind_of
 from shardproof.harness.diagnosing.causes.places import held_whole, place_of, update_in_doubt
-from shardproof.harness.diagnosing.causes.proofs import explains
 from shardproof.harness.diagnosing.coordinates import ranks_in_words
-from shardproof.harness.diagnosing.hypotheses.what_ifs import predictions
 from shardproof.harness.differences import Difference
 from shardproof.harness.engines.engine import Unwaited
 from shardproof.harness.ledger import BACKWARD, PHASES, Event
@@ -139,9 +136,7 @@ def _shown_by(evidence: Evidence, wrong: Sequence[str]) -> First:
     place, kind = place_of(name, evidence.case.steps), kind_of(name)
     phase, region, step = place.phase, place.module, place.step
     ended: tuple[str, ...] = ()
-    if kind == "logits" and step and _repeats_batch(evidence, name):
-        phase = "data"
-    elif (update := update_in_doubt(evidence, name, wrong)) >= 0:
+    if (update := update_in_doubt(evidence, name, wrong)) >= 0:
         if evidence.earlier is not None and _has_right_parameters(*evidence.earlier):
             ended = (f"parameters are right where the case ends before that step (steps={update + 1})",)
         elif kind != "param" and not is_state(name):
@@ -155,13 +150,6 @@ def _shown_by(evidence: Evidence, wrong: Sequence[str]) -> First:
         region = region if len(others) == 1 else ""  # the same module of several layers is that module
     beside = (ranks_in_words(evidence, name), between(evidence, name, wrong))
     return First(phase=phase, region=region, step=step, name=name, beside=(*filter(None, beside), *ended))
-
-
-def _repeats_batch(evidence: Evidence, name: str) -> bool:
-    """Whether the dense model computes these logits of the first step's batch."""
-    value, truth = evidence.merged.tensors.get(name), evidence.truth[name]
-    guesses = () if value is None else predictions(evidence, "batch_repeated", name)
-    return value is not None and any(explains(guess, value, truth) for _, guess in guesses)
 
 
 def _has_right_parameters(ended: Evidence, findings: Mapping[str, Finding]) -> bool:

@@ -4,16 +4,37 @@ A bug has one first place, and what comes later follows from it. Causes are look
 of the first tier that has some are reported. In the tier of numbers, hypotheses compete (`by_numbers`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from shardproof.harness.diagnosing.by_numbers import by_numbers
+from shardproof.harness.checking.evidence import Evidence
 from shardproof.harness.diagnosing.causes.cause import Cause, reported
-from shardproof.harness.diagnosing.causes.hypothesis import Failure
-from shardproof.harness.diagnosing.causes.ranking import within_limits
-from shardproof.harness.diagnosing.hypotheses import calls, losses, masks, stated, what_ifs
+from shardproof.harness.diagnosing.causes.hypothesis import Failure, Hypothesis
+from shardproof.harness.diagnosing.causes.ranking import best, within_limits
+from shardproof.harness.diagnosing.hypotheses import (
+    calls,
+    displaced,
+    factors,
+    masks,
+    norms,
+    patterns,
+    replicas,
+    stated,
+    sums,
+    updates,
+)
 from shardproof.harness.diagnosing.hypotheses.factors import UNDECIDED
 from shardproof.harness.outcome.merging import Merged
+
+_FILES = (replicas, sums, factors, norms, patterns, displaced, updates)
+HYPOTHESES: tuple[Hypothesis, ...] = tuple(one for file in _FILES for one in file.HYPOTHESES)
+
+
+def by_numbers(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
+    """Causes by the numbers of the first of these wrong tensors."""
+    failure = Failure(evidence=evidence, wrong=wrong, numbers=wrong)
+    begin = "initial values, before any step: " if failure.kind == "init" else ""
+    return [replace(cause, words=f"{begin}{cause.words}") for cause in best(failure, HYPOTHESES)]
 
 
 def _in_first_module(failure: Failure) -> list[Cause]:
@@ -47,12 +68,8 @@ TIERS: tuple[Callable[[Failure], list[Cause]], ...] = (
     calls.in_lower_precision,
     stated.rounded_on_ranks,
     masks.from_masks,
-    stated.other_samples,
+    stated.beginnings,
     stated.drawn,
-    # the dense model under another rule; a loss over too many classes, or over each rank's part of them
-    what_ifs.from_what_ifs,
-    losses.more_classes,
-    losses.from_parts,
     # the first wrong module that was found without a declared layout
     _in_first_module,
     # parameters without a gradient, where the first wrong number is made of gradients

@@ -65,20 +65,20 @@ def in_six_lines(
 
 def _cause(case: CaseLike, broken: Sequence[Row], *, disturbed: bool) -> Cause:
     if disturbed:
-        return reported("recording", "the outcome of a run that is watched is another one", disturbed)
+        return reported("stated", "the outcome of a run that is watched is another one", disturbed)
     if not broken:
-        return reported("not_parallel", f"no rank of {case.world_size} issues a collective here", case)
+        return reported("stated", f"no rank of {case.world_size} issues a collective here", case)
     against, confirming = _sides(broken)
     if "recorder" in against:
         words = "on processes of their own the ranks issue other calls than on the engine that proved the case"
-        return reported("session_differs", words, broken)
+        return reported("witness", words, broken)
     tell = f"tell{'s' * (len(against) == 1)} it otherwise"
     if {"torch", CLOSED_FORM} <= against or (broken[0].recorded is None and "torch" in against):
-        return reported("recorder_blind", f"{_named(against)} {tell} than the recorder", broken)
+        return reported("witness", f"{_named(against)} {tell} than the recorder", broken)
     if CLOSED_FORM in against:
         words = "the program issues other calls than its closed form states"
-        return reported("not_stated", f"{words}: {_named(('recorder', *confirming))} saw the same", broken)
-    return reported("witness_slip", f"{_named(against)} alone {tell}", broken)
+        return reported("witness", f"{words}: {_named(('recorder', *confirming))} saw the same", broken)
+    return reported("witness", f"{_named(against)} alone {tell}", broken)
 
 
 def _sides(broken: Sequence[Row]) -> tuple[set[str], set[str]]:

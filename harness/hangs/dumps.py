@@ -4,6 +4,7 @@ A field that is missing, of another type, or out of range is refused in one sent
 """
 
 import csv
+import functools
 import itertools
 import json
 import re
@@ -13,10 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from shardproof.harness.engines.calls.matching import Channel, GroupCall
+from shardproof.harness.engines.calls.signature import NOT_KNOWN, Shapes, Signature
 from shardproof.harness.errors import RequestError, error_text
 from shardproof.harness.hangs.fields import listed, number, numbers, pickled, text
 from shardproof.harness.hangs.flight_entries import calls_of
-from shardproof.harness.hangs.standing import Channel, LastCall, RankStanding, message_bytes
+from shardproof.harness.hangs.standing import RankStanding, message_bytes
 from shardproof.harness.interpreter import without_garbage_collection
 
 KIND = ("group", "axis", "op", "reduce_op", "dtype", "shape", "root", "peer", "phase", "region", "caller")
@@ -108,10 +111,10 @@ def _of_last(words: Mapping[str, Any], source: str) -> RankStanding:
     kinds = [_kind(kind) for kind in listed(words["kinds"])]
     ranks = {name: numbers(group["ranks"]) for name, group in words["groups"].items()}
     inside = set(numbers(words["inside"]))
-    signatures = [_signature(kind) for kind in kinds]
+    signatures = [_signature(*(kind[name] for name in ("op", "reduce_op", "dtype", "shape", "root"))) for kind in kinds]
     channels = [(kind["group"], ranks[kind["group"]], _direction(kind)) for kind in kinds]
-    sizes = [message_bytes(kind["dtype"], kind["shape"]) if kind["op"] in _MESSAGES else None for kind in kinds]
-    calls: dict[Channel, dict[int, LastCall]] = {}
+    sizes = [message_bytes(one.dtype, one.shapes) if one.op in _MESSAGES else None for one in signatures]
+    calls: dict[Channel, dict[int, GroupCall]] = {}
     known = [tuple(sys.intern(kind[name]) for name in ("phase", "region", "axis", "caller")) for kind in kinds]
     own = [calls.setdefault(channel, {}) for channel in channels]
     records = words["records"]
@@ -121,7 +124,7 @@ def _of_last(words: Mapping[str, Any], source: str) -> RankStanding:
         phase, region, axis, caller = known[kind]
         complete = False if order in inside else None
         place = (phase, region, step, micro)
-        own[kind][count] = LastCall(signatures[kind], place, axis, caller, order, complete, size_bytes=sizes[kind])
+        own[kind][count] = GroupCall(signatures[kind], place, axis, caller, order, complete, size_bytes=sizes[kind])
     calls = {channel: by for channel, by in calls.items() if by}
     last = {channel: max(by) for channel, by in calls.items()}
     for group, members, way, count in words.get("numbers", ()):
@@ -143,11 +146,11 @@ def _kind(values: Any) -> dict[str, Any]:
     return {name: number(value) if name in _NUMBERS else text(value) for name, value in kind.items()}
 
 
-def _signature(kind: Mapping[str, Any]) -> tuple[str, ...]:
-    """Words in which all ranks must agree; the texts are shared by all ranks, so that comparing them costs little."""
-    root = f"root {kind['root']}" if kind["root"] >= 0 else ""
-    shape = "" if kind["op"] == "all_to_all" else kind["shape"]
-    return tuple(sys.intern(word) for word in (kind["op"], kind["reduce_op"], kind["dtype"], shape, root))
+@functools.lru_cache(maxsize=4096)
+def _signature(op: str, reduce_op: str, dtype: str, shape: str, root: int) -> Signature:
+    """The words in which all ranks must agree; one object for all of them, so that comparing them costs little."""
+    shapes: Shapes = tuple(tuple(int(size) for size in part.split("x") if size) for part in shape.split("+"))
+    return Signature(op, NOT_KNOWN, reduce_op, root, dtype, NOT_KNOWN if op == "all_to_all" else shapes)
 
 
 def _direction(kind: Mapping[str, Any]) -> str:

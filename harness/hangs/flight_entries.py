@@ -9,13 +9,15 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from shardproof.harness.engines.calls.matching import Channel, GroupCall
+from shardproof.harness.engines.calls.signature import NOT_KNOWN, Signature
 from shardproof.harness.hangs.fields import listed, number, numbers, text
-from shardproof.harness.hangs.standing import Channel, LastCall, message_bytes
+from shardproof.harness.hangs.standing import message_bytes
 
 Entry = Mapping[str, Any]
 
 
-def calls_of(words: Mapping[str, Any]) -> tuple[list[tuple[int, ...]], dict[Channel, dict[int, LastCall]], bool]:
+def calls_of(words: Mapping[str, Any]) -> tuple[list[tuple[int, ...]], dict[Channel, dict[int, GroupCall]], bool]:
     """(the ranks of every group, channel -> number -> call, whether the first entry is the rank's first call).
 
     Raises TypeError, KeyError or ValueError for fields that are none of the recorder's.
@@ -37,7 +39,7 @@ def calls_of(words: Mapping[str, Any]) -> tuple[list[tuple[int, ...]], dict[Chan
     if not whole:
         for issued in calls.values():
             first = min(issued)
-            if issued[first].signature[0].endswith("_coalesced"):
+            if issued[first].signature.op.endswith("_coalesced"):
                 del issued[first]
     return [*ranks.values()], {channel: issued for channel, issued in calls.items() if issued}, whole
 
@@ -53,7 +55,7 @@ def _op(entry: Entry) -> tuple[str, str]:
     return op, ends
 
 
-def _call(entries: Sequence[tuple[int, Entry]]) -> LastCall:
+def _call(entries: Sequence[tuple[int, Entry]]) -> GroupCall:
     """The call of one number: its one entry, or the one that ends it with the others as its members."""
     ending = next((one for one in entries if _op(one[1])[0].endswith("_coalesced")), None)
     order, entry = ending or entries[0]
@@ -64,18 +66,19 @@ def _call(entries: Sequence[tuple[int, Entry]]) -> LastCall:
     done = {"completed": True, "started": False, "scheduled": False}.get(text(entry.get("state", "")))
     known = None if not entry.get("time_discovered_completed_ns") and entry.get("retired") else done
     name, description = map(text, listed(entry["process_group"])[:2])
-    size = message_bytes(*_signature(entry)[1:]) if entry.get("is_p2p") else None
-    return LastCall(_signature(entry), (), description or name, caller, order, known, members, size)
+    signature = _signature(entry)
+    size = message_bytes(signature.dtype, signature.shapes) if entry.get("is_p2p") else None
+    return GroupCall(signature, (), description or name, caller, order, known, members, size)
 
 
-def _signature(entry: Entry) -> tuple[str, str, str]:
-    """(op, dtypes, shapes) in which all ranks must agree; shapes of an all-to-all may differ."""
+def _signature(entry: Entry) -> Signature:
+    """The words in which all ranks must agree, as far as the recorder knows it; shapes of an all-to-all may differ."""
     op = _op(entry)[0]
     side = "output" if op == "recv" and entry.get("output_sizes") else "input"
     dtypes = "+".join(dict.fromkeys(text(word).lower() for word in listed(entry.get(f"{side}_dtypes") or ())))
-    shapes = [numbers(shape) for shape in listed(entry[f"{side}_sizes"])]
-    sizes = "" if "to_all" in op or "toall" in op else "+".join("x".join(map(str, shape)) for shape in shapes)
-    return op, dtypes, sizes
+    shapes = tuple(numbers(shape) for shape in listed(entry[f"{side}_sizes"]))
+    uneven = "to_all" in op or "toall" in op
+    return Signature(op, NOT_KNOWN, NOT_KNOWN, NOT_KNOWN, dtypes, NOT_KNOWN if uneven else shapes)
 
 
 def _direction(op: str, ends: str, members: tuple[int, ...]) -> str:

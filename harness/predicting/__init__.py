@@ -1,1 +1,1 @@
-"""Forecasts of cases on machines that are not here: dry runs, clusters, and the costs of calls and products."""
+"""Memory and bytes of cases of any size, by dry runs and closed forms."""

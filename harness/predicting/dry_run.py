@@ -14,8 +14,7 @@ import torch
 
 from shardproof.harness.engines.engine import RunRequest
 from shardproof.harness.engines.shapes.dry import DryEngine
-from shardproof.harness.errors import NotComputed
-from shardproof.harness.ledger import Event, unmapped
+from shardproof.harness.ledger import Event
 from shardproof.harness.predicting.meter import Meter, Stretch
 from shardproof.harness.protocols import CaseLike, Subject
 from shardproof.harness.recording.measures import SavedActivations
@@ -102,14 +101,6 @@ def dry_run(
             engine.run_ranks(request, (rank,), recorder, meter)
         run.append(_of_rank(rank, recorder, meter, saved))
     return tuple(run)
-
-
-def dry_rank(case: CaseLike, subject: Subject, engine: DryEngine, rank: int, timeout_s: float) -> DryRank:
-    """Run one rank of the case, whose calls all have a price. Raises as `dry_run`, and NotComputed without a price."""
-    (run,) = dry_run(case, subject, engine, (rank,), text=str(case), timeout_s=timeout_s)
-    if names := unmapped(run.events):
-        raise NotComputed(f"operator {names} of torch is not known, so it has no price", ranks=(rank,))
-    return run
 
 
 def _of_rank(rank: int, recorder: Recorder, meter: Meter, saved: SavedActivations) -> DryRank:

@@ -1,4 +1,4 @@
-"""Parts of a forecast: time, memory and bytes of a case on a cluster, and of each stage of its pipeline.
+"""Parts of a forecast: memory, calls and bytes of a case, and of each stage of its pipeline.
 
 Bytes that training keeps of a parameter are by formula. AdamW as Megatron-LM trains adds gradients up in float32, and
 two moments are float32. Where parameters have 16 bits a float32 master copy stands beside them:
@@ -10,23 +10,19 @@ two moments are float32. Where parameters have 16 bits a float32 master copy sta
 
 Over d data ranks, a distributed optimizer splits master and moments: 6 + 12/d for 16 bits, 8 + 8/d for float32.
 Source: Megatron-LM, docs/source/api-guide/dist_optimizer.md, "theoretical memory"; the row of float64, which Megatron
-has not, is the same rule at 8 bytes. Units: seconds, bytes, FLOPs; bytes of calls are payloads of one rank in a step.
+has not, is the same rule at 8 bytes. Units: bytes, FLOPs; bytes of calls are payloads of one rank in a step.
 """
 
-import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from shardproof.harness.differences import differences
 from shardproof.harness.ledger import Event, wire_bytes
-from shardproof.harness.predicting.clusters import Cluster
-from shardproof.harness.predicting.costs import Route, route, seconds
 from shardproof.harness.predicting.dry_run import DryRank
-from shardproof.harness.predicting.timeline import Times
-from shardproof.harness.protocols import ActionLike, CaseLike, SpanLike, Subject
+from shardproof.harness.protocols import ActionLike, CaseLike, Subject
 from shardproof.harness.subject import named_axes, stated
 from shardproof.harness.terms import EventKey, closed_forms
 
@@ -99,18 +95,12 @@ class Traffic:
 class StageForecast:
     """A stage of a pipeline: a rank of it.
 
-    `live` are the micro-batches (of one chunk) in flight at most, `layers` those of the stage. `forward_s` and
-    `backward_s` are those of one micro-batch on all chunks. `idle_s` is the time of a step in which it neither computes
-    nor takes part in a call of its own stage. The stage waits for a message then. `run` is its rank.
+    `live` are the micro-batches (of one chunk) in flight at most, `layers` those of the stage, `run` its rank.
     """
 
     index: int
     layers: int
     live: int
-    forward_s: float
-    backward_s: float
-    idle_s: float
-    times: Times
     memory: Memory
     flops: float
     traffic: Traffic | None
@@ -120,19 +110,15 @@ class StageForecast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """A case on one cluster. `times` are those of one step, `tokens` those of all ranks in it; 0: the case has none.
+    """A case of any size. `tokens` are those of all ranks in a step; 0: the case has none.
 
     `ledger` says how the dry run compares with the closed form: "equal", the first difference, or that none is stated.
     `depths` are the layers that were run, () when it was the model itself. `events` is the ledger of the ranks run. Of
-    a pipeline, `stages` are its stages, `memory` and `traffic` are of the stage with the largest peak. `times` and
-    `flops` are of the stage that computes longest. `bubble` is the share of all stages' time, from the first forward to
-    the last backward, in which they wait. `bubble_stated` is its closed form for equal stages and messages that take no
-    time. `spans` are the computations of every stage, with their beginnings and ends in seconds.
+    a pipeline, `stages` are its stages, `memory` and `traffic` are of the stage with the largest peak. `flops` are of
+    the stage that computes most.
     """
 
     case: CaseLike
-    cluster: Cluster
-    times: Times
     memory: Memory
     flops: float
     tokens: int
@@ -141,38 +127,6 @@ class Forecast:
     depths: tuple[int, ...] = ()
     events: tuple[Event, ...] = ()
     stages: tuple[StageForecast, ...] = ()
-    bubble_stated: float | None = None
-    spans: tuple[tuple[SpanLike, ...], ...] = ()
-
-    @property
-    def step_s(self) -> float:
-        """Seconds of a step."""
-        return self.times.total_s
-
-    @property
-    def tokens_per_s_per_rank(self) -> float:
-        """Throughput of one rank's share; NaN where the case has no tokens."""
-        if not self.tokens:
-            return math.nan
-        return self.tokens / self.step_s / self.case.world_size if self.step_s else 0.0
-
-    @property
-    def bubble(self) -> float | None:
-        """Of a pipeline: the share of all stages' time in which they compute no forward or backward."""
-        if not self.spans:
-            return None
-        busy = sum(span.end - span.start for own in self.spans for span in own)
-        return float(1 - busy / (len(self.spans) * max(own[-1].end for own in self.spans)))
-
-    @property
-    def room_bytes(self) -> float:
-        """The device's memory."""
-        return self.cluster.device.memory_gib * 2**30
-
-    @property
-    def fits(self) -> bool:
-        """Whether the peak fits into the device."""
-        return self.memory.peak <= self.room_bytes
 
 
 def traffic(case: CaseLike, subject: Subject, ranks: Sequence[int] = (0,)) -> tuple[Traffic | None, ...]:
@@ -194,24 +148,6 @@ def _sum(complete: Counter[EventKey]) -> Traffic:
         message_bytes=sum(calls * line.payload_bytes for line, calls in messages.items()),
         lines=complete,
     )
-
-
-def prices(case: CaseLike, cluster: Cluster, rank: int = 0) -> Callable[[Event], tuple[str, float]]:
-    """Cost of each event: its group is the one of this rank on the event's axis."""
-    routes: dict[str, Route] = {
-        axis: route(own, cluster)
-        for axis, lists in case.axes.items()
-        if (own := next((ranks for ranks in lists if rank in ranks), None))
-    }
-
-    def price(event: Event) -> tuple[str, float]:
-        way = routes.get(event.axis)
-        if way is None or way.size != event.group_size:
-            listed = [int(word) for word in event.axis.split(",") if word.isdigit()]
-            way = routes[event.axis] = route(listed or range(event.group_size), cluster)
-        return way.link, seconds(event.op, event.payload_bytes, way, cluster.algorithm)
-
-    return price
 
 
 def first_difference(ledgers: Iterable[str]) -> str:

@@ -1,20 +1,17 @@
-"""Cost of a case on a cluster that is not here: time and memory of its ranks, by closed form and dry run.
+"""Memory and bytes of the ranks of a case of any size, by closed form and dry run.
 
 Stages that have as many layers and the same ends of the model are alike, so that one rank is run dry for each kind. Its
 ledger is held against the closed form, and its step is taken apart into forwards and backwards
 (harness.predicting.stages). From these follow, for the real number of micro-batches and every stage,
 
-    time      every stage plays its program: computations at their times, messages by the cost of a call
     memory    before any forward + micro-batches in flight x what one leaves + the most that a computation adds
     bytes     the closed form at the stage's coordinate
-
-Synchronisation and optimizer come after the last backward of a stage; the step ends with the slowest stage.
 
 A deep model is measured at two depths. Every further layer adds the same calls, FLOPs and bytes, so that all is a
 straight line in the depth. A case whose first layers differ, or whose layers repeat in units, states it as
 `repeating_layers`, (how many differ, layers of a unit). With `states` (AdamW in mixed precision) gradients and
 optimizer are by formula instead, since the program trains with those of its own dtype. Gradients are there from the
-first micro-batch on then. Units: seconds, bytes, FLOPs; bytes of calls are payloads of one rank in a step.
+first micro-batch on then. Units: bytes, FLOPs; bytes of calls are payloads of one rank in a step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,9 +20,7 @@ from dataclasses import replace
 from shardproof.harness.engines.shapes.dry import DryEngine
 from shardproof.harness.errors import RequestError
 from shardproof.harness.mesh_axes import PIPELINE, first_pipeline, stage_count
-from shardproof.harness.predicting.clusters import Cluster
-from shardproof.harness.predicting.costs import route, seconds
-from shardproof.harness.predicting.dry_run import dry_rank
+from shardproof.harness.predicting.dry_run import dry_run
 from shardproof.harness.predicting.figures import (
     BACKWARD,
     FORWARD,
@@ -42,35 +37,38 @@ from shardproof.harness.predicting.figures import (
     traffic,
     two_depths,
 )
-from shardproof.harness.predicting.stages import MESSAGES, MeasuredStage, OneStage, measured, on_the_line
-from shardproof.harness.predicting.timeline import together
-from shardproof.harness.protocols import ActionLike, CaseLike, PipelineLike, SpanLike, Subject
+from shardproof.harness.predicting.stages import (
+    MeasuredStage,
+    OneStage,
+    computations,
+    measured,
+    on_the_line,
+    weighted_sum,
+)
+from shardproof.harness.protocols import ActionLike, CaseLike, PipelineLike, Subject
 from shardproof.harness.subject import named_axes
 
 
 def forecast(
     case: CaseLike,
     subject: Subject,
-    cluster: Cluster,
     engine: DryEngine,
     *,
     whole: bool = False,
     states: States | None = None,
     timeout_s: float = 60.0,
 ) -> Forecast:
-    """Time and memory of the case on the cluster; `states` None: gradients and optimizer are the program's own.
+    """Memory and bytes of the case; `states` None: gradients and optimizer are the program's own.
 
     `whole`: a model of one stage is run itself too, for one micro-batch, and gives the ledger. Raises what the engine
-    raises, NotComputed for a rank that cannot be taken apart by its program, and RequestError for an unknown peak.
-    RequestError also for several pipeline stages of a subject that has no `pipeline` (harness.protocols).
+    raises, and NotComputed for a rank that cannot be taken apart by its program. RequestError for several pipeline
+    stages of a subject that has no `pipeline` (harness.protocols).
     """
-    cluster.device.flops_per_s(case.dtype)
     pipeline, (low, high) = _pipeline(case, subject, states), two_depths(case)
     depth_of = {kind: pipeline.layers[kind] / pipeline.chunks for kind in sorted(set(pipeline.alike))}
 
     def run_dry(sample: CaseLike, kind: int) -> MeasuredStage:
-        own = _pipeline(sample, subject, states)
-        return measured(sample, own, kind, subject, cluster, engine, timeout_s)
+        return measured(sample, _pipeline(sample, subject, states), kind, subject, engine, timeout_s)
 
     def at(kind: int, depth: int | None) -> MeasuredStage:
         one, further = run_dry(sample := pipeline.sample(depth), kind), case.micro - sample.micro
@@ -78,7 +76,7 @@ def forecast(
             return one
         # Gradients of weights that are put off: what follows the last backward grows with every micro-batch.
         before = run_dry(sample.but(micro=sample.micro - 1), kind)
-        return replace(one, rest=together((1.0 + further, one.rest), (-float(further), before.rest)))
+        return replace(one, rest=weighted_sum((1.0 + further, one.rest), (-float(further), before.rest)))
 
     run = {
         kind: on_the_line(list(zip(line(depth, low, high), (at(kind, low), at(kind, high)), strict=True)))
@@ -86,56 +84,37 @@ def forecast(
         else at(kind, None)
         for kind, depth in depth_of.items()
     }
-    made = _composed(case, subject, pipeline, run, cluster, states)
+    made = _composed(case, subject, pipeline, run, states)
     if not isinstance(pipeline, OneStage):
         return made
     deep = max(depth_of.values()) > high
-    made = replace(made, stages=(), spans=(), depths=(low, high) if deep else (), events=() if deep else made.events)
+    made = replace(made, stages=(), depths=(low, high) if deep else (), events=() if deep else made.events)
     if not deep or not whole:
         return made
-    itself = dry_rank(short := case.but(steps=1, micro=1), subject, engine, 0, timeout_s)
+    short = case.but(steps=1, micro=1)
+    (itself,) = dry_run(short, subject, engine, (0,), text=str(short), timeout_s=timeout_s)
     return replace(made, events=itself.events, ledger=first_difference((compared(short, subject, itself), made.ledger)))
 
 
 def _composed(
-    case: CaseLike,
-    subject: Subject,
-    pipeline: PipelineLike,
-    run: Mapping[int, MeasuredStage],
-    cluster: Cluster,
-    states: States | None,
+    case: CaseLike, subject: Subject, pipeline: PipelineLike, run: Mapping[int, MeasuredStage], states: States | None
 ) -> Forecast:
     """The step of all stages; `run` has one of each kind."""
-    every, ranks = [run[kind] for kind in pipeline.alike], first_pipeline(case.axes)
-    events = tuple(event for one in run.values() for event in one.events)
-    size = max((event.payload_bytes for event in events if event.phase == MESSAGES), default=0)
-    lasts_s = [_durations(one, pipeline.programs[stage]) for stage, one in enumerate(every)]
-
-    def message_s(sender: int, receiver: int) -> float:
-        return seconds("send", size, route((ranks[sender], ranks[receiver]), cluster), cluster.algorithm)
-
-    spans = pipeline.spans(lambda stage, action: lasts_s[stage][_key(action)], message_s)
-    ends = [float(own[-1].end) + one.rest.times.total_s for own, one in zip(spans, every, strict=True)]
-    sent = traffic(case, subject, ranks)
+    every, sent = [run[kind] for kind in pipeline.alike], traffic(case, subject, first_pipeline(case.axes))
     stages = tuple(
-        _stage_forecast(index, pipeline, one, own, max(ends), bytes_, states)
-        for index, (one, own, bytes_) in enumerate(zip(every, spans, sent, strict=True))
+        _stage_forecast(index, pipeline, one, bytes_, states)
+        for index, (one, bytes_) in enumerate(zip(every, sent, strict=True))
     )
     largest = max(stages, key=lambda stage: stage.memory.peak)
-    busiest = max(stages, key=lambda stage: stage.times.compute_s)
     return Forecast(
         case=case,
-        cluster=cluster,
-        times=busiest.times,
         memory=largest.memory,
-        flops=busiest.flops,
+        flops=max(stage.flops for stage in stages),
         tokens=int(getattr(case, "tokens", 0)) * case.micro * data_ranks(case),
         ledger=first_difference(stage.ledger for stage in stages),
         traffic=largest.traffic,
-        events=events,
+        events=tuple(event for one in run.values() for event in one.events),
         stages=stages,
-        bubble_stated=pipeline.bubble_stated,
-        spans=tuple(map(tuple, spans)),
     )
 
 
@@ -144,53 +123,22 @@ def _pipeline(case: CaseLike, subject: Subject, states: States | None) -> Pipeli
     if (stages := stage_count(named_axes(case, subject))) == 1:
         return OneStage(case=case, least=2 if states else 1)
     if (pipeline := getattr(subject, "pipeline", None)) is None:
-        rule = "the subject has no attribute pipeline, which says what its stages do and when"
+        rule = "the subject has no attribute pipeline, which says what its stages do"
         raise RequestError(f"{PIPELINE}={stages}: {rule}; legal: {PIPELINE}=1")
     made: PipelineLike = pipeline(case)
     return made
 
 
-def _key(action: ActionLike) -> tuple[str, int, int]:
-    return str(action.kind), action.micro, action.chunk
-
-
-def _durations(stage: MeasuredStage, program: Sequence[Sequence[ActionLike]]) -> dict[tuple[str, int, int], float]:
-    """Seconds of every computation of a program."""
-    computations = [together[0] for together in program if together[0].kind in (FORWARD, BACKWARD)]
-    segments = stage.of_step(computations)
-    return {_key(action): one.times.total_s for action, one in zip(computations, segments, strict=True)}
-
-
 def _stage_forecast(
-    index: int,
-    pipeline: PipelineLike,
-    stage: MeasuredStage,
-    spans: Sequence[SpanLike],
-    step_s: float,
-    sent: Traffic | None,
-    states: States | None,
+    index: int, pipeline: PipelineLike, stage: MeasuredStage, sent: Traffic | None, states: States | None
 ) -> StageForecast:
-    program = [span.action for span in spans]
-    computed = stage.of_step(program)
-    times = together(*((1.0, segment.times) for segment in (*computed, stage.rest)))
-    idle_s = step_s - times.total_s
-    if not isinstance(pipeline, OneStage):
-        exposed = {**times.exposed_s, MESSAGES: times.exposed_s.get(MESSAGES, 0.0) + idle_s}
-        times = replace(times, exposed_s=exposed, hidden_s={**times.hidden_s, MESSAGES: 0.0})
-
-    def of(kind: str) -> float:
-        return sum(stage.middle(kind, chunk).times.total_s for chunk in range(pipeline.chunks))
-
+    program = computations(pipeline.programs[index])
     return StageForecast(
         index=index,
         layers=pipeline.layers[index],
         live=live(program),
-        forward_s=of(FORWARD),
-        backward_s=of(BACKWARD),
-        idle_s=idle_s,
-        times=times,
         memory=_memory(stage, program, states),
-        flops=sum(segment.flops for segment in (*computed, stage.rest)),
+        flops=stage.rest.flops + sum(segment.flops for segment in stage.of_step(program)),
         traffic=sent,
         ledger=stage.ledger,
         run=stage.rank,

@@ -5,29 +5,30 @@ the last and those between may differ: parameters are gathered before the first,
 three are measured, and the middle one stands for all between.
 
 A program of one stage may hide where its backwards begin and end, or run several a micro-batch. Then it is measured
-whole, and every micro-batch is an equal share of it. Units: seconds, bytes, FLOPs.
+whole, and every micro-batch is an equal share of it. Units: bytes, FLOPs.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 from shardproof.harness.engines.shapes.dry import DryEngine
 from shardproof.harness.errors import NotComputed
 from shardproof.harness.ledger import Event
 from shardproof.harness.mesh_axes import first_pipeline
-from shardproof.harness.predicting.clusters import Cluster
-from shardproof.harness.predicting.dry_run import DryRank, dry_rank
-from shardproof.harness.predicting.figures import BACKWARD, FORWARD, Memory, compared, first_difference, live, prices
+from shardproof.harness.predicting.dry_run import DryRank, dry_run
+from shardproof.harness.predicting.figures import BACKWARD, FORWARD, Memory, compared, first_difference, live
 from shardproof.harness.predicting.meter import START, TO_BACKWARD, TO_FORWARD
-from shardproof.harness.predicting.timeline import AFTER_BACKWARD, Times, spent_until, together
-from shardproof.harness.protocols import ActionLike, CaseLike, PipelineLike, SpanLike, Subject
+from shardproof.harness.protocols import ActionLike, CaseLike, PipelineLike, Subject
+
+T = TypeVar("T")
 
 MESSAGES = "pipeline"
 """The phase of messages between stages."""
 _COMPUTED = (FORWARD, BACKWARD)
+_AFTER_BACKWARD = ("grad_sync", "step")
 _BEFORE_BACKWARD = ("data", "forward", "loss", "metric")
 _MEASURED = 3
 """Micro-batches of a step that are measured: the first, one between, the last."""
@@ -39,14 +40,6 @@ class _Computation(NamedTuple):
     kind: str
     micro: int
     chunk: int = 0
-
-
-class _Interval(NamedTuple):
-    """A computation with the seconds at which it begins and ends."""
-
-    action: _Computation
-    start: float
-    end: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,22 +68,11 @@ class OneStage:
         micro = max(self.least, min(_MEASURED, self.case.micro))
         return self.case.but(steps=1, micro=micro, **({} if depth is None else {"layers": depth}))
 
-    def spans(
-        self, seconds: Callable[[int, ActionLike], float], _message_s: Callable[[int, int], float]
-    ) -> tuple[tuple[SpanLike, ...]]:
-        """The computations, each at the end of the one before."""
-        made, now_s = list[_Interval](), 0.0
-        for (computation,) in self.programs[0]:
-            made.append(_Interval(computation, now_s, now_s + seconds(0, computation)))
-            now_s = made[-1].end
-        return (tuple(made),)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
     """A computation that was measured: what it leaves behind, and the most that it holds beyond what it found."""
 
-    times: Times
     left_bytes: float
     more_bytes: float
     flops: float
@@ -148,38 +130,37 @@ class MeasuredStage:
         return self.grown_bytes
 
 
+def computations(program: Sequence[Sequence[ActionLike]]) -> list[ActionLike]:
+    """The forwards and backwards of a program, in its order, without its messages."""
+    return [step[0] for step in program if step[0].kind in _COMPUTED]
+
+
 def measured(
-    case: CaseLike,
-    pipeline: PipelineLike,
-    stage: int,
-    subject: Subject,
-    cluster: Cluster,
-    engine: DryEngine,
-    timeout_s: float,
+    case: CaseLike, pipeline: PipelineLike, stage: int, subject: Subject, engine: DryEngine, timeout_s: float
 ) -> MeasuredStage:
     """A rank of this stage, run dry and taken apart.
 
-    Raises NotComputed when a call has no price, and when the rank of a pipeline did not follow its program.
+    Raises NotComputed when the rank of a pipeline did not follow its program.
     """
     at = first_pipeline(case.axes)[stage]
-    rank = dry_rank(case, subject, engine, at, timeout_s)
+    (rank,) = dry_run(case, subject, engine, (at,), text=str(case), timeout_s=timeout_s)
     program = pipeline.programs[stage]
-    computations = [together[0] for together in program if together[0].kind in _COMPUTED]
-    ends = _turns(rank, len(computations)) if isinstance(pipeline, OneStage) else _ends(rank, program)
+    actions = computations(program)
+    ends = _turns(rank, len(actions)) if isinstance(pipeline, OneStage) else _ends(rank, program)
     made_stage = partial(
         MeasuredStage, rank=at, memory=Memory.of(rank, 0), ledger=compared(case, subject, rank), events=rank.events
     )
     if not ends:
-        share, rest = _shares(case, rank, cluster)
-        nothing = Segment(times=Times(), left_bytes=0.0, more_bytes=0.0, flops=0.0)
+        share, rest = _shares(case, rank)
+        nothing = Segment(left_bytes=0.0, more_bytes=0.0, flops=0.0)
         shares = {(FORWARD, 0): (share,), (BACKWARD, 0): (nothing,)}
         return made_stage(segments=shares, rest=rest, before_bytes=0.0, grown_bytes=0.0, live=1)
-    made = _cut(case, rank, ends, cluster)
+    made = _cut(rank, ends)
     segments: dict[tuple[str, int], tuple[Segment, ...]] = {}
-    for action, segment in zip(computations, made[:-1], strict=True):
+    for action, segment in zip(actions, made[:-1], strict=True):
         place = action.kind, action.chunk
         segments[place] = (*segments.get(place, ()), segment)
-    first = computations[0].kind, computations[0].chunk
+    first = actions[0].kind, actions[0].chunk
     before, known = 0.0, segments[first]
     if len(known) > 1:  # the model is built in the first forward, which else needs what a later one does
         before = known[0].left_bytes - known[-1].left_bytes
@@ -187,41 +168,46 @@ def measured(
         segments[first] = (own, *known[1:])
     alone = isinstance(pipeline, OneStage) and len(made) > 2 * 2  # two forwards and backwards, and the rest
     grown = made[2].left_bytes + made[3].left_bytes if alone else 0.0
-    return made_stage(segments=segments, rest=made[-1], before_bytes=before, grown_bytes=grown, live=live(computations))
+    return made_stage(segments=segments, rest=made[-1], before_bytes=before, grown_bytes=grown, live=live(actions))
 
 
-def _shares(case: CaseLike, rank: DryRank, cluster: Cluster) -> tuple[Segment, Segment]:
+def _shares(case: CaseLike, rank: DryRank) -> tuple[Segment, Segment]:
     """A micro-batch as an equal share of what comes before the first call after backward, and the rest."""
-    after = {event.call_index for event in rank.events if event.phase in AFTER_BACKWARD}
+    after = {event.call_index for event in rank.events if event.phase in _AFTER_BACKWARD}
     stops = (number for number, one in enumerate(rank.stretches) if one.then == START and one.ticket in after)
-    step, rest = _cut(case, rank, [next(stops, len(rank.stretches)), len(rank.stretches)], cluster)
-    share = replace(step, times=together((1 / case.micro, step.times)), flops=step.flops / case.micro, left_bytes=0.0)
+    step, rest = _cut(rank, [next(stops, len(rank.stretches)), len(rank.stretches)])
+    share = replace(step, flops=step.flops / case.micro, left_bytes=0.0)
     return share, replace(rest, more_bytes=rest.more_bytes + step.left_bytes)
 
 
-def _cut(case: CaseLike, rank: DryRank, ends: Sequence[int], cluster: Cluster) -> list[Segment]:
-    """Segments that end with these numbers of stretches; messages between stages take no time in them."""
-    price = prices(case, cluster, rank.rank)
-
-    def free(event: Event) -> tuple[str, float]:
-        return (MESSAGES, 0.0) if event.phase == MESSAGES else price(event)
-
-    until = spent_until(ends, rank.stretches, rank.events, cluster.device.flops_per_s(case.dtype), free)
+def _cut(rank: DryRank, ends: Sequence[int]) -> list[Segment]:
+    """Segments that end with these numbers of stretches."""
     made: list[Segment] = []
-    spent, first, start_bytes = Times(), 0, 0
-    for end, times in zip(ends, until, strict=True):
+    first, start_bytes = 0, 0
+    for end in ends:
         own = rank.stretches[first:end]
         level = own[-1].held_bytes if own else start_bytes
         made.append(
             Segment(
-                times=together((1.0, times), (-1.0, spent)),
                 left_bytes=level - start_bytes,
                 more_bytes=max((stretch.peak_bytes for stretch in own), default=start_bytes) - start_bytes,
                 flops=sum(stretch.flops for stretch in own),
             )
         )
-        spent, first, start_bytes = times, end, level
+        first, start_bytes = end, level
     return made
+
+
+def weighted_sum(*parts: tuple[float, T]) -> T:
+    """The sum of numbers, or of dataclasses of them, each multiplied by its weight."""
+    _, first = parts[0]
+    if is_dataclass(first) and not isinstance(first, type):
+        sums: dict[str, Any] = {
+            field.name: weighted_sum(*((weight, getattr(part, field.name)) for weight, part in parts))
+            for field in fields(first)
+        }
+        return replace(first, **sums)
+    return cast(T, sum(weight * cast(float, part) for weight, part in parts))
 
 
 def on_the_line(drawn: Sequence[tuple[float, MeasuredStage]]) -> MeasuredStage:
@@ -230,12 +216,13 @@ def on_the_line(drawn: Sequence[tuple[float, MeasuredStage]]) -> MeasuredStage:
     if len({tuple((place, len(own)) for place, own in one.segments.items()) for _, one in drawn}) > 1:
         raise NotComputed("its forwards and backwards are others in a deeper model", ranks=(first.rank,))
     numbers = {
-        name: together(*((weight, getattr(one, name)) for weight, one in drawn))
+        name: weighted_sum(*((weight, getattr(one, name)) for weight, one in drawn))
         for name in ("rest", "before_bytes", "grown_bytes", "memory")
     }
     segments = {
         place: tuple(
-            together(*((weight, one.segments[place][number]) for weight, one in drawn)) for number in range(len(own))
+            weighted_sum(*((weight, one.segments[place][number]) for weight, one in drawn))
+            for number in range(len(own))
         )
         for place, own in first.segments.items()
     }
@@ -275,7 +262,7 @@ def _ends(rank: DryRank, program: Sequence[Sequence[ActionLike]]) -> list[int]:
         side = {TO_FORWARD: FORWARD, TO_BACKWARD: BACKWARD}.get(stretch.then, "")
         if event is not None and event.phase == MESSAGES:
             ends += [number] * (batch_of.get(event.call_index, -1) > now)
-        elif event is not None and event.phase in AFTER_BACKWARD and now == computed[-1]:
+        elif event is not None and event.phase in _AFTER_BACKWARD and now == computed[-1]:
             ends.append(number)
         elif event is not None:
             side = FORWARD if event.phase in _BEFORE_BACKWARD else BACKWARD

@@ -14,7 +14,6 @@ from typing import NoReturn
 
 from shardproof.harness.cases import read_case
 from shardproof.harness.errors import RequestError
-from shardproof.harness.predicting.clusters import PRESETS, read
 from shardproof.harness.programs.session import VARIABLE, Options, ProgramSession, silence_of, steps_of, tools_of
 from shardproof.harness.witnesses.nsys import command as under_nsys
 from shardproof.harness.witnesses.nsys import nsys_path
@@ -70,7 +69,7 @@ def replace_by(command: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
     os.execvpe(command[0], list(command), dict(environ))
 
 
-def stated(tokens: str | None, cluster: str | None, case: str | None) -> Mapping[str, object]:
+def stated(tokens: str | None, case: str | None) -> Mapping[str, object]:
     """These words as they stand in `env.json`, without those that are None. Raises RequestError for a wrong one."""
     words: dict[str, object] = {}
     if tokens is not None:
@@ -78,9 +77,6 @@ def stated(tokens: str | None, cluster: str | None, case: str | None) -> Mapping
             rule = "must be the tokens of all ranks in one step, at least 1"
             raise RequestError(f"tokens={tokens}: {rule}; legal: --tokens 4194304")
         words["tokens"] = int(tokens)
-    if cluster is not None:
-        read(cluster)
-        words["cluster"] = cluster if cluster in PRESETS else str(Path(cluster).resolve())
     if case is not None:
         words["case"] = str(read_case(case))
     return words
@@ -93,5 +89,5 @@ def request_of(arguments: argparse.Namespace, *, wraps: bool) -> Options:
     if "nsys" in profile and not wraps:
         rule = "Nsight Systems must start the whole command"
         raise RequestError(f"profile=nsys: {rule}; legal: shardproof record --profile nsys -- torchrun ... train.py")
-    words = stated(arguments.tokens, arguments.cluster, arguments.case)
+    words = stated(arguments.tokens, arguments.case)
     return {"steps": steps, "profile": profile, "silence_s": silence_of(arguments.silence), "stated": words}

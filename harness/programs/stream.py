@@ -42,7 +42,7 @@ class _Open:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PastCall:
-    """A recent call: `number` in its channel (harness.hangs.parting), `ticket` is its index on the rank."""
+    """A recent call: `number` in its channel (harness.engines.calls.matching), `ticket` is its index on the rank."""
 
     issued: OperatorCall
     number: int
@@ -148,7 +148,7 @@ class EventStream:
             return tuple(ticket for ticket, call in self._open.items() if not call.complete)
 
     def numbers(self) -> list[tuple[str, tuple[int, ...], str, int]]:
-        """How many calls were issued in each channel (harness.hangs.parting.Channel)."""
+        """How many calls were issued in each channel (harness.engines.calls.matching.Channel)."""
         with self._lock:
             return [(*channel, number) for channel, number in self._numbers.items()]
 

@@ -3,7 +3,7 @@
 A forward begins when a model with parameters is called, or with the delivery of its batch just before. A backward
 begins when it reaches that model's output. Either ends where the rank does something else outside of modules and
 backward: messages between stages, the next forward or backward, reductions, updates. So calls inside, and waiting for
-them, count as computing, as they do in harness.predicting.stages. Units: microseconds.
+them, count as computing. Units: microseconds.
 
 On a device, where the host's clock would give the time at which work was enqueued, CUDA events in its streams are the
 clock (Stopwatch). Recording an event waits for nothing, so the streams run as they would. The time between the two

@@ -1,15 +1,15 @@
 """The line `when:` of failed cases: which words of a case its failure needs, found by running it with words changed.
 
 Failures that first show at one place count as one. The simplest case of each is examined, simplest failures first,
-for `Request.when_s` seconds at most, and three times as long in all.
+for `Request.when_s` seconds at most, and three times as long in all. The first of them is tried on processes before.
 """
 
 import re
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, redirect_stderr, redirect_stdout, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from io import StringIO
 from multiprocessing.connection import Connection
@@ -23,7 +23,7 @@ from shardproof.harness.diagnosing.needed_words import needed_words
 from shardproof.harness.diagnosing.tried_words import OutOfTime, Proved, confirmed
 from shardproof.harness.diagnosing.words_text import NeededWords
 from shardproof.harness.errors import ShardproofError
-from shardproof.harness.protocols import CaseLike, case_text
+from shardproof.harness.protocols import CaseLike, case_text, without_saving
 from shardproof.harness.running.forked_process import forked
 from shardproof.harness.running.proof import NEED_REPEAT
 from shardproof.harness.running.request import Request
@@ -39,6 +39,8 @@ _GRACE_S = 10.0
 """How much longer a case of an experiment may take, that began in time."""
 ENGINES = ("inproc", "pool", "dry")
 """Engines on which other cases than those of the request can be run."""
+IN_THREADS = "only in threads: on processes (--engine pool) the case passes; see subject.per_rank"
+"""The line of a case that fails because its ranks share the state of modules."""
 _OF_CALLS = frozenset({"ledger", "groups", "waits"})
 """Checks that look at no number."""
 _RAISED = re.compile(r" raised (\w+)")
@@ -104,17 +106,16 @@ def _each(
     if not apart:
         yield from _examined(failures, request, proving)
         return
-    process = forked(lambda connection: _sent(connection, _examined(failures, request, proving)))
+    worker = forked(lambda connection: _sent(connection, _examined(failures, request, proving)))
     end_s = time.monotonic() + _IN_ALL * request.when_s + _GRACE_S
     try:
-        while process and process.connection.poll(max(end_s - time.monotonic(), 0)):
-            yield process.connection.recv()
-    except (EOFError, OSError):  # all is sent, or a case ended the process
+        while worker and worker.pipe.poll(max(end_s - time.monotonic(), 0)):
+            yield worker.pipe.recv()
+    except (EOFError, ConnectionResetError, BlockingIOError):  # all is sent, or a case ended or stopped the process
         pass
     finally:
-        if process:
-            process.kill()
-            process.close()
+        if worker:
+            worker.close()
 
 
 def _sent(connection: Connection, objects: Iterable[object]) -> None:
@@ -131,6 +132,10 @@ def _examined(
     end_s = time.monotonic() + _IN_ALL * request.when_s
     with proving(request) as prove_case, redirect_stdout(StringIO()), redirect_stderr(StringIO()):
         waiting = [*groups.values()]
+        if _passes_on_processes(waiting[0][0], request, proving):
+            first = waiting[0].pop(0)
+            waiting = [group for group in waiting if group]
+            yield {case_text(first.case): _amended(first, IN_THREADS)}
         for group in waiting:
             limit_s = min(end_s, time.monotonic() + request.when_s)
             found = words_needed(group[0], request.subject, partial(prove_case, explain=False), limit_s)
@@ -138,6 +143,18 @@ def _examined(
             yield {case_text(failed.case): _amended(failed, found.text) for failed in alike}
             if others := [failed for failed in group if failed not in alike]:
                 waiting.append(others)
+
+
+def _passes_on_processes(failed: Failed, request: Request, proving: Proving) -> bool:
+    """Whether a case of a foreign subject that failed on several threads passes where every rank is a process."""
+    address = request.subject.address
+    if request.engine != "inproc" or failed.case.world_size == 1 or not address or address.startswith("parallel."):
+        return False
+    case = failed.case.but(**without_saving(failed.case))
+    with suppress(ShardproofError), proving(replace(request, engine="pool", profile=())) as prove_case:
+        there = prove_case(case, explain=False, timeout_s=min(request.timeout_s, request.when_s))
+        return there.evidence is not None and there.verdict != FAIL
+    return False  # the processes could not be started, or the case cannot be run on them: nothing is known
 
 
 def _contradicts(case: CaseLike, found: NeededWords) -> bool:

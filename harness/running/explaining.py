@@ -1,4 +1,4 @@
-"""Explanations of a failed case: further runs and what-ifs; then the diagnosis and six lines of every failed check.
+"""Explanations of a failed case: further runs; then the diagnosis and six lines of every failed check.
 
 Cases of another size decide whether a wrong factor comes from a size of the case. A factor of 1/2 where tp=2 may be a
 mean over tp or a constant. Where tp is another number, the factor shows which. Each size in question is changed alone.
@@ -7,15 +7,10 @@ mean over tp or a constant. Where tp is another number, the factor shows which. 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any
-
-import torch
-from torch import Tensor
 
 from shardproof.harness.checking.checks import examine
 from shardproof.harness.checking.evidence import FAIL, Evidence, Finding
 from shardproof.harness.checking.measures.kinds import is_state, kind_of, step_of
-from shardproof.harness.dense_model import Tried
 from shardproof.harness.diagnosing.causes.places import update_in_doubt
 from shardproof.harness.diagnosing.diagnosis import (
     Diagnosis,
@@ -30,8 +25,8 @@ from shardproof.harness.errors import error_text
 from shardproof.harness.mesh_axes import split_axes
 from shardproof.harness.protocols import CaseLike, without_saving
 from shardproof.harness.running.judging import judged
+from shardproof.harness.running.locating.beginnings import with_beginnings
 from shardproof.harness.running.locating.drawn import with_drawn_numbers
-from shardproof.harness.running.locating.samples import with_other_samples
 from shardproof.harness.running.locating.wrong_module import with_wrong_module
 from shardproof.harness.running.trials.repeating import with_repeat
 from shardproof.harness.running.trials.runs import recorded
@@ -40,6 +35,8 @@ from shardproof.harness.subject import refusal
 
 MOST_RANKS = 8
 """Cases of another size with more ranks are not tried."""
+_SHARED = frozenset({"grad", "param", "param_after", "exp_avg_after", "grad_norm", "tokens", "act", "loss"})
+"""Kinds of wrong tensors that shares of micro-batches, or values before the first step, may explain."""
 _WORDS = {"all ranks": "dp", "wdp": "dp", "tokens of the step": "micro"}
 """Size that no word of a case sets -> the word that changes it; `wdp` are the ranks that share a shard of weights."""
 
@@ -55,7 +52,7 @@ def with_explanations(
     with trial.timed("checks"):
         context = {**examine(evidence), **findings}  # of activations too; findings made with control runs stay
     wrong = {name for finding in context.values() if finding.verdict == FAIL for name in finding.names}
-    evidence = with_other_samples(trial, _with_what_ifs(trial, evidence, wrong), wrong)
+    evidence = with_beginnings(trial, _with_shares(trial, evidence, wrong), wrong)
     evidence = with_drawn_numbers(trial, evidence, wrong)
     evidence = with_wrong_module(trial, evidence, wrong)
     evidence = _with_other_sizes(trial, evidence, context)
@@ -78,7 +75,7 @@ def _ended_earlier(
         case = trial.case.but(steps=steps, **without_saving(trial.case))
         if refusal(case, trial.subject):
             return None
-        other = replace(trial, case=case, seconds={}, problems={}, known={}, facts=[], given={})
+        other = replace(trial, case=case, seconds={}, problems={}, known={}, given={})
         with trial.timed("elsewhere"):
             seen, findings = judged(other, recorded(other))
             failed = any(finding.verdict == FAIL for finding in findings.values())
@@ -127,31 +124,21 @@ def diagnosed(
     return diagnoses, messages
 
 
-def _with_what_ifs(trial: Trial, evidence: Evidence, wrong: Collection[str]) -> Evidence:
-    """Evidence with shares of gradients by micro-batch, and with rules of the dense model that are not kept."""
-    kinds, model = {kind_of(name) for name in wrong}, trial.reference.model
-    if model is None:
+def _with_shares(trial: Trial, evidence: Evidence, wrong: Collection[str]) -> Evidence:
+    """Evidence with shares of gradients by micro-batch, as the dense model has them."""
+    model = trial.reference.model
+    if model is None or not {kind_of(name) for name in wrong} & _SHARED:
         return evidence
-    shares: Mapping[str, Tensor] = {}
-    tried: list[Tried] = []
-
-    def what_ifs(case: CaseLike, device: torch.device, **given: Any) -> Mapping[str, Tensor]:
-        for rule in (rule for rule in model.what_ifs() if rule.explains & kinds):
-            tried.append(Tried(rule, rule.readings(case, device, **given)))  # noqa: PERF401  (kept if a later one raises)
-        return {}
-
     try:
-        if kinds & {"grad", "param", "param_after", "exp_avg_after", "grad_norm", "tokens", "act", "loss"}:
-            shares = trial.dense(model.shares, part="explained")
-        trial.computed(what_ifs, part="explained")
+        return replace(evidence, shares=trial.dense(model.shares, part="explained"))
     except Exception as problem:  # the failure stands; less of it is explained, and that is said
         trial.problems["explanation"] = f"the dense model raised while a cause was looked for: {error_text(problem)}"
-    return replace(evidence, shares=shares, what_ifs=tuple(tried))
+        return evidence
 
 
 def _elsewhere(trial: Trial, case: CaseLike, first: str) -> Evidence | None:
     """Evidence of the same subject in another case, as far as this tensor needs it; None when there is none."""
-    other = replace(trial, case=case, seconds={}, problems={}, known={}, facts=[], given={})
+    other = replace(trial, case=case, seconds={}, problems={}, known={}, given={})
     try:
         if refusal(case, trial.subject):
             return None
@@ -168,7 +155,7 @@ def _of_other_size(case: CaseLike, word: str, steps: int) -> Iterator[CaseLike]:
     for value in dict.fromkeys((now + 1, 2 * now, 1)):
         try:
             other = case.but(**{word: value, "steps": steps, **without_saving(case)})
-        except (ValueError, TypeError):  # no legal case; an axis that no word of a case sets
+        except (ValueError, TypeError):  # ValueError: no legal case; TypeError: an axis that no word of the case sets
             continue
         if value != now and other.world_size <= MOST_RANKS:
             yield other

@@ -27,7 +27,6 @@ from shardproof.harness.running.run_result import Kept, Progress, RunResult, run
 from shardproof.harness.running.store import Store, environment
 from shardproof.harness.running.trials.trial import Truths
 from shardproof.harness.subject import NamedSubject, Unanswered, asking, claimed, compared_with, truth_of
-from shardproof.harness.torch_internals.memory import keep_freed_memory
 
 if TYPE_CHECKING:
     from shardproof.harness.running.sharing import ProvingProcess
@@ -91,28 +90,19 @@ def proving(request: Request, heard: Callable[[str], object] = str) -> Iterator[
     """A function that proves one case after another as the request demands: one engine and one dense model for all.
 
     `heard` is called with the parts of a case as they begin; further words are those of `prove`. A case of several that
-    the dense model cannot compute, or this machine cannot hold, is skipped. A single one raises RequestError. After the
-    first failure of a subject whose modules keep state of the process, the case is run on real processes too.
+    the dense model cannot compute, or this machine cannot hold, is skipped. A single one raises RequestError.
     """
-    truths, on_processes = Truths(), None
-    keep_freed_memory()
+    truths = Truths()
     with engine_named(request.engine) as engine:
 
         def prove_case(case: CaseLike, **how: Any) -> CaseResult:  # `how` is given by experiments alone
-            nonlocal on_processes
             usual: dict[str, Any] = {"device": request.device, "timeout_s": request.timeout_s, "heard": heard}
             usual |= {"options": request.options, "truths": truths, "repeat": request.repeats(case)}
             try:
                 if len(request.cases) > 1:
                     admit([case], request.engine)
                 with shown_once():
-                    result = prove(case, request.subject, engine, **{**usual, **how})
-                if how or result.verdict != FAIL:
-                    return result
-                from shardproof.harness.running.shared_state import OnProcesses  # noqa: PLC0415
-
-                on_processes = on_processes or OnProcesses(request)
-                return on_processes.of(result)
+                    return prove(case, request.subject, engine, **{**usual, **how})
             except RequestError as problem:
                 if len(request.cases) == 1 or how:
                     raise
@@ -155,7 +145,7 @@ def _processes(request: Request) -> "Iterator[list[ProvingProcess]]":
         yield ours
     finally:
         for process in ours:  # first all connections: a later fork holds those of earlier ones too
-            process.connection.close()
+            process.worker.pipe.close()
         for process in ours:
             process.close()
 
@@ -164,8 +154,8 @@ def _started(request: Request) -> "ProvingProcess | None":
     from shardproof.harness.running.forked_process import forked  # noqa: PLC0415
     from shardproof.harness.running.sharing import ProvingProcess, serve  # noqa: PLC0415
 
-    process = forked(lambda connection: serve(connection, request, proving))
-    return None if process is None else ProvingProcess(process, request)
+    worker = forked(lambda connection: serve(connection, request, proving))
+    return None if worker is None else ProvingProcess(worker, request)
 
 
 def _planned(case: CaseLike, subject: NamedSubject) -> dict[str, object]:

@@ -11,23 +11,23 @@ A case that loads what another one saves follows it too.
 
 import gc
 import itertools
-import signal
+import pickle
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any, TypeAlias
 
 from shardproof.harness.cases import in_own_words
 from shardproof.harness.dense_model import dense_model
-from shardproof.harness.engines.processes.exit_status import process_end
+from shardproof.harness.engines.processes.exit_status import ProcessEnd
+from shardproof.harness.engines.processes.workers import Worker, receive
 from shardproof.harness.errors import MachineError, RankCrashed, RankDied, ShardproofError, TimeLimit
 from shardproof.harness.interpreter import interrupted_after
 from shardproof.harness.protocols import CaseLike
-from shardproof.harness.running.forked_process import ForkedProcess
 from shardproof.harness.running.request import Request, folder_of
 from shardproof.harness.running.result import StoredCase, stored_part
 from shardproof.harness.running.trials.trial import BOUNDED, PARTS, too_long
@@ -55,66 +55,51 @@ Proving = Callable[[Request, Callable[[str], object]], AbstractContextManager[Ca
 
 
 class ProvingProcess:
-    """This process's end of another one that proves cases. `asked` are the numbers of the cases that it has, the first
-    one in work; `note` says how it ended, once it has.
+    """A worker that proves cases. `asked` are the numbers of the cases that it has, the first one in work.
+
+    When it has ended, or had to be ended, `note` says how. `error` is then that of the case that it was proving; None
+    when it was proving none.
     """
 
-    def __init__(self, process: ForkedProcess, request: Request) -> None:
+    def __init__(self, worker: Worker, request: Request) -> None:
         """Use this one, which runs `serve`, for a request."""
-        self._process = process
+        self.worker = worker
         self._limit_s, self._hint = request.timeout_s, _THREADS if request.engine == "inproc" else ""
         self._part, self._since_s = "", 0.0
         self.asked: deque[int] = deque()
         self.note = ""
         self.error: ShardproofError | None = None
 
-    @property
-    def connection(self) -> Connection:
-        """Connection that has data when there is an answer."""
-        return self._process.connection
-
     def ask(self, number: int, case: CaseLike) -> None:
         """Have this case proved."""
         self.asked.append(number)
-        with suppress(OSError):  # it is gone: `answers` finds out
-            self.connection.send(case)
+        with suppress(OSError):  # it is gone: its end comes in place of an answer
+            self.worker.pipe.send(case)
 
-    def answers(self) -> dict[int, Answer]:
-        """Cases that it finished since the last call.
+    def take(self, message: bytes | ProcessEnd) -> dict[int, Answer]:
+        """Take in what it has sent, or its end; the case that it has finished, if it has."""
+        if isinstance(message, ProcessEnd):
+            self._end(message)
+            return {}
+        answer = pickle.loads(message)
+        if isinstance(answer, str):
+            self._part, self._since_s = answer, time.monotonic()
+            return {}
+        self._part = ""
+        return {self.asked.popleft(): answer}
 
-        When it has ended, or must be ended, `note` says so. `error` is then that of the case that it was proving; None
-        when it was proving none.
-        """
-        answers: dict[int, Answer] = {}
-        try:
-            while self.asked and self.connection.poll():
-                answer = self.connection.recv()
-                if isinstance(answer, str):
-                    self._part, self._since_s = answer, time.monotonic()
-                else:
-                    answers[self.asked.popleft()], self._part = answer, ""
-        except (EOFError, OSError):
-            self._ended()
-            return answers
-        if self.asked and self._part and time.monotonic() > self._since_s + self._allowed_s():
-            self._process.kill()
-            self._ended(TimeLimit(too_long(self._part, self._limit_s), ranks=(), positions=()))
-        return answers
-
-    def _allowed_s(self) -> float:
-        """How long this part of a case may go on without a word: what ends by itself in time is never ended."""
+    def end_if_late(self) -> None:
+        """End it when it has gone on without a word for longer than what ends by itself in time."""
         grace_s = min(max(self._limit_s, _LEAST_GRACE_S), _MOST_GRACE_S)
-        return (1 if self._part in BOUNDED else _PARTS) * self._limit_s + grace_s
+        allowed_s = (1 if self._part in BOUNDED else _PARTS) * self._limit_s + grace_s
+        if self._part and not self.note and time.monotonic() > self._since_s + allowed_s:
+            late = TimeLimit(too_long(self._part, self._limit_s), ranks=(), positions=())
+            self._end(self.worker.kill(), late)
 
-    def _ended(self, error: ShardproofError | None = None) -> None:
-        code = self._process.wait(_LEAVE_S)
-        if code is None:
-            self._process.kill()
-            code = self._process.wait(_LEAVE_S)
-        end = process_end(-signal.SIGKILL if code is None else code)
+    def _end(self, end: ProcessEnd, error: ShardproofError | None = None) -> None:
         self.note = f"a process that proves cases ended ({end.words})"
         if self._part:
-            stood = self._process.stood()
+            stood = self.worker.crashed_at()
             words = f"{end.words}{f', at {stood}' if stood else ''}"
             if error is None and not end.by_program:
                 error = RankDied(words, ranks=(), positions=())
@@ -124,9 +109,7 @@ class ProvingProcess:
 
     def close(self) -> None:
         """End it, at once when it is at work."""
-        if self.asked:
-            self._process.kill()
-        self._process.close()
+        self.worker.close(0.0 if self.asked else _LEAVE_S)
 
 
 def serve(connection: Connection, request: Request, proving: Proving) -> None:
@@ -185,8 +168,7 @@ class Sharing:
                         if not self.keep(self._finished.pop(kept - 1)):
                             return
         except BaseException:
-            answers = {number: answer for each in self.processes for number, answer in each.answers().items()}
-            self._finished |= {number: answer for number, answer in answers.items() if isinstance(answer, StoredCase)}
+            self._receive(0.0)
             with interrupted_after():
                 for number in sorted(self._finished):
                     self.keep(self._finished[number])
@@ -200,16 +182,28 @@ class Sharing:
 
     def _collect(self) -> None:
         """Take what the processes have finished; wait for it a moment."""
-        wait([process.connection for process in self.processes if process.asked], _LISTEN_S)
+        answers = self._receive(_LISTEN_S)
         for process in list(self.processes):
-            answers = process.answers()
-            self._finished |= {number: answer for number, answer in answers.items() if isinstance(answer, StoredCase)}
-            for answer in answers.values():
-                if not isinstance(answer, StoredCase):
-                    raise answer
-            self._idle_ends = 0 if answers else self._idle_ends
-            if process.note:
-                self._replace(process)
+            process.end_if_late()
+        for answer in answers:
+            if not isinstance(answer, StoredCase):
+                raise answer
+        self._idle_ends = 0 if answers else self._idle_ends
+        for process in [process for process in self.processes if process.note]:
+            self._replace(process)
+
+    def _receive(self, limit_s: float) -> list[Answer]:
+        """The answers that have come, waited for at most so long; cases that are finished are kept."""
+        answers: dict[int, Answer] = {}
+        while working := {each.worker: each for each in self.processes if each.asked and not each.note}:
+            came = list(receive(working, limit_s))
+            if not came:
+                break
+            limit_s = 0.0
+            for process, message in came:
+                answers |= process.take(message)
+        self._finished |= {number: answer for number, answer in answers.items() if isinstance(answer, StoredCase)}
+        return [*answers.values()]
 
     def _replace(self, process: ProvingProcess) -> None:
         """Replace a process that has ended: report the case that it was proving, and give the others to another one."""

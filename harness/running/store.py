@@ -32,7 +32,7 @@ import torch
 
 from shardproof.harness.checking.evidence import Verdict
 from shardproof.harness.ledger import COLUMNS
-from shardproof.harness.run_folder import SCHEMA, csv_text, link_latest, new_run_folder, safe_name, writing
+from shardproof.harness.run_folder import csv_text, link_latest, new_run_folder, safe_name, writing
 from shardproof.harness.running.summary import RANK_COLUMNS, SUMMARY_COLUMNS, SummaryRow
 from shardproof.harness.torch_internals.lookup import untested
 
@@ -49,7 +49,7 @@ class Store:
         self.notes: list[str] = []
         self.path = new_run_folder(out, subject)
         with writing(out):
-            self._append("env.json", json.dumps(_plain({"schema": SCHEMA, **environment}), indent=2) + "\n")
+            self._append("env.json", json.dumps(_plain(environment), indent=2) + "\n")
             self._append("ledger.csv", csv_text([COLUMNS]))
             self._append("summary.csv", csv_text([SUMMARY_COLUMNS]))
             self._append("timings.csv", csv_text([("case", "part", "seconds")]))

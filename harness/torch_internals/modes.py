@@ -19,8 +19,13 @@ _eager = Eager()
 class DispatchMode(TorchDispatchMode):
     """Sees every operator of its thread: while one is entered nothing is compiled, on any thread.
 
-    torch.utils._python_dispatch.TorchDispatchMode, which the documentation names.
+    torch.utils._python_dispatch.TorchDispatchMode, which the documentation names. Its `_should_skip_dynamo` has the
+    compiler switched off around every operator that a mode sees, which costs more than most operators: here it is off.
     """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
     def __enter__(self) -> Self:
         _eager.begin()

@@ -13,6 +13,7 @@ Outcomes are kept as digests, since witnesses must not change one bit. Times are
 """
 
 import hashlib
+import multiprocessing
 import os
 import pickle
 import resource
@@ -21,20 +22,20 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import multiprocessing
 from torch.distributed import FileStore, PrefixStore
 
 from shardproof.harness.engines.interposer import observing
 from shardproof.harness.engines.one_thread import ONE_THREAD
 from shardproof.harness.engines.processes.rank_program import run_rank
+from shardproof.harness.engines.processes.workers import Worker
 from shardproof.harness.engines.rank_environment import rank_device
 from shardproof.harness.errors import MachineError
-from shardproof.harness.interpreter import spawned
 from shardproof.harness.ledger import Event
 from shardproof.harness.outcome.blocks import Block, localize
 from shardproof.harness.protocols import CaseLike, Subject, case_text
@@ -94,21 +95,14 @@ def main(word: str) -> int:
     for world_size in dict.fromkeys(case.world_size for case in job.cases):
         count = sum(case.world_size == world_size for case in job.cases)
         limit_s = time.monotonic() + _START_S + job.timeout_s * count
-        target = spawned(_rank)
-        ranks = [start.Process(target=target, args=(rank, world_size, folder, job)) for rank in range(world_size)]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join(max(limit_s - time.monotonic(), 0.0))
-        for process in ranks:
-            ended_well &= process.exitcode == 0
-            if process.is_alive():
-                process.kill()
-                process.join()
+        ranks = [Worker(start, _rank, rank, world_size, folder, job) for rank in range(world_size)]
+        for worker in ranks:
+            worker.close(max(limit_s - time.monotonic(), 0.0))
+            ended_well &= worker.process.exitcode == 0
     return 0 if ended_well else 1
 
 
-def _rank(rank: int, world_size: int, folder: Path, job: SessionRequest) -> None:
+def _rank(_pipe: Connection, _memory: int, rank: int, world_size: int, folder: Path, job: SessionRequest) -> None:
     """All cases of one world size on one rank."""
     store = FileStore(str(folder / f"store{world_size}"), world_size)
     for index, case in enumerate(job.cases):

@@ -257,7 +257,7 @@ def _wrote(name: str, stored: Source, key: str, at: tuple[int, ...] = ()) -> str
     for (offsets, sizes), file in chunks:
         if not at or all(first <= i < first + size for i, first, size in zip(at, offsets, sizes, strict=True)):
             box = " x ".join(f"{first}-{first + size - 1}" for first, size in zip(offsets, sizes, strict=True))
-            rank = re.search(r"rank-(\d+)/", file) or re.search(r"__(\d+)_\d+\.distcp", file)
+            rank = re.search(r"__(\d+)_\d+\.distcp", file)
             who = f"rank {rank[1]}" if rank else file
             return f"in {name} {who} wrote {box or 'it'}{' there' if at else ''}, one of {len(chunks)} chunks"
     return f"in {name} it has no elements"

@@ -1,20 +1,11 @@
-"""The folder of a checkpoint: every rank writes its part beside the former one, and one rename makes all of it valid.
+"""The folder of a checkpoint in torch's format: every rank writes its file, and rank 0 joins what they wrote.
 
-`.metadata` names the files that belong to the checkpoint. A save replaces it last, in one step of the file system, when
-every file is on the disk. Until then it names the files of the former checkpoint, which are removed afterwards. So a
-save that is killed at any moment leaves the former checkpoint whole, or the new one.
-
-Reading checks everything before it hands out a number: the metadata, the chunks of every tensor, the bytes of every
-file. The SHA-256 of every file that is read is checked too.
+Reading checks the metadata, the chunks of every tensor and the sizes of files before it hands out a number.
 """
 
-import hashlib
 import itertools
-import json
 import math
-import os
 import pickle
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,62 +21,43 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
 
 from shardproof.parallel.checkpoints.planners import BoxReader, BoxWriter
 from shardproof.parallel.checkpoints.state import CheckpointError, dtype_word
 from shardproof.parallel.communication.layout import Box, whole
 from shardproof.reference.checkpoints.metadata import METADATA, read_metadata
 
-_SUMS = "sums.json"
-_DATA, _RANK = "data-", "rank-"
 
-
-def next_data(folder: Path) -> str:
-    """The name of the folder for the files of the coming save: data-N, N one above that of the former checkpoint.
-
-    Every rank gets the same name, as long as none commits before all of them have written.
-    """
-    try:
-        former = _used(Stored.open(folder).metadata)
-    except CheckpointError:
-        former = set()
-    numbers = [int(name.removeprefix(_DATA)) for name in former if name.removeprefix(_DATA).isdigit()]
-    return f"{_DATA}{1 + max(numbers, default=0)}"
-
-
-def write_part(folder: Path, data: str, rank: int, boxes: Mapping[str, Sequence[Box]]) -> None:
-    """Write what a rank holds, whole and on the disk when this returns; what an earlier save left there is removed."""
-    part = folder / data / f"{_RANK}{rank}"
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    writer, planner = FileSystemWriter(part), BoxWriter(boxes)
+def write_part(folder: Path, rank: int, boxes: Mapping[str, Sequence[Box]]) -> None:
+    """Write the file of a rank. The former checkpoint of this folder ends, since its files are written over."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / METADATA).unlink(missing_ok=True)
+    writer, planner = FileSystemWriter(folder), BoxWriter(boxes)
     planner.set_up_planner({}, None, True)
     writer.set_up_storage_writer(True)
-    plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
-    (plan,) = writer.prepare_global_plan(plans)
+    (plan,), metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
+    # The writer names files by the place of their plan, and every rank writes alone.
+    plan = writer.prepare_global_plan([*[SavePlan([])] * rank, plan])[rank]
     written = writer.write_data(planner.finish_plan(plan), planner).wait()
-    writer.finish(metadata, [written])
-    _on_disk(part)
+    metadata = replace(metadata, storage_data={result.index: result.storage_data for result in written})
+    (folder / _part(rank)).write_bytes(pickle.dumps(metadata))
 
 
-def commit(folder: Path, data: str, ranks: int) -> None:
-    """Make the parts of all ranks the checkpoint of this folder, then remove what no longer belongs to it.
+def commit(folder: Path, ranks: int) -> None:
+    """Make the files of all ranks the checkpoint of this folder, and remove those of a former one.
 
-    Raises CheckpointError when the parts do not tile every tensor; then the former checkpoint stays.
+    Raises CheckpointError when they do not tile every tensor; then the folder holds no checkpoint.
     """
-    parts = {f"{data}/{_RANK}{rank}": folder / data / f"{_RANK}{rank}" for rank in range(ranks)}
-    metadata = _joined({name: read_metadata(part) for name, part in parts.items()})
-    files = sorted(file for part in parts.values() for file in part.iterdir())
-    sums = {str(file.relative_to(folder / data)): [file.stat().st_size, _sha256(file)] for file in files}
-    _write(folder / data / _SUMS, json.dumps(sums).encode())
-    for path in (folder / data, folder):
-        _on_disk(path)
-    _write(folder / f"{METADATA}.new", pickle.dumps(metadata))
-    os.replace(folder / f"{METADATA}.new", folder / METADATA)
-    _on_disk(folder)
-    for path in (*(folder / data).iterdir(), *folder.glob(f"{_DATA}*")):
-        if path not in {*parts.values(), folder / data / _SUMS, folder / data}:
-            shutil.rmtree(path, ignore_errors=True)
+    joined = _joined({rank: read_metadata(folder, _part(rank)) for rank in range(ranks)})
+    places: dict[Any, Any] = joined.storage_data
+    results = [WriteResult(index=index, size_in_bytes=info.length, storage_data=info) for index, info in places.items()]
+    FileSystemWriter(folder).finish(joined, [results])
+    used = {str(info.relative_path) for info in places.values()}
+    for file in folder.glob("__*"):
+        if file.name not in used:
+            file.unlink()
 
 
 class Stored:
@@ -94,7 +66,6 @@ class Stored:
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         self.folder, self.metadata = folder, metadata
         self.tensors = _tensors(metadata)
-        self._verified: set[str] = set()
 
     @classmethod
     def open(cls, folder: Path) -> "Stored":
@@ -124,18 +95,13 @@ class Stored:
                 raise _broken(folder, f"the file {name} is missing")
             if file.stat().st_size < size:
                 raise _broken(folder, f"the file {name} is torn: it has {file.stat().st_size} bytes of at least {size}")
-        found._check_sums(sizes, content=False)
         return found
 
     def read(self, boxes: Sequence[tuple[str, Box]]) -> None:
         """Fill each box from the tensor of its key, which must be stored with its shape.
 
-        Raises CheckpointError when a file that is read is not the one that was written.
+        Raises CheckpointError for a file that torch cannot read.
         """
-        keys = {key for key, _ in boxes}
-        files = {str(info.relative_path) for index, info in self._places if index.fqn in keys}
-        self._check_sums(files - self._verified, content=True)
-        self._verified |= files
         reader, planner = FileSystemReader(self.folder), BoxReader(boxes)
         planner.set_up_planner({}, self.metadata, True)
         reader.set_up_storage_reader(self.metadata, True)
@@ -161,24 +127,6 @@ class Stored:
     @property
     def _places(self) -> Iterable[tuple[Any, Any]]:
         return self.metadata.storage_data.items() if self.metadata.storage_data else ()
-
-    def _check_sums(self, names: Iterable[str], *, content: bool) -> None:
-        """Compare files with what was written of them; a checkpoint that another program wrote says nothing of it."""
-        sums: dict[str, tuple[int, str]] = {}
-        for data in _used(self.metadata):
-            try:
-                listed = json.loads((self.folder / data / _SUMS).read_bytes())
-                sums |= {f"{data}/{name}": (int(size), str(digest)) for name, (size, digest) in listed.items()}
-            except (OSError, ValueError, TypeError, AttributeError, RecursionError) as problem:
-                raise _broken(self.folder, f"{data}/{_SUMS} cannot be read ({type(problem).__name__})") from problem
-        for name in sorted({*names} & {*sums}):
-            size, digest = sums[name]
-            file = self.folder / name
-            if file.stat().st_size != size:
-                raise _broken(self.folder, f"the file {name} is torn: it has {file.stat().st_size} bytes of {size}")
-            if content and _sha256(file) != digest:
-                what = f"the file {name} is not the one that was written: its SHA-256 is another"
-                raise _broken(self.folder, what)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,34 +170,30 @@ def _tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
     return {key: stored for key, stored in entries.items() if isinstance(stored, TensorStorageMetadata)}
 
 
-def _used(metadata: Metadata) -> set[str]:
-    """The data folders, of ours, that a checkpoint's files lie in."""
-    tops = {str(info.relative_path).split("/")[0] for info in (metadata.storage_data or {}).values()}
-    return {top for top in tops if top.startswith(_DATA)}
+def _part(rank: int) -> str:
+    """The file with the metadata of what a rank has written."""
+    return f"__{rank}{METADATA}"
 
 
-def _joined(parts: Mapping[str, Metadata]) -> Metadata:
-    """The metadata of all parts, by their folders; of chunks that several of them hold the first one's."""
+def _joined(parts: Mapping[int, Metadata]) -> Metadata:
+    """The metadata of all ranks; of chunks that several of them hold the first one's."""
     tensors: dict[str, TensorStorageMetadata] = {}
     places: dict[Any, Any] = {}
-    for name, part in parts.items():
+    for rank, part in parts.items():
         for key, stored in _tensors(part).items():
             whole = tensors.setdefault(key, replace(stored, chunks=[]))
             if (whole.size, whole.properties.dtype) != (stored.size, stored.properties.dtype):
-                raise CheckpointError(
-                    name, f"{key} is {_form(stored)}, and {_form(whole)} in other parts", "one form on all ranks"
-                )
+                what = f"{key} is {_form(stored)}, and {_form(whole)} on other ranks"
+                raise CheckpointError(f"of rank {rank}", what, "one form on all ranks")
             for chunk in stored.chunks:
                 if chunk in whole.chunks:  # a copy, such as that of a tied table on the last stage
                     continue
                 index = MetadataIndex(key, chunk.offsets, len(whole.chunks))
-                info = part.storage_data[index]
+                places[index] = part.storage_data[index]
                 whole.chunks.append(chunk)
-                places[index] = replace(info, relative_path=f"{name}/{info.relative_path}")
     for key, whole in tensors.items():
-        _check_tiled(next(iter(parts)), key, whole)
-    first = next(iter(parts.values()))
-    return replace(first, state_dict_metadata=dict(tensors), storage_data=places, storage_meta=None)
+        _check_tiled("of these ranks", key, whole)
+    return replace(parts[0], state_dict_metadata=dict(tensors), storage_data=places)
 
 
 def _form(stored: TensorStorageMetadata) -> str:
@@ -269,25 +213,3 @@ def _check_tiled(where: object, key: str, stored: TensorStorageMetadata) -> None
 
 def _region(chunk: ChunkStorageMetadata) -> list[tuple[int, int]]:
     return [(first, first + size) for first, size in zip(chunk.offsets, chunk.sizes, strict=True)]
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
-def _write(file: Path, content: bytes) -> None:
-    """Write a file whole; it is on the disk when this returns."""
-    with file.open("wb") as opened:
-        opened.write(content)
-        opened.flush()
-        os.fsync(opened.fileno())
-
-
-def _on_disk(folder: Path) -> None:
-    """The names in a folder are on the disk when this returns."""
-    opened = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)

@@ -37,17 +37,15 @@ SAVING = CallRow(
 
 
 def save(rank: Rank, optimizer: torch.optim.Optimizer, folder: Path, *, steps: int) -> None:
-    """Write the state after this number of steps; every rank must call this. The former checkpoint stays whole until
-    all of the new one is on the disk, and is removed then.
+    """Write the state after this number of steps in place of a former checkpoint; every rank must call this.
 
     Raises CheckpointError on every rank when one of them cannot write, or when their parts do not tile every tensor.
     """
-    from shardproof.parallel.checkpoints.folder import commit, next_data, write_part  # noqa: PLC0415  (takes a second to import)
+    from shardproof.parallel.checkpoints.folder import commit, write_part  # noqa: PLC0415  (takes a second to import)
 
-    problem, data = "", ""
+    problem = ""
     try:
-        data = next_data(folder)
-        write_part(folder, data, rank.mesh.rank, _boxes(rank, optimizer, steps))
+        write_part(folder, rank.mesh.rank, _boxes(rank, optimizer, steps))
     except (OSError, CheckpointError) as error:
         problem = str(error)
     failed = torch.tensor([int(bool(problem))], device=rank.device)
@@ -57,7 +55,7 @@ def save(rank: Rank, optimizer: torch.optim.Optimizer, folder: Path, *, steps: i
         what = f"cannot be written ({problem or 'another rank has failed'})"
         raise CheckpointError(folder, what, "a folder that every rank can write to")
     if rank.mesh.rank == 0:
-        commit(folder, data, rank.case.world_size)
+        commit(folder, rank.case.world_size)
 
 
 def read_again(case: Case) -> dict[str, tuple[Box, ...]]:

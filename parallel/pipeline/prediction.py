@@ -1,12 +1,10 @@
-"""The pipeline of a case as `predict` reads it: which stages are alike, what each does in a step, and when."""
+"""The pipeline of a case as `predict` reads it: which stages are alike, and what each does in a step."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardproof.parallel.schedules.messages import Program, programs
-from shardproof.parallel.schedules.pipeline import Action
+from shardproof.parallel.schedules.pipeline import bubble_stated
 from shardproof.parallel.schedules.stages import Stage, held_by_rank, pipeline_of
-from shardproof.parallel.schedules.timing import Span, bubble_stated, played
 from shardproof.reference.case import Case
 
 
@@ -65,10 +63,3 @@ class CasePipeline:
         ends = {"first_layers": each * bool(case.first_layers), "last_layers": each * bool(case.last_layers)}
         made = case.but(**short, **ends, layers=each * pipeline.ranks)
         return made if CasePipeline(case=made)._kinds_of_ranks() == self._kinds_of_ranks() else case.but(**short)
-
-    def spans(
-        self, seconds: Callable[[int, Action], float], message_s: Callable[[int, int], float]
-    ) -> tuple[tuple[Span, ...], ...]:
-        """The computations of all stages, each when its program and its messages allow."""
-        pipeline = pipeline_of(self.case)
-        return played(pipeline, self.programs, lambda action: seconds(pipeline.rank(action.stage), action), message_s)

@@ -1,1 +1,1 @@
-"""Pipeline schedules as pure functions of pp, chunks and micro-batches: order, messages, timing. No tensor."""
+"""Pipeline schedules as pure functions of pp, chunks and micro-batches: order, messages. No tensor."""

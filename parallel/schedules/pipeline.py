@@ -10,6 +10,7 @@ Megatron-Core 0.16.1 `pipeline_parallel/schedules.py` (around.md 13.1, 13.2).
 
 from dataclasses import dataclass
 from enum import StrEnum
+from fractions import Fraction
 from itertools import chain
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved")
 
 
 class Kind(StrEnum):
-    """Kinds of work of a rank: forward, backward, messages."""
+    """Kinds of work of a rank: computations (forward, backward) and messages."""
 
     F = "F"
     B = "B"
@@ -25,14 +26,6 @@ class Kind(StrEnum):
     RECV_FORWARD = "recv_forward"
     SEND_BACKWARD = "send_backward"
     RECV_BACKWARD = "recv_backward"
-
-    @property
-    def computes(self) -> bool:
-        """Whether it is a computation; all others are messages."""
-        return self in _COMPUTED
-
-
-_COMPUTED = frozenset((Kind.F, Kind.B))
 
 
 class Action(NamedTuple):
@@ -123,3 +116,15 @@ def order(pipeline: Pipeline, rank: int) -> tuple[Action, ...]:
     backwards = [pipeline.action(Kind.B, rank, *place) for place in backward_table(pipeline)]
     steady = chain.from_iterable(zip(forwards[warm:], backwards, strict=False))
     return (*forwards[:warm], *steady, *backwards[len(forwards) - warm :])
+
+
+def bubble_stated(pipeline: Pipeline) -> Fraction | None:
+    """Closed form of the share of all ranks' time in which they compute nothing; None where none is known.
+
+    For stages and messages alike that take no time to send. GPipe, 1F1B: (pp-1)/(micro+pp-1), arXiv:2104.04473 section
+    2.2.1. Interleaved, group=pp and micro a multiple of pp: (pp-1)/(chunks micro+pp-1), section 2.2.2.
+    """
+    pp, micro = pipeline.ranks, pipeline.micro
+    if pipeline.schedule == "interleaved" and (pipeline.in_a_row != pp or micro % pp):
+        return None
+    return Fraction(pp - 1, pipeline.chunks * micro + pp - 1)

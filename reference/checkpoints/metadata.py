@@ -96,12 +96,12 @@ class _Parser(pickle._Unpickler):  # in Python: the one in C takes any number of
     }
 
 
-def read_metadata(folder: Path) -> "Metadata":
-    """The metadata of a checkpoint, without what its planner left in it.
+def read_metadata(folder: Path, name: str = METADATA) -> "Metadata":
+    """The metadata in the file of this name of a checkpoint, without what its planner left in it.
 
     Raises OSError where the file cannot be read, and pickle.UnpicklingError for what is no metadata of a checkpoint.
     """
-    file = folder / METADATA
+    file = folder / name
     if not file.is_file() or file.stat().st_size > MOST_BYTES:
         raise pickle.UnpicklingError(f"it must be a file of at most {MOST_BYTES} bytes")
     try:

@@ -24,6 +24,7 @@ others. Data that a user names stay as they are.
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -34,6 +35,8 @@ from shardproof.reference.data.corpus import Source, sources
 from shardproof.reference.data.packing import IGNORED, Rows, build_pack, build_unpack, without_prompts
 from shardproof.reference.data.stream import mixed, stream_of
 
+_RANGES = 3
+"""Ranges of unread rows that are named; of further ones the number."""
 _PARTS = (2, 4, 8, 3, 6, 5, 7)
 """Numbers of shards, the usual ones first: small data hold as many edges as they can, in this order."""
 _PADDED_TO = 128
@@ -44,6 +47,27 @@ def own_edges(case: Case) -> tuple[int, ...]:
     """First and last id of every shard of this case, over tp (logits, tables) and over wp (weights of isp), sorted."""
     sizes = {case.padded_vocab // parts for parts in (case.tp, case.wp)}
     return tuple(sorted({edge for size in sizes for edge in _edges(case.vocab, size)}))
+
+
+@lru_cache(maxsize=8)
+def unread_rows(case: Case) -> tuple[str, ...]:
+    """The rows of the token table that no input looks up, in one line; those at the edges of shards by their ids."""
+    places = product(range(case.steps), range(case.micro), range(case.dp))
+    looked_up = {token for place in places for token in micro_batch(case, *place).tokens.flatten().tolist()}
+    rows = [row for row in range(case.vocab) if row not in looked_up]
+    if not rows:
+        return ()
+    ranges: list[list[int]] = []
+    for row in rows:
+        if ranges and ranges[-1][-1] == row - 1:
+            ranges[-1][1:] = [row]
+        else:
+            ranges.append([row])
+    named = ", ".join("-".join(map(str, ends)) for ends in ranges[:_RANGES])
+    more = f" and {len(ranges) - _RANGES} ranges more" if len(ranges) > _RANGES else ""
+    edges = sorted({*own_edges(case)} - looked_up)
+    at_edges = f", first or last of a shard: {', '.join(map(str, edges[:8]))}" if edges else ""
+    return (f"embedding.tokens.weight rows {named}{more} ({len(rows)} of {case.vocab} rows never looked up{at_edges})",)
 
 
 def shard_edges(case: Case) -> tuple[int, ...]:
@@ -97,8 +121,8 @@ def micro_batch(
 ) -> Batch:
     """Micro-batch `micro` of step `step` on data rank `dp_rank`: a pure function of the case and its corpus.
 
-    `padding` is the label of tokens that are not learned, before any is masked; another one is a what-if's. Steps count
-    on from those before a checkpoint that the case loads. The batch is number `micro * dp + dp_rank` of the step, the
+    `padding` is the label of tokens that are not learned, before any is masked. Steps count on
+    from those before a checkpoint that the case loads. The batch is number `micro * dp + dp_rank` of the step, the
     same for every dp and micro of one product. Neither the mode nor tp, wp, pp or cp changes it, up to 8 shards. Raises
     DataError when the corpus cannot be read, ValueError without such a micro-batch.
     """

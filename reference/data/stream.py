@@ -1,4 +1,4 @@
-"""The corpus of a case as one endless stream of tokens, cut into sentences; and how much of it the case reads.
+"""The corpus of a case as one endless stream of tokens, cut into sentences.
 
 The stream is cut at the end of every document and at random places from `case.seed`, into sentences of uneven length. A
 window is a stretch of consecutive tokens and the one after them. Window number n begins n * length tokens behind the
@@ -51,15 +51,6 @@ def _stream(files: tuple[corpus.Source, ...], vocab: int, seq: int, seed: int) -
     is_end[cuts[cuts < len(text.ids)]] = True
     is_end[torch.tensor(text.lengths, device="cpu").cumsum(0) - 1] = True
     return Stream(ids=text.ids, is_end=is_end, origin=mixed(seed, len(text.ids)) % len(text.ids))
-
-
-def reading(case: Case) -> str:
-    """How many tokens of its corpus the case reads, and whether the corpus is too short for it, in words."""
-    tokens = len(stream_of(case).ids)
-    needed = case.steps * case.micro * case.dp * case.tokens + 1
-    if needed > tokens:
-        return f"the case reads {needed:,} tokens and the corpus holds {tokens:,}: it is repeated"
-    return f"{needed:,} of the corpus's {tokens:,} tokens are read"
 
 
 def mixed(*words: int) -> int:

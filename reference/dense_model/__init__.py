@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from shardproof.reference.what_ifs.what_if import WhatIf
 
 Outcome = Mapping[str, "Tensor"]
 
@@ -68,11 +67,11 @@ class DenseModel:
 
         micro_batch(case, 0, 0, 0)
 
-    def data_facts(self, case: Case) -> Any:
-        """Facts of the data that truth and ranks both read (`harness.protocols.FactsLike`)."""
-        from shardproof.reference.data.anchors import anchors
+    def unread_rows(self, case: Case) -> tuple[str, ...]:
+        """Rows of tables that the data of the case never look up, in words; () where they look up all."""
+        from shardproof.reference.data.batches import unread_rows
 
-        return anchors(case)
+        return unread_rows(case)
 
     def sizes(self, case: Case, *, shapes_alone: bool) -> Mapping[str, int]:
         """Elements of the dense model and its data by what they are; of a micro-batch for ranks without numbers."""
@@ -143,15 +142,9 @@ class DenseModel:
 
     def shares(self, case: Case, device: "torch.device", **words: Any) -> Outcome:
         """Step 0 taken apart by data rank and micro-batch."""
-        from shardproof.reference.what_ifs.shares import shares
+        from shardproof.reference.training.shares import shares
 
         return shares(case, device, **words)
-
-    def what_ifs(self) -> "tuple[WhatIf, ...]":
-        """The rules that may not be kept, each with what is computed then."""
-        from shardproof.reference.what_ifs.rules import what_ifs
-
-        return what_ifs()
 
 
 DENSE_MODEL = DenseModel()

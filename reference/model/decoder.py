@@ -33,8 +33,8 @@ def _join(branch: str, x_BSH: Tensor, y_BSH: Tensor) -> Tensor:
 class Arithmetic:
     """How the sums of linears, norms and gradient norms are taken; the control run takes them in another order.
 
-    Another `activate` may move the kink of relu; `rotate` and `join` are for what-ifs. `rotate` turns queries or keys,
-    "q" or "k", `join` adds what a branch, "attention" or "mlp", returns to what entered it.
+    Another `activate` may move the kink of relu. `rotate` turns queries or keys, "q" or "k". `join` adds the output of
+    a branch, "attention" or "mlp", to its input.
     """
 
     look_up: Callable[[Tensor, Tensor], Tensor] = layers.look_up

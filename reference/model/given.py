@@ -1,6 +1,6 @@
 """Values that the dense model cannot know and is given: masks and initial values that an implementation drew.
 
-They reach every function of the dense model that a function with `takes_given` calls, what-ifs included.
+They reach every function of the dense model that a function with `takes_given` calls.
 """
 
 import functools

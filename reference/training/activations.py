@@ -15,41 +15,26 @@ from shardproof.reference.data.batches import Batch, micro_batch
 from shardproof.reference.losses import cross_entropy as loss
 from shardproof.reference.model import decoder
 from shardproof.reference.model.branch import Beside, values_of
-from shardproof.reference.model.decoder import PLAIN, Arithmetic
 from shardproof.reference.training.scaling import LossScale
-from shardproof.reference.training.steps import Feed
 
 
-def observe(
-    case: Case,
-    weights: Mapping[str, Tensor],
-    *,
-    feed: Feed = micro_batch,
-    arithmetic: Arithmetic = PLAIN,
-    gradients: bool = True,
-) -> dict[str, Tensor]:
-    """The activations of these full weights, on their device and in their dtype, and their gradients if wanted."""
+def observe(case: Case, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The activations of these full weights, on their device and in their dtype, and their gradients."""
     device = next(iter(weights.values())).device
     rows: dict[str, list[Tensor]] = {}
     places = [(micro, data_rank) for micro in range(case.micro) for data_rank in range(case.dp)]
-    step = tuple(feed(case, 0, micro, data_rank, device=device) for micro, data_rank in places)
+    step = tuple(micro_batch(case, 0, micro, data_rank, device=device) for micro, data_rank in places)
     for batch in step[: case.dp]:
-        for name, tensor in _observe_one(case, weights, batch, Beside(step=step), arithmetic, gradients).items():
+        for name, tensor in _observe_one(case, weights, batch, Beside(step=step)).items():
             rows.setdefault(name, []).append(tensor)
     return {name: torch.cat(tensors) for name, tensors in rows.items()}
 
 
-def _observe_one(
-    case: Case, weights: Mapping[str, Tensor], batch: Batch, beside: Beside, arithmetic: Arithmetic, gradients: bool
-) -> dict[str, Tensor]:
+def _observe_one(case: Case, weights: Mapping[str, Tensor], batch: Batch, beside: Beside) -> dict[str, Tensor]:
     outputs: dict[str, Tensor] = {}
-    leaves = {name: weight.detach().requires_grad_(gradients) for name, weight in weights.items()}
-    logits = decoder.logits(
-        case, {**leaves, **values_of(case)}, batch, tap=outputs.__setitem__, arithmetic=arithmetic, beside=beside
-    )
+    leaves = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
+    logits = decoder.logits(case, {**leaves, **values_of(case)}, batch, tap=outputs.__setitem__, beside=beside)
     acts = {f"act/{name}": output.detach().flatten(2) for name, output in outputs.items()}
-    if not gradients:
-        return acts
     summed, _ = loss.summed(logits, batch.labels, batch.loss_mask, case.label_smoothing)
     slopes = torch.autograd.grad(sum(beside.losses, summed) * LossScale.of(case).value, list(outputs.values()))
     return acts | {f"act_grad/{name}": slope.flatten(2) for name, slope in zip(outputs, slopes, strict=True)}

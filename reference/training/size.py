@@ -6,7 +6,7 @@ Counts are elements of tensors, none of which is made; they are lower bounds, ex
 import math
 from typing import Any
 
-from shardproof.reference.case import Case
+from shardproof.reference.case import Case, CaseError
 from shardproof.reference.features import FEATURES
 from shardproof.reference.language.words import declared
 from shardproof.reference.model.parameters import shapes
@@ -41,7 +41,7 @@ def culprit(case: Case, limit: int) -> tuple[str, int] | None:
     for key in _SIZES:
         try:
             other = case.but(**{key: getattr(usual, key)})
-        except ValueError:  # another word needs this one to be as it is
+        except CaseError:  # another word needs this one to be as it is
             continue
         if sum(parts(other).values()) <= limit:
             return key, getattr(usual, key)

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 LARGEST_LOGITS = 2**24
 """Elements of the full logits of one step above which an outcome leaves them out."""
 WEIGHT_DECAY = 0.01
-Clipping = Callable[[Mapping[str, Tensor], Tensor, float], None]
-"""Change all gradients, in place, given their norm and the case's largest one."""
 
 
 class Feed(Protocol):
@@ -68,24 +66,21 @@ def train(
     feed: Feed = micro_batch,
     arithmetic: Arithmetic = PLAIN,
     last_first: bool = False,
-    decay: float = WEIGHT_DECAY,
-    clipping: Clipping | None = None,
     states: Mapping[str, Tensor] | None = None,
     dtype: torch.dtype | None = None,
     observed: bool = False,
 ) -> dict[str, Tensor]:
     """The outcome of training these full weights on their device and in their dtype, or in the one given.
 
-    `last_first` adds the micro-batches' gradients in reversed order; `decay` and `clipping` are for what-ifs. `states`
-    are the states after all steps but the last (`reference.training.states`). Every step then begins at the given state
-    before it and not at the model's own. `observed` adds the activations (`reference.training.activations`). The given
-    weights are left as they are.
+    `last_first` adds the micro-batches' gradients in reversed order. `states` are the states after all steps but the
+    last (`reference.training.states`). Every step then begins at the given state before it and not at the model's own.
+    `observed` adds the activations (`reference.training.activations`). The given weights are left as they are.
     """
     parameters = {
         name: weight.detach().to(dtype or weight.dtype, copy=True).requires_grad_() for name, weight in weights.items()
     }
     trained = _trained(case, parameters)
-    stepper = _begun(case, trained, parameters, decay)
+    stepper = _begun(case, trained, parameters)
     outcome, metrics = dict[str, Tensor](), list[dict[str, Tensor]]()
     activations: Mapping[str, Tensor] = {}
     scale, values = LossScale.of(case), values_of(case)
@@ -107,10 +102,9 @@ def train(
             stepper.zero_grad()  # an optimizer leaves alone what has no gradient
         else:
             if step == 0:
-                copied = case.clip > 0 or clipping is not None
-                outcome |= {f"grad/{name}": grad.clone() if copied else grad for name, grad in gradients.items()}
+                outcome |= {f"grad/{name}": grad.clone() if case.clip > 0 else grad for name, grad in gradients.items()}
             outcome[f"grad_norm/{step}"] = gradient_norm(gradients, arithmetic.squares)
-            (clipping or clip)(gradients, outcome[f"grad_norm/{step}"], case.clip)
+            clip(gradients, outcome[f"grad_norm/{step}"], case.clip)
         stepper.step()
         _rounded(case, trained, parameters)
         outcome |= {name: tensor for name, _, tensor in after(case, step, trained, stepper)}
@@ -136,11 +130,9 @@ def _observed(sums: Sums, factor: float, *, skipped: bool) -> Mapping[str, Tenso
     return {name: x * factor if name.startswith("act_grad/") else x for name, x in of_step.items()}
 
 
-def _begun(
-    case: Case, trained: Mapping[str, Tensor], parameters: Mapping[str, Tensor], decay: float
-) -> torch.optim.Optimizer:
+def _begun(case: Case, trained: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> torch.optim.Optimizer:
     """The optimizer before the first step; with `load=`, parameters and states are the checkpoint's."""
-    stepper = optimizer(case, list(trained.values()), decay)
+    stepper = optimizer(case, list(trained.values()))
     begin(case, trained, stepper)
     _rounded(case, trained, parameters)
     return stepper
@@ -266,8 +258,8 @@ def clip(gradients: Mapping[str, Tensor], norm: Tensor, largest: float) -> None:
             gradient.mul_(factor)
 
 
-def optimizer(case: Case, parameters: list[Tensor], decay: float = WEIGHT_DECAY) -> torch.optim.Optimizer:
+def optimizer(case: Case, parameters: list[Tensor]) -> torch.optim.Optimizer:
     """The case's optimizer over these leaf tensors."""
     if case.optimizer == "adamw":
-        return torch.optim.AdamW(parameters, lr=case.lr, weight_decay=decay)
+        return torch.optim.AdamW(parameters, lr=case.lr, weight_decay=WEIGHT_DECAY)
     return torch.optim.SGD(parameters, lr=case.lr)

@@ -16,7 +16,7 @@ from shardproof.reports.stored.failures import simplicity
 
 
 def with_script(result: RunResult, request: Request, file: str) -> RunResult:
-    """The result with a note on the script of --emit-repro; what hinders a script takes no verdict along."""
+    """The result with a note on the script of --emit-repro: where it was written, or why it was not."""
     try:
         if result.exit_status == INTERRUPTED:
             raise KeyboardInterrupt
@@ -26,7 +26,7 @@ def with_script(result: RunResult, request: Request, file: str) -> RunResult:
     except KeyboardInterrupt:
         note = f"{file} was not written: interrupted"
         result = dataclasses.replace(result, exit_status=INTERRUPTED)
-    except Exception as problem:
+    except Exception as problem:  # the verdicts are there: a subject that raises while it is shrunk takes none along
         note = f"{file} was not written: {type(problem).__name__}: {problem}"
     return dataclasses.replace(result, notes=(*result.notes, note))
 

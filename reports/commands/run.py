@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from shardproof.reports.stored.frames import Run
 
 BENCH = "bench.performance:main"
-FAULT_TABLE = "bench.fault_table:main"
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -168,7 +167,7 @@ def _unhindered() -> Iterator[None]:
 
 
 def bench_main(arguments: argparse.Namespace) -> int:
-    """Measure and print the performance table, or another one; all live where everything meets."""
-    measure: Any = resolve(FAULT_TABLE if arguments.faults else BENCH)
+    """Measure and print the performance table, which lives where everything meets."""
+    measure: Any = resolve(BENCH)
     words = [] if arguments.out is None else ["--out", arguments.out]
-    return int(measure([*words, "--quick"] if arguments.quick and not arguments.faults else words) or 0)
+    return int(measure([*words, "--quick"] if arguments.quick else words) or 0)

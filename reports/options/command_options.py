@@ -6,7 +6,6 @@ from collections.abc import Callable
 from shardproof.harness.dense_model import SUBJECT
 
 LIKE = ("mlp", "dtensor", "fsdp2", "pipelining", "hf", "deepspeed", "megatron", "megatron-training", "torchtitan")
-CLUSTER = "8xH100-NVLink-IB400"
 _NEW_SUBJECT = "Write a runnable subject: model, truth, words. At most 60 lines; megatron-training, torchtitan: 120."
 SLICED = "shardproof.parallel.slicing.words:Sliced"
 """The words of a slice, found by name as a subject is."""
@@ -34,7 +33,7 @@ def add_others(add: Callable[..., argparse.ArgumentParser], truth: str, timeout:
     page.add_argument("--markdown", action="store_true", help="a comment for a pull request, printed without -o")
     trace.add_argument("-o", dest="output", metavar="FILE", help="where to write it (trace.json there); .gz is packed")
     _add_faults(add("faults", help="plant bugs one at a time: which check notices which"), truth, timeout)
-    _add_predict(add("predict", help="time, memory and bytes at any size, without running it; which mode, and where"))
+    _add_predict(add("predict", help="memory, calls and bytes at any size, without running it; whether it fits"))
     _add_slice(add("slice", help="what every rank holds of each tensor that DeepSpeed slices; cut a checkpoint"))
     _add_checkpoint(add("checkpoint", help="compare two checkpoints of any layouts, tensor by tensor"))
     expect = add("expect", help="what a case of a run did, as terms to paste into a subject")
@@ -55,8 +54,7 @@ def add_others(add: Callable[..., argparse.ArgumentParser], truth: str, timeout:
     new.add_argument("file", metavar="FILE", help="the new file, such as my_model.py")
     new.add_argument("--like", choices=LIKE, default="mlp", help="what it is made of (mlp: by hand)")
     bench = add("bench", help="the performance table, measured here")
-    bench.add_argument("--faults", action="store_true", help="instead: what each engine makes of a rank gone wrong")
-    bench.add_argument("--out", metavar="DIR", help="folder of bench.csv or faults.csv (runs/bench)")
+    bench.add_argument("--out", metavar="DIR", help="folder of bench.csv (runs/bench)")
     bench.add_argument("--quick", action="store_true", help="without the proof at real widths and the recorded program")
     add("doctor", help="what this machine offers, what would be skipped, and why")
     about = add(
@@ -123,16 +121,13 @@ def _add_faults(faults: argparse.ArgumentParser, truth: str, timeout: str) -> No
 
 def _add_predict(predict: argparse.ArgumentParser) -> None:
     predict.description = (
-        "Predict cases by closed form, dry run and cost model. Without mode=, all modes are compared; without dtype=, "
+        "Predict cases by closed form and dry run. Without mode=, all modes are compared; without dtype=, "
         "parameters are bfloat16; without optimizer=, AdamW trains in mixed precision (18 bytes a parameter)."
     )
     predict.epilog = 'example: shardproof predict "preset=llama3-405b mode=tp-sp tp=8 dp=2048"'
     predict.add_argument("cases", nargs="+", metavar="CASE", help="one case each, key=value words in quotes")
-    predict.add_argument(
-        "--cluster", default=CLUSTER, metavar="NAME|FILE", help=f"a named cluster or a TOML file ({CLUSTER})"
-    )
+    predict.add_argument("--memory", default="80", metavar="GIB", help="the memory of a rank's device, in GiB (80)")
     predict.add_argument("--world", type=int, metavar="N", help="search the meshes of N ranks for every CASE")
-    predict.add_argument("--suggest", action="store_true", help="the best layouts, of all that the case leaves open")
     predict.add_argument("--subject", default=SUBJECT, metavar="M:O", help=f"implementation to predict ({SUBJECT})")
     predict.add_argument("-o", "--out", metavar="DIR", help="write tables, plots and ledger into a folder below DIR")
     predict.add_argument("--json", action="store_true", help="the result as JSON on stdout, and nothing else there")
@@ -169,8 +164,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", metavar="FIRST:END", help="record these steps; END is not included (all)")
     parser.add_argument("--profile", metavar="torch,nsys", help="profilers to run beside; torch needs --steps")
     parser.add_argument("--tokens", metavar="N", help="tokens of all ranks in a step, for tokens a second")
-    parser.add_argument("--cluster", metavar="NAME|FILE", help="the machine's links, to hold bandwidth against them")
-    parser.add_argument("--case", metavar="WORDS", help="the layout as a case, to hold calls, bytes and time against")
+    parser.add_argument("--case", metavar="WORDS", help="the layout as a case, to hold calls and bytes against")
     parser.add_argument(
         "--silence",
         default="60",

@@ -1,13 +1,13 @@
 """Options of the other commands, checked before anything is loaded that takes long."""
 
 import argparse
+import math
 from collections.abc import Callable
 from typing import Any
 
 from shardproof.harness.cases import check_words, read_case
 from shardproof.harness.dense_model import SUBJECT
 from shardproof.harness.errors import RequestError
-from shardproof.harness.predicting.clusters import read as read_cluster
 from shardproof.harness.resolve import resolve
 from shardproof.harness.running.request import seconds
 from shardproof.harness.subject import cases_of, named, truth_of, vocabulary
@@ -39,7 +39,7 @@ def _check_faults(arguments: argparse.Namespace) -> None:
 
 def _check_predict(arguments: argparse.Namespace) -> None:
     """Check the words of a text alone, which may stand for several cases; the subject decides which of these can be."""
-    read_cluster(arguments.cluster)
+    _check_memory(arguments.memory)
     if arguments.world is not None and arguments.world < 1:
         raise RequestError(f"world={arguments.world}: must be at least 1; legal: --world 8")
     ours = arguments.subject == SUBJECT
@@ -53,6 +53,15 @@ def _check_predict(arguments: argparse.Namespace) -> None:
         cases_of(arguments.cases, arguments.subject)
     elif not ours:
         _check_texts(arguments)
+
+
+def _check_memory(text: str) -> None:
+    try:
+        legal = 0 < float(text) < math.inf
+    except ValueError:
+        legal = False
+    if not legal:
+        raise RequestError(f"memory={text}: must be the GiB of a rank, a positive number; legal: --memory 80")
 
 
 def _check_texts(arguments: argparse.Namespace) -> None:

@@ -8,7 +8,6 @@ import itertools
 import json
 import shlex
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from markupsafe import Markup
 
 from shardproof.harness.cases import read_case
 from shardproof.harness.dense_model import SUBJECT
-from shardproof.harness.errors import RequestError
 from shardproof.harness.resolve import resolve
 from shardproof.reports.pages import drawings, opening
 from shardproof.reports.pages.drawings import Node, by_module, last_micro_batch, timeline, tree
@@ -193,7 +191,7 @@ def _pipelines(run: Run) -> list[_Plot]:
         shown = spans[spans["rank"].isin(sorted(spans["rank"].unique())[:_MOST_DRAWN])]
         start_us = shown["start_us"].min()
         seconds = {f"{end}_s": (shown[f"{end}_us"] - start_us) / 1e6 for end in ("start", "end")}
-        svg = plots.pipeline(shown.assign(**seconds), f"Last step of {case}", row="rank")
+        svg = plots.pipeline(shown.assign(**seconds), f"Last step of {case}")
         made.append(_Plot(svg=Markup(svg), caption=case))
     return made
 
@@ -257,7 +255,7 @@ def _stated(run: Run) -> list[Table]:
     if run.env.get("request", {}).get("subject") != SUBJECT:
         return []
     ours: Any = resolve(SUBJECT)
-    firsts = _readable(run.cases.drop_duplicates("mode")["case"])
+    firsts = [read_case(str(text)) for text in run.cases.drop_duplicates("mode")["case"]]
     return [calls_table(str(case), ours.expected(case)) for case in firsts]
 
 
@@ -268,16 +266,10 @@ def _pairs(run: Run, headline: pd.DataFrame) -> Table | None:
     ours: Any = resolve(SUBJECT)
 
     def features_of(text: str) -> Iterable[str]:
-        return (feature for case in _readable([text]) for feature in ours.features(case))
+        found: Iterable[str] = ours.features(read_case(text))
+        return found
 
     return opening.pairs(zip(headline["case"], headline["verdict"], strict=True), features_of)
-
-
-def _readable(texts: Iterable[object]) -> Iterator[Any]:
-    """The cases of these texts, but for those of another version, whose words are no longer legal."""
-    for text in texts:
-        with suppress(RequestError):
-            yield read_case(str(text))
 
 
 def _flat(prefix: str, values: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -78,21 +78,20 @@ _LABELLED = 300
 """Bars of which each shows its micro-batch."""
 
 
-def pipeline(spans: pd.DataFrame, title: str, row: str = "stage") -> str:
-    """A step of a pipeline: a line for each stage, a bar for each forward and backward; what is empty is the bubble.
+def pipeline(spans: pd.DataFrame, title: str) -> str:
+    """A step of a pipeline: a line for each rank, a bar for each forward and backward; what is empty is the bubble.
 
-    `spans`: stage, kind ("F", "B"), micro, chunk, start_s, end_s; `row` is the column that stands for the stage. Other
-    kinds are calls under way, thin below the bars.
+    `spans`: rank, kind ("F", "B"), micro, chunk, start_s, end_s. Other kinds are calls under way, thin below the bars.
     """
-    stages, calls = spans[row].nunique(), spans[~spans["kind"].isin(("F", "B"))]
+    ranks, calls = spans["rank"].nunique(), spans[~spans["kind"].isin(("F", "B"))]
     spans = spans[spans["kind"].isin(("F", "B"))]
     chunks = spans["chunk"].nunique()
-    with _canvas(title, 900, 90 + 22 * stages) as (figure, axes):
+    with _canvas(title, 900, 90 + 22 * ranks) as (figure, axes):
         axes.grid(False)
         for colour, kind, name in ((_COLOURS[1], "F", "forward"), (_COLOURS[3], "B", "backward")):
             for number, (chunk, own) in enumerate(spans[spans["kind"] == kind].groupby("chunk", sort=True)):
                 axes.barh(
-                    own[row],
+                    own["rank"],
                     own["end_s"] - own["start_s"],
                     left=own["start_s"],
                     height=0.8,
@@ -104,7 +103,7 @@ def pipeline(spans: pd.DataFrame, title: str, row: str = "stage") -> str:
                 )
         if len(calls):
             axes.barh(
-                calls[row] + 0.45,
+                calls["rank"] + 0.45,
                 calls["end_s"] - calls["start_s"],
                 left=calls["start_s"],
                 height=0.1,
@@ -114,9 +113,9 @@ def pipeline(spans: pd.DataFrame, title: str, row: str = "stage") -> str:
             )
         if len(spans) <= _LABELLED:
             for one in spans.to_dict("records"):
-                place = (one["start_s"] + one["end_s"]) / 2, one[row]
+                place = (one["start_s"] + one["end_s"]) / 2, one["rank"]
                 axes.annotate(str(one["micro"]), place, ha="center", va="center", fontsize=7)
-        axes.set(xlabel="seconds", ylabel=row, yticks=range(stages), ylim=(stages - 0.5, -0.5))
+        axes.set(xlabel="seconds", ylabel="rank", yticks=range(ranks), ylim=(ranks - 0.5, -0.5))
         axes.set_xlim(0, float(spans["end_s"].max()))
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4)
     return _inline(figure, title, f"pipeline-{zlib.crc32(title.encode()):08x}")

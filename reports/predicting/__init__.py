@@ -1,1 +1,1 @@
-"""Layouts on a cluster that is not here: candidates, forecasts, what would make a case fit."""
+"""Candidates of a prediction, their memory and bytes, and whether they fit."""

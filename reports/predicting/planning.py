@@ -30,8 +30,10 @@ LOADS = ("routing=equal", "routing=equal skew=0.25", "routing=equal skew=1.0")
 _LOAD = ("routing", "skew")
 _MOST_CHOICES = 10**9
 """Tokens of a step times experts times layers, where choices are no arithmetic: about a minute."""
-_WIDEST_SHARDS = (8, 64)
-"""Weight-parallel sizes that a search tries beside wp=tp: a node of eight, and eight of them."""
+_NODE = 8
+"""The most ranks of the axis tp in a search."""
+_WIDEST_SHARDS = (_NODE, 8 * _NODE)
+"""Weight-parallel sizes that a search tries beside wp=tp: a node, and eight of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +52,8 @@ class Candidate:
     load: str = ""
 
 
-def candidates(text: str, subject: Subject, *, world: int | None = None, inner: int = 8) -> list[Candidate]:
-    """The cases that a text stands for. `inner`: the most ranks of the axis tp in a search.
+def candidates(text: str, subject: Subject, *, world: int | None = None) -> list[Candidate]:
+    """The cases that a text stands for.
 
     Raises RequestError when the text names one case and that cannot be, and when none of several can. A world that the
     case's stages and context ranks do not divide raises it too.
@@ -75,8 +77,8 @@ def candidates(text: str, subject: Subject, *, world: int | None = None, inner: 
     made = []
     loads = LOADS if len(modes) == 1 and world is None else LOADS[:1]
     for mode in modes:
-        for mesh in [""] if world is None else _meshes(world, inner, sharded=mode == "mode=isp"):
-            for load in loads if chooses(" ".join([*rest, mode]), subject) else [""]:
+        for mesh in [""] if world is None else _meshes(world, sharded=mode == "mode=isp"):
+            for load in loads if _chooses(" ".join([*rest, mode]), subject) else [""]:
                 own = f"{mode} {mesh} {load}".replace("  ", " ").strip()
                 made.append(candidate(" ".join([*rest, own]), own, subject))
     if not any(one.case for one in made):
@@ -84,7 +86,7 @@ def candidates(text: str, subject: Subject, *, world: int | None = None, inner: 
     return made
 
 
-def chooses(text: str, subject: Subject) -> bool:
+def _chooses(text: str, subject: Subject) -> bool:
     """Whether a router chooses experts in the case of this text, which says nothing of their loads."""
     own_words = stated_words(text)
     if "routing" in own_words:
@@ -111,8 +113,8 @@ def _left(world: int, words: Iterable[str]) -> int:
     return world
 
 
-def _meshes(world: int, inner: int, *, sharded: bool) -> Iterator[str]:
-    for tp in range(1, min(world, inner) + 1):
+def _meshes(world: int, *, sharded: bool) -> Iterator[str]:
+    for tp in range(1, min(world, _NODE) + 1):
         if world % tp == 0:
             sizes = dict.fromkeys((tp, *_WIDEST_SHARDS)) if sharded else [0]
             for wp in sizes:

@@ -93,11 +93,6 @@ def figure(value: float, digits: int = 3) -> str:
     return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
 
 
-def seconds(value: object) -> str:
-    """Seconds with four digits."""
-    return NOTHING if _absent(value) else figure(float(str(value)), 4)
-
-
 def gibibytes(value: object) -> str:
     """Bytes as GiB with three digits."""
     return NOTHING if _absent(value) else figure(float(str(value)) / 2**30)
@@ -114,7 +109,7 @@ def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
     return [{str(key): value for key, value in row.items()} for row in known.to_dict("records")]
 
 
-_NUMBERS = (count, whole, mebibytes, milliseconds, small, pair, seconds, gibibytes)
+_NUMBERS = (count, whole, mebibytes, milliseconds, small, pair, gibibytes)
 """The writers whose columns align right."""
 Columns = tuple[Callable[[object], str], str]
 """How to write columns, and which: "header: column | ...", or the header alone where the column has its name."""

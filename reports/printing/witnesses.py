@@ -35,8 +35,8 @@ def _read(path: Path) -> pd.DataFrame:
 
 
 def _steps(sessions: pd.DataFrame) -> str:
-    """The steps that were watched, in words: all of them where the folder is of an older release."""
-    steps = str(sessions["steps"].iloc[0]) if "steps" in sessions else ""
+    """The steps that were watched, in words."""
+    steps = str(sessions["steps"].iloc[0]) if len(sessions) else ""
     return f"steps {steps} of every run" if steps else "whole runs"
 
 

@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from shardproof.harness.engines.calls.sequences import find_divergences
 from shardproof.harness.errors import RequestError
 from shardproof.harness.hangs.dumps import standings
 from shardproof.harness.hangs.hang_findings import lines
-from shardproof.harness.hangs.parting import parted
 from shardproof.harness.programs.launch import check_startable, environment_of, replace_by, request_of, with_tools
 from shardproof.harness.programs.session import new_session
 from shardproof.reports.printing.text import show_message
@@ -39,7 +39,7 @@ def _name(command: list[str]) -> str:
 def hang_main(arguments: argparse.Namespace) -> int:
     """Print what was found; exit status 1 when ranks parted. Raises RequestError for what is no dump."""
     ranks = standings(arguments.dumps)
-    found = parted(ranks)
+    found = find_divergences(ranks)
     for line in lines(ranks, found):
         show_message(line, sys.stdout)
     return 1 if found else 0

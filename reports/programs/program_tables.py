@@ -89,17 +89,14 @@ def _bandwidth(run: Run) -> list[Table]:
     frame = speed.bandwidth(run)
     if not len(frame):
         return []
-    known = bool(frame["link"].any())
     measured = table(
         "Bandwidth",
-        frame.assign(share=frame["share"] * 100),
+        frame,
         (str, "op | axis"),
         (count, "ranks: group_size | calls"),
         (three, "GB/s: gb_s"),
-        (mark, "link" * known),
-        (three, "of link %: share" * known),
         note="what one rank sends (ring model), 1e9 bytes, over the time inside calls that are waited for at once, "
-        "waiting for late ranks included; of link: of what the stated cluster's link gives one rank",
+        "waiting for late ranks included",
     )
     return [measured]
 
@@ -112,8 +109,8 @@ def _speed(run: Run) -> list[Table]:
 
 
 def _beside(run: Run) -> list[Table]:
-    frame, about = beside(run)
-    if not about:
+    frame, why_not = beside(run)
+    if not len(frame) and not why_not:
         return []
     compared = table(
         "Beside its case",
@@ -122,7 +119,7 @@ def _beside(run: Run) -> list[Table]:
         (count, "ranks: group_size"),
         (_half, "calls | predicted: predicted_calls"),
         (mebibytes, "payload MiB: payload_bytes | predicted MiB: predicted_bytes"),
-        note=f"rank 0, a step; predicted: the closed form of {run.env['stated']['case']!r}; {about}",
+        note=why_not or f"rank 0, a step; predicted: the closed form of {run.env['stated']['case']!r}",
     )
     return [compared]
 

@@ -1,22 +1,17 @@
 """How fast a recorded program was: tokens and bandwidth, and its step beside the case that describes it.
 
-Beside a case stand calls and bytes of rank 0, in the median recorded step and the closed form, and the predicted time.
+Beside a case stand calls and bytes of rank 0, in the median recorded step and the closed form.
 """
 
 import math
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
 
 import pandas as pd
 
 from shardproof.harness.cases import read_case
 from shardproof.harness.dense_model import SUBJECT
-from shardproof.harness.engines.shapes.dry import DryEngine
 from shardproof.harness.errors import ShardproofError
-from shardproof.harness.predicting.clusters import read
-from shardproof.harness.predicting.costs import route
-from shardproof.harness.predicting.forecast import forecast
 from shardproof.harness.protocols import CaseLike
 from shardproof.harness.subject import named, named_axes, stated
 from shardproof.harness.terms import closed_forms
@@ -44,28 +39,15 @@ def bandwidth(run: Run) -> pd.DataFrame:
     """Bandwidth of calls of known duration.
 
     op, axis, group_size, calls, wire_bytes, gb_s (wire bytes over the time inside the calls, waiting for late ranks
-    included). link, share (of what one rank can send through it, NaN without a cluster).
+    included).
     """
     events = grouped(run)
     events = events[(events["duration_us"] > 0) & (events["wire_bytes"] > 0)]
     keys = ["op", "axis", "group_size"]
     sums = events.groupby(keys, observed=True).agg(
-        calls=("op", "size"), wire_bytes=("wire_bytes", "sum"), us=("duration_us", "sum"), ranks=("ranks", "first")
+        calls=("op", "size"), wire_bytes=("wire_bytes", "sum"), us=("duration_us", "sum")
     )
-    frame = sums.assign(gb_s=sums["wire_bytes"] / sums["us"] / 1e3).reset_index()
-    name = run.env.get("stated", {}).get("cluster")
-    links = [_link(ranks, name) for ranks in frame["ranks"]]
-    frame["link"] = [link for link, _ in links]
-    frame["share"] = [gb_s / rate if rate else math.nan for gb_s, (_, rate) in zip(frame["gb_s"], links, strict=True)]
-    return frame.drop(columns=["us", "ranks"])
-
-
-def _link(ranks: str, cluster: Any) -> tuple[str, float]:
-    """The outermost link between these ranks, and what one of them sends through it: 1e9 bytes a second."""
-    if not cluster or not ranks:
-        return "", 0.0
-    way = route([int(rank) for rank in ranks.split()], read(str(cluster)))
-    return way.link, 1 / way.byte_s / 1e9 if way.byte_s else 0.0
+    return sums.assign(gb_s=sums["wire_bytes"] / sums["us"] / 1e3).reset_index().drop(columns="us")
 
 
 _Kind = tuple[str, int]
@@ -73,7 +55,7 @@ _Kind = tuple[str, int]
 
 
 def beside(run: Run) -> tuple[pd.DataFrame, str]:
-    """op, group_size, calls, predicted_calls, payload_bytes, predicted_bytes; and a sentence on time, or why not.
+    """op, group_size, calls, predicted_calls, payload_bytes, predicted_bytes; and why there are none, if so.
 
     Calls and bytes are those of rank 0 in the median recorded step, and in the closed form of the case.
     """
@@ -84,7 +66,6 @@ def beside(run: Run) -> tuple[pd.DataFrame, str]:
     try:
         case = read_case(text)
         predicted = _stated_calls(case)
-        time = _time_beside(run, case)
     except ShardproofError as problem:
         return pd.DataFrame(columns=names), f"case {text!r} is not compared: {problem}"
     recorded = _recorded_calls(run)
@@ -94,7 +75,7 @@ def beside(run: Run) -> tuple[pd.DataFrame, str]:
         for kind in sorted({*recorded, *predicted})
         if recorded.get(kind, nothing)[0] or kind in predicted
     ]
-    return pd.DataFrame(rows, columns=names), time
+    return pd.DataFrame(rows, columns=names), ""
 
 
 def _stated_calls(case: CaseLike) -> dict[_Kind, tuple[float, float]]:
@@ -119,13 +100,3 @@ def _recorded_calls(run: Run) -> dict[_Kind, tuple[float, float]]:
         each = rows.groupby("step")["payload_bytes"]
         found[op, int(size)] = (median(each.size(), number), median(each.sum(), number))
     return found
-
-
-def _time_beside(run: Run, case: CaseLike) -> str:
-    name = run.env.get("stated", {}).get("cluster")
-    if not name:
-        return "its time is predicted when the recording names its --cluster"
-    with DryEngine() as engine:
-        predicted_s = forecast(case, named(SUBJECT).call, read(str(name)), engine).step_s
-    took = step_s(run)
-    return f"a step took {took:.4g} s, predicted {predicted_s:.4g} s on {name}: {took / predicted_s:.3g} times as long"

@@ -8,13 +8,12 @@ out and counted, a rank without an orderly end is named once.
 import io
 import json
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardproof.harness.errors import RequestError, ranks_text
-from shardproof.harness.run_folder import SCHEMA
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -55,8 +54,8 @@ def refuse_file(path: Path) -> None:
 
 
 def run_folder(name: str | Path, *, matrix: bool = True) -> Path:
-    """The path of a run folder that this release reads. Raises RunFolderError when there is none or a later one, and
-    without `matrix` for a folder that has a kill matrix in place of cases.
+    """The path of a run folder. Raises RunFolderError when there is none, and without `matrix` for a folder that has a
+    kill matrix in place of cases.
     """
     path = Path(name)
     with looking(path):
@@ -88,19 +87,12 @@ def is_matrix(folder: Path) -> bool:
 
 
 def environment_of(run: Path, notes: list[str]) -> dict[str, Any]:
-    """The object of env.json. Raises RunFolderError when a later release wrote the folder in a layout of its own."""
+    """The object of env.json, empty where there is none. Raises RunFolderError for a file that holds another thing."""
     path = run / _ENVIRONMENT
     if not path.is_file():
         notes.append("env.json is missing: versions and machine are unknown")
         return {}
-    found = json_object(path)
-    schema = found.get("schema", 1)
-    if not isinstance(schema, int) or isinstance(schema, bool) or schema < 1:
-        raise RunFolderError(f"{path}: schema={schema!r} must be a whole number above 0; legal: {SCHEMA}")
-    if schema > SCHEMA:
-        rule = f"the layout of the folder, and this release reads 1 to {SCHEMA}"
-        raise RunFolderError(f"{path}: schema={schema} is {rule}; legal: upgrade shardproof")
-    return found
+    return json_object(path)
 
 
 def json_object(path: Path) -> dict[str, Any]:
@@ -198,13 +190,8 @@ def part_folders(run: Path) -> dict[int, Path]:
     return {rank: found[rank] for rank in sorted(found)}
 
 
-def joined(
-    run: Path, name: str, types: Mapping[str, str], notes: list[str], *, newer: Collection[str] = ()
-) -> "pd.DataFrame":
-    """A table of all ranks, with the column `rank`; columns that are `newer` than others may be missing.
-
-    Raises RunFolderError for a table that no recorder wrote.
-    """
+def joined(run: Path, name: str, types: Mapping[str, str], notes: list[str]) -> "pd.DataFrame":
+    """A table of all ranks, with the column `rank`. Raises RunFolderError for a table that no recorder wrote."""
     import pandas as pd  # noqa: PLC0415  (see csv_table)
 
     frames, cut = [], []
@@ -212,7 +199,7 @@ def joined(
         if not (path / name).is_file():
             continue
         mended: list[str] = []
-        frame = csv_table(path / name, dict(types), [one for one in types if one not in newer], mended)
+        frame = csv_table(path / name, dict(types), types, mended)
         cut += [rank] if mended else []
         frames.append(frame if "rank" in types else frame.assign(rank=rank))
     if cut:

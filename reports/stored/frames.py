@@ -55,8 +55,6 @@ _SPAN_TYPES = {"case": "str", "rank": "int64", "step": "int64", "kind": "str"} |
 }
 _TYPES: dict[object, str] = {int: "int64", float: "float64", bool: "bool", str: "str"}
 _LEDGER_TYPES = {name: _TYPES[Event.__annotations__[name]] for name in COLUMNS}
-_NEWER = ("graph",)
-_ALWAYS = tuple(name for name in COLUMNS if name not in _NEWER)
 # Read as categories, every distinct text is made once: a million events then fit in a few hundred megabytes.
 _PACKED_TYPES = {name: "category" if kind == "str" else kind for name, kind in _LEDGER_TYPES.items()}
 
@@ -176,17 +174,17 @@ def _cases(path: Path, notes: list[str]) -> pd.DataFrame:
 
 
 def _verdicts(path: Path, notes: list[str]) -> pd.DataFrame:
-    rows, before = [], len(notes)
+    rows = []
     lines = json_lines(path, ("case", "check", "verdict"), notes)
-    for row in (*lines, *_torn(lines, notes, cut=len(notes) > before)):
+    for row in (*lines, *_torn(lines, notes)):
         worst = row.get("worst") or {}
         if not isinstance(worst, dict):
-            raise RunFolderError(f"{path}: `worst` must be an object with name, error, allowed, in epsilons")
+            raise RunFolderError(f"{path}: `worst` must be an object with name, error, allowed, epsilons")
         rows.append(
             (
                 *(row["case"], row["check"], row["verdict"], str(worst.get("name", ""))),
                 *(_number(worst.get("error")), _number(worst.get("allowed"))),
-                _number(worst.get("epsilons", worst.get("in epsilons"))),
+                _number(worst.get("epsilons")),
                 str(row.get("message") or ""),
                 "; ".join(map(str, row.get("unchecked") or ())),
                 _decided(path, row.get("decided") or {}),
@@ -196,7 +194,7 @@ def _verdicts(path: Path, notes: list[str]) -> pd.DataFrame:
 
 
 def _decided(path: Path, counts: object) -> str:
-    """Kinds of names with how many of how many tensors are decided; "" in folders of older releases."""
+    """Kinds of names with how many of how many tensors are decided."""
     if not isinstance(counts, dict):
         raise RunFolderError(f"{path}: `decided` must be an object, kind: [decided, tensors]")
     try:
@@ -205,17 +203,11 @@ def _decided(path: Path, counts: object) -> str:
         raise RunFolderError(f"{path}: `decided` must be an object, kind: [decided, tensors] ({error})") from error
 
 
-def _torn(lines: Sequence[dict[str, Any]], notes: list[str], *, cut: bool) -> list[dict[str, Any]]:
-    """An unknown verdict for every case that has more than are stored: what is there must not read as all of it.
-
-    `cut`: the last line was left out. Folders of older releases do not say how many a case has; then it may be one of
-    the last case.
-    """
+def _torn(lines: Sequence[dict[str, Any]], notes: list[str]) -> list[dict[str, Any]]:
+    """An unknown verdict for every case that has more than are stored: what is there must not read as all of it."""
     stored = Counter(str(line["case"]) for line in lines)
     needed = {str(line["case"]): line["of"] for line in lines if isinstance(line.get("of"), int)}
     torn = {case: f"{stored[case]} of its {of} verdicts are stored" for case, of in needed.items() if stored[case] < of}
-    if cut and lines and (last := str(lines[-1]["case"])) not in needed:
-        torn[last] = "the verdict after its last one is cut, and may be its own"
     if torn:
         notes.append(f"verdicts.jsonl lacks verdicts of {len(torn)} of the cases in it: the run was stopped")
     why = "the run was stopped while they were written"
@@ -230,11 +222,11 @@ def _number(value: object) -> float:
 def _ledger(path: Path, notes: list[str]) -> pd.DataFrame:
     for name in ("ledger.csv", "ledger.csv.gz"):
         if (path / name).is_file():
-            packed = _of_its_world(csv_table(path / name, _PACKED_TYPES, _ALWAYS, notes), path / name)
-            return _whole(packed).astype({name: kind for name, kind in _LEDGER_TYPES.items() if kind == "str"})
+            packed = _of_its_world(csv_table(path / name, _PACKED_TYPES, COLUMNS, notes), path / name)
+            return packed.astype({name: kind for name, kind in _LEDGER_TYPES.items() if kind == "str"})
     if recorded(path):
-        rows = joined(path, "ledger.csv", _LEDGER_TYPES, notes, newer=_NEWER)
-        rows = _whole(_of_its_world(rows, path / "ranks")).drop_duplicates(["rank", "call_index"], keep="last")
+        rows = joined(path, "ledger.csv", _LEDGER_TYPES, notes)
+        rows = _of_its_world(rows, path / "ranks").drop_duplicates(["rank", "call_index"], keep="last")
         return rows.sort_values(["rank", "call_index"], kind="stable", ignore_index=True)
     notes.append("ledger.csv is missing: the run was stopped before its first event was stored")
     return pd.DataFrame({name: pd.Series(dtype=kind) for name, kind in _LEDGER_TYPES.items()})
@@ -247,11 +239,6 @@ def _of_its_world(ledger: pd.DataFrame, path: Path) -> pd.DataFrame:
         rank, size = odd["rank"].iloc[0], odd["world_size"].iloc[0]
         raise RunFolderError(f"{path}: rank {rank} of a world of {size} cannot be; legal: ranks from 0 below the world")
     return ledger
-
-
-def _whole(ledger: pd.DataFrame) -> pd.DataFrame:
-    """A ledger of a former release with the columns that are newer; a call was of no graph then."""
-    return ledger if "graph" in ledger else ledger.assign(graph="")
 
 
 def _summary(path: Path, ledger: pd.DataFrame, notes: list[str]) -> pd.DataFrame:

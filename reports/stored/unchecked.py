@@ -2,7 +2,7 @@
 
 A tensor is decided when it was found right or wrong: returned, merged, known to the truth, with limits that admit no
 half of it. A kind is what a name begins with, in words: "gradients" of "grad/head.weight". Notes name what is split,
-not returned or not decided, lower precision, doubts on the ledger, groupings, the corpus, its rows. Every case's own
+not returned or not decided, lower precision, doubts on the ledger, groupings, unread rows. Every case's own
 list is in `verdicts.jsonl`, and a note adds the cases up.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pandas as pd
 
 from shardproof.harness.checking.call_checks import SPLIT
-from shardproof.harness.checking.coverage import ON_PURPOSE
+from shardproof.harness.checking.coverage import ON_PURPOSE, UNREAD
 from shardproof.harness.checking.numeric_checks import called
 from shardproof.harness.checking.regrouping import OF_DTYPE
 from shardproof.harness.dense_model import SUBJECT
@@ -102,8 +102,6 @@ def _counts(text: str) -> Iterator[tuple[str, int, int]]:
 
 
 _STATED, _ABSENT = " (stated deviation: ", "stated deviation that does not occur: "
-_READING = "statements about the data hold; "
-_REPEATED = "it is repeated"
 _ROUNDED = "errors below those of "
 _DOUBTS = ("axis ", "step: ", "phase: ")
 _MOST = 3
@@ -112,18 +110,7 @@ _MOST = 3
 
 def unchecked_notes(run: Run) -> list[str]:
     """All notes, the most important first; but for undecided tensors only checks that passed have something to add."""
-    every_kind = (
-        undecided_notes,
-        _split,
-        _unreturned,
-        _deviating,
-        _of_dtype,
-        _rounded,
-        _doubts,
-        _regrouped,
-        _read,
-        _rows,
-    )
+    every_kind = (undecided_notes, _split, _unreturned, _deviating, _of_dtype, _rounded, _doubts, _regrouped, _rows)
     return [note for notes in every_kind for note in notes(run)]
 
 
@@ -142,7 +129,7 @@ def _unreturned(run: Run) -> list[str]:
     """How much of the truth the subjects returned, where that is not all of it; what is left out on purpose apart."""
     notes: dict[str, None] = {}
     for message, unchecked in _passed(run, "coverage"):
-        names = [name for name in unchecked.split("; ") if name]
+        names = [name for name in unchecked.split("; ") if name and UNREAD not in name]
         silent = [name for name in names if not name.endswith(ON_PURPOSE)]
         on_purpose = [name.removesuffix(ON_PURPOSE) for name in names if name.endswith(ON_PURPOSE)]
         words = f"; not returned, so not checked: {_kinds(silent)}" if silent else ""
@@ -214,19 +201,10 @@ def _regrouped(run: Run) -> list[str]:
     ]
 
 
-def _read(run: Run) -> list[str]:
-    """How much of the corpus the cases read; a corpus that is too short for some of them comes first."""
-    amounts = Counter(message.partition(_READING)[2] for message, _ in _passed(run, "data"))
-    order = sorted(amounts, key=lambda amount: (_REPEATED not in amount, -amounts[amount]))
-    in_words = [f"{amount} ({_cases(amounts[amount])})" for amount in order[:_MOST] if amount]
-    if rest := sum(amounts[amount] for amount in order[_MOST:]):
-        in_words.append(f"other amounts ({_cases(rest)})")
-    return [f"data: {'; '.join(in_words)}"] if in_words else []
-
-
 def _rows(run: Run) -> list[str]:
     """Rows that no token looks up: the most frequent list, and in how many cases it is another."""
-    lists = Counter(unchecked for _, unchecked in _passed(run, "data") if unchecked)
+    parts = (part for _, unchecked in _passed(run, "coverage") for part in unchecked.split("; "))
+    lists = Counter(part for part in parts if UNREAD in part)
     if not lists:
         return []
     first, count = lists.most_common(1)[0]

@@ -12,7 +12,7 @@ from shardproof.suites.mutants.mutant import GROUPS, Mutant
 
 _FAMILIES = (
     "reductions boundaries factors norms_and_clip layouts groups vocabulary_and_loss "
-    "overlap_and_buffers+exposed+recompute data_and_positions+context shared_data optimizer_and_loop steps_and_counts "
+    "overlap_and_buffers+exposed+recompute data_and_positions+context optimizer_and_loop steps_and_counts "
     "model_rules optimizer_rules reports orders_and_parts+pipelines randomness+dropped "
     "shares_and_updates+data_parallel+gradients"
 ).split()

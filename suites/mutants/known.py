@@ -3,9 +3,8 @@
     python -m shardproof.suites.mutants.known [ID ...]        prints these, or all
 
 The parts stand where they are used, and this table joins them. The id and its look are in
-`harness.diagnosing.causes.cause`, the rule that the dense model breaks to look the same in `reference.what_ifs`. The
-changes of our source are in `suites.mutants.catalogue`, the variants of a case in `reference.case.variants`. Mutants
-that are held back are not in it.
+`harness.diagnosing.causes.cause`. The changes of our source are in `suites.mutants.catalogue`, the variants of a case
+in `reference.case.variants`. Mutants that are held back are not in it.
 """
 
 import sys
@@ -13,27 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardproof.harness.diagnosing.causes.cause import CAUSES
-from shardproof.reference.what_ifs.rules import what_ifs
 from shardproof.suites.mutants.catalogue import MUTANTS, VARIANT_ROWS
 from shardproof.suites.mutants.mutant import Mutant
 
 _DIAGNOSING, _WITNESSES = "tests/harness/diagnosing", "tests/harness/witnesses"
 SHOWN_BY: Mapping[str, str] = {
-    "witness_slip": f"{_WITNESSES}/test_witness_agreement.py",
-    "recorder_blind": f"{_WITNESSES}/test_witness_agreement.py",
-    "session_differs": f"{_WITNESSES}/test_witness_agreement.py",
-    "stalled": f"{_DIAGNOSING}/test_six_lines.py",
-    "not_stated": f"{_WITNESSES}/test_witness_agreement.py",
-    "other_dtype": f"{_DIAGNOSING}/test_alignments.py",
+    "witness": f"{_WITNESSES}/test_witness_agreement.py",
     "not_averaged": f"{_DIAGNOSING}/test_headlines.py",
-    "other_shape": f"{_DIAGNOSING}/test_alignments.py",
-    "part_as_whole": f"{_DIAGNOSING}/test_alignments.py",
-    "drawn_anew": "tests/harness/running/subjects/test_recorded_masks.py",
-    "other_numbers": "tests/harness/running/subjects/test_drawn_numbers.py",
     "other_samples": "tests/harness/running/test_first_steps.py",
-    "other_model": "tests/harness/running/test_laws.py",
-    "shared_state": "tests/harness/running/test_shared_state.py",
-    "crashed": f"{_DIAGNOSING}/test_six_lines.py",
     "machine": f"{_DIAGNOSING}/test_six_lines.py",
 }
 """Id of what no open mutant and no variant plants -> the test that plants it in numbers, sightings or ends of a run."""
@@ -41,33 +27,26 @@ SHOWN_BY: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownBug:
-    """A kind of mistake. `looks` is how it shows; `what_if` the dense model's computation instead, "" without one.
+    """A kind of mistake. `looks` is how it shows.
 
     `planted` are the open mutants and variants for which this cause is right to report.
     """
 
     id: str
     looks: str
-    what_if: str
     planted: tuple[Mutant, ...]
 
     def __str__(self) -> str:
         lines = [f"{self.id}: {self.looks}"]
-        lines += [f"    what if: {self.what_if}"] if self.what_if else []
         lines += [f"    {one.kind} {one.name}: {one.stands_for}" for one in self.planted]
         return "\n".join(lines if self.planted else [*lines, f"    planted in {SHOWN_BY.get(self.id, 'nothing')}"])
 
 
-WHAT_IFS: Mapping[str, str] = {rule.id: f"what the dense model computes {rule.words}" for rule in what_ifs()}
-"""Id of a rule of the dense model -> what is computed when it is not kept."""
 KNOWN: Mapping[str, KnownBug] = {
     id: KnownBug(
-        id=id,
-        looks=looks,
-        what_if=WHAT_IFS.get(id, ""),
-        planted=tuple(row for row in (*MUTANTS, *VARIANT_ROWS) if id in row.cause.split("|")),
+        id=id, looks=looks, planted=tuple(row for row in (*MUTANTS, *VARIANT_ROWS) if id in row.cause.split("|"))
     )
-    for id, looks in {**WHAT_IFS, **CAUSES}.items()
+    for id, looks in CAUSES.items()
 }
 """Id -> all that is known of it."""
 

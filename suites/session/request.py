@@ -18,7 +18,7 @@ from shardproof.harness.running.engines import known_engine
 from shardproof.harness.running.ranks.capacity import admit
 from shardproof.harness.running.request import seconds
 from shardproof.harness.subject import NamedSubject, case_of, claims, named, truth_of
-from shardproof.pytest_plugin import OPTIONS, option_path, option_value
+from shardproof.pytest_options import OPTIONS, option_path, option_value
 from shardproof.suites.session import known_failures
 
 

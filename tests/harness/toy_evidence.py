@@ -5,7 +5,7 @@ row linear (w2) would be. Shapes are tiny, payloads in bytes.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from shardproof.harness.checking.checks import examine
 from shardproof.harness.checking.evidence import Evidence, Finding, merged_outcomes
-from shardproof.harness.dense_model import Tried
 from shardproof.harness.diagnosing.diagnosis import explanation_of
 from shardproof.harness.diagnosing.six_lines import explain
 from shardproof.harness.ledger import Event, wire_bytes
@@ -23,7 +22,6 @@ from shardproof.harness.outcome.merging import Outcomes
 from shardproof.harness.shard import Shard
 from shardproof.harness.terms import Term
 from shardproof.reference.case import Case
-from shardproof.reference.data.anchors import Facts
 
 MODULES = ("embedding", "layers.0.mlp.w1", "layers.0.mlp.w2", "layers.0.mlp", "head")
 _SHAPES = {
@@ -72,7 +70,8 @@ def truth() -> dict[str, Tensor]:
         named |= {f"{kind}/{name}": _random(f"{kind}/{name}", shape) for name, shape in _SHAPES.items()}
     for kind in ("act", "act_grad"):
         named |= {f"{kind}/{module}": _random(f"{kind}/{module}", (2, 3, 6)) for module in MODULES}
-    return named
+    squares = [tensor.square().sum() for name, tensor in named.items() if name.startswith("grad/")]
+    return named | {"grad_norm/0": torch.stack(squares).sum().sqrt()}
 
 
 def outcome_of(rank: int, values: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -122,7 +121,6 @@ def evidence(*ranks: Mapping[str, Any], repeat: Sequence[Mapping[str, Any]] | No
         "expectation": TERMS,
         "repeats": repeats,
         "deviations": dict.fromkeys(_SHAPES, 1.0),
-        "facts": Facts(pairs={"one": (torch.ones(2), torch.ones(2))}, reading="2 tokens are read", unchecked=()),
     }
     return Evidence(**{**fields, **changes})
 
@@ -169,28 +167,3 @@ def without(ledger: Sequence[Event], **fields: Any) -> tuple[Event, ...]:
 def altered(ledger: Sequence[Event], place: int, **fields: Any) -> tuple[Event, ...]:
     """The ledger with one event changed."""
     return tuple(replace(event, **fields) if i == place else event for i, event in enumerate(ledger))
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A rule without words of its own."""
-
-    id: str
-    words: str = "under another rule"
-    explains: frozenset[str] = frozenset()
-    names_readings: bool = False
-
-    def readings(self, case: Any, device: Any, **words: Any) -> Mapping[str, Mapping[str, Tensor]]:
-        """Nothing: what it computes is given beside it."""
-        del case, device, words
-        return {}
-
-
-def tried(predictions: Mapping[str, Tensor]) -> tuple[Tried, ...]:
-    """Tried rules, from "<id>.<reading>/<name>" -> tensor."""
-    found: dict[str, dict[str, dict[str, Tensor]]] = {}
-    for key, tensor in predictions.items():
-        head, _, name = key.partition("/")
-        id, _, reading = head.partition(".")
-        found.setdefault(id, {}).setdefault(reading, {})[name] = tensor
-    return tuple(Tried(Rule(id), readings) for id, readings in found.items())

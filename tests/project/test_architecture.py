@@ -18,7 +18,8 @@ MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("
 
 
 def imports(nodes: Nodes) -> Iterator[str]:
-    """Every module named by an import anywhere in the file: function-local and TYPE_CHECKING ones too."""
+    """Every module named by an import anywhere in the file: in functions, under TYPE_CHECKING, by import_module too."""
+    yield from named_in_calls(nodes)
     for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -27,8 +28,41 @@ def imports(nodes: Nodes) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+def named_in_calls(nodes: Nodes) -> Iterator[str]:
+    """The modules that calls of import_module and __import__ name; "" for a name that is built at run time."""
+    constants = {
+        target.id: node.value.value
+        for node in nodes
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    for node in nodes:
+        if isinstance(node, ast.Call) and node.args and ast.unparse(node.func).split(".")[-1] in IMPORTING:
+            word = node.args[0]
+            value = word.value if isinstance(word, ast.Constant) else constants.get(getattr(word, "id", ""), "")
+            yield str(value)
+
+
 def graph(files: Mapping[str, Nodes]) -> dict[str, set[str]]:
     return {module: {name for name in imports(nodes) if name in files} - {module} for module, nodes in files.items()}
+
+
+IMPORTING = ("import_module", "__import__")
+BY_NAME = {"shardproof.reference.features"}
+"""The file that finds modules of ours by names built at run time: modes and features are files, which no list names."""
+OF_OTHERS = {
+    "shardproof.parallel.registry": "what shardproof.reference.features finds, in a copy with a planted bug that of the copy",
+    "shardproof.bugs.planting": "copies of modules in which a bug is planted",
+    "shardproof.harness.engines.threads.state.module_state": "modules that a subject names in per_rank",
+    "shardproof.harness.reproducing.repro_script": "a subject, in a script that stands alone",
+    "shardproof.harness.resolve": "a subject or another object that is named module:object",
+    "shardproof.reference.checkpoints.metadata": "a class that a checkpoint of torch names",
+    "shardproof.reports.commands.doctor": "packages that may be missing",
+    "shardproof": "public names, at their first use",
+    "shardproof.child": "the target of a process that is spawned",
+}
+"""The files that import by a name that others give them, or that a table has."""
 
 
 @cache
@@ -59,9 +93,15 @@ def test_no_import_cycle_hidden_ones_included() -> None:
     order = TopologicalSorter(imported())
     order.prepare()  # raises CycleError
     assert order.is_active()
-    hidden = {"a": walked("def f():\n    import b"), "b": walked("from a import f")}
-    with pytest.raises(CycleError):
-        TopologicalSorter(graph(hidden)).prepare()
+    for statement in ("import b", "import_module('b')", "importlib.import_module(B)", "__import__('b')"):
+        hidden = {"a": walked(f"B = 'b'\ndef f():\n    {statement}"), "b": walked("from a import f")}
+        with pytest.raises(CycleError):
+            TopologicalSorter(graph(hidden)).prepare()
+
+
+def test_no_module_of_ours_is_imported_by_a_name_built_at_run_time_but_modes_and_features() -> None:
+    built = {module for module, path in MODULES.items() if "" in named_in_calls(nodes_of(path))}
+    assert {module for module in built if not module.startswith("tests.")} - OF_OTHERS.keys() == BY_NAME
 
 
 @pytest.mark.parametrize("room", ["reference", "parallel", "harness", "reports"])

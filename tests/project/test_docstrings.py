@@ -113,8 +113,6 @@ def test_what_is_not_plain_is_seen() -> None:
 
 
 RAISING = tuple(folder for folder in FOLDERS if folder not in ("tests", "docs"))
-PROGRAMS = ROOT / "bench" / "fault_programs.py"
-"""Programs that are run for what becomes of them: their names say what they do."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -154,7 +152,7 @@ def silent(module: ast.AST) -> list[str]:
 
 def test_a_public_function_names_what_it_raises() -> None:
     paths = [path for folder in RAISING for path in (ROOT / folder).rglob("*.py")]
-    checked = [path for path in paths if path != PROGRAMS and not path.name.startswith("test_")]
+    checked = [path for path in paths if not path.name.startswith("test_")]
     assert [f"{path}: {name}" for path in checked for name in silent(nodes_of(path)[0])] == []
 
 

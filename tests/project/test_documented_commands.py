@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from shardproof.pytest_plugin import OPTIONS
+from shardproof.pytest_options import OPTIONS
 from shardproof.reports.commands import cli
 from tests import ROOT
 from tests.project.prose import CODE, FENCED
@@ -56,7 +56,6 @@ NOT_RUN = {
 }
 """Part of a command -> what it needs that no test gives it, and the test that does the like."""
 COSTLY = {
-    "shardproof predict preset=llama3-70b --world 64": "10 CPU seconds",
     'shardproof predict "preset=llama3-405b': "10 CPU seconds",
     'shardproof predict "preset=deepseek-v3': "20 CPU seconds",
     'shardproof predict "preset=mixtral-8x7b': "10 CPU seconds",

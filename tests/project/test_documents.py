@@ -1,7 +1,7 @@
 """Pages are read aloud without a stop: short sentences, plain words, narrow lines, and each names its purpose first.
 
-They import `shardproof` alone, and the page of its names has them all. The README's first screen has what a reader
-needs, its story and docs/verify.md are true, links lead somewhere.
+They import `shardproof` alone, and the page of its names has them all. The README's story and docs/verify.md are true,
+links lead somewhere.
 
 Blocks of docs/verify.md are taken as they stand, in an empty folder: files are written, commands run in their order,
 outputs compared. The table of the default run: test_default_run.
@@ -11,7 +11,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -29,10 +28,6 @@ AVOIDED = re.compile(
     rf"{PRIVATE.pattern}|\b(says?|said|saying|rooms?|kinks?|trials?|witness(es)?|slack|torn|islands?)\b", re.IGNORECASE
 )
 """Private words of the project and generic ones for which the field has a term; code (`witnesses.csv`) is not text."""
-MEASURED = re.compile(
-    r"(?<![\w.#/:-])\d(?:[\d,.]*\d)? ?(?:%|(?:s|ms|GB|MB|GiB|minutes|seconds|hours|cases|calls|bugs|lines|of \d+)\b)"
-)
-"""A number with its unit, or a share."""
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 INDEX = DOCS / "README.md"
@@ -54,10 +49,6 @@ def wide_lines(text: str) -> list[str]:
     return [line for line in lines if len(line) > (WIDEST_ROW if "](" in line or line[:1] == "|" else WIDEST)]
 
 
-def measured(text: str) -> set[str]:
-    return {found[0] for sentence in sentences(text) for found in MEASURED.finditer(sentence)}
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_a_page_is_plain(page: Path) -> None:
     text = page.read_text()
@@ -69,19 +60,13 @@ def test_a_page_is_plain(page: Path) -> None:
     assert len(purpose.splitlines()) <= 3, "the first lines name what the page is for"
 
 
-def test_a_measured_number_is_on_one_page() -> None:
-    pages = Counter(number for page in PAGES for number in measured(page.read_text()))
-    assert [number for number, count in pages.items() if count > 1] == [], "one page has it, others link there"
-
-
 def test_what_changed_is_plain() -> None:
     unreleased = (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1]
     assert avoided_words(unreleased) == wide_lines(unreleased) == []
 
 
-def test_the_index_has_every_page_in_an_order() -> None:
-    headings = re.findall(r"^## (.+)$", INDEX.read_text(), re.MULTILINE)
-    assert headings == ["Start here", "How it works", "Reference"]
+def test_the_index_has_every_page() -> None:
+    assert "](docs/README.md)" in README
     linked = {(INDEX.parent / link).resolve() for link in re.findall(r"\]\(([^)#:]+)\)", INDEX.read_text())}
     assert {path for path in INDEX.parent.iterdir() if path.suffix in (".md", ".ipynb")} - {INDEX} <= linked
 
@@ -95,8 +80,6 @@ def test_what_is_not_plain_is_seen() -> None:
     assert not long_sentences(f"{words}. {words}: `{long}`\n\n    {long}\n\n```\n{long}\n```\n\n# {long}")
     assert not long_sentences(f"| word | legal |\n|---|---|\n| x | {long} |")
     assert avoided_words("Nobody is told so much; `told`.") == ["Nobody", "told", "so much"]
-    found = measured("It takes 41 s, 2.5 % of 3 hours, 62 of 63; torch 2.11, `98 cases`.")
-    assert found == {"41 s", "2.5 %", "3 hours", "62 of 63"}
     assert wide_lines("x" * 120 + "\n|" + "x" * 199 + "\n[a](b)" + "x" * 190) == []
     for wide in ("x" * 121, "|" + "x" * 200, "[a](b)" + "x" * 200):
         assert wide_lines(wide) == [wide]
@@ -144,11 +127,7 @@ def table_rows(text: str) -> list[list[str]]:
     return [[*row[: ERROR.start], *row[ERROR.stop :]] for row in rows]
 
 
-def test_the_first_screens_have_the_story_the_commands_and_the_subject() -> None:
-    text = "\n".join(README.splitlines()[:75])
-    for needed in ("make run", "make test", "## Your own code", "def subject(case, device)", "--subject"):
-        assert needed in text
-    assert len(table_rows(TABLE)) == 32
+def test_the_readme_is_short() -> None:
     assert len(README.splitlines()) <= LONGEST_README
 
 
@@ -181,12 +160,6 @@ def test_every_link_to_a_file_leads_to_one(page: Path) -> None:
 def anchored(heading: str) -> str:
     """The anchor that a heading gets: letters and digits in lower case, spaces as hyphens."""
     return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
-
-
-def test_every_page_is_reached_from_the_readme_by_two_links() -> None:
-    assert "](docs/README.md)" in README, "and test_documents looks whether that index has every page"
-    for page in ("verify.md", "failures.md", "ci.md"):
-        assert README.index("**Start here**") < README.rindex(f"](docs/{page})") < README.index("**How it works**")
 
 
 VERIFY = (DOCS / "verify.md").read_text()

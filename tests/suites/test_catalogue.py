@@ -65,7 +65,7 @@ def test_the_page_is_that_of_the_records_and_keeps_what_was_measured(
 ) -> None:
     """Written anew by `python -m shardproof.suites.mutants.field`; what was measured stands below and is not compared here."""
     assert PAGE.partition(MEASURED)[0] == page().partition(MEASURED)[0], "docs/catalogue.md is stale"
-    other = dataclasses.replace(FIELD[0], cause="averaged")
+    other = dataclasses.replace(FIELD[0], cause="size_factor")
     version = [text.split()[7] for text in (page(), page((other, *FIELD[1:])))]
     assert "Version" in page() and version[0] != version[1], "another record is another version"
     stored = tmp_path / "catalogue.md"

@@ -108,7 +108,7 @@ def test_of_held_back_mutants_totals_alone_are_told(shardproof: CommandLine) -> 
     ("reported", "answer"),
     [
         ("", "none"),
-        ("averaged", "right"),
+        ("size_factor", "right"),
         ("stale averaged", "misleading"),
         ("averaged summed_twice", "right"),
         ("averaged stale", "right and more"),

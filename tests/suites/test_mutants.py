@@ -32,7 +32,7 @@ _TOLD = {
     *("fused-qkv-cut-as-three-blocks", "context-mask-at-local-places", "rotary-pairs-that-are-neighbours"),
     *("last-step-not-taken", "hidden-states-replaced-by-the-mlp", "adamw-epsilon-for-half-precision"),
 }
-"""Bugs of which every profile checks the place and the cause, one for every kind of rule and of what-if.
+"""Bugs of which every profile checks the place and the cause, one for every kind of rule.
 
 Averages, flat memory and bugs of parts are variants: tests/parallel/schemes/test_parallel_variants.py.
 """
@@ -106,9 +106,9 @@ def test_every_variant_has_a_source_a_change_and_a_row() -> None:
 
 
 def test_the_catalogue_prints_a_bug_and_refuses_an_unknown_id(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["flat_dim", "crashed"]) == 0
+    assert main(["permuted", "machine"]) == 0
     out = capsys.readouterr().out
-    assert "flat_dim: an inner dim taken for flat memory\n    what if: what the dense model computes when" in out
+    assert "permuted: the right numbers in another order\n    mutant " in out
     assert "    variant flat-dim1: " in out
     assert "    planted in tests/harness/diagnosing/test_six_lines.py" in out
     assert main(["gremlins"]) == 2

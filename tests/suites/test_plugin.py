@@ -14,7 +14,7 @@ from shardproof import pytest_plugin
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.errors import RequestError
 from shardproof.harness.subject import named
-from shardproof.pytest_plugin import OPTIONS
+from shardproof.pytest_options import OPTIONS
 from shardproof.reference.case import Case
 from shardproof.reports.commands import cli
 from shardproof.reports.stored.frames import load

@@ -153,15 +153,6 @@ def held_whole(evidence: Evidence, name: str) -> bool:
     )
 
 
-def is_cut(evidence: Evidence, name: str, axis: str, dim: int) -> bool:
-    """Whether ranks of one group of this axis that hold a tensor always hold different parts of it along a dim."""
-    blocks = blocks_of(evidence, name)
-    groups = [[rank for rank in ranks if rank in blocks] for ranks in evidence.axes.get(axis, ())]
-    parts = [{tuple(block.region[dim] for block in blocks[rank]) for rank in ranks} for ranks in groups]
-    differ = all(len(regions) == len(ranks) for regions, ranks in zip(parts, groups, strict=True))
-    return differ and max(map(len, groups), default=0) > 1
-
-
 def comparable(evidence: Evidence, name: str) -> bool:
     """Whether every block of this name has the truth's full shape, and is floating-point exactly if the truth is.
 

@@ -5,7 +5,7 @@ Tensors of one prediction have one shape; values of several ranks are put end to
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -82,22 +82,20 @@ class Rounded:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Near:
-    """Replicas that differ all are the truth but for their last bits."""
+    """The `value` of one of several replicas is the truth but for its last bits, beside the tensor's largest `size`."""
 
-    values: Sequence[Tensor]
+    value: Tensor
     truth: Tensor
+    size: float
     names: tuple[str, ...] = ()
     fitted: ClassVar[int] = 0
 
     @property
     def holds(self) -> bool:
-        """Whether every replica is the truth but for its last bits."""
-        limit = float(self.truth.double().abs().max()) if self.truth.numel() else 0.0
-        return limit > 0 and bool(self.values) and all(self._near(value, limit) for value in self.values)
-
-    def _near(self, value: Tensor, limit: float) -> bool:
-        same_shape = value.shape == self.truth.shape
-        return same_shape and float((value.double() - self.truth.double()).abs().max()) <= last_bits(value) * limit
+        """Whether the value is the truth but for its last bits."""
+        same_shape = self.size > 0 and self.value.shape == self.truth.shape
+        gap = (self.value.double() - self.truth.double()).abs()
+        return same_shape and float(gap.max()) <= last_bits(self.value) * self.size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -13,10 +13,13 @@ from shardproof.harness.terms import EventKey
 
 _AFTER_GRADIENTS = frozenset({"grad_norm", STATE})
 """Kinds of numbers that are made of the gradients of parameters."""
+_GROUP = frozenset({"axis", "group_size"})
+_WORK = frozenset({"op", "reduce_op"})
+_PAYLOAD = frozenset({"dtype", "payload_bytes"})
 _COUNTED = {
     "missing": ("missing_call", "calls that this term counts are left out"),
     "extra": ("extra_call", "more calls than this term counts"),
-    "wrong": ("wrong_payload", "the calls that this term counts are of other sizes"),
+    "wrong": ("wrong_call", "the calls that this term counts are of other sizes"),
 }
 """Usual causes when a term with fields left out does not hold: kind of the difference -> (cause, words)."""
 
@@ -52,14 +55,13 @@ def in_lower_precision(failure: Failure) -> list[Cause]:
     parted = failure.parted
     if parted is None or parted.found is None or parted.found.dtype not in failure.evidence.island:
         return []
-    cause = _blamed(parted)
-    return [cause] if cause.id == "wrong_payload" else []
+    return [_blamed(parted)] if _other_payload(parted) else []
 
 
 def before_the_numbers(failure: Failure) -> list[Cause]:
     """The differing call, where it comes before the first wrong tensor; another phase changes no number."""
-    causes = differing(failure)
-    return causes if failure.call_first and causes and causes[0].id != "wrong_place" else []
+    parted = failure.parted
+    return differing(failure) if parted and failure.call_first and not _another_place(parted) else []
 
 
 def differing(failure: Failure) -> list[Cause]:
@@ -78,14 +80,30 @@ def _blamed(parted: Difference) -> Cause:
         return reported("extra_call", f"one {line.op} over {line.axis} too many", parted)
     assert parted.expected and parted.found  # the third kind has both sides
     expected, found = parted.expected, parted.found
-    pairs = {field: (getattr(found, field), getattr(expected, field)) for field in EventKey.__slots__}
-    changes = [
-        f"{field} {one or '-'} instead of {other or '-'}" for field, (one, other) in pairs.items() if one != other
-    ]
-    known = _changed(expected, found)
-    averaged = f"averaged over {found.axis} where it must be summed"
-    meaning = averaged if known == "averaged" else "the call is made otherwise"
-    return reported(known, f"{meaning}: " + ", ".join(changes), parted)
+    fields = [field for field in EventKey.__slots__ if getattr(found, field) != getattr(expected, field)]
+    changes = (f"{one} {getattr(found, one) or '-'} instead of {getattr(expected, one) or '-'}" for one in fields)
+    return reported(
+        "wrong_group" if _GROUP & {*fields} else "wrong_call",
+        "the call is made otherwise: " + ", ".join(changes),
+        parted,
+    )
+
+
+def _other_payload(parted: Difference) -> bool:
+    """Whether a call differs by its size or dtype, and not by its ranks or what it does."""
+    if parted.counted:
+        return parted.kind == "wrong"
+    changed = {n for n in EventKey.__slots__ if getattr(parted.found, n, "") != getattr(parted.expected, n, "")}
+    both = parted.expected is not None and parted.found is not None
+    return both and bool(changed & _PAYLOAD) and not changed & (_GROUP | _WORK)
+
+
+def _another_place(parted: Difference) -> bool:
+    """Whether the right call is made in another phase or module."""
+    expected, found = parted.expected, parted.found
+    if parted.counted or expected is None or found is None:
+        return False
+    return not any(getattr(found, n) != getattr(expected, n) for n in _GROUP | _WORK | _PAYLOAD)
 
 
 def _may_cause(failure: Failure, parted: Difference) -> bool:
@@ -96,7 +114,7 @@ def _may_cause(failure: Failure, parted: Difference) -> bool:
     evidence, output = failure.evidence, f"act/{parted.line.region}"
     never_ran = parted.line.phase == "forward" and output in evidence.truth and output not in evidence.returned
     detached = parted.line.phase != "forward" and bool(unused(failure))
-    fewer = parted.kind == "missing" or _blamed(parted).id == "wrong_payload"
+    fewer = parted.kind == "missing" or _other_payload(parted)
     summed = parted.line.phase == "grad_sync" and failure.wrong[:1] and failure.wrong[0].startswith("loss/")
     return not (fewer and (never_ran or detached)) and bool(failure.call_first or summed)
 
@@ -110,7 +128,7 @@ def unused(failure: Failure) -> list[Cause]:
         return []
     listed = f"{', '.join(lost[:3])}{' ...' * (len(lost) > 3)}"
     words = f"no rank returned {listed}, and the parameters did not move"
-    return [reported("unused", words, lost)]
+    return [reported("never_updated", words, lost)]
 
 
 def unused_before_sums(failure: Failure) -> list[Cause]:
@@ -121,16 +139,3 @@ def unused_before_sums(failure: Failure) -> list[Cause]:
 def _stays(evidence: Evidence, parameter: str) -> bool:
     value, start = evidence.merged.tensors.get(f"param/{parameter}"), evidence.shares.get(f"start/{parameter}")
     return value is not None and start is not None and torch.equal(value.double(), start.double())
-
-
-def _changed(expected: EventKey, issued: EventKey) -> str:
-    """The cause id of a call that differs: by its group, else its op, its reduction, its payload, its place."""
-    if (expected.axis, expected.group_size) != (issued.axis, issued.group_size):
-        return "wrong_group"
-    if expected.op != issued.op:
-        return "wrong_op"
-    if expected.reduce_op != issued.reduce_op:
-        return "averaged" if (expected.reduce_op, issued.reduce_op) == ("sum", "avg") else "wrong_op"
-    if (expected.dtype, expected.payload_bytes) != (issued.dtype, issued.payload_bytes):
-        return "wrong_payload"
-    return "wrong_place"

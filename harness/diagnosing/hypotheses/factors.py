@@ -6,7 +6,6 @@ A factor that follows the size comes from it, one that stays is a constant. With
 named: numbers of one case alone cannot choose between them.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -40,42 +39,21 @@ _LARGE = 3
 """From this size on a factor that equals it is no constant by chance."""
 UNDECIDED = " (a constant factor would look the same)"
 """Behind a factor that is a size of the case, where no case of another size decides."""
-_DEPTH = ("2 x layers",)
-"""Size whose root divides the initial weights of linears that add to the residual stream."""
-_SUMS = (("summed_twice", 1), ("averaged", -1), ("summed_twice", 2), ("averaged", -2))
-"""(cause, power of an axis)."""
-_ROOTS = {1: "", 2: "the square of ", 0.5: "the root of "}
-_POWERS: dict[float, str] = {
-    sign * power: f"{'1 / ' * (sign < 0)}{what}{{}}" for sign in (1, -1) for power, what in _ROOTS.items()
-}
+_ALL, _TOKENS = "all ranks", "tokens of the step"
+_POWERS = {1: "{}", -1: "1 / {}", 2: "the square of {}", -2: "1 / the square of {}"}
 """Powers of a size that a factor may be, in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Guess:
-    """A power of a size that a factor equals (an axis, "all ranks", "micro", "tokens of the step")."""
+    """A power of a size that a factor equals: of an axis, of all ranks, micro-batches, tokens of the step."""
 
-    id: str
     size: str
     power: int
 
     def factor(self, evidence: Evidence) -> float:
         """Factor in this case."""
-        return float(_counts(evidence).get(self.size, 1)) ** self.power
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Found:
-    """A factor that wrong tensors show: `relation` in words, `near` enough within this share, and what it predicts.
-
-    `more` are sizes that it may be beside axes.
-    """
-
-    factor: float
-    relation: str
-    near: float
-    predict: Predict
-    more: tuple[str, ...] = ()
+        return _counts(evidence).get(self.size, 1.0) ** self.power
 
 
 def factor_of(value: Tensor, truth: Tensor) -> float | None:
@@ -86,23 +64,6 @@ def factor_of(value: Tensor, truth: Tensor) -> float | None:
     return factor if factor and not is_count(x, t) and explains(factor * t, value, truth) else None
 
 
-def sizes_of(evidence: Evidence, factor: float, near: float = _NEAR, more: tuple[str, ...] = ()) -> str:
-    """Sizes of the case that make this factor in words, the fewest that fit; "" when it is none.
-
-    Examples are "the root of tp=2", "dp=2 / micro=4".
-    """
-    known = [size for size in (*_sizes(evidence), "micro", "loss_scale", *more) if _counts(evidence)[size] > 1]
-    powers = [(size, words, _counts(evidence)[size] ** power) for power, words in _POWERS.items() for size in known]
-    alone = [(words.format(_label(evidence, size)), number) for size, words, number in powers]
-    plain = [(words, number) for words, number in alone if " of " not in words]
-    both = itertools.combinations(plain, 2)
-    pairs = [(f"{a} x {b}".replace(" x 1 /", " /"), x * y) for (a, x), (b, y) in both if x * y != 1]
-    for found, close in ((alone, near), (pairs, min(near, SINGLE))):  # so many pairs that one is near by chance
-        if fitting := [label for label, other in found if _equal(abs(factor), other, close)]:
-            return ("minus " if factor < 0 else "") + " or ".join(fitting[:2])
-    return ""
-
-
 def from_factor(evidence: Evidence, names: Sequence[str], beside: Sequence[str] = ()) -> list[Cause]:
     """Causes of one factor on all of these wrong tensors; nothing when they do not share one.
 
@@ -111,43 +72,38 @@ def from_factor(evidence: Evidence, names: Sequence[str], beside: Sequence[str] 
     every = [*names, *beside]
     values = {name: evidence.merged.tensors[name] for name in every if name in evidence.merged.tensors}
     known = [factor for n, value in values.items() if (factor := factor_of(value, evidence.truth[n])) is not None]
-    near = max((share_left(value) for value in values.values()), default=_NEAR)
     if not known or len(known) < len(every):
         return []
-
+    near = max(_NEAR, *(share_left(value) for value in values.values()))
     # guesses are of the measured factor, which is not exactly the size
-    guesses = {name: known[0] * evidence.truth[name].double() for name in values}
     predicted = tuple(
-        Explained(value=value, truth=evidence.truth[n], guess=guesses[n], names=(n,), fitted=int(n == names[0]))
-        for n, value in values.items()
+        Explained(
+            value=value,
+            truth=evidence.truth[name],
+            guess=known[0] * evidence.truth[name].double(),
+            names=(name,),
+            fitted=int(name == names[0]),
+        )
+        for name, value in values.items()
     )
     wrong = "it and all wrong gradients are" if beside else "it is" if len(names) == 1 else "all are"
     relation = f"{wrong} {times(known[0])} the truth"
-    more = _DEPTH if kind_of(names[0]) == "init" else ()
-    found = _Found(factor=known[0], relation=relation, near=near, predict=lambda _: predicted, more=more)
-    return _decided(evidence, _guesses(evidence, names), found, lambda other: _factor_in(other, names[0]))
+    guesses = _guesses(evidence, names)
+    return _decided(
+        evidence, guesses, known[0], relation, near, lambda other: _factor_in(other, names[0]), lambda _: predicted
+    )
 
 
 def meaning_of(
-    evidence: Evidence,
-    factor: float,
-    relation: str,
-    near: float,
-    measure: Measure,
-    predict: Predict,
-    sizes: Sequence[str],
+    evidence: Evidence, factor: float, relation: str, near: float, measure: Measure, predict: Predict, step: int
 ) -> list[Cause]:
-    """Causes of a factor on part of a wrong tensor; `relation` states in words what the factor multiplies.
+    """Causes of a factor on what a step makes; `relation` states in words what the factor multiplies.
 
-    `measure` finds the factor in another case. `sizes` are those that it may come from.
+    `measure` finds the factor in another case. A sum or mean too many would show from the first step on.
     """
-    guesses = [_Guess(id=known, size=s, power=p) for s in sizes for known, p in _SUMS[:2]]
-    return _decided(evidence, guesses, _Found(factor=factor, relation=relation, near=near, predict=predict), measure)
-
-
-def every_size(evidence: Evidence) -> list[str]:
-    """All axes that split something, all ranks, and the micro-batches."""
-    return [*_sizes(evidence), "micro"]
+    sizes = () if step else (*_sizes(evidence), "micro")
+    guesses = [_Guess(size=size, power=power) for size in sizes for power in (1, -1)]
+    return _decided(evidence, guesses, factor, relation, near, measure, predict)
 
 
 def _factor_in(other: Evidence, name: str) -> float | None:
@@ -163,65 +119,41 @@ def _equal(one: float, other: float, near: float) -> bool:
     return abs(one - other) <= near * abs(other)
 
 
-def _decided(evidence: Evidence, guesses: Sequence[_Guess], found: _Found, measure: Measure) -> list[Cause]:
-    """Causes of the guesses that the factor fits here and in other cases; else a wrong sign or a constant factor."""
-    factor, near = found.factor, found.near
-    if independent(proof.truth for proof in found.predict(factor)) < FEWEST_OF_A_FACTOR:
+def _decided(
+    evidence: Evidence,
+    guesses: Sequence[_Guess],
+    factor: float,
+    relation: str,
+    near: float,
+    measure: Measure,
+    predict: Predict,
+) -> list[Cause]:
+    """The cause of the guesses that the factor fits here and in other cases; else that of a constant factor."""
+    if independent(proof.truth for proof in predict(factor)) < FEWEST_OF_A_FACTOR:
         return []
-    fitting = [g for g in guesses if _counts(evidence).get(g.size, 1) > 1 and _equal(g.factor(evidence), factor, near)]
+    counts = _counts(evidence)
+    fitting = [g for g in guesses if counts.get(g.size, 1) > 1 and _equal(g.factor(evidence), factor, near)]
     seen = [(other, there) for other in evidence.others if (there := measure(other)) is not None]
     wide = max(near, SINGLE)
     left = [g for g in fitting if all(_equal(there, g.factor(other), wide) for other, there in seen)]
     stays = all(_equal(there, factor, wide) for _, there in seen)
-    if seen and stays and left:  # sizes that no legal case changes are left, and a constant fits as well
-        large = [g for g in left if _counts(evidence)[g.size] >= _LARGE]
-        alike = "" if large else UNDECIDED
-        return _of_guesses(evidence, large or left, found, alike)
-    if left:
-        return _of_guesses(evidence, left, found, _shown(evidence, seen, {g.size for g in left}))
-    if fitting and seen and not stays:
-        return []
-    if _equal(factor, -1, near):
-        return claimed("sign", f"{found.relation}: the sign is wrong", *found.predict(-1.0))
-    sizes = {g.size for g in fitting}
-    sized = "" if seen else sizes_of(evidence, factor, near, found.more)
-    words = f"{found.relation}{f', which is {sized}' if sized else ''}{_shown(evidence, seen, sizes)}"
-    return claimed("constant_factor", words, *found.predict(factor), follows=tuple(sizes))
-
-
-def _of_guesses(evidence: Evidence, left: Sequence[_Guess], found: _Found, shown: str) -> list[Cause]:
-    """The first power of an axis that is left with all axes of that size, then numbers of micro-batches or tokens."""
-    causes = []
-    first = next((g for g in left if g.id != "constant_factor"), None)
-    if first:
-        alike = [g for g in left if (g.id, g.power) == (first.id, first.power)]
-        causes.append((first, alike))
-    counts = [g for g in left if g.id == "constant_factor"]
-    causes += [(g, [g]) for g in counts[:1] if not (first and g.size == "tokens of the step")]
-    follows = tuple(dict.fromkeys(g.size for g in left))
-    meanings = ((g, f"{found.relation}, which is {_which(evidence, alike)}{shown}") for g, alike in causes)
-    return [
-        cause
-        for g, words in meanings
-        for cause in claimed(g.id, words, *found.predict(g.factor(evidence)), follows=follows)
-    ]
-
-
-def _which(evidence: Evidence, alike: Sequence[_Guess]) -> str:
-    """The sizes that a factor is, in words: "tp=2 or dp=2", "1 / micro=4"."""
-    return " or ".join(_POWERS[one.power].format(_label(evidence, one.size)) for one in alike)
-
-
-def _shown(evidence: Evidence, seen: Sequence[tuple[Evidence, float]], sizes: set[str]) -> str:
-    """The factor in other cases, in words: " (0.25 where tp=4)"."""
-    here = _counts(evidence)
+    follows = tuple(dict.fromkeys(g.size for g in left or fitting))
     elsewhere = [
         f"{there:.4g} where {_label(other, size)}"
         for other, there in seen
-        for size in sorted(sizes)
-        if _counts(other).get(size) != here.get(size)
+        for size in follows
+        if _counts(other).get(size) != counts.get(size)
     ]
-    return f" ({', '.join(elsewhere)})" if elsewhere else ""
+    shown = f" ({', '.join(elsewhere)})" if elsewhere else ""
+    if seen and stays and left:  # sizes that no legal case changes are left, and a constant fits as well
+        large = [g for g in left if counts[g.size] >= _LARGE]
+        left, shown = large or left, "" if large else UNDECIDED
+    if left:
+        which = " or ".join(dict.fromkeys(_POWERS[g.power].format(_label(evidence, g.size)) for g in left))
+        return claimed("size_factor", f"{relation}, which is {which}{shown}", *predict(factor), follows=follows)
+    if fitting and seen and not stays:
+        return []
+    return claimed("constant_factor", f"{relation}{shown}", *predict(factor), follows=follows)
 
 
 def _label(evidence: Evidence, size: str) -> str:
@@ -233,30 +165,22 @@ def _guesses(evidence: Evidence, names: Sequence[str]) -> list[_Guess]:
     sizes = _sizes(evidence)
     sums = [axis for axis in sizes if all(summable(evidence, axis, name) for name in names)]
     forward = kind_of(names[0]) in ("act", "logits", "init")
-    found = [
-        _Guess(id=known, size=size, power=power)
-        for known, power in _SUMS
-        for size in (sums if forward or power > 0 else sizes)
-    ]
-    for size in () if forward else ("micro", "tokens of the step"):
-        found += [_Guess(id="constant_factor", size=size, power=power) for power in (1, -1)]
-    return found
+    found = [_Guess(size=s, power=power) for power in _POWERS for s in (sums if forward or power > 0 else sizes)]
+    both = () if forward else ("micro", _TOKENS)
+    return [*found, *(_Guess(size=size, power=power) for size in both for power in (1, -1))]
 
 
 def _sizes(evidence: Evidence) -> list[str]:
     """Axes that split something, and all ranks where they are more than those of any axis."""
     sizes = split_axes(evidence.case)
-    return [*sizes] if evidence.case.world_size in sizes.values() else [*sizes, "all ranks"]
+    return [*sizes] if evidence.case.world_size in sizes.values() else [*sizes, _ALL]
 
 
 def _counts(evidence: Evidence) -> dict[str, float]:
     """Every size that a factor may come from; axes that split nothing are not among them."""
-    counts: dict[str, float] = {**split_axes(evidence.case), "all ranks": evidence.case.world_size}
+    counts: dict[str, float] = {**split_axes(evidence.case), _ALL: evidence.case.world_size}
     tokens = evidence.truth.get("tokens/0")
-    counts |= {"micro": evidence.case.micro} | ({} if tokens is None else {"tokens of the step": float(tokens)})
-    counts["loss_scale"] = float(getattr(evidence.case, "loss_scale", 1.0))
-    counts[_DEPTH[0]] = 2.0 * getattr(evidence.case, "layers", 0)
-    return counts
+    return counts | {"micro": evidence.case.micro} | ({} if tokens is None else {_TOKENS: float(tokens)})
 
 
 def _per_step(failure: Failure) -> list[Cause]:

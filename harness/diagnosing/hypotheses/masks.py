@@ -1,8 +1,7 @@
 """Why masks of dropout that ranks drew themselves are wrong, where the masks leave no doubt.
 
-    one_stream    ranks that hold different shards over an axis drop by one mask
-    own_streams   replicas drop by masks that are independent of each other (exact test), not by similar ones
-    drawn_anew    backward drops by another mask than forward
+Ranks that hold different shards over an axis drop by one mask. Or replicas drop by masks that are independent of each
+other (exact test), not by similar ones. Or backward drops by another mask than forward.
 
 Sources: Megatron-LM #1256 (sequence parallelism from the default one), #4828 (context ranks); bugs.md B-100 to B-104.
 """
@@ -31,7 +30,7 @@ def from_masks(failure: Failure) -> list[Cause]:
     evidence, found = failure.evidence, failure.findings.get("masks")
     if found is not None and found.verdict == FAIL and evidence.mask_draws and evidence.mask_draws.anew:
         words = "recomputation drew masks that its forward did not draw"
-        return [reported("drawn_anew", words, evidence.mask_draws.anew)]
+        return [reported("other_numbers", words, evidence.mask_draws.anew)]
     first = next((name for name in failure.wrong if kind_of(name) == KIND), "")
     if not first or not (evidence.torn or any(kind_of(name) == KIND for name in evidence.given)):
         return []
@@ -46,7 +45,7 @@ def _one_stream(evidence: Evidence, name: str) -> Iterator[Cause]:
         masks = [(flat(by_rank[a]), flat(by_rank[b])) for a, b in pairs if same_samples(by_rank[a], by_rank[b])]
         if masks and all(torch.equal(one, other) and _could_differ(one, other) for one, other in masks):
             words = f"{_ranks(groups[0])} hold different shards over {axis} and drop by one mask"
-            yield reported("one_stream", words, pairs)
+            yield reported("other_numbers", words, pairs)
 
 
 def _own_streams(evidence: Evidence, name: str) -> Iterator[Cause]:
@@ -61,7 +60,7 @@ def _own_streams(evidence: Evidence, name: str) -> Iterator[Cause]:
         if unlike and all(_independent(copies[0][1], mask) for _, mask in unlike):
             ranks = _ranks([copies[0][0], *(rank for rank, _ in unlike)])
             words = f"{ranks} hold the same tensor and drop by independent masks"
-            yield reported("own_streams", words, unlike)
+            yield reported("other_numbers", words, unlike)
 
 
 def _independent(one: Tensor, other: Tensor) -> bool:

@@ -77,15 +77,15 @@ def _moved(x: Tensor, t: Tensor, axes: Mapping[str, int], is_guess: _Guess) -> I
             width = t.shape[dim] // size
             for shift in range(1, size):
                 words = f"along dim {dim} it is shifted by {shift} of {size} shards ({axis})"
-                yield from claimed("shifted_shard", words, is_guess(guess=t.roll(shift * width, dim), fitted=1))
+                yield from claimed("other_part", words, is_guess(guess=t.roll(shift * width, dim), fitted=1))
             if (order := _order(x, t, dim, width)) is not None:
                 words = f"along dim {dim} the {size} shards of {axis} are in another order"
-                yield from claimed("other_shard", words, is_guess(guess=_reordered(t, dim, width, order), fitted=size))
+                yield from claimed("other_part", words, is_guess(guess=_reordered(t, dim, width, order), fitted=size))
             yield from _copied(x, t, dim, axis, size, is_guess)
     for dim in range(t.dim()):
         if (order := _order(x, t, dim, 1)) is not None:
             words = f"along dim {dim} it holds the right rows in another order"
-            yield from claimed("rows_permuted", words, is_guess(guess=_reordered(t, dim, 1, order), fitted=len(order)))
+            yield from claimed("permuted", words, is_guess(guess=_reordered(t, dim, 1, order), fitted=len(order)))
 
 
 def by_size(axes: Mapping[str, int]) -> Iterator[tuple[str, int]]:
@@ -98,7 +98,7 @@ def _copied(x: Tensor, t: Tensor, dim: int, axis: str, size: int, is_guess: _Gue
     """Parts along a dim that hold another part of the truth, one of them perhaps several times."""
     guess, swaps = nearest_parts(x, t, dim, size)
     words = f"along dim {dim} it holds the wrong parts of {size} ({axis}): {swaps}"
-    yield from claimed("other_shard", words, is_guess(guess=guess, fitted=size))
+    yield from claimed("other_part", words, is_guess(guess=guess, fitted=size))
 
 
 def nearest_parts(x: Tensor, t: Tensor, dim: int, size: int) -> tuple[Tensor, str]:
@@ -114,7 +114,7 @@ def _transposed(t: Tensor, is_guess: _Guess) -> Iterator[Cause]:
     for one, other in itertools.combinations(range(t.dim()), 2):
         if min(t.shape[one], t.shape[other]) > 1:
             words = f"dims {one} and {other} are exchanged in memory"
-            yield from claimed("transposed", words, is_guess(guess=t.transpose(one, other).reshape(t.shape), fitted=1))
+            yield from claimed("permuted", words, is_guess(guess=t.transpose(one, other).reshape(t.shape), fitted=1))
 
 
 def _flat(t: Tensor, axes: Mapping[str, int], is_guess: _Guess) -> Iterator[Cause]:
@@ -133,7 +133,7 @@ def _flat(t: Tensor, axes: Mapping[str, int], is_guess: _Guess) -> Iterator[Caus
                 parts = blocks.unflatten(dim + 1, (size, -1)).movedim(dim + 1, 1)
                 scattered = blocks.reshape(parts.shape).movedim(1, dim + 1).flatten(dim + 1, dim + 2).flatten(0, 1)
                 for guess in (parts.reshape(t.shape), scattered):
-                    yield from claimed("flat_dim", words, is_guess(guess=guess, fitted=1))
+                    yield from claimed("permuted", words, is_guess(guess=guess, fitted=1))
 
 
 def _order(x: Tensor, t: Tensor, dim: int, width: int) -> Tensor | None:

@@ -1,37 +1,34 @@
 """Causes that a check or a run states by itself, whatever a tensor looks like."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from shardproof.harness.checking.evidence import FAIL
 from shardproof.harness.diagnosing.causes.cause import MEANT, Cause, reported
 from shardproof.harness.diagnosing.causes.hypothesis import Failure
-from shardproof.harness.diagnosing.hypotheses.layouts import from_flaws
+from shardproof.harness.diagnosing.causes.places import blocks_of
+from shardproof.harness.mesh_axes import split_axes
 
 _STATED: Mapping[str, tuple[str, str]] = {
-    "data": ("data_path", "the dense model and the ranks read data that are wrong alike, as the check states"),
     "truth": (
-        "other_model",
+        "stated",
         "in float32 the dense model is another one than in float64; draw its numbers in float64 and round them, "
         "torch.randn(..., dtype=torch.float64).to(dtype)",
     ),
-    "coverage": ("uncheckable", "no name that the subject returns is one of the truth's"),
+    "coverage": ("stated", "no name that the subject returns is one of the truth's"),
     "merge": ("layout", "the ranks' parts do not make the full tensor, as the check states"),
     "waits": ("not_waited", "its wait() was never called"),
-    "parallelism": (
-        "not_parallel",
-        "ranks of a case that splits send nothing, or hold everything, as the check states",
-    ),
+    "parallelism": ("stated", "ranks of a case that splits send nothing, or hold everything, as the check states"),
     "determinism": (
-        "not_deterministic",
+        "stated",
         "two runs of the same ranks on the same data differ: some number does not follow from the case",
     ),
 }
 """Checks that are a cause by themselves and come before any number: check -> (cause, words)."""
-_USUAL: Mapping[str, tuple[str, str]] = {
-    "overlap": ("exposed", "no product is computed between the call and its wait"),
-    "recording": ("recording", "the run that is watched and the one that is not differ"),
+_USUAL: Mapping[str, str] = {
+    "overlap": "no product is computed between the call and its wait",
+    "recording": "the run that is watched and the one that is not differ",
 }
-"""Usual causes behind a check that nothing else explains: check -> (cause, words)."""
+"""Checks that state a cause where nothing else explains them: check -> words."""
 
 
 def first_stated(failure: Failure) -> str:
@@ -40,20 +37,36 @@ def first_stated(failure: Failure) -> str:
 
 
 def of_checks(failure: Failure) -> list[Cause]:
-    """The cause of the first failed check that is one by itself; of a layout, what its flaws show."""
+    """The cause of the first failed check that is one by itself; of a layout, a part that stands for the whole."""
     failed = _failed(failure, _STATED)
-    flaws = from_flaws(failure.evidence, failure.wrong) if "merge" in failed else []
-    return flaws or [reported(*_STATED[check], failure.findings[check]) for check in failed[:1]]
+    part = _part_as_whole(failure) if "merge" in failed else []
+    return part or [reported(*_STATED[check], failure.findings[check]) for check in failed[:1]]
+
+
+def _part_as_whole(failure: Failure) -> list[Cause]:
+    """Whether the first name whose shape is not the truth's was returned as if one rank's part were all of it."""
+    evidence = failure.evidence
+    flawed = {flaw.name for flaw in evidence.merged.flaws if flaw.kind == "shape"}
+    name = next((name for name in failure.wrong if name in flawed and name in evidence.truth), "")
+    true = tuple(evidence.truth[name].shape) if name else ()
+    shapes = {block.global_shape for blocks in blocks_of(evidence, name).values() for block in blocks} - {true}
+    for axis, size in split_axes(evidence.case).items() if name else ():
+        for dim, length in enumerate(true):
+            if shapes == {(*true[:dim], length // size, *true[dim + 1 :])}:
+                words = f"1 of {size} parts along dim {dim} ({axis}) told as the whole: return Shard(local, offsets, "
+                return [reported("layout", f"{words}{true}) where a rank holds a part", shapes)]
+    return []
 
 
 def usual(failure: Failure) -> list[Cause]:
-    """The usual cause of the first failed check that nothing else explains."""
-    return [reported(*_USUAL[check], failure.findings[check]) for check in _failed(failure, _USUAL)[:1]]
+    """The statement of the first failed check of these; of overlap, where no number is wrong either."""
+    failed = [check for check in _failed(failure, _USUAL) if check != "overlap" or not failure.numbers]
+    return [reported("stated", _USUAL[check], failure.findings[check]) for check in failed[:1]]
 
 
-def _failed(failure: Failure, table: Mapping[str, tuple[str, str]]) -> list[str]:
+def _failed(failure: Failure, checks: Collection[str]) -> list[str]:
     """These checks, as far as they fail."""
-    return [check for check in table if check in failure.findings and failure.findings[check].verdict == FAIL]
+    return [check for check in checks if check in failure.findings and failure.findings[check].verdict == FAIL]
 
 
 def rounded_on_ranks(failure: Failure) -> list[Cause]:
@@ -64,10 +77,11 @@ def rounded_on_ranks(failure: Failure) -> list[Cause]:
     return [reported("shorter_dtype", words, island)] if island else []
 
 
-def other_samples(failure: Failure) -> list[Cause]:
-    """Samples that the ranks read and the dense model does not, or the other way round."""
-    samples = failure.evidence.other_samples
-    return [reported("other_samples", samples, samples)] if samples else []
+def beginnings(failure: Failure) -> list[Cause]:
+    """Samples, or initial values, of the ranks that are others than those of the truth, or of each other."""
+    samples, start = failure.evidence.other_samples, failure.evidence.other_start
+    known = [("other_samples", samples), ("other_start", start)]
+    return [reported(id, words, words) for id, words in known if words][:1]
 
 
 def drawn(failure: Failure) -> list[Cause]:

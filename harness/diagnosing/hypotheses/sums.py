@@ -4,27 +4,24 @@ A gradient is fitted by the dense model's share of every micro-batch of every da
 1 everywhere are right; others show the mistake. Tested on numbers: a fit that leaves an error shows nothing.
 """
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from shardproof.harness.checking.evidence import Evidence
 from shardproof.harness.checking.measures.kinds import kind_of
-from shardproof.harness.diagnosing.causes.cause import Cause, claimed, of_rule
+from shardproof.harness.diagnosing.causes.cause import Cause, claimed
 from shardproof.harness.diagnosing.causes.hypothesis import OF_TOKENS, Failure, Hypothesis
 from shardproof.harness.diagnosing.causes.places import blocks_of
 from shardproof.harness.diagnosing.causes.proofs import Explained, share_left
-from shardproof.harness.diagnosing.hypotheses.what_ifs import predictions
 from shardproof.harness.mesh_axes import place_of_rank
 
 CLOSE = 1e-3
 """Weights are taken for equal within this share of themselves, losses within its square."""
 LEFT = 1e-2
 """A fit explains a wrong tensor when it leaves less than this share of its error."""
-_COUNTS = "ignored_learned", "mask_ignored"
-"""What-ifs that a count of tokens may follow alone: the sum of losses that it divides need not."""
+OWN_TOKENS = "every data rank divides by the tokens that it counted itself, not by those of all data ranks"
 MOST = 4096
 """Elements of one tensor that a fit looks at."""
 
@@ -92,11 +89,10 @@ def _by_rank(evidence: Evidence, names: Sequence[str], tokens: Tensor) -> list[C
     taken = sum(each.fitted for each in fits)  # one proof for all ranks: some may be right
     fit = Explained(value=value, truth=truth, guess=guess, left=LEFT, names=spoken, fitted=taken)
     rows = {rank: place_of_rank(evidence.axes, "dp", rank) for rank in weights}
-    own = torch.stack([w.mean() * tokens[rows[rank]].sum() / tokens.sum() for rank, w in weights.items()])
+    own = torch.stack([w.mean() * tokens[rows[rank]].sum() for rank, w in weights.items()])
     scales = torch.stack([w.mean() for w in weights.values()])
-    if all(_alike(w.flatten()) for w in weights.values()) and _local(own, len(tokens)) and not _alike(scales):
-        words = "every data rank divides by the tokens that it counted itself, not by those of all data ranks"
-        return claimed("local_count", words, fit)
+    if all(_alike(w.flatten()) for w in weights.values()) and _alike(own) and not _alike(scales):
+        return claimed("unequal_shares", OWN_TOKENS, fit)
     others = [torch.cat([w[: rows[rank]], w[rows[rank] + 1 :]]) for rank, w in weights.items()]
     if len(tokens) > 1 and all(bool((other.abs() < CLOSE).all()) for other in others):
         words = "each data rank's own micro-batches alone are in it"
@@ -140,115 +136,31 @@ def _alike(values: Tensor, near: float = CLOSE) -> bool:
     return bool((values - values.mean()).abs().max() <= near * values.abs().max())
 
 
-def _local(shares: Tensor, count: int) -> bool:
-    """Whether each of `count` parts was divided by its own tokens, and then summed, or averaged over the parts."""
-    return any(bool(((shares - right).abs() <= CLOSE * right).all()) for right in (1.0, 1.0 / count))
-
-
 def _of_weights(weights: Tensor, tokens: Tensor, *fit: Explained) -> list[Cause]:
     """Causes of weights [dp, micro] other than 1; nothing when all are alike, which is a factor's case."""
     if _alike(weights.flatten()):
         return []
-    if _local((weights * tokens / tokens.sum()).flatten(), tokens.numel()):
-        return claimed("local_count", "every micro-batch is divided by its own tokens, not by those of the step", *fit)
-    if _local(weights.mean(1) * tokens.sum(1) / tokens.sum(), len(tokens)) and all(_alike(row) for row in weights):
-        words = "every data rank divides by the tokens that it counted itself, not by those of all data ranks"
-        return claimed("local_count", words, *fit)
     missing = weights.abs() < CLOSE
-    if bool(missing.all(0).any()):
-        lost = [str(m) for m in range(weights.shape[1]) if bool(missing[:, m].all())]
-        words = f"micro-batch {', '.join(lost)} of {weights.shape[1]} is missing in it"
-        return claimed("micro_missing", words, *fit)
     if bool(missing.all(1).any()):
         kept = [str(d) for d in range(weights.shape[0]) if not bool(missing[d].all())]
         return claimed("not_summed", f"only data rank {', '.join(kept)} of {weights.shape[0]} is in it", *fit)
-    if bool(missing.any()):
-        return claimed("micro_missing", "some micro-batches of some data ranks are missing in it", *fit)
     counted = ", ".join(f"{weight:.3g}" for weight in weights.flatten().tolist())
-    return claimed("unequal_shares", f"its micro-batches count {counted} times instead of once each", *fit)
+    words = f"its micro-batches count {counted} times instead of once each"
+    if bool(missing.all(0).any()):
+        lost = [str(m) for m in range(weights.shape[1]) if bool(missing[:, m].all())]
+        words = f"micro-batch {', '.join(lost)} of {weights.shape[1]} is missing in it"
+    elif bool(missing.any()):
+        words = "some micro-batches of some data ranks are missing in it"
+    elif _by_own_tokens(weights, tokens):
+        words = "every micro-batch is divided by its own tokens, not by those of the step"
+    elif all(_alike(row) for row in weights) and _by_own_tokens(weights.mean(1), tokens.sum(1)):
+        words = OWN_TOKENS
+    return claimed("unequal_shares", words, *fit)
 
 
-def from_losses(evidence: Evidence, name: str) -> list[Cause]:
-    """Causes of a wrong first loss: micro-batches or data ranks that it leaves out, tokens that divide it.
-
-    Gradients do not show a loss that is only reported wrong.
-    """
-    if name != "loss/0" or "loss" not in evidence.shares or evidence.shares["tokens"].numel() == 1:
-        return []
-    tokens, losses = evidence.shares["tokens"], evidence.shares["loss"]
-    found = _by_data_rank(evidence, name)
-    means, rows = losses * tokens.sum() / tokens, losses.sum(1) * tokens.sum() / tokens.sum(1)
-    everyone = torch.ones_like(rows)
-    rules = (
-        ("local_count", "each data rank's own, over its own tokens", rows),
-        ("not_summed", "each data rank's own part of the sum over all", losses.sum(1)),
-        ("local_count", "the mean of what data ranks have over their own tokens", rows.mean() * everyone),
-        ("local_count", "the mean of what micro-batches have over their own tokens", means.mean() * everyone),
-        ("local_count", "the sum of what micro-batches have over their own tokens", means.sum() * everyone),
-        ("micro_missing", "that of the last micro-batch alone", losses[:, -1].sum() * everyone),
-        ("micro_missing", "that of the first micro-batch alone", losses[:, 0].sum() * everyone),
-        ("micro_missing", "the mean of the last micro-batch alone", means[:, -1].mean() * everyone),
-    )
-    right = float(evidence.truth[name])
-    for known, words, by_row in rules:
-        fits = all(math.isclose(value, float(by_row[row]), rel_tol=CLOSE**2) for row, value in found.items())
-        if found and fits and (causes := claimed(known, f"the loss is {words}", _by_row(name, found, right, by_row))):
-            return causes
-    return []
-
-
-def _by_data_rank(evidence: Evidence, name: str) -> dict[int, float]:
-    """The number of this name on every data rank; none where ranks of one disagree."""
-    numbers: dict[int, float] = {}
-    for rank, by in blocks_of(evidence, name).items():
-        place, number = place_of_rank(evidence.axes, "dp", rank), float(by[0].local)
-        if not math.isclose(numbers.setdefault(place, number), number, rel_tol=CLOSE**2):
-            return {}
-    return numbers
-
-
-def _by_row(name: str, counts: Mapping[int, float], right: float, by_row: Tensor) -> Explained:
-    """The proof that each data rank's number is its entry of `by_row`, where `right` is right for all."""
-    value, guess = torch.tensor([*counts.values()]).double(), by_row[[*counts]].double()
-    return Explained(value=value, truth=torch.full_like(value, right), guess=guess, left=CLOSE, names=(name,))
-
-
-def from_counts(evidence: Evidence, name: str) -> list[Cause]:
-    """Which tokens of the first step their number leaves out, or counts although they do not count."""
-    if name != "tokens/0" or "tokens" not in evidence.shares:
-        return []
-    tokens, logits = evidence.shares["tokens"], evidence.truth.get("logits/0")
-    if not (counts := _by_data_rank(evidence, name)):
-        return []
-    everyone = torch.ones(len(tokens), dtype=torch.float64)
-    rules = [
-        ("not_summed", "each data rank's own", tokens.sum(1)),
-        ("micro_missing", "that of the last micro-batch alone", tokens[:, -1].sum() * everyone),
-        ("micro_missing", "that of the first micro-batch alone", tokens[:, 0].sum() * everyone),
-        ("micro_missing", "each data rank's own last micro-batch", tokens[:, -1]),
-    ]
-    for data_rank in range(len(tokens)):
-        left = (tokens.sum() - tokens[data_rank].sum()) * everyone
-        rules.append(("micro_missing", f"that of all data ranks but {data_rank}", left))
-    if logits is not None:
-        all_of_them = float(math.prod(logits.shape[:-1]))
-        words = "that of all tokens, whether masked or without a label"
-        rules.append(("constant_factor", words, all_of_them * everyone))
-    right, causes = float(evidence.truth[name]), list[Cause]()
-    for known, words, by_row in rules:
-        if _counts_so(counts, by_row):
-            causes += claimed(known, f"the number of tokens is {words}", _by_row(name, counts, right, by_row))
-    for rule, count in (pair for id in _COUNTS for pair in predictions(evidence, id, name)):
-        if _counts_so(counts, by_row := count * everyone):
-            proof = _by_row(name, counts, right, by_row)
-            causes += of_rule(rule, f"the number of tokens is what it is {rule.words}", proof)
-    single = {cause.id: cause for cause in reversed(causes)}
-    return [*single.values()] * (len(single) == 1)
-
-
-def _counts_so(counts: Mapping[int, float], by_row: Tensor) -> bool:
-    """Whether every data rank counted just these tokens."""
-    return all(value == float(by_row[row]) for row, value in counts.items())
+def _by_own_tokens(weights: Tensor, tokens: Tensor) -> bool:
+    """Whether each part was divided by its own tokens, and then summed, or averaged over the parts."""
+    return _alike((weights * tokens).flatten())
 
 
 def _sums(failure: Failure) -> list[Cause]:
@@ -263,15 +175,5 @@ HYPOTHESES = (
         predicts="every gradient is a sum of micro-batches and data ranks that count otherwise",
         causes=_sums,
         kinds=frozenset({"loss", OF_TOKENS, "act_grad", "grad"}),
-    ),
-    Hypothesis(
-        predicts="the loss of some micro-batches or data ranks, or over other tokens",
-        causes=lambda failure: from_losses(failure.evidence, failure.first),
-        kinds=frozenset({"loss", OF_TOKENS}),
-    ),
-    Hypothesis(
-        predicts="the number of tokens of some micro-batches or data ranks, or of tokens that do not count",
-        causes=lambda failure: from_counts(failure.evidence, "tokens/0") if "tokens/0" in failure.numbers else [],
-        kinds=frozenset({"tokens", OF_TOKENS}),
     ),
 )

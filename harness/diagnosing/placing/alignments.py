@@ -55,9 +55,12 @@ class TrueTensor:
         controls = tuple((run[number],) for run in self.controls if len(run) == len(self.calls))
         return TrueTensor(calls=(self.calls[number],), dtype=self.dtype, controls=controls, kind=self.kind)
 
-    def joined(self, dim: int) -> "TrueTensor":
-        """All calls as one, along this dim."""
-        controls = tuple((torch.cat(run, dim),) for run in self.controls if len(run) == len(self.calls))
+    def joined(self, dim: int) -> "TrueTensor | None":
+        """All calls as one, along this dim; None where a call has no such dim, or another size in one of the others."""
+        if any(call.dim() <= dim for call in self.calls) or len({_without(call, dim) for call in self.calls}) > 1:
+            return None
+        shapes = [call.shape for call in self.calls]
+        controls = tuple((torch.cat(run, dim),) for run in self.controls if [one.shape for one in run] == shapes)
         return TrueTensor(calls=(torch.cat(self.calls, dim),), dtype=self.dtype, controls=controls, kind=self.kind)
 
     def near(self, value: Tensor) -> bool:
@@ -65,6 +68,11 @@ class TrueTensor:
         (truth,) = self.calls
         controls = [run[0] for run in self.controls if run[0].shape == truth.shape]
         return measure("", value, truth, dtype=self.dtype, controls=controls, kind=self.kind).right
+
+
+def _without(tensor: Tensor, dim: int) -> tuple[int, ...]:
+    """Its shape but for one dim."""
+    return (*tensor.shape[:dim], *tensor.shape[dim + 1 :])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,15 +136,14 @@ def _in_basis(given: Mapping[int, Sequence[Tensor]], target: TrueTensor, basis: 
     }
     several = len(places) > len(given) or len(target.calls) > 1
     for rows in (0, 1) if several else (None,):
-        try:
-            whole = target if rows is None else target.joined(rows)
-        except (RuntimeError, IndexError):  # calls of other shapes
+        whole = target if rows is None else target.joined(rows)
+        if whole is None:
             continue
         wanted = tuple(whole.calls[0].shape)
         for view in _views(next(iter(given.values()))[0], target.calls[0]):
             try:
                 parts = {place: view(given[rank][number]) for place, (rank, number) in places.items()}
-            except RuntimeError:  # another rank has another shape
+            except (RuntimeError, IndexError):  # the first dim of a part cannot be unflattened, or it has fewer dims
                 continue
             shapes = {place: tuple(part.shape) for place, part in parts.items()}
             for plan in plans(names, len(wanted), rows):

@@ -118,12 +118,8 @@ def reduce_scatter_lists(members: Sequence[Operands], reduce_op: str, root: int)
 
 def all_to_all(members: Sequence[Operands], reduce_op: str, root: int) -> None:
     """outputs[s] of rank r = inputs[r] of rank s. Raises Disagreement when the shapes differ."""
-    for receiver, member in enumerate(members):
-        for sender, output in enumerate(member.outputs):
-            sent = members[sender].inputs[receiver]
-            if sent.shape != output.shape:
-                words = f"rank {{}} sends {tuple(sent.shape)} to rank {{}}, which expects {tuple(output.shape)}"
-                raise Disagreement((sender, receiver), words)
+    sends = [[tuple(tensor.shape) for tensor in member.inputs] for member in members]
+    compare_sizes(sends, [[tuple(tensor.shape) for tensor in member.outputs] for member in members])
     sources = [other.inputs[receiver].clone() for receiver in range(len(members)) for other in members]
     _put_each([output for member in members for output in member.outputs], sources)
 
@@ -131,14 +127,20 @@ def all_to_all(members: Sequence[Operands], reduce_op: str, root: int) -> None:
 def all_to_all_single(members: Sequence[Operands], reduce_op: str, root: int) -> None:
     """Rows [block r] of rank s's input go to rows [block s] of rank r's output. Raises Disagreement on other counts."""
     blocks = [member.inputs[0].split(list(member.input_rows)) for member in members]
-    for receiver, member in enumerate(members):
-        for sender, expected in enumerate(member.output_rows):
-            sent = members[sender].input_rows[receiver]
-            if sent != expected:
-                words = f"rank {{}} sends {sent} rows to rank {{}}, which expects {expected}"
-                raise Disagreement((sender, receiver), words)
+    compare_sizes([member.input_rows for member in members], [member.output_rows for member in members])
     sources = [torch.cat([block[receiver] for block in blocks]) for receiver in range(len(members))]
     _put_each([member.outputs[0] for member in members], sources)
+
+
+def compare_sizes(sends: Sequence[Sequence[Any]], expects: Sequence[Sequence[Any]]) -> None:
+    """Compare what ranks send each other, in rows or shapes, with what these expect. Raises Disagreement."""
+    for receiver, expected in enumerate(expects):
+        for sender, size in enumerate(expected):
+            sent = sends[sender][receiver]
+            if sent != size:
+                rows = " rows" if isinstance(sent, int) else ""
+                words = f"rank {{}} sends {sent}{rows} to rank {{}}, which expects {size}"
+                raise Disagreement((sender, receiver), words)
 
 
 def gather(members: Sequence[Operands], reduce_op: str, root: int) -> None:

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from shardproof.harness.engines.calls.matching import GroupCall, compare_calls, ranks_named
 from shardproof.harness.engines.calls.pending import ANY, Mismatch, PendingCollective, PendingMessage, RankGroup
-from shardproof.harness.engines.calls.signature import Signature, described, difference, field_text
-from shardproof.harness.errors import Position, ranks_text
+from shardproof.harness.engines.calls.signature import Signature, described
+from shardproof.harness.errors import Position
 
 
 class IssuedCall(Protocol):
@@ -50,29 +51,19 @@ def call_text(call: IssuedCall) -> str:
 
 
 def of_mismatch(mismatch: Mismatch) -> RootCause:
-    """The first field in which the signatures of a call differ, with its value on every rank; or the sizes."""
-    if mismatch.collective is None:
+    """The argument in which ranks disagree, with its value on every rank."""
+    group, collective = mismatch.group, mismatch.collective
+    if collective is None or mismatch.words:
         call = f"{mismatch.signature.op} #{mismatch.number} of {mismatch.group.label}"
         return RootCause(f"ranks disagree in {call}: {mismatch.words}", mismatch.ranks, "mismatch")
-    signatures: dict[int, Signature] = {}
-    for member, rank in enumerate(mismatch.group.ranks):
-        if mismatch.collective.operands[member] is not None:
-            signatures[rank] = mismatch.collective.signature
-        elif member in mismatch.collective.differing:
-            signatures[rank] = mismatch.collective.differing[member]
-    usual = max(signatures.values(), key=lambda one: list(signatures.values()).count(one))
-    odd = next(one for one in signatures.values() if one != usual)
-    field = difference(odd, usual)
-    by_value: dict[str, list[int]] = {field_text(field, one): [] for one in (odd, usual)}
-    for rank, one in signatures.items():
-        by_value.setdefault(field_text(field, one), []).append(rank)
-    values = ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in by_value.items())
-    blamed = [rank for rank, one in signatures.items() if one != usual]
-    if 2 * len(blamed) >= len(signatures):
-        blamed = list(signatures)
-    call, name = f"call #{mismatch.number} of {mismatch.group.label}", field.removesuffix("s").replace("_", " ")
-    text = f"ranks disagree in {call}: the {name} is {values}"
-    return RootCause(text, tuple(blamed), "mismatch")
+    calls = {
+        rank: GroupCall(collective.differing.get(member, collective.signature))
+        for member, rank in enumerate(group.ranks)
+        if collective.issued[member] is not None
+    }
+    found = compare_calls((group.name, group.ranks, ""), mismatch.number, calls, group.label)
+    assert found is not None, "a mismatch is two signatures that differ"
+    return RootCause(found.text, found.ranks, "mismatch")
 
 
 def of_deadlock(done: Sequence[bool], waiting: Sequence[IssuedCall | None]) -> RootCause:
@@ -104,9 +95,9 @@ def of_skipped(groups: Sequence[RankGroup]) -> RootCause | None:
     """After every rank has finished: a call that some ranks never issued; None when there is none."""
     for group in groups:
         for number, collective in group.collectives.items():
-            absent = [rank for rank, operands in zip(group.ranks, collective.operands, strict=True) if operands is None]
+            absent = [rank for rank, brought in zip(group.ranks, collective.issued, strict=True) if brought is None]
             call = f"{collective.signature.op} #{number} of {group.label}"
-            text = f"every rank has finished, but {_ranks(absent)} never made {call}"
+            text = f"every rank has finished, but {ranks_named(absent)} never made {call}"
             return RootCause(text, tuple(absent), "skipped")
         for message in group.messages:
             peer = "any rank" if message.peer == ANY else f"rank {group.ranks[message.peer]}"
@@ -120,7 +111,7 @@ def _missing(call: IssuedCall) -> list[int]:
     """The ranks that a waiting rank waits for."""
     ranks, event = call.group.ranks, call.event
     if isinstance(event, PendingCollective):
-        return [rank for rank, operands in zip(ranks, event.operands, strict=True) if operands is None]
+        return [rank for rank, brought in zip(ranks, event.issued, strict=True) if brought is None]
     if event.peer != ANY:
         return [ranks[event.peer]]
     return [rank for rank in ranks if rank != call.rank]
@@ -132,7 +123,3 @@ def _detail(call: IssuedCall) -> str:
     peer = "any rank" if call.event.peer == ANY else f"rank {call.group.ranks[call.event.peer]}"
     tag = f" tag {call.event.tag}" if call.event.tag else ""
     return f"{described(call.signature)} {'to' if call.signature.op == 'send' else 'from'} {peer}{tag}"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {ranks_text(ranks)}"

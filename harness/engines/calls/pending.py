@@ -5,10 +5,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from shardproof.harness.engines.calls.arithmetic import Operands
+from shardproof.harness.engines.calls.arithmetic import Disagreement
+from shardproof.harness.engines.calls.matching import message_text
 from shardproof.harness.engines.calls.signature import Signature
 from shardproof.harness.errors import ranks_text
-from shardproof.harness.ledger import shape_text
 
 _WORLD, _UNNAMED = "default_pg", "undefined"
 """torch's names of groups that the user did not name: the group of all ranks, and any other."""
@@ -21,13 +21,13 @@ class PendingCollective:
     """A collective in flight, identified by its group and its number in the group.
 
     `signature` is that of the first rank that issued it, `missing` ranks have not issued it yet. By group rank:
-    `operands` (None until the rank has issued the call) and `differing` (the signatures that differ from the first).
+    `issued` (what the rank brings, None until then) and `differing` (the signatures that differ from the first).
     `waiters` are the ranks that wait for it. `error` is why it could not be computed.
     """
 
     signature: Signature
     missing: int
-    operands: list[Operands | None]
+    issued: list[Any]
     differing: dict[int, Signature] = field(default_factory=dict)
     waiters: list[int] = field(default_factory=list)
     done: bool = False
@@ -90,6 +90,19 @@ class RankGroup:
         """Make the label of these words, the ranks, and the life where it is not the first."""
         self.label = f"{words} ({ranks_text(self.ranks)})" + (f" of life {self.life}" if self.life > 1 else "")
 
+    def enter(self, member: int, signature: Signature, brings: object) -> tuple[int, PendingCollective]:
+        """The next collective of a member, and its number; it is `differing` where its signature is not the first's."""
+        number = self.numbers[member]
+        self.numbers[member] = number + 1
+        collective = self.collectives.get(number)
+        if collective is None:
+            size = len(self.ranks)
+            collective = self.collectives[number] = PendingCollective(signature, size, [None] * size)
+        elif collective.signature is not signature and collective.signature != signature:
+            collective.differing[member] = signature
+        collective.issued[member] = brings
+        return number, collective
+
     def counterpart(self, mine: PendingMessage) -> PendingMessage | None:
         """The other end of a message that a member has just issued; None, and it is in flight, when there is none."""
         self.posted[mine.member] += 1
@@ -130,7 +143,10 @@ def world_of(world_size: int) -> RankGroup:
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Ranks that issue one call with different arguments: signatures differ (`collective`), or sizes (`words`)."""
+    """Ranks that issue one call with different arguments: their signatures differ, or what `words` says.
+
+    `collective` is the one in which they meet, None for a message and for the making of a group.
+    """
 
     group: RankGroup
     number: int
@@ -140,14 +156,19 @@ class Mismatch:
     words: str = ""
 
     @classmethod
+    def of_sizes(cls, group: RankGroup, number: int, met: PendingCollective, sizes: Disagreement) -> "Mismatch":
+        """Two ranks of an all_to_all expect other sizes of each other."""
+        ranks = tuple(group.ranks[member] for member in sizes.ranks)
+        return cls(group, number, met.signature, met, ranks, str(sizes).format(*ranks))
+
+    @classmethod
     def of_messages(cls, group: RankGroup, one: PendingMessage, other: PendingMessage) -> "Mismatch | None":
         """The mismatch between a send and its receive, reported for the receive; None when they agree."""
         send, receive = (one, other) if one.signature.op == "send" else (other, one)
         if (send.signature.dtype, send.signature.shapes) == (receive.signature.dtype, receive.signature.shapes):
             return None
         sender, receiver = group.ranks[send.member], group.ranks[receive.member]
-        sent, received = _content(send.signature), _content(receive.signature)
-        words = f"rank {sender} sends {sent} to rank {receiver}, which receives {received}"
+        words = message_text(sender, send.signature, receiver, receive.signature)
         return cls(group, receive.number, receive.signature, ranks=(sender, receiver), words=words)
 
     @classmethod
@@ -156,7 +177,3 @@ class Mismatch:
         (first, ranks), (other, others) = made.items()
         words = f"rank {first} makes it of ranks {ranks_text(ranks)}, rank {other} of ranks {ranks_text(others)}"
         return cls(world_of(world_size), number, MAKES_GROUP, ranks=(first, other), words=words)
-
-
-def _content(signature: Signature) -> str:
-    return f"{signature.dtype} {shape_text(signature.shapes) or 'scalar'}"

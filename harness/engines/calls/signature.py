@@ -5,12 +5,11 @@ recv, reduce: the tensor. all_gather: the gathered output; reduce_scatter: the f
 send. gather: this rank's input; scatter: this rank's output; barrier: nothing. Lists and coalesced tensors are summed.
 """
 
-import functools
 import inspect
 import sys
 from collections.abc import Iterator, Sequence
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,6 +85,10 @@ class Signature(NamedTuple):
     shapes: Shapes
 
 
+NOT_KNOWN: Any = None
+"""A field of a signature that was read from a file which does not have it. The signatures of engines know all."""
+
+
 def signature_of(
     op: str, tensors: Sequence[Tensor], *, form: str = "", reduce_op: str = "", root: int = -1
 ) -> Signature:
@@ -94,13 +97,8 @@ def signature_of(
     `form` is by the number of tensors unless given: "single", or "coalesced".
     """
     if len(tensors) == 1:
-        return _of_one(op, form or "single", reduce_op, root, tensors[0].dtype, tensors[0].shape)
+        return Signature(op, form or "single", reduce_op, root, _DTYPES[tensors[0].dtype], (tensors[0].shape,))
     return Signature(op, form or "coalesced", reduce_op, root, dtype_text(tensors), shapes_of(tensors))
-
-
-@functools.lru_cache(maxsize=4096)
-def _of_one(op: str, form: str, reduce_op: str, root: int, dtype: torch.dtype, shape: torch.Size) -> Signature:
-    return Signature(op, form, reduce_op, root, _DTYPES[dtype], (shape,))
 
 
 def shapes_of(tensors: Sequence[Tensor]) -> Shapes:
@@ -116,8 +114,9 @@ def dtype_text(tensors: Sequence[Tensor]) -> str:
 
 
 def difference(one: Signature, other: Signature) -> str:
-    """The first field in which two signatures differ. They must differ."""
-    return next(name for name in Signature._fields if getattr(one, name) != getattr(other, name))
+    """The first field in which two signatures are known to differ; "" for none."""
+    fields = zip(Signature._fields, one, other, strict=True)
+    return next((name for name, a, b in fields if a != b and a is not NOT_KNOWN and b is not NOT_KNOWN), "")
 
 
 def field_text(field: str, signature: Signature) -> str:
@@ -126,10 +125,13 @@ def field_text(field: str, signature: Signature) -> str:
 
 
 def described(signature: Signature) -> str:
-    """A signature in short: "sum float32 4x8"; a root only where there is one, a form unless it is "single"."""
-    words = [signature.reduce_op, signature.dtype, shape_text(signature.shapes)]
-    words += [f"root {signature.root}"] if signature.root >= 0 else []
-    words += [f"({signature.form})"] if signature.form != "single" else []
+    """A signature in short: "sum float32 4x8"; a root only where there is one, a form unless it is "single".
+
+    Fields that are not known are left out.
+    """
+    words = [signature.reduce_op, signature.dtype, shape_text(signature.shapes or ())]
+    words += [f"root {signature.root}"] if signature.root is not NOT_KNOWN and signature.root >= 0 else []
+    words += [f"({signature.form})"] if signature.form not in ("single", NOT_KNOWN) else []
     return " ".join(word for word in words if word)
 
 

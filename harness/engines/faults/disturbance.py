@@ -137,7 +137,7 @@ class _Disturbing(CollectiveMatcher):
 
     def _complete(self, call: RankCall, collective: PendingCollective) -> None:
         places = self._places.pop((call.group, call.number))
-        brought = [operands for operands in collective.operands if operands is not None]
+        brought = [operands for operands in collective.issued if operands is not None]
         with unseen():
             kept = [] if self._hit.isdisjoint(places.values()) else list(map(spoiled.copied, brought))
         super()._complete(call, collective)

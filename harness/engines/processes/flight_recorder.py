@@ -10,7 +10,7 @@ each, so that a record costs a few microseconds. The memory is an anonymous file
     records  a ring of _RECORDS
     calls    pickles, each after its length; they stay from run to run
 
-The stack that a process prints on a signal follows behind (forked.stacks).
+The stack that a process prints on a signal follows behind (processes.stacks).
 """
 
 import functools

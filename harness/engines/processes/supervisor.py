@@ -82,15 +82,12 @@ class Workers(ABC):
     def listen(self, limit_s: float) -> None:
         """Wait until something comes in, at most so long, and take it in."""
 
-    def refresh(self) -> None:  # noqa: B027  (not all transports need it, nor the next)
+    def refresh(self) -> None:  # noqa: B027  (not all transports need it)
         """Bring `calls` up to date, where that takes a request to the workers."""
 
     @abstractmethod
     def locate(self) -> Mapping[int, Standing]:
         """Where the pending ranks stand."""
-
-    def await_ends(self) -> None:  # noqa: B027
-        """Wait, within bounds, until it is known how every process ended that is gone."""
 
     @abstractmethod
     def release(self, *, failed: bool) -> None:
@@ -159,7 +156,6 @@ class Supervisor:
         end_s = time.monotonic() + self._workers.settle_s
         while self._workers.pending() and time.monotonic() < end_s:
             self._workers.listen(end_s - time.monotonic())
-        self._workers.await_ends()
 
     def _stuck(self) -> bool:
         """Whether provably no rank can go on; examined when no rank has issued a call for a while."""
@@ -258,7 +254,8 @@ class Supervisor:
         return [self._position(rank) for rank in self._ranks]
 
     def _position(self, rank: int) -> Position:
-        report, last = self._workers.reports[rank], self._matcher.last[rank]
+        late = self._late is not None and rank in self._late[1]  # what it did after the limit explains nothing
+        report, last = None if late else self._workers.reports[rank], self._matcher.last[rank]
         result, end = (None if report is None else report.result), self._workers.died.get(rank)
         standing = self._standing.get(rank, Standing())
         inside, after = self._matcher.inside(rank), f"last call {call_text(last)}" if last is not None else ""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from shardproof.harness.engines.calls.arithmetic import Operands
+from shardproof.harness.engines.calls.arithmetic import Disagreement, compare_sizes
 from shardproof.harness.engines.calls.pending import (
     ANY,
     MAKES_GROUP,
@@ -28,7 +28,6 @@ from shardproof.harness.engines.engine import Unwaited
 from shardproof.harness.engines.processes.flight_recorder import ReadCalls, RecordedCall
 from shardproof.harness.ledger import OTHER
 
-_ISSUED = Operands((), ())
 _NOTHING = torch.empty(0)
 
 
@@ -50,8 +49,8 @@ class TracedCall:
 class TraceMatcher:
     """Matches the calls of a run, read from `sources` by rank. `last` by rank is the call recorded last.
 
-    `mismatch` is the first call that does not match, `at_mismatch` by rank are the calls that were matched in it.
-    `count` is how many calls were read. A rank that makes a group waits there for all others to make it, as in a call.
+    `mismatch` is the first call that does not match, `count` is how many calls were read. A rank that makes a group
+    waits there for all others to make it, as in a call.
     """
 
     def __init__(self, sources: Sequence[Callable[[], ReadCalls]]) -> None:
@@ -62,13 +61,11 @@ class TraceMatcher:
         self.last: list[TracedCall | None] = [None] * len(sources)
         self.mismatch: Mismatch | None = None
         self.mismatch_at_s = 0.0
-        self.at_mismatch: dict[int, TracedCall] = {}
         self._asynchronous: list[list[TracedCall]] = [[] for _ in sources]
         self.count = 0
         self._made: dict[str, dict[int, tuple[int, ...]]] = {}
         self._making: dict[str, PendingCollective] = {}
         self._in_making: list[TracedCall | None] = [None] * len(sources)
-        self._matched: dict[PendingCollective, list[TracedCall]] = {}
 
     @property
     def groups(self) -> list[RankGroup]:
@@ -81,6 +78,12 @@ class TraceMatcher:
             if set(next(iter(made.values()))) - made.keys():  # else the members alone may do (local synchronisation)
                 making.collectives[int(number)] = self._making[number]
         return [*self._groups.values(), *([making] if making.collectives else [])]
+
+    @property
+    def at_mismatch(self) -> dict[int, TracedCall]:
+        """By rank, the calls that were matched in the mismatch."""
+        collective = self.mismatch.collective if self.mismatch is not None else None
+        return {call.rank: call for call in collective.issued if call is not None} if collective is not None else {}
 
     def read(self) -> None:
         """Match the calls that were recorded since the last time."""
@@ -136,28 +139,16 @@ class TraceMatcher:
             self._asynchronous[rank].append(last)
 
     def _match(self, member: int, group: RankGroup, rank: int, at_s: float, recorded: RecordedCall) -> None:
-        number = group.numbers[member]
-        group.numbers[member] += 1
-        collective = group.collectives.get(number)
-        if collective is None:
-            size = len(group.ranks)
-            collective = group.collectives[number] = PendingCollective(recorded.signature, size, [None] * size)
-            self._matched[collective] = []
-        self.last[rank] = call = TracedCall(rank, group, number, recorded, collective)
-        self._matched[collective].append(call)
-        if collective.signature != recorded.signature:
-            collective.differing[member] = recorded.signature
+        number, collective = group.enter(member, recorded.signature, recorded)
+        self.last[rank] = collective.issued[member] = TracedCall(rank, group, number, recorded, collective)
+        if member in collective.differing:
             self._differ(Mismatch(group, number, collective.signature, collective), at_s)
-        else:
-            collective.operands[member] = _ISSUED
-        if self.mismatch is not None and self.mismatch.collective is collective:
-            self.at_mismatch = {met.rank: met for met in self._matched[collective]}
         collective.missing -= 1
         if not collective.missing:
             if recorded.sends and not collective.differing:
-                self._compare_sizes(group, number, self._matched[collective], at_s)
+                self._compare_sizes(group, number, collective, at_s)
             collective.done = not collective.differing
-            del group.collectives[number], self._matched[collective]
+            del group.collectives[number]
 
     def _post(self, member: int, group: RankGroup, rank: int, at_s: float, recorded: RecordedCall) -> None:
         peer = ANY if recorded.peer < 0 else recorded.ranks.index(recorded.peer)
@@ -171,25 +162,18 @@ class TraceMatcher:
         group.messages.remove(other)
         mine.done = other.done = True
 
-    def _compare_sizes(self, group: RankGroup, number: int, matched: list[TracedCall], at_s: float) -> None:
+    def _compare_sizes(self, group: RankGroup, number: int, collective: PendingCollective, at_s: float) -> None:
         """All ranks have issued an all_to_all: compare what they send and expect in pairs.
 
         A rank that does not say one size for every rank is refused by its own backend.
         """
-        calls = {group.ranks.index(call.rank): call.recorded for call in matched}
-        size = len(group.ranks)
-        if any(len(sizes) != size for call in calls.values() for sizes in (call.sends, call.expects)):
+        calls = [met.recorded for met in collective.issued]
+        if any(len(sizes) != len(calls) for call in calls for sizes in (call.sends, call.expects)):
             return
-        for receiver in range(size):
-            for sender, expected in enumerate(calls[receiver].expects):
-                sent = calls[sender].sends[receiver]
-                if sent != expected:
-                    ends = group.ranks[sender], group.ranks[receiver]
-                    rows = " rows" if isinstance(sent, int) else ""
-                    words = f"rank {ends[0]} sends {sent}{rows} to rank {ends[1]}, which expects {expected}"
-                    self._differ(Mismatch(group, number, calls[sender].signature, ranks=ends, words=words), at_s)
-                    self.at_mismatch = self.at_mismatch or {call.rank: call for call in matched}
-                    return
+        try:
+            compare_sizes([call.sends for call in calls], [call.expects for call in calls])
+        except Disagreement as sizes:
+            self._differ(Mismatch.of_sizes(group, number, collective, sizes), at_s)
 
     def _make(self, rank: int, at_s: float, recorded: RecordedCall) -> None:
         """A rank makes a group of the world, as every rank must; when all have, they must have made the same."""
@@ -197,7 +181,7 @@ class TraceMatcher:
         made = self._made.setdefault(recorded.group, {})
         made[rank] = recorded.ranks
         making = self._making.setdefault(recorded.group, PendingCollective(recorded.signature, size, [None] * size))
-        making.operands[rank] = _ISSUED
+        making.issued[rank] = recorded
         self._in_making[rank] = TracedCall(rank, world_of(size), int(recorded.group), recorded, making)
         if len(made) < size:
             return

@@ -86,22 +86,15 @@ class CollectiveMatcher:
         if get_ident() != scheduler.idents[rank] or scheduler.stopping:
             self._admit(call)
         group, member, signature = call.group, call.member, call.signature
-        number = call.number = group.numbers[member]
-        collective = group.collectives.get(number)
-        if collective is None:
-            size = len(group.ranks)
-            collective = group.collectives[number] = PendingCollective(signature, size, [None] * size)
-        group.numbers[member] += 1
+        call.number, collective = group.enter(member, signature, call.operands)
         call.event = collective
         if call.is_async:
             self._follow(call)
         if self.observer is not None:
             root = group.ranks[signature.root] if signature.root >= 0 else -1
             call.ticket = self.observer.issued(rank, self._ledger_call(call, group, root))
-        if collective.signature is not signature and collective.signature != signature:
-            collective.differing[member] = signature
-            self._park(call, Mismatch(group, number, collective.signature, collective))
-        collective.operands[member] = call.operands
+        if collective.differing and member in collective.differing:
+            self._park(call, Mismatch(group, call.number, collective.signature, collective))
         collective.missing -= 1
         if not collective.missing:
             self._complete(call, collective)
@@ -195,18 +188,16 @@ class CollectiveMatcher:
 
     def _complete(self, call: RankCall, collective: PendingCollective) -> None:
         """The last rank has issued the collective: compute, and wake the ranks that wait."""
-        members = [operands for operands in collective.operands if operands is not None]
         group, signature = call.group, collective.signature
         try:
-            perform(call.combine, members, signature.reduce_op, signature.root)
+            perform(call.combine, collective.issued, signature.reduce_op, signature.root)
         except Disagreement as sizes:
-            ranks = tuple(group.ranks[member] for member in sizes.ranks)
-            self._park(call, Mismatch(group, call.number, signature, ranks=ranks, words=str(sizes).format(*ranks)))
+            self._park(call, Mismatch.of_sizes(group, call.number, collective, sizes))
         except Exception as problem:  # what torch cannot compute is an error of every rank, as on a real backend
             collective.error = problem
         collective.done = True
         del group.collectives[call.number]
-        collective.operands.clear()
+        collective.issued.clear()
         for rank in collective.waiters:
             self.scheduler.wake(rank)
 

@@ -6,7 +6,7 @@ that stands when there first is a gradient. A dispatch mode sees that. Of functi
 leaves, nothing is seen.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,17 +20,18 @@ from shardproof.harness.torch_internals.memory import storage_id
 from shardproof.harness.torch_internals.modes import DispatchMode, FakeTensor, leaves, take_themselves_apart
 from shardproof.harness.torch_internals.operators import written_arguments
 
-_STARTED = "started/"
+STARTED = "started/"
 """Begin of the names under which first values travel in an outcome."""
 _NEARER = 0.5
 """A value of this share of the distance of any other one is that of the parameter."""
 
 
 class FirstValues(DispatchMode):
-    """Notes each leaf that takes a gradient, as an operator of its thread is first given it."""
+    """Notes each leaf that takes a gradient, as an operator of its thread is first given it, and calls `on_leaf`."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_leaf: Callable[[Tensor], object] = lambda leaf: None) -> None:
         super().__init__()
+        self._on_leaf = on_leaf
         self._noted: dict[tuple[object, ...], tuple[torch.UntypedStorage, Tensor]] = {}
 
     def __torch_dispatch__(
@@ -52,12 +53,13 @@ class FirstValues(DispatchMode):
                 if place not in self._noted:
                     kept = own.untyped_storage()  # so that no other memory takes its number
                     self._noted[place] = kept, own.detach().clone()
+                    self._on_leaf(leaf)
         return NotImplemented if take_themselves_apart(types) else operator(*args, **(kwargs or {}))
 
     @property
     def found(self) -> dict[str, Tensor]:
         """The values as names of an outcome."""
-        return {f"{_STARTED}{number}": value for number, (_, value) in enumerate(self._noted.values())}
+        return {f"{STARTED}{number}": value for number, (_, value) in enumerate(self._noted.values())}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +85,8 @@ def first_values(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict
     A parameter is returned after a step as `param_after/0/<name>` or `param/<name>`. Its first value is the one of its
     shape that is nearest to that, by far: steps are small beside the differences between parameters.
     """
-    values = [tensor for name, tensor in tensors.items() if name.startswith(_STARTED)]
-    own = {name: tensor for name, tensor in tensors.items() if not name.startswith(_STARTED)}
+    values = [tensor for name, tensor in tensors.items() if name.startswith(STARTED)]
+    own = {name: tensor for name, tensor in tensors.items() if not name.startswith(STARTED)}
     after = {name.removeprefix("param/"): tensor for name, tensor in own.items() if name.startswith("param/")}
     after |= {name.split("/", 2)[2]: own[name] for name in own if name.startswith("param_after/0/")}
     nearest = {name: _nearest(tensor, values) for name, tensor in after.items()}

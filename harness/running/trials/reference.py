@@ -22,9 +22,9 @@ class Reference:
     """A reference of a case: the truth, and control runs beside it. Activations are among their outcomes.
 
     `control` takes parts=n too, the number of partial sums in place of its own choice. `model` is our dense model where
-    it is the truth: what widens limits (`kinks`, `adam_slack`), states facts and explains failures is known of it
-    alone. Its truth, control and kinks take states=mapping, the subject's states from which their steps begin. `own` is
-    the truth where it is the subject's own.
+    it is the truth. Of it alone is known what widens limits (`kinks`, `adam_slack`), and which rows nothing looks up.
+    Its truth, control and kinks take states=mapping, the subject's states from which their steps begin. `own` is the
+    truth where it is the subject's own.
     """
 
     truth: Function

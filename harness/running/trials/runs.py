@@ -14,7 +14,7 @@ from shardproof.harness.checking.measures.kinds import comparable, kind_of
 from shardproof.harness.errors import ShardproofError
 from shardproof.harness.outcome.merging import Merged, Outcomes, against, held_once
 from shardproof.harness.running.trials.repeating import with_repeat
-from shardproof.harness.running.trials.statements import asked, deviations_of, expectation_of, facts_of, orders_of
+from shardproof.harness.running.trials.statements import asked, deviations_of, expectation_of, orders_of
 from shardproof.harness.running.trials.trial import Trial
 from shardproof.harness.subject import deviating, left_out
 from shardproof.harness.torch_internals.memory import give_back
@@ -86,7 +86,7 @@ def _recorded(trial: Trial, truth: Mapping[str, Tensor], kinds: Sequence[str]) -
         trial.problems["activations"] = run.problem
     captured = _captured(run.captured, masks, truth if own else None)
     compared = comparable(truth, returned)
-    orders, facts = orders_of(trial), facts_of(trial)
+    orders, model = orders_of(trial), trial.reference.model
     declared: tuple[str, ...] = asked(trial, "coverage", lambda: left_out(trial.subject), ())
     merged = merged_outcomes(returned, captured, truth)
     outcomes, captured = held_once(returned, merged), held_once(captured, merged)
@@ -107,7 +107,7 @@ def _recorded(trial: Trial, truth: Mapping[str, Tensor], kinds: Sequence[str]) -
         saved_bytes=run.saved_bytes,
         hidden=run.hidden,
         orders=orders,
-        facts=facts,
+        unread=model.unread_rows(case) if model else (),
         declared=declared,
         given=tuple(trial.given),
         deviations=deviations_of(trial) if any(kind_of(name) == "init" for name in merged.tensors) else {},

@@ -1,4 +1,4 @@
-"""Statements of a subject and the dense model about a case: its closed form, rank orders, facts about the data.
+"""Statements of a subject and the dense model about a case: its closed form, rank orders, initial values.
 
 A question without an answer is noted as a problem of the check that needs it.
 """
@@ -6,24 +6,11 @@ A question without an answer is noted as a problem of the check that needs it.
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from shardproof.harness.errors import error_text
-from shardproof.harness.protocols import Axes, FactsLike, TermLike
+from shardproof.harness.protocols import Axes, TermLike
 from shardproof.harness.running.trials.trial import Trial
 from shardproof.harness.subject import Unanswered, deviations, orders, stated
 
 T = TypeVar("T")
-
-
-def facts_of(trial: Trial) -> FactsLike | None:
-    """Statements of the reference about the case's data; an exception is noted as a problem."""
-    model = trial.reference.model
-    if model and not trial.facts:
-        try:
-            with trial.timed("truth"):
-                trial.facts.append(model.data_facts(trial.case))
-        except Exception as problem:
-            trial.problems["data"] = f"the reference could not state what must hold of the data: {error_text(problem)}"
-    return trial.facts[0] if trial.facts else None
 
 
 def expectation_of(trial: Trial) -> tuple[TermLike, ...] | None:

@@ -17,12 +17,12 @@ from shardproof.harness.checking.measuring import MOVED
 from shardproof.harness.engines.calls.callers import is_user, shortened
 from shardproof.harness.engines.engine import Engine
 from shardproof.harness.errors import MachineError, RequestError, TimeLimit, error_text
-from shardproof.harness.protocols import CaseLike, FactsLike, Subject, case_text
+from shardproof.harness.protocols import CaseLike, Subject, case_text
 from shardproof.harness.running.ranks.execution import execute
 from shardproof.harness.running.ranks.watching import Execution
 from shardproof.harness.running.trials.reference import Function, Reference, decoder
 from shardproof.harness.subject import NamedSubject
-from shardproof.harness.torch_internals.memory import out_of_memory, tight_heap
+from shardproof.harness.torch_internals.memory import out_of_memory
 
 _LATE_S = 0.5
 """How much later than its limit a body is interrupted, so that an engine in it ends first, which can say more."""
@@ -95,8 +95,8 @@ class Trial:
     """A case on one subject, and how it is run. `seconds` and `problems` fill up as its runs end.
 
     `problems`: what the subject could not answer (expectation, activations) -> why. `given` fills up with what of the
-    subject's outcome its truth must be given (DenseModelLike.given_kinds). `known` and `facts` fill up with what the
-    reference computed. Trials of one case may share them, and trials of cases that are alike to the dense model its
+    subject's outcome its truth must be given (DenseModelLike.given_kinds). `known` fills up with what the
+    reference computed. Trials of one case may share it, and trials of cases that are alike to the dense model its
     `truths`. `heard` is called with every part of the case as it begins. `verdict_alone`: once a tensor is wrong that
     rounding cannot explain, the others do not matter.
     """
@@ -110,7 +110,6 @@ class Trial:
     seconds: dict[str, float] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
     known: dict[Asked, Mapping[str, Tensor]] = field(default_factory=dict)
-    facts: list[FactsLike] = field(default_factory=list)
     truths: Truths = field(default_factory=Truths)
     heard: Callable[[str], object] = str
     given: dict[str, Tensor] = field(default_factory=dict)
@@ -174,7 +173,7 @@ class Trial:
         if self.given:
             words["given"] = self.given
         try:
-            with self.timed(part), tight_heap(), in_time(self.timeout_s, PARTS.get(part, PARTS["truth"])):
+            with self.timed(part), in_time(self.timeout_s, PARTS.get(part, PARTS["truth"])):
                 outcome: Mapping[str, Tensor] = function(case or self.case, torch.device(self.device), **words)
         except (ValueError, OSError) as problem:
             raise RequestError(f"case {self.text!r}: the dense model cannot compute it: {problem}") from problem

@@ -36,6 +36,8 @@ from shardproof.harness.subject import DenseFunction, NamedSubject, answered, se
 
 EXACT = "float64"
 _Computed = tuple[Mapping[str, Tensor], tuple[Draw, ...]]
+_SUPPOSED_WIDE: dict[tuple[str, str], bool] = {}
+"""(subject, dtype) -> whether its last case multiplied in wider dtypes alone: a first guess, which each case checks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -90,9 +92,13 @@ class OwnTruth:
     def _controlled(
         self, case: CaseLike, device: torch.device, parts: int, given: Mapping[str, Tensor] | None
     ) -> Mapping[str, Tensor]:
-        """A control run; the first one of a case is made again where it multiplied in wider dtypes alone."""
+        """A control run; the first one of a case is made again where its products were in dtypes other than supposed.
+
+        Before it, they are supposed to be as those of the last case of the subject in this dtype.
+        """
         compute = self._alone if isinstance(self.dense, str) else self._own
-        text, wide = case_text(case), self.wide.get(case_text(case), False)
+        text, kind = case_text(case), (self.subject.name, case.dtype)
+        wide = self.wide.get(text, _SUPPOSED_WIDE.get(kind, False))
         sums = PartialSums(parts=parts, units=emulated(case.dtype, wide=wide), wide=wide)
         tensors, initial = first_values(compute(case, device, sums, given)[0])
         tensors |= {INITIAL + name: value for name, value in initial.items()}
@@ -100,8 +106,8 @@ class OwnTruth:
             return tensors
         elsewhere = self.engine.remote and isinstance(self.dense, str)  # its products are seen in another process
         self.unseen[text] = not sums.products and not elsewhere
-        self.wide[text] = bool(sums.products) and max(sums.products) < epsilon(case.dtype)
-        return self._controlled(case, device, parts, given) if self.wide[text] else tensors
+        self.wide[text] = _SUPPOSED_WIDE[kind] = bool(sums.products) and max(sums.products) < epsilon(case.dtype)
+        return tensors if self.wide[text] is wide else self._controlled(case, device, parts, given)
 
     def _own(
         self, case: CaseLike, device: torch.device, sums: "PartialSums", given: Mapping[str, Tensor] | None

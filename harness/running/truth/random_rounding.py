@@ -180,7 +180,7 @@ class RandomRounding(DispatchMode):
             return torch.view_as_complex(self._by(torch.view_as_real(x.resolve_conj()), unit))
         part = torch.rand(x.shape, generator=self._generator, dtype=torch.float64).to(x.device) - 0.5
         moved = (x * (1 + unit * part)).to(x.dtype)
-        return moved.where((x != x.round()) & x.isfinite(), x)
+        return moved.where(x != x.round(), x)  # whole numbers and infinities stay
 
     def _left(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
         """The arguments, numbers of the dtypes of `units` moved in the wider dtype of what they are computed to."""

@@ -143,7 +143,7 @@ def test_calls_that_no_longer_overlap_fail_this_check_alone(engine: Engine) -> N
     (failed,) = [verdict for verdict in wrong.verdicts if verdict.verdict == FAIL]
     assert failed.check == "overlap" and wrong.diagnosis is not None
     assert re.search(r"in backward of head at \S*parallel/", failed.message)  # shortened where that line was first seen
-    assert [cause.id for cause in wrong.diagnosis.causes] == ["exposed"]
+    assert [cause.id for cause in wrong.diagnosis.causes] == ["stated"]
 
 
 def test_as_many_calls_as_promised_must_be_hidden_on_every_rank() -> None:

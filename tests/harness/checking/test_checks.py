@@ -13,7 +13,6 @@ from shardproof.harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, 
 from shardproof.harness.engines.engine import Unwaited
 from shardproof.harness.outcome.blocks import Block, localize
 from shardproof.harness.shard import Shard
-from shardproof.reference.data.anchors import Facts
 from tests.harness.toy_evidence import case, events, evidence, named, outcome_of, planted, truth
 
 W1, BIAS = "layers.0.mlp.w1.weight", "layers.0.mlp.w2.bias"
@@ -42,15 +41,6 @@ def test_a_count_in_bfloat16_fails_tokens_alone_and_both_counts_are_named() -> N
     findings = examine(planted({"tokens/1": truth()["tokens/1"].bfloat16().long()}))
     assert named(findings, FAIL) == {"tokens"}
     assert findings["tokens"].message == "tokens/1 is 264, and the dense model counts 263"
-
-
-def test_data_that_break_a_statement_fail_data_and_the_first_element_is_named() -> None:
-    found, must = torch.arange(12), torch.arange(12).index_fill(0, torch.tensor([7, 9]), -100)
-    facts = Facts(pairs={"labels": (found, must)}, reading="", unchecked=("rows 3-8",))
-    (finding,) = examine(evidence(facts=facts), {"data": CHECKS["data"]}).values()
-    assert (finding.verdict, finding.unchecked) == (FAIL, ("rows 3-8",))
-    assert finding.message.endswith("labels: element 7 is 7, must be -100; 2 of 12 elements differ")
-    assert "data" not in examine(evidence(facts=None)), "a reference that states nothing is not asked"
 
 
 def test_each_check_says_what_it_did_not_see() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardproof.harness.checking.call_checks import SPLIT
 from shardproof.harness.checking.checks import examine
-from shardproof.harness.checking.coverage import coverage
+from shardproof.harness.checking.coverage import UNREAD, coverage
 from shardproof.harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding, Verdict
 from shardproof.harness.checking.numeric_checks import numeric
 from shardproof.harness.diagnosing.diagnosis import explanation_of
@@ -164,7 +164,7 @@ def test_a_tensor_that_is_zero_but_for_rounding_is_decided_since_any_other_value
     assert judged(1e-3) == ("fail", (9, 9))
 
 
-HOLDS, SHARE = "40 statements about the data hold; ", "2 of 2 ranks talk over tp=2; "
+SHARE = "2 of 2 ranks talk over tp=2; "
 GONE = "2 logits, 1 act; left out on purpose, so not checked: 1 grad"
 LEFT = ("grad/a.bias (left out on purpose)", "logits/0", "logits/1", "act/head")
 DOUBTS = ("closed form: the subject states no expectation", "axis tp: its group has no description", NO_UPDATE)
@@ -174,11 +174,6 @@ DOUBTS = ("closed form: the subject states no expectation", "axis tp: its group 
     ("check", "told", "notes"),
     [
         ("coverage", [("9 of 13 tensors", LEFT)], f"9 of 13 tensors; not returned, so not checked: {GONE}"),
-        (
-            "data",
-            [(HOLDS + amount, ()) for amount in ("many", "many", "it is repeated", "a", "b")],
-            "data: it is repeated (1 case); many (2 cases); a (1 case); other amounts (1 case)",
-        ),
         (
             "ledger",
             [("9 events", DOUBTS[:2]), ("9 events", DOUBTS)],
@@ -190,9 +185,9 @@ DOUBTS = ("closed form: the subject states no expectation", "axis tp: its group 
             "share of the parameters that is split: 1 % (1 case); 99 % (2 cases)",
         ),
         (
-            "data",
-            [(HOLDS, (f"rows {place}",)) for place in (1, 2, 2)],
-            "not checked: rows 2 in 2 cases; other rows in 1 case",
+            "coverage",
+            [("all", (f"rows {place} ({place}{UNREAD})",)) for place in (1, 2, 2)],
+            f"not checked: rows 2 (2{UNREAD}) in 2 cases; other rows in 1 case",
         ),
     ],
 )
@@ -200,7 +195,7 @@ def test_the_notes_of_a_run(tmp_path: Path, check: str, told: list[tuple[str, tu
     """Of messages and what is unchecked, each of a case of its own; a check that failed adds none."""
     store = Store(tmp_path, "my:subject", {})
     rows = [(f"mode=tp seed={number}", *one, "pass") for number, one in enumerate(told)]
-    rows.append(("mode=tp seed=99", HOLDS + "failed", (), "fail"))
+    rows.append(("mode=tp seed=99", "failed", (), "fail"))
     store.plan([{"case": text, "mode": "tp", "world_size": 2} for text, *_ in rows])
     for text, message, unchecked, verdict in rows:
         one = Verdict(case=text, check=check, verdict=verdict, message=message, unchecked=unchecked)

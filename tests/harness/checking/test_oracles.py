@@ -24,7 +24,6 @@ from shardproof.harness.running.proof import prove
 from shardproof.harness.running.trials.reference import decoder
 from shardproof.harness.shard import Shard
 from shardproof.reference.case import Case
-from shardproof.reference.data.anchors import Facts
 from shardproof.reference.training import subject as dense
 from tests.harness.toy_evidence import TERMS, case, evidence, named, outcome_of, planted, truth
 
@@ -64,7 +63,6 @@ PROMISED = tuple(replace(term, hidden=True) for term in TERMS)
 WRONG: dict[str, Callable[[], Evidence]] = {
     "coverage": lambda: evidence(*right_ranks(), truth={f"other/{name}": x for name, x in truth().items()}),
     "merge": lambda: evidence(*right_ranks(), truth={**truth(), "logits/0": torch.zeros(4, 3, 13)}),
-    "data": lambda: evidence(facts=Facts(pairs={"one": (torch.ones(2), torch.zeros(2))}, reading="", unchecked=())),
     "replicas": torn,
     "routing": lambda: planted({CHOICE: ~CHOSEN}, truth={**truth(), CHOICE: CHOSEN}),
     "saved": lambda: evidence(*saved_as(_nudged), truth={**truth(), SAVED: truth()[PARAM]}),

@@ -7,16 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardproof.harness.checking.checks import examine
 from shardproof.harness.checking.evidence import Evidence
-from shardproof.harness.diagnosing.by_numbers import by_numbers
-from shardproof.harness.diagnosing.diagnosis import explanation_of
-from shardproof.harness.diagnosing.hypotheses.norms import from_norms
-from shardproof.harness.diagnosing.hypotheses.optimizer.updates import from_start
-from shardproof.harness.diagnosing.hypotheses.sums import from_counts, from_losses, from_shares
+from shardproof.harness.diagnosing.hypotheses.sums import from_shares
+from shardproof.harness.diagnosing.rank_causes import by_numbers
 from shardproof.harness.outcome.blocks import localize
 from shardproof.harness.outcome.merging import Outcomes
-from tests.harness.toy_evidence import case, drawn, evidence, outcome_of, planted, tried, truth
+from tests.harness.toy_evidence import case, drawn, evidence, outcome_of, planted, truth
 
 W1, BIAS = "grad/layers.0.mlp.w1.weight", "grad/layers.0.mlp.w2.bias"
 TOKENS = torch.tensor([[3.0, 5.0], [4.0, 8.0]], dtype=torch.float64)
@@ -45,14 +41,14 @@ LOCAL = TOKENS.sum() / TOKENS.sum(1)
 @pytest.mark.parametrize(
     ("seen", "cause", "words"),
     [
-        (counting(torch.tensor([[0.0, 1], [0, 1]])), "micro_missing", "micro-batch 0 of 2 is missing in it"),
-        (counting(torch.tensor([[1.0, 0], [1, 0]])), "micro_missing", "micro-batch 1 of 2 is missing in it"),
-        (counting(torch.tensor([[1.0, 0], [1, 1]])), "micro_missing", "some micro-batches of some data ranks"),
+        (counting(torch.tensor([[0.0, 1], [0, 1]])), "unequal_shares", "micro-batch 0 of 2 is missing in it"),
+        (counting(torch.tensor([[1.0, 0], [1, 0]])), "unequal_shares", "micro-batch 1 of 2 is missing in it"),
+        (counting(torch.tensor([[1.0, 0], [1, 1]])), "unequal_shares", "some micro-batches of some data ranks"),
         (counting(torch.tensor([[0.0, 0], [1, 1]])), "not_summed", "only data rank 1 of 2 is in it"),
         (counting(torch.tensor([[0.25, 0.5]] * 2)), "unequal_shares", "its micro-batches count 0.25, 0.5, 0.25, 0.5"),
-        (counting(5 / TOKENS), "local_count", "every micro-batch is divided by its own tokens"),
-        (counting(LOCAL[:, None].expand(2, 2)), "local_count", "every data rank divides by the tokens that it counted"),
-        (counting(*LOCAL[:, None, None].expand(2, 2, 2)), "local_count", "every data rank divides by the tokens that"),
+        (counting(5 / TOKENS), "unequal_shares", "every micro-batch is divided by its own tokens"),
+        (counting(LOCAL[:, None].expand(2, 2)), "unequal_shares", "every data rank divides by the tokens"),
+        (counting(*LOCAL[:, None, None].expand(2, 2, 2)), "unequal_shares", "every data rank divides by the tokens"),
         (counting(*torch.eye(2)[..., None].expand(2, 2, 2)), "not_summed", "each data rank's own micro-batches alone"),
     ],
 )
@@ -74,7 +70,7 @@ def test_equal_weights_win_where_micro_batches_repeat_each_other() -> None:
     """Of the many weights that fit, those of the smallest squares are no one's rule."""
     again = torch.stack([SHARES[W1][:, 0], SHARES[W1][:, 0] / 2], 1)
     (told,) = from_shares(counting(*LOCAL[:, None, None].expand(2, 2, 2), shares=again), [W1])
-    assert told.id == "local_count"
+    assert told.id == "unequal_shares"
     assert from_shares(counting(torch.tensor([[0.25, 0.5]] * 2), shares=again), [W1]) == []
 
 
@@ -92,45 +88,32 @@ def test_a_part_that_was_not_summed_is_told() -> None:
     assert told(torch.cat([true[:5], drawn(3, 6, seed=8)])) == told(drawn(8, 6, seed=9)) == []
 
 
-@pytest.mark.parametrize(("counted", "cause"), [(25.0, "ignored_learned"), (40.0, "mask_ignored"), (24.0, "")])
-def test_a_count_by_another_rule_is_told(counted: float, cause: str) -> None:
-    rules = {"ignored_learned/tokens/0": torch.tensor(25), "mask_ignored/tokens/0": torch.tensor(40)}
-    outcomes = [localize({"tokens/0": torch.tensor(counted).long()}) for _ in range(4)]
-    true = {**truth(), "tokens/0": TOKENS.sum().long()}
-    found = evidence(case=case("mode=tp tp=2 dp=2 seq=16"), truth=true, what_ifs=tried(rules))
-    found = replace(found, outcomes=outcomes, shares={"tokens": TOKENS})
-    assert "".join(told.id for told in from_counts(found, "tokens/0")) == cause
-
-
 def square(name: str) -> float:
     return float(truth()[name].square().sum())
 
 
 SPLIT = square(W1) + square("grad/layers.0.mlp.w2.weight")
 WHOLE = square(BIAS) + square("grad/embedding.tokens.weight")
-TWO_OUT = "it leaves out grad/layers.*.mlp.w1.weight, grad/layers.*.mlp.w2.bias"
 
 
 @pytest.mark.parametrize(
     ("found", "cause", "words"),
     [
-        (SPLIT + 2 * WHOLE, "norm_counts_replicas", "it counts what every rank holds whole once a rank, tp=2"),
-        (2 * SPLIT + WHOLE, "norm_counts_replicas", "it counts what is split over ranks once a rank, tp=2"),
-        (2 * (SPLIT + WHOLE), "norm_counts_replicas", "it counts everything once a rank, tp=2"),
-        ((SPLIT + WHOLE) / 2, "norm_counts_few", "it counts 1 of 2 ranks of tp in everything"),
-        (SPLIT, "norm_counts_few", "it leaves out what every rank holds whole"),
-        (WHOLE, "norm_counts_few", "it leaves out what is split over ranks"),
-        (SPLIT + WHOLE - square(BIAS), "norm_counts_few", f"it leaves out {BIAS}"),
-        (SPLIT + WHOLE - square(BIAS) - square(W1), "norm_counts_few", TWO_OUT),
-        (SPLIT + WHOLE + square(BIAS), "norm_counts_replicas", f"it counts {BIAS} 2 times, and tp=2"),
-        (SPLIT + WHOLE - square(W1) / 2, "norm_counts_few", f"it counts 1 of 2 ranks of tp in {W1}"),
+        (SPLIT + 2 * WHOLE, "norm_members", "it counts what every rank holds whole once a rank, tp=2"),
+        (2 * SPLIT + WHOLE, "norm_members", "it counts what is split over ranks once a rank, tp=2"),
+        (2 * (SPLIT + WHOLE), "norm_members", "it counts everything once a rank, tp=2"),
+        ((SPLIT + WHOLE) / 2, "norm_members", "it counts 1 of 2 ranks of tp in everything"),
+        (SPLIT, "norm_members", "it leaves out what every rank holds whole"),
+        (WHOLE, "norm_members", "it leaves out what is split over ranks"),
+        (SPLIT + WHOLE - square(BIAS), "norm_members", f"it leaves out {BIAS}"),
+        (SPLIT + WHOLE + square(BIAS), "norm_members", f"it counts {BIAS} 2 times, and tp=2"),
+        (SPLIT + WHOLE - square(W1) / 2, "norm_members", f"it counts 1 of 2 ranks of tp in {W1}"),
         (SPLIT + WHOLE + square(BIAS) * (1 + 1e-6), "", ""),  # no check would let that pass
     ],
 )
 def test_what_a_norm_counts_otherwise_is_told(found: float, cause: str, words: str) -> None:
     seen = planted({"grad_norm/0": torch.tensor(found, dtype=torch.float64).sqrt()})
-    assert [(told.id, told.words) for told in from_norms(seen, "grad_norm/0")] == ([(cause, words)] if cause else [])
-    assert from_norms(evidence(), "grad_norm/0") == []
+    assert [(told.id, told.words) for told in by_numbers(seen, ["grad_norm/0"])] == ([(cause, words)] if cause else [])
 
 
 def test_a_norm_without_every_bias_is_told() -> None:
@@ -138,15 +121,16 @@ def test_a_norm_without_every_bias_is_told() -> None:
     true = {**truth(), other: drawn(8), "grad/final_norm.weight": drawn(6, seed=2)}
     squares = {name: float(tensor.square().sum()) for name, tensor in true.items() if name.startswith("grad/")}
     norm = math.sqrt(sum(squares.values()) - squares[BIAS] - squares[other])
+    true["grad_norm/0"] = torch.tensor(math.sqrt(sum(squares.values())), dtype=torch.float64)
     seen = planted({"grad_norm/0": torch.tensor(norm, dtype=torch.float64)}, truth=true)
-    assert [told.words for told in from_norms(seen, "grad_norm/0")] == ["it leaves out every bias"]
+    assert [told.words for told in by_numbers(seen, ["grad_norm/0"])] == ["it leaves out every bias"]
 
 
 def test_a_norm_without_a_gradient_that_no_rank_holds_names_it() -> None:
     norm = torch.tensor(SPLIT + WHOLE - square(BIAS), dtype=torch.float64).sqrt()
     values = {n: t for n, t in {**truth(), "grad_norm/0": norm}.items() if n != BIAS}
     seen = evidence(*(outcome_of(rank, values) for rank in range(2)), truth=truth())
-    assert [told.words for told in from_norms(seen, "grad_norm/0")] == [f"it leaves out {BIAS}"]
+    assert [told.words for told in by_numbers(seen, ["grad_norm/0"])] == [f"it leaves out {BIAS}"]
 
 
 def test_a_norm_that_counts_a_group_by_another_axis_names_it() -> None:
@@ -161,27 +145,27 @@ def test_a_norm_that_counts_a_group_by_another_axis_names_it() -> None:
     ):
         values = {**truth(), "grad_norm/0": torch.tensor(math.sqrt(found), dtype=torch.float64)}
         seen = evidence(*(outcome_of(rank % 2, values) for rank in range(6)), case=text)
-        assert [told.words for told in from_norms(seen, "grad_norm/0")] == [words]
+        assert [told.words for told in by_numbers(seen, ["grad_norm/0"])] == [words]
 
 
-def test_norms_of_parts_that_were_added_or_never_summed_are_told() -> None:
+def test_norms_of_parts_are_told() -> None:
     ranks = [outcome_of(rank, truth()) for rank in range(2)]
     names = [f"grad/layers.0.mlp.{leaf}.weight" for leaf in ("w1", "w2")]
-    parts = [sum(float(rank[name].local.square().sum()) for name in names) + WHOLE for rank in ranks]
-    added = math.sqrt(parts[0]) + math.sqrt(parts[1] - WHOLE)
+    own = [sum(float(rank[name].local.square().sum()) for name in names) + WHOLE for rank in ranks]
+    before = tuple(torch.tensor([3.0, size], dtype=torch.float64) for size in (5.0, 7.0))
 
-    def told(*norms: float) -> tuple[str, str]:
-        values = (torch.tensor(norm, dtype=torch.float64) for norm in norms)
-        seen = evidence(*({**rank, "grad_norm/0": value} for rank, value in zip(ranks, values, strict=True)))
-        (cause,) = from_norms(seen, "grad_norm/0")
-        return cause.id, cause.words
+    def told(*squares: float) -> list[str]:
+        values = (torch.tensor(math.sqrt(square), dtype=torch.float64) for square in squares)
+        seen = (({**rank, "grad_norm/0": value}) for rank, value in zip(ranks, values, strict=True))
+        return [cause.words for cause in by_numbers(evidence(*seen, unsummed=before), ["grad_norm/0"])]
 
-    known, words = told(added, added)
-    assert known == "norm_of_norms" and words.startswith("it is the sum of the norms of the ranks' parts")
-    known, words = told(*[math.sqrt(added)] * 2)
-    assert known == "norm_of_norms" and words == "it is the root of the sum of the norms of the ranks' parts"
-    known, words = told(*map(math.sqrt, parts))
-    assert known == "norm_counts_few" and words == "each rank's norm is that of its own parts"
+    assert told(*own) == ["each rank's norm is that of its own parts"]
+    assert told(own[1], own[1]) == ["it is the norm of rank 1's own parts"]
+    assert told(own[0] + own[1], own[0] + own[1])[0].startswith("it counts what every rank holds whole once a rank")
+    words = "it is the norm of gradients before they are summed over ranks"
+    assert told(5.0, 7.0) == [f"{words}, on each rank of its own"]
+    assert told(12.0, 12.0) == [f"{words}, added up over tp"]
+    assert told(5.0, 7.1) == told(7.0, 7.0) == []
 
 
 def test_what_became_of_parameters_is_told() -> None:
@@ -189,7 +173,8 @@ def test_what_became_of_parameters_is_told() -> None:
     start = {name.replace("param", "start"): drawn(8, 6, seed=4)}
 
     def causes(value: Tensor) -> list[str]:
-        return [told.id for told in by_numbers(planted({name: value}, shares=start), [name])]
+        norm = {"grad_norm/1": truth()["grad_norm/1"] + 1}  # a right one shows that gradients hold nothing old
+        return [told.id for told in by_numbers(planted({name: value, **norm}, shares=start), [name, *norm])]
 
     assert causes(start[name.replace("param", "start")]) == ["never_updated"]
     assert causes(truth()[name] - 0.3 * truth()[W1]) == ["not_zeroed"]
@@ -198,45 +183,4 @@ def test_what_became_of_parameters_is_told() -> None:
     shares = {**start, other.replace("param", "start"): drawn(6, 8, seed=4)}
     values = {name: start[name.replace("param", "start")], other: truth()[other] + 1}
     (told,) = by_numbers(planted(values, shares=shares), [name, other])
-    assert (told.id, told.words) == ("never_updated", f"{name}: as before the first step, others moved")
-
-
-def test_a_weight_that_began_as_another_rank_part_is_told() -> None:
-    name, start = "layers.0.mlp.w1.weight", drawn(8, 6, seed=4)
-
-    def told(value: Tensor) -> list[tuple[str, str]]:
-        seen = planted({f"param/{name}": value}, shares={f"start/{name}": start})
-        return [(cause.id, cause.words) for cause in from_start(seen, [f"param/{name}"])]
-
-    moved = 1e-2 * drawn(8, 6, seed=5)
-    words = f"param/{name} began with the wrong parts of 2 along dim 0 (tp): 1 in place of 0, 0 in place of 1"
-    assert told(start.roll(4, 0) + moved) == [("other_shard", words)]
-    assert told(start + moved) == told(drawn(8, 6, seed=6)) == []
-    assert told(start.roll(3, 1) + moved) == [], "no axis cuts it along that dim"
-    # No check would take the one for the other, and the rule has its own limit. The first wrong module's weight wins.
-    other = "layers.0.mlp.w2.weight"
-    values = {f"param/{name}": start.roll(4, 0) + moved, f"param/{other}": start.T.roll(4, 1) + moved.T}
-    values |= {"act/layers.0.mlp.w1": drawn(2, 3, 6)}
-    seen = planted(
-        values, shares={f"start/{name}": start, f"start/{other}": start.T}, case=case("mode=tp tp=2 seq=16 micro=1")
-    )
-    (told_first,) = explanation_of(seen, examine(seen)).causes
-    assert told_first.id == "other_shard" and f"param/{name} began" in told_first.words
-
-
-@pytest.mark.parametrize(
-    ("by_data_rank", "cause", "words"),
-    [
-        ((3.0 / 8, 7.0 / 12), "local_count", "the loss is each data rank's own, over its own tokens"),
-        ((3.0 / 20, 7.0 / 20), "not_summed", "the loss is each data rank's own part of the sum over all"),
-        ((0.3,) * 2, "micro_missing", "the loss is that of the last micro-batch alone"),
-        ((0.7,) * 2, "", ""),
-    ],
-)
-def test_a_loss_that_is_only_reported_wrong_is_told(by_data_rank: tuple[float, ...], cause: str, words: str) -> None:
-    sums = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.float64)
-    true = {**truth(), "loss/0": torch.tensor(0.5, dtype=torch.float64)}  # (1 + 2 + 3 + 4) / 20 tokens
-    ranks = [{"loss/0": torch.tensor(by_data_rank[rank // 2], dtype=torch.float64)} for rank in range(4)]
-    shares = {"tokens": TOKENS, "loss": sums / TOKENS.sum()}
-    seen = evidence(*ranks, case=case("mode=tp tp=2 dp=2 seq=16"), truth=true, shares=shares)
-    assert [(told.id, told.words) for told in from_losses(seen, "loss/0")] == ([(cause, words)] if cause else [])
+    assert (told.id, told.words) == ("never_updated", f"{name}: as before the first step")

@@ -1,4 +1,4 @@
-"""Programs whose ranks are out of step, each in one way, and the error of each: those of the fault table, and more."""
+"""Programs whose ranks are out of step, each in one way, and the error of each."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -9,12 +9,54 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_group
 
-from bench import fault_programs as table
 from tests.harness.engines import programs
 
 
 def ones(*shape: int) -> Tensor:
     return torch.ones(shape)
+
+
+def skips(rank: int) -> None:
+    dist.all_reduce(ones(3))
+    if rank != 1:
+        dist.all_reduce(ones(3))
+
+
+def orders_differ(rank: int) -> None:
+    calls = [lambda: dist.all_reduce(ones(4)), lambda: dist.broadcast(ones(4), src=0)]
+    for call in reversed(calls) if rank == 2 else calls:
+        call()
+
+
+def numels_differ(rank: int) -> None:
+    dist.all_reduce(ones(4 if rank == 1 else 3))
+
+
+def shapes_differ(rank: int) -> None:
+    dist.all_reduce(ones(2, 3) if rank == 1 else ones(3, 2))
+
+
+def dtypes_differ(rank: int) -> None:
+    dist.all_reduce(ones(3).int() if rank == 1 else ones(3))
+
+
+def reduce_ops_differ(rank: int) -> None:
+    dist.all_reduce(ones(3), op=dist.ReduceOp.MAX if rank == 1 else dist.ReduceOp.SUM)
+
+
+def roots_differ(rank: int) -> None:
+    dist.broadcast(ones(3), src=1 if rank == 1 else 0)
+
+
+def splits_differ(rank: int) -> None:
+    sends, receives = [[1, 3], [2, 2]][rank], [[1, 2], [4, 2]][rank]
+    dist.all_to_all_single(ones(sum(receives)), ones(sum(sends)), receives, sends)
+
+
+def groups_cross(rank: int) -> None:
+    one, other = dist.new_group([0, 1], group_desc="one"), dist.new_group([0, 1], group_desc="other")
+    for group in (one, other) if rank == 0 else (other, one):
+        dist.all_reduce(ones(1), group=group)
 
 
 def forms_differ(rank: int) -> None:
@@ -97,14 +139,30 @@ def functional_differs(rank: int) -> None:
     functional.all_reduce(ones(3), "max" if rank else "sum", _get_default_group()).sum()
 
 
+def calls_once_more(rank: int) -> None:
+    for _ in range(2 if rank == 1 else 1):
+        dist.all_reduce(ones(3))
+
+
+def calls_another_between(rank: int) -> None:
+    dist.all_reduce(ones(3))
+    if rank == 1:
+        dist.broadcast(ones(3), src=0)
+    dist.all_reduce(ones(3))
+
+
 class Case(NamedTuple):
-    """A faulty program, what the error is, and its first line."""
+    """A faulty program, what the error is, and its first line.
+
+    `calls`: by rank the call of its further line, "" for a rank at its end.
+    """
 
     program: Callable[[int], object]
     world_size: int
     kind: str
     ranks: tuple[int, ...]
     cause: str
+    calls: tuple[str, ...] = ()
 
 
 W2, W3 = "of world (0 1)", "of world (0 1 2)"
@@ -113,31 +171,45 @@ IN_TWO = f"ranks disagree in {{}} #0 {W2}: {{}}".format
 STUCK = "no rank can go on: rank 0 waits for rank 1 in {}, rank 1 waits for rank 0 in {}".format
 LACKS = "has finished, but rank 0 waits for it in"
 NEVER = "every rank has finished, but {}".format
+BETWEEN = f"ranks disagree in call #1 {W3}: the op is broadcast on rank 1, all_reduce on ranks 0 2"
 ROWS = "rank 0 sends 3 rows to rank 1, which expects 4"
 MESSAGE = "rank {} sends float32 3 to rank {}, which receives float32 4".format
 MADE = f"ranks disagree in new_group #1 {W3}: rank 0 makes it of ranks 0 1, rank 1 of ranks 0 2"
+SUM = f"all_reduce #{{}} {W3}: sum {{}}".format
 LATER = f"ranks disagree in recv #0 {W3}: {MESSAGE(1, 0)}"
+CALL = f"all_reduce #1 {W3}"
+LAST = SUM(1, "float32 3")
+ORDERS = (SUM(0, "float32 4"), SUM(0, "float32 4"), f"broadcast #0 {W3}: float32 4 root 0")
+SIZES = SUM(0, "float32 3"), SUM(0, "float32 4"), SUM(0, "float32 3")
+SHAPES = SUM(0, "float32 3x2"), SUM(0, "float32 2x3"), SUM(0, "float32 3x2")
+DTYPES = SUM(0, "float32 3"), SUM(0, "int32 3"), SUM(0, "float32 3")
+ONE, OTHER = "of one (0 1)", "of other (0 1)"
 
 
 def crossed(one: str, other: str) -> str:
     return STUCK(f"all_reduce #0 {one}", f"all_reduce #0 {other}")
 
 
+CROSSED = f"all_reduce #0 {ONE}: sum float32 1", f"all_reduce #0 {OTHER}: sum float32 1"
 CASES = [
-    Case(table.skips, 3, "skipped", (1,), f"rank 1 {LACKS} all_reduce #1 {W3}"),
-    Case(table.orders_differ, 3, "mismatch", (2,), DIFFER("op is broadcast on rank 2, all_reduce on ranks 0 1")),
-    Case(table.numels_differ, 3, "mismatch", (1,), DIFFER("shape is 4 on rank 1, 3 on ranks 0 2")),
-    Case(table.shapes_differ, 3, "mismatch", (1,), DIFFER("shape is 2x3 on rank 1, 3x2 on ranks 0 2")),
-    Case(table.dtypes_differ, 3, "mismatch", (1,), DIFFER("dtype is int32 on rank 1, float32 on ranks 0 2")),
-    Case(table.reduce_ops_differ, 3, "mismatch", (1,), DIFFER("reduce op is max on rank 1, sum on ranks 0 2")),
+    Case(skips, 3, "skipped", (1,), f"rank 1 {LACKS} all_reduce #1 {W3}", (LAST, "", LAST)),
+    Case(
+        calls_once_more, 3, "skipped", (0,), f"rank 0 has finished, but rank 1 waits for it in {CALL}", ("", LAST, "")
+    ),
+    Case(calls_another_between, 3, "mismatch", (1,), BETWEEN, (LAST, f"broadcast #1 {W3}: float32 3 root 0", LAST)),
+    Case(orders_differ, 3, "mismatch", (2,), DIFFER("op is broadcast on rank 2, all_reduce on ranks 0 1"), ORDERS),
+    Case(numels_differ, 3, "mismatch", (1,), DIFFER("shape is 4 on rank 1, 3 on ranks 0 2"), SIZES),
+    Case(shapes_differ, 3, "mismatch", (1,), DIFFER("shape is 2x3 on rank 1, 3x2 on ranks 0 2"), SHAPES),
+    Case(dtypes_differ, 3, "mismatch", (1,), DIFFER("dtype is int32 on rank 1, float32 on ranks 0 2"), DTYPES),
+    Case(reduce_ops_differ, 3, "mismatch", (1,), DIFFER("reduce op is max on rank 1, sum on ranks 0 2")),
     Case(forms_differ, 3, "mismatch", (1,), DIFFER("form is list on rank 1, single on ranks 0 2")),
     Case(functional_differs, 3, "mismatch", (0,), DIFFER("reduce op is sum on rank 0, max on ranks 1 2")),
-    Case(table.roots_differ, 2, "mismatch", (0, 1), IN_TWO("call", "the root is 1 on rank 1, 0 on rank 0")),
-    Case(table.splits_differ, 2, "mismatch", (0, 1), IN_TWO("all_to_all", ROWS)),
+    Case(roots_differ, 2, "mismatch", (0, 1), IN_TWO("call", "the root is 1 on rank 1, 0 on rank 0")),
+    Case(splits_differ, 2, "mismatch", (0, 1), IN_TWO("all_to_all", ROWS)),
     Case(groups_differ, 3, "mismatch", (0, 1), MADE),
     Case(messages_differ, 2, "mismatch", (0, 1), IN_TWO("recv", MESSAGE(0, 1))),
     Case(later_messages_differ, 3, "mismatch", (1, 0), LATER),  # who sends, who receives
-    Case(table.groups_cross, 2, "deadlock", (0, 1), crossed("of one (0 1)", "of other (0 1)")),
+    Case(groups_cross, 2, "deadlock", (0, 1), crossed(ONE, OTHER), CROSSED),
     Case(unnamed_groups_cross, 2, "deadlock", (0, 1), crossed("of group 2 (0 1)", "of group 3 (0 1)")),
     Case(alike_groups_cross, 2, "deadlock", (0, 1), crossed("of tp, group 1 (0 1)", "of tp, group 2 (0 1)")),
     Case(lives_differ, 2, "deadlock", (0, 1), crossed(f"{W2} of life 2", W2)),

@@ -65,8 +65,13 @@ def _end(ending: str) -> None:
         os.kill(os.getpid(), signal.SIGSEGV)
     if ending == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(600)  # to be asked for its line it is woken
+    if ending == "raise":
+        raise ValueError("bad layer")
+    if ending == "sleep":
+        time.sleep(600)
     while ending == "loop":
-        time.sleep(0.001)
+        pass
     if ending == "child":
         subprocess.Popen(["sleep", "600"])
         os._exit(0)

@@ -1,5 +1,6 @@
 """Common behaviour of engines whose ranks communicate: errors, positions, ledgers; and the next run is right."""
 
+import os
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -11,30 +12,86 @@ import pytest
 import torch
 
 from shardproof.harness.engines.engine import Engine, Unwaited
-from shardproof.harness.errors import Desynchronised, RankRaised, RequestError, ShardproofError, Stalled, TimeLimit
+from shardproof.harness.engines.processes.launched.torchrun import TorchrunEngine, serve
+from shardproof.harness.errors import (
+    Desynchronised,
+    RankCrashed,
+    RankDied,
+    RankRaised,
+    RequestError,
+    ShardproofError,
+    Stalled,
+    TimeLimit,
+)
 from shardproof.harness.running.engines import engine_named
+from tests import ROOT
+from tests.forked import started
 from tests.harness.engines import out_of_step, programs
 from tests.harness.engines.out_of_step import CASES, Case
+from tests.harness.programs.launched import free_port
 
 Program = Callable[..., Any]
-ENGINES = ("inproc", "pool")
-LIMIT_S = {"inproc": 0.05, "pool": 20.0}
+ENGINES = ("inproc", "pool", "torchrun")
+LIMIT_S = {"inproc": 0.05, "pool": 20.0, "torchrun": 20.0}
+HERE = r"tests/harness/engines/programs\.py:\d+ in "
+AFTER = r"last call all_reduce #0 of world \(0 1 2\)"
+STALLS = (
+    rf"no end within {{limit}} s: rank 1 {{}} at {HERE}_end; for \d\.\d s no rank issued a call, "
+    r"and rank 0 2 waits in all_reduce #1 of world \(0 1 2\)"
+)
+DIES = "rank 1 of 3 died: "
+KILLED, SEGFAULT = "killed by SIGKILL, as the system does when memory runs out", "killed by SIGSEGV"
+EXITS = "its process ended with exit status 3"
+ENDINGS: dict[str, tuple[type[ShardproofError], str, str]] = {
+    "raise": (
+        RankRaised,
+        f"rank 1 of 3 raised ValueError: bad layer, at {HERE}_end",
+        f"raised: ValueError: bad layer, at {HERE}_end",
+    ),
+    "exit": (RankCrashed, f"{DIES}{EXITS}", f"died: {EXITS}; {AFTER}, at {HERE}calls_then"),
+    "kill": (RankDied, f"{DIES}{KILLED}", f"died: {KILLED}; {AFTER}, at {HERE}calls_then"),
+    "segfault": (RankCrashed, f"{DIES}{SEGFAULT}", f"died: {SEGFAULT}; {AFTER}, at {HERE}calls_then"),
+    "loop": (Stalled, STALLS.format("runs", limit="{limit}"), f"runs: {AFTER}, at {HERE}_end"),
+    "sleep": (Stalled, STALLS.format("runs", limit="{limit}"), f"runs: {AFTER}, at {HERE}_end"),
+    "stop": (Stalled, STALLS.format("is stopped", limit="{limit}"), f"is stopped: {AFTER}, at {HERE}_end"),
+}
+"""How rank 1 ends after its first call -> the error, its first line, and the rank's own line, as patterns."""
 OUT_OF_STEP = [
     pytest.param(name, case, id=f"{name}-{case.program.__name__}-{case.world_size}")
     for name in ENGINES
     for case in CASES
-    if name != "pool" or case.program is not out_of_step.lives_differ  # which needs a rendezvous; the pool has none
+    if name == "inproc" or case.program is not out_of_step.lives_differ  # which needs a rendezvous that no pool has
 ]
 
 
 @pytest.fixture(scope="module", params=ENGINES)
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    if request.param == "pool":
-        yield request.getfixturevalue("pool")
+    if request.param != "inproc":
+        yield request.getfixturevalue(request.param)
         return
     with engine_named(request.param) as made:
         made.run(programs.summed, world_size=2)  # the first backward of a process imports much
         yield made
+
+
+@pytest.fixture(scope="session")
+def torchrun(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """Three launched ranks with torchrun's words: this process is rank 0, the others are forked and serve it."""
+    meeting = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    words = [{**meeting, "RANK": rank, "LOCAL_RANK": rank} for rank in "012"]
+    others = [started(_serves_here, folder=tmp_path_factory.mktemp("rank"), environment=mine) for mine in words[1:]]
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in words[0].items():
+            patch.setenv(name, value)
+        made = TorchrunEngine()
+    with made:
+        yield made
+    assert [other.ended() for other in others] == [0, 0]
+
+
+def _serves_here() -> int:
+    os.chdir(ROOT)
+    return serve()
 
 
 def ended(
@@ -66,6 +123,8 @@ def test_ranks_out_of_step_end_in_one_error_with_every_position(engine: Engine, 
     assert (error.cause, error.ranks) == (case.cause, case.ranks)
     assert str(error).splitlines()[0] == case.cause
     assert [position.rank for position in error.positions] == list(range(case.world_size))
+    places = [f"{position.call}: {position.detail}" if position.call else "" for position in error.positions]
+    assert not case.calls or tuple(places) == case.calls
     code = case.program.__code__
     for position in error.positions:
         if position.state == "waits in":
@@ -102,20 +161,31 @@ def test_leaving_by_sys_exit_is_an_end_when_it_says_success_and_a_failure_otherw
     assert isinstance(error.__cause__, SystemExit) and error.__cause__.code == 3
 
 
-def test_a_rank_that_hangs_is_told_at_the_limit_with_its_line(engine: Engine) -> None:
-    limit_s = 1.5 if engine.remote else 0.2
-    error = ended(engine, programs.calls_then, "loop", timeout_s=limit_s)
-    where = r"tests/harness/engines/programs\.py:\d+ in _end"
-    kind, status = (Stalled, 1) if engine.remote else (TimeLimit, 3)
-    assert isinstance(error, kind) and error.exit_status == status and error.ranks == (1,)
-    assert re.fullmatch(rf"no end within {limit_s} s: rank 1 (runs|is blocked) at {where}.*", error.cause)
-    waits, runs = error.positions
-    assert runs.state == "runs"
-    if engine.remote:
-        assert (waits.state, waits.number) == ("waits in", 1)
-        assert error.cause.endswith("and rank 0 waits in all_reduce #1 of world (0 1)")
-        assert runs.detail == "last call all_reduce #0 of world (0 1)"
-        assert "in _end" in runs.stack[0] and "in calls_then" in runs.stack[1] and waits.stack
+@pytest.mark.parametrize(
+    ("engine", "kind"),
+    [(name, kind) for name in ENGINES for kind in ENDINGS if name != "inproc" or kind in ("raise", "loop")],
+    indirect=["engine"],
+)
+def test_a_rank_that_ends_badly_is_told_with_its_line_and_what_the_others_wait_for(engine: Engine, kind: str) -> None:
+    """Where ranks are threads, a program that ends or stops its process does so to all of them and to the caller."""
+    limit_s = 1.2 if engine.remote else 0.2
+    error = ended(engine, programs.calls_then, kind, world_size=3, timeout_s=limit_s, limit_s=0 if engine.remote else 1)
+    expected, cause, own = ENDINGS[kind]
+    stalls = expected is Stalled
+    if stalls and not engine.remote:  # that other ranks wait is only for want of the turn
+        cause = cause.partition("; ")[0].replace("runs", "(runs|is blocked)") + ".*"
+        expected, own = TimeLimit, f"runs, at {HERE}_end"
+    assert (type(error), error.ranks) == (expected, (1,))
+    assert error.exit_status == (3 if expected in (RankDied, TimeLimit) else 1)
+    first, *lines = str(error).splitlines()
+    for line, pattern in zip([first, lines[1]], [cause, f"  rank 1: {own}"], strict=True):
+        assert re.fullmatch(pattern.format(limit=limit_s), line), (line, pattern)
+    for rank in (0, 2):
+        waits = rf"  rank {rank}: waits in all_reduce #1 of world \(0 1 2\): sum float32 3, at {HERE}calls_then"
+        assert re.fullmatch(waits, lines[rank])
+    runs = error.positions[1]
+    if stalls and engine.remote:
+        assert "in _end" in runs.stack[0] and "in calls_then" in runs.stack[1] and error.positions[0].stack
 
 
 def test_time_that_a_rank_compiles_is_no_part_of_the_limit(engine: Engine) -> None:
@@ -137,6 +207,8 @@ def test_wrong_requests_are_refused_and_so_is_a_closed_engine(engine: Engine) ->
         with pytest.raises(RequestError) as problem:
             engine.run(programs.summed, **words)  # type: ignore[arg-type]
         assert str(problem.value) == text and problem.value.exit_status == 2
+    if engine.name == "torchrun":
+        return  # another one takes other processes
     closed = engine_named(engine.name)
     closed.close()
     with pytest.raises(RequestError, match=rf"run: the engine is closed; legal: a new {type(engine).__name__}\(\)"):
@@ -167,7 +239,7 @@ def test_torch_waits_for_its_own_works(engine: Engine) -> None:
     assert not engine.unwaited
 
 
-@pytest.mark.parametrize("name", [*ENGINES, "dry"])
+@pytest.mark.parametrize("name", ["inproc", "pool", "dry"])
 def test_every_rank_reads_its_own_words_of_the_environment(name: str, request: pytest.FixtureRequest) -> None:
     made: Engine = request.getfixturevalue("pool") if name == "pool" else engine_named(name)
     own = [[str(rank), str(rank), *["3"] * 3, "127.0.0.1", "29500", str(rank), str(rank), rank] for rank in range(3)]

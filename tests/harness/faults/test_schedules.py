@@ -12,7 +12,6 @@ from hypothesis import Phase, given, settings
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_group
 
-from bench import fault_programs
 from shardproof.bugs.planting import planted, replaced
 from shardproof.harness.checking.evidence import FAIL
 from shardproof.harness.engines.faults.races import Explored, Schedule
@@ -166,6 +165,6 @@ def test_the_same_schedule_is_the_same_run(engine: InprocEngine) -> None:
 
 
 def test_ranks_that_part_end_as_in_a_plain_run(engine: InprocEngine) -> None:
-    for program in (fault_programs.skips, fault_programs.orders_differ, out_of_step.never_waits_alone):
+    for program in (out_of_step.skips, out_of_step.orders_differ, out_of_step.never_waits_alone):
         with pytest.raises(Desynchronised):
             result(engine, Schedule(turns=(1, 2, 1)), program, 3)

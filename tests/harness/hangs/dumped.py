@@ -5,15 +5,15 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+from shardproof.harness.engines.calls.matching import Divergence
+from shardproof.harness.engines.calls.sequences import find_divergences
 from shardproof.harness.hangs.dumps import standings
 from shardproof.harness.hangs.hang_findings import lines
-from shardproof.harness.hangs.parting import parted
-from shardproof.harness.hangs.standing import Parted
 
 
-def found_in(*paths: Path) -> tuple[list[Parted], str]:
+def found_in(*paths: Path) -> tuple[list[Divergence], str]:
     ranks = standings(paths)
-    found = parted(ranks)
+    found = find_divergences(ranks)
     return found, "\n".join(lines(ranks, found))
 
 

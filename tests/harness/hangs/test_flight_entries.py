@@ -14,7 +14,7 @@ def test_flight_recorder_dumps_name_rank_call_and_line(tmp_path: Path, as_json: 
     write_flight(tmp_path, as_json=as_json, rank_1_calls=8)
     found, text = found_in(*sorted(tmp_path.iterdir()))
     assert [(one.how, one.ranks, one.number, one.waiting) for one in found] == [("behind", (1,), 9, (0, 2))]
-    assert "rank 1 never issued event 9 of default_pg (0-2)" in text.replace("0 1 2", "0-2")
+    assert "rank 1 never issued call #9 of default_pg (0-2)" in text.replace("0 1 2", "0-2")
     assert "all_reduce float 9x4 over default_pg, at /home/me/model.py:19 in forward" in text
 
 
@@ -40,10 +40,11 @@ def test_members_of_coalesced_calls_are_compared_but_for_one_that_may_be_cut(tmp
     usual = coalesced(0, 1, [4, 4], [5, 5])
     found, text = found_in(write_entries(tmp_path / "other", usual, usual, coalesced(0, 1, [4, 4], [3, 5])))
     assert [(one.how, one.ranks, one.number) for one in found] == [("differs", (2,), 1)]
-    assert "rank 2 issued _broadcast_oop float 3x5 as member 2 of event 1 of default_pg (0 1 2)" in text
-    assert "where the others issued _broadcast_oop float 5x5, at /home/me/model.py:8 in forward" in text
+    values = "_broadcast_oop float 3x5 on rank 2, _broadcast_oop float 5x5 on ranks 0 1"
+    assert f"ranks disagree in call #1 of default_pg (0 1 2): member 2 is {values}; rank 2 issued" in text
+    assert text.count("ALLGATHER_coalesced float of 2 over default_pg, at /home/me/model.py:8 in forward") > 1
     _, text = found_in(write_entries(tmp_path / "fewer", usual, usual, coalesced(0, 1, [4, 4])))
-    assert "rank 2 issued nothing as member 2 of event 1" in text
+    assert "call #1 of default_pg (0 1 2): member 2 is nothing on rank 2, _broadcast_oop float 5x5 on" in text
     later = [entry(9, ("0", "default_pg"), "all_reduce", [[2]], "completed", 9)]
     cut = [coalesced(5, 6, [4, 4], [5, 5])[keep:] + later for keep in (0, 1, 2)]
     assert found_in(write_entries(tmp_path / "cut", *cut))[0] == []
@@ -63,7 +64,8 @@ def test_both_ends_of_a_message_have_the_same_number_of_bytes(tmp_path: Path) ->
     ends = [first[rank] + second[rank] + third[rank] for rank in (0, 1)]
     found, text = found_in(write_entries(tmp_path / "wrong", *ends))
     assert [(one.how, one.ranks, one.number) for one in found] == [("message", (0, 1), 3)]
-    assert "rank 0 sends float 4 as event 3 of default_pg (0 1) send 1, where rank 1 receives float 3" in text
+    words = "send #3 to rank 1 of default_pg (0 1): rank 0 sends float 4 to rank 1, which receives float 3"
+    assert f"ranks disagree in {words}, at /home/me/model.py:9 in forward" in text
 
 
 def test_messages_are_not_counted_where_the_first_ones_are_gone(tmp_path: Path) -> None:

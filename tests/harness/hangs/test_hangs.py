@@ -10,16 +10,18 @@ from typing import Any
 
 import pytest
 
+from shardproof.harness.engines.calls.matching import GroupCall
+from shardproof.harness.engines.calls.sequences import find_divergences
+from shardproof.harness.engines.calls.signature import NOT_KNOWN, Signature
 from shardproof.harness.hangs.hang_findings import lines
-from shardproof.harness.hangs.parting import parted
-from shardproof.harness.hangs.standing import LastCall, RankStanding
+from shardproof.harness.hangs.standing import RankStanding
 from tests.harness.hangs.dumped import found_in, write_flight, write_last
 from tests.harness.programs.launched import LIMIT_S, forked
 
 SCRIPT = Path(__file__).with_name("parting_script.py")
 LINE = 1 + SCRIPT.read_text().splitlines().index("        dist.all_reduce(y)")
 EVENT = (
-    "event {} of world (0 1 2): all_reduce sum float32 2x4 over world, 1 (forward, step {}), "
+    "call #{} of world (0 1 2): all_reduce sum float32 2x4 over world, 1 (forward, step {}), "
     f"at {SCRIPT.name}:{LINE}"
 )
 SKIPPED, EXTRA, STOPPED, OTHER = "skipped", "extra", "behind", "differs"
@@ -104,7 +106,7 @@ def test_a_rank_that_was_killed_is_gone_and_one_whose_recorder_failed_is_named(t
     killed = "rank 3: it was killed or crashed; the last call it completed: all_reduce over tp, layers.4, at m.py:5"
     assert killed in text.splitlines()
     assert "rank 12: its recorder failed before" in text.splitlines()
-    assert "rank 3 is gone, and rank 11 issued last event" in text
+    assert "rank 3 is gone, and rank 11 issued last call #" in text
 
 
 def test_ranks_that_wait_for_each_other_are_a_cycle(tmp_path: Path) -> None:
@@ -139,10 +141,17 @@ def test_a_message_that_was_never_sent_names_the_sender(tmp_path: Path) -> None:
 def test_a_rank_that_left_no_dump_may_have_parted(known: tuple[int, ...], told: str) -> None:
     """The rank shares no group in which another rank waits, so that nothing shows its state."""
     group, silent = ("tp", (0, 1), ""), RankStanding(rank=0, world_size=3, source="")
-    call = LastCall(("all_reduce", "sum"), ("forward", "", 0, 0), "tp", "m.py:5", 0, True)
+    call = GroupCall(
+        Signature("all_reduce", NOT_KNOWN, "sum", -1, NOT_KNOWN, NOT_KNOWN),
+        ("forward", "", 0, 0),
+        "tp",
+        "m.py:5",
+        0,
+        True,
+    )
     shown = {"calls": {group: {1: call}}, "last": {group: 1}, "ended": "at its end"}
     ranks = [replace(silent, rank=rank, **shown) for rank in known] or [silent]  # type: ignore[arg-type]
-    text = "\n".join(lines(ranks, parted(ranks)))
+    text = "\n".join(lines(ranks, find_divergences(ranks)))
     assert told in text and "no rank parted" not in text
 
 

@@ -1,1 +1,1 @@
-"""Tests of predicted bytes, times and memory."""
+"""Tests of predicted bytes and memory."""

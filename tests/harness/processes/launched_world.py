@@ -2,7 +2,7 @@
 
 The other ranks serve it.
 
-torchrun --nproc-per-node 2 -m tests.harness.processes.launched_world raises is_killed world_size_3
+torchrun --nproc-per-node 2 -m tests.harness.processes.launched_world is_killed world_size_3
 """
 
 import json
@@ -12,29 +12,28 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from bench import fault_programs
 from shardproof.harness.engines.engine import Engine
 from shardproof.harness.engines.processes.launched.torchrun import TorchrunEngine, serve, serves
 from shardproof.harness.errors import ShardproofError
 from tests.harness.engines import programs
 
 LIMIT_S = 2.0
-PROGRAMS = (fault_programs, programs)
+PROGRAMS: dict[str, tuple[Any, ...]] = {"goes_right": (programs.summed,), "is_killed": (programs.calls_then, "kill")}
+"""Name -> program and arguments."""
 
 
 def tried(engine: Engine, name: str) -> dict[str, Any]:
     """Try a program by its name, `world_size_N`, or `kills_N`, which ends the launched process of rank N."""
-    program: Any = next((getattr(m, name) for m in PROGRAMS if hasattr(m, name)), None)
+    program, *arguments = PROGRAMS.get(name, (programs.where,))
     word, _, number = name.rpartition("_")
-    program = program or programs.where
     if word == "kills":
         os.kill(engine.run(programs.where, world_size=2)[int(number)][1], 9)
-        program = fault_programs.goes_right
+        program = programs.summed
     world_size = int(number) if word == "world_size" else 2
     start_s = time.perf_counter()
     told: dict[str, Any] = {"name": name}
     try:
-        told["value"] = engine.run(program, world_size=world_size, timeout_s=LIMIT_S)
+        told["value"] = engine.run(program, *arguments, world_size=world_size, timeout_s=LIMIT_S)
     except ShardproofError as error:
         told |= {"error": type(error).__name__, "message": str(error), "cause": type(error.__cause__).__name__}
     return {**told, "seconds": time.perf_counter() - start_s}

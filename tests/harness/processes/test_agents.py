@@ -3,6 +3,7 @@
 No process is started here: the agents of a run are played by the test. Agents with workers are in `test_torchrun`.
 """
 
+import threading
 import time
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -25,10 +26,10 @@ from shardproof.harness.engines.processes.launched.agent import (
 )
 from shardproof.harness.engines.processes.launched.rendezvous import Launched
 from shardproof.harness.engines.processes.launched.torchrun import LaunchedWorkers
-from shardproof.harness.engines.processes.messages import RunOrder, WorkerReport, packed_report
+from shardproof.harness.engines.processes.messages import RunOrder, Standing, WorkerReport, packed_report
 from shardproof.harness.engines.processes.rank_program import RankResult
 from shardproof.harness.engines.processes.supervisor import Supervisor
-from shardproof.harness.errors import MachineError, RankCrashed, RankDied, RankRaised, RequestError, Stalled
+from shardproof.harness.errors import MachineError, RankCrashed, RankDied, RankRaised, RequestError, Stalled, TimeLimit
 
 NUMBER = 7
 GONE = RuntimeError("Connection closed by peer [10.0.0.2]:4711")
@@ -159,3 +160,20 @@ def test_a_rank_that_stays_is_asked_and_all_are_ended(impatient: None) -> None:
     assert time.perf_counter() - start_s < 2
     assert problem.value.ranks == (1,)
     assert world.told(0)[-1] == world.told(1)[-1] == KILL
+
+
+def test_a_stopped_rank_that_goes_on_to_its_end_when_it_is_asked_is_told_as_stopped(impatient: None) -> None:
+    world = World([], [])  # rank 0 says nothing, so that all is heard that comes within the time for an answer
+
+    def goes_on() -> None:
+        while world.theirs[1].recv()[0] != WHERE:
+            pass
+        world.theirs[1].send((NUMBER, Progress(standing=Standing(stopped=True, caller="a.py:3"))))
+        world.theirs[1].send(ended(1))
+
+    thread = threading.Thread(target=goes_on)
+    thread.start()
+    with pytest.raises(TimeLimit) as problem:
+        world.results(timeout_s=0.2)
+    thread.join()
+    assert [position.state for position in problem.value.positions] == ["runs", "is stopped"]

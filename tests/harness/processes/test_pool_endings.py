@@ -13,7 +13,7 @@ import pytest
 
 from shardproof.harness.engines.processes.forked import pool
 from shardproof.harness.engines.processes.forked.pool import PoolEngine
-from shardproof.harness.errors import MachineError
+from shardproof.harness.errors import RankDied
 from tests.forked import Forked, started
 from tests.harness.engines.programs import asks_the_store, forever, parent_of, summed, total
 
@@ -34,6 +34,13 @@ def family(engine: PoolEngine) -> list[int]:
 
 def own_pid(rank: int) -> int:
     return os.getpid()
+
+
+def ends_its_server(rank: int) -> None:
+    if rank == 0:
+        os.kill(os.getppid(), signal.SIGKILL)
+    while True:
+        time.sleep(1)
 
 
 def driver(program: Callable[[int], None], file: str) -> None:
@@ -71,12 +78,13 @@ def test_a_killed_server_is_replaced_and_dropping_an_engine_ends_every_process()
     engine = PoolEngine()
     pids = family(engine)
     os.kill(pids[0], signal.SIGKILL)
-    assert gone(pids)
-    try:
-        results = engine.run(summed, world_size=2)
-    except MachineError:
-        results = engine.run(summed, world_size=2)
-    assert results == [total(2)] * 2
+    assert gone(pids[:1])
+    assert engine.run(summed, world_size=2) == [total(2)] * 2
+    assert gone(pids), "ranks of a server that has ended are replaced"
+    with pytest.raises(
+        RankDied, match="^rank 0 of 2 died: its fork server has ended, rank 1 of 2 died: its fork server"
+    ):
+        engine.run(ends_its_server, world_size=2)
     pids = family(engine)
     del engine
     gc.collect()

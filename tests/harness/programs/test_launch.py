@@ -80,7 +80,6 @@ def test_nsys_wraps_the_whole_command(tmp_path: Path) -> None:
         (["--profile", "nsys", "x.py"], "legal: shardproof record --profile nsys -- torchrun"),
         (["--profile", "perf", "x.py"], "profile=perf: is not a profiler; legal: torch,nsys"),
         (["--tokens", "0", "x.py"], "tokens=0: must be the tokens of all ranks in one step"),
-        (["--cluster", "no-such", "x.py"], "cluster=no-such"),
         (["--silence", "0", "x.py"], "silence=0: must be seconds, at least 1; legal: --silence 60"),
         ([], "shardproof: program: is missing; legal: python -m shardproof.record train.py\n"),
         (["--", "no-such-command"], "record: command=no-such-command: is not on PATH; legal: torchrun"),

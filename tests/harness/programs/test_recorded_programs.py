@@ -1,7 +1,6 @@
 """A training script recorded as it is: same output and exit, a run folder that every report takes, kills and faults."""
 
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -23,7 +22,7 @@ from tests.harness.programs.launched import LIMIT_S, forked, free_port, ran, see
 
 SCRIPT = Path(__file__).with_name("training.py")
 TOKENS = 7000
-STATED = ["--tokens", str(TOKENS), "--cluster", "laptop", "--case", "mode=tp tp=1 dp=2"]
+STATED = ["--tokens", str(TOKENS), "--case", "mode=tp tp=1 dp=2"]
 
 
 @pytest.fixture(scope="module")
@@ -93,14 +92,13 @@ def test_speed_bandwidth_and_the_case_beside_it_are_reported(recorded: tuple[Run
     assert took_s == pytest.approx(figures.steps(run).groupby("step")["step_us"].max().median() / 1e6)
     rows = dict(speed.speed(run))
     assert float(rows["tokens a second"].replace(",", "")) == pytest.approx(TOKENS / took_s, abs=1)
-    links = speed.bandwidth(run)
-    assert set(links["link"]) == {"memory"}
-    assert links["share"].tolist() == pytest.approx(links["gb_s"].tolist())  # the preset's link: 1e9 bytes a second
-    beside, told = speed.beside(run)
+    calls = speed.bandwidth(run)
+    assert set(calls["op"]) == {"all_reduce"} and (calls["gb_s"] > 0).all()
+    beside, why_not = speed.beside(run)
+    assert why_not == ""
     (row,) = [row for row in beside.to_dict("records") if row["op"] == "all_reduce"]
     assert (row["group_size"], row["calls"]) == (2, 2.0)
     assert (row["payload_bytes"], row["predicted_calls"]) == (4 * 2 * (5 * 5 + 5) + 4, 2.0)
-    assert re.match(r"a step took [\d.e-]+ s, predicted [\d.e-]+ s on laptop: ", told)
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 import re
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ import torch.distributed as dist
 from shardproof.bugs.planting import planted
 from shardproof.harness.checking.evidence import FAIL
 from shardproof.harness.diagnosing.failure_lines import line_of
+from shardproof.harness.engines.processes.forked.pool import PoolEngine
 from shardproof.harness.running import experiments
+from shardproof.harness.running.engines import engine_named
 from shardproof.harness.running.run_result import RunResult
 from shardproof.harness.terms import Term
 from shardproof.parallel.subject import subject
@@ -130,6 +133,18 @@ def test_another_fault_of_the_case_is_no_evidence_and_has_no_line(tmp_path: Path
     assert lines["replicas"] == ""
 
 
+@pytest.mark.parametrize(("name", "passes"), [("mixing", True), ("wrong", False)])
+def test_a_case_that_fails_in_threads_alone_gets_that_as_its_line(
+    name: str, passes: bool, tmp_path: Path, pool: PoolEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Modules of the subject keep state of a process; the processes are those of the session."""
+    engines = {"inproc": engine_named("inproc"), "pool": nullcontext(pool)}
+    monkeypatch.setattr("shardproof.harness.running.run.engine_named", lambda name: engines[name])
+    result = ran(tmp_path, f"tests.harness.running.subjects.sharing:{name}", "dp=2", when_s=60.0)
+    assert result.exit_status == 1
+    assert (when(result) == experiments.IN_THREADS) is passes, when(result)
+
+
 def test_a_right_run_makes_no_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experiments, "needed_words", None)
     assert ran(tmp_path, own_words.subject, "tp=2 dp=3", when_s=60.0).exit_status == 0
@@ -151,7 +166,7 @@ def causes(factor: Callable[[Case], float], **stated: Any) -> list[tuple[str, st
 
 def test_a_factor_that_follows_a_size_comes_from_it() -> None:
     ((known, words),) = causes(lambda case: 1 / case.tp)
-    assert (known, "0.3333 where tp" in words or "0.25 where tp=4" in words) == ("averaged", True)
+    assert (known, "0.3333 where tp" in words or "0.25 where tp=4" in words) == ("size_factor", True)
     ((known, words),) = causes(lambda case: 1 / case.micro)
     assert (known, "which is 1 / micro=2" in words) == ("constant_factor", True)
     assert "0.3333 where micro=3" in words
@@ -165,7 +180,7 @@ def test_a_factor_that_stays_is_a_constant_and_one_that_changes_otherwise_is_not
 
 
 def test_other_cases_that_the_subject_refuses_or_cannot_run_decide_nothing() -> None:
-    both = ["averaged", "constant_factor"]
+    both = ["size_factor", "constant_factor"]
     ran: list[str] = []
 
     def refuses(case: Case) -> str:

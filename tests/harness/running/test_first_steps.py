@@ -85,7 +85,7 @@ def test_samples_that_were_never_asked_for_are_named_and_others_are_no_cause() -
     assert found[0] == "other_samples"
     assert found[1] == (
         "samples of micro-batch 1 were never asked for (case.samples): "
-        "in step 0 the ranks ask for samples 0 1 2 3, and one rank for 0 1"
+        "in step 0 the ranks ask for samples 0 1 2 3, and the truth for 0 1"
     )
     for subject in (OneMicroBatch("all", steps=1), Trained("forward 0", steps=1)):
         assert "other_samples" not in dict(causes(subject, "dp=2 micro=2"))

@@ -164,7 +164,7 @@ class Drawn(Network):
 def told(subject: Network, case: str, truth: str = "") -> dict[str, Any]:
     result = proved(subject, case, truth=truth)
     first = result.diagnosis
-    assert first is None or first.check != "truth" or [cause.id for cause in first.causes] == ["other_model"]
+    assert first is None or first.check != "truth" or [cause.id for cause in first.causes] == ["stated"]
     return {verdict.check: verdict for verdict in result.verdicts if verdict.verdict != "pass"}
 
 

@@ -110,7 +110,7 @@ _surplus.expected = subject.expected  # type: ignore[attr-defined]
 @pytest.mark.parametrize(
     ("program", "check", "words"),
     [
-        (_crossed, "order", ("rank 0 issues all_reduce sum of 16 B float32", "rank 1 issues broadcast of 8 B float32")),
+        (_crossed, "order", ("rank 1 issued broadcast float32 of 8 B", "rank 0 all_reduce sum float32 of 16 B")),
         (_surplus, "ledger", ("extra event", "all_reduce sum of 12 B float32")),
         (_forgetful, "waits", ("all_reduce #0 of tp (2 ranks) at ", "in the ledger: ")),
     ],

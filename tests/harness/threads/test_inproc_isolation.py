@@ -232,17 +232,6 @@ def test_a_thread_that_a_rank_starts_reads_the_words_of_its_rank(engine: InprocE
     assert engine.run(program, world_size=3) == ["0", "1", "2"]
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system does not place threads")
-def test_ranks_share_a_processor_and_the_driver_keeps_its_own() -> None:
-    before = os.sched_getaffinity(0)
-    with InprocEngine() as engine:
-        ranks = engine.run(lambda rank: os.sched_getaffinity(0), world_size=3)
-    assert ranks[0] == ranks[1] == ranks[2]
-    assert len(ranks[0]) == 1
-    assert ranks[0] <= before
-    assert os.sched_getaffinity(0) == before
-
-
 PIECE_BYTES = 2**16
 """Below what glibc maps one by one and gives back by itself."""
 

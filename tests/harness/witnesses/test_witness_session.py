@@ -33,7 +33,9 @@ def forked(_program: object, folder: Path, limit_s: float, environment: dict[str
     """The ranks of a session's only world size, in processes that need not import torch again."""
     job: SessionRequest = pickle.loads((folder / "job.pickle").read_bytes())
     words = {name: environment[name] for name in ("TORCH_FR_BUFFER_SIZE", "KINETO_LOG_LEVEL")}
-    ranks = [started(measured._rank, rank, 2, folder, job, folder=folder, environment=words) for rank in range(2)]
+    ranks = [
+        started(measured._rank, None, -1, rank, 2, folder, job, folder=folder, environment=words) for rank in range(2)
+    ]
     assert [rank.ended(limit_s) for rank in ranks] == [0, 0], ranks[0].err
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardproof.parallel.checkpoints.comparing import CheckpointComparison, cause, compare
-from shardproof.parallel.checkpoints.folder import commit, next_data, write_part
+from shardproof.parallel.checkpoints.folder import commit, write_part
 from shardproof.parallel.checkpoints.state import CheckpointError
 from shardproof.parallel.communication.layout import Cut, Placement, pieces, shard
 from shardproof.reports.commands.cli import main
@@ -32,7 +32,6 @@ def _state() -> State:
 
 def _saved(folder: Path, state: Mapping[str, Tensor], ranks: int = 2, blocks: tuple[int, ...] = ()) -> str:
     """A checkpoint whose matrices were written by these ranks, W13 in these blocks."""
-    data = next_data(folder)
     for rank in range(ranks):
         at, boxes = {"tp": (rank, ranks)}, {}
         for key, full in state.items():
@@ -42,8 +41,8 @@ def _saved(folder: Path, state: Mapping[str, Tensor], ranks: int = 2, blocks: tu
                 place = Placement(shape=place.shape, cuts=(Cut(axis="tp", blocks=rows),))
             if place.cuts or rank == 0:
                 boxes[key] = pieces(shard(full, place, at), place, at)
-        write_part(folder, data, rank, boxes)
-    commit(folder, data, ranks)
+        write_part(folder, rank, boxes)
+    commit(folder, ranks)
     return str(folder)
 
 
@@ -99,7 +98,7 @@ CAUSES: dict[str, tuple[str, Callable[[Tensor], Tensor], str]] = {
     "another": (W13, lambda w: w / 7, f"B holds there what A holds as optimizer.state.{W13}.exp_avg"),
     "zero": (WO, torch.zeros_like, "B is zero throughout: nothing was written there"),
     "rounded": (WO, lambda w: w.bfloat16().to(w), "B is A rounded to bfloat16"),
-    "transposed": (WO, lambda w: w.t(), "B is A transposed"),
+    "permuted": (WO, lambda w: w.t(), "B is A transposed"),
     "none": (WO, lambda w: w.cos(), ""),
 }
 
@@ -150,7 +149,7 @@ def test_what_is_no_checkpoint_ends_with_two(tmp_path: Path, capsys: pytest.Capt
     assert "gone: is no folder; legal: " in capsys.readouterr().err
     with pytest.raises(CheckpointError, match=r"has no tensor to compare that fits lora\*; legal: model"):
         compare(one, one, "lora*")
-    file = next(Path(one).glob("data-*/rank-1/*.distcp"))
+    file = next(Path(one).glob("__1_*.distcp"))
     file.write_bytes(file.read_bytes()[:-9])
     assert main(["checkpoint", one, one]) == 2
     assert "is torn" in capsys.readouterr().err

@@ -11,7 +11,6 @@ from shardproof.bugs.anchors import source_of
 from shardproof.bugs.planting import planted
 from shardproof.harness.checking.evidence import PASS
 from shardproof.harness.engines.shapes.dry import DryEngine
-from shardproof.harness.predicting.clusters import PRESETS
 from shardproof.harness.predicting.figures import EQUAL, mixed_adamw
 from shardproof.harness.predicting.forecast import forecast
 from shardproof.harness.recording.measures import SavedActivations
@@ -106,9 +105,7 @@ def test_memory_by_part_and_a_peak_that_falls_with_every_stage(dry: DryEngine) -
     of_bucket = sum(min(slot.end, own) - slot.start for slot in bucket.slots if slot.start < own)  # no padding
     peaks = []
     for zero, part in enumerate((whole, of_bucket, whole // 4, whole // 4)):  # four divides every number of rows
-        told = forecast(
-            case.but(zero=zero), subject, PRESETS["8xH100-NVLink-IB400"], dry, states=mixed_adamw("bfloat16")
-        )
+        told = forecast(case.but(zero=zero), subject, dry, states=mixed_adamw("bfloat16"))
         kept = part if zero > 1 else whole
         assert told.ledger == EQUAL
         assert (told.memory.parameters, told.memory.gradients) == (2 * kept, 4 * kept), zero

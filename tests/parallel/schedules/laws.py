@@ -6,15 +6,26 @@ forms of live chunks and of sends stand beside the counts of a program. In `time
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
 
 from shardproof.parallel.schedules.messages import Program, counterpart, peer
 from shardproof.parallel.schedules.pipeline import Action, Kind, Pipeline, order
-from shardproof.parallel.schedules.timing import Span
 
+COMPUTED = (Kind.F, Kind.B)
+"""All other kinds are messages."""
 LASTS = {Kind.F: 1, Kind.B: 2}
 """Time of a micro-batch on all chunks of a rank, by kind."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """When one computation runs."""
+
+    action: Action
+    start: Fraction
+    end: Fraction
 
 
 class Sends(StrEnum):
@@ -41,7 +52,7 @@ def check_complete(pipeline: Pipeline, made: Sequence[Program]) -> list[str]:
     """Every micro-batch passes every virtual stage exactly once, forward and backward, on the stage's rank."""
     breaches: list[str] = []
     for rank, steps in enumerate(made):
-        seen = Counter(action for step in steps for action in step if action.kind.computes)
+        seen = Counter(action for step in steps for action in step if action.kind in COMPUTED)
         due = Counter(
             pipeline.action(kind, rank, chunk, micro)
             for kind in (Kind.F, Kind.B)
@@ -68,7 +79,7 @@ def check_legal(pipeline: Pipeline, made: Sequence[Program], sends: Sends, chann
     def issue(rank: int, action: Action) -> None:
         breaches.extend(f"rank {rank}: {action} before {need}" for need in _inputs(pipeline, rank, action) - issued)
         issued.add(action)
-        if not action.kind.computes:
+        if action.kind not in COMPUTED:
             other, sent = peer(pipeline, action), action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
             forward = channels == 1 or action.kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD)
             ends[(rank, other, forward) if sent else (other, rank, forward)][not sent].append(action)
@@ -82,7 +93,7 @@ def check_legal(pipeline: Pipeline, made: Sequence[Program], sends: Sends, chann
                     if action not in issued:
                         issue(rank, action)
                         moved = True
-                messages = [action for action in own[at[rank]] if not action.kind.computes]
+                messages = [action for action in own[at[rank]] if action.kind not in COMPUTED]
                 if any(counterpart(pipeline, action) not in issued for action in messages):
                     break
                 at[rank] += 1
@@ -95,7 +106,7 @@ def check_legal(pipeline: Pipeline, made: Sequence[Program], sends: Sends, chann
 
 def _inputs(pipeline: Pipeline, rank: int, action: Action) -> set[Action]:
     """Actions due on a rank before one: of those of other ranks, the receive."""
-    if action.kind.computes:
+    if action.kind in COMPUTED:
         received = action._replace(kind=Kind.RECV_FORWARD if action.kind is Kind.F else Kind.RECV_BACKWARD)
         return {need if pipeline.rank(need.stage) == rank else received for need in needed(pipeline, action)}
     made = {Kind.SEND_FORWARD: Kind.F, Kind.SEND_BACKWARD: Kind.B}.get(action.kind)

@@ -10,7 +10,7 @@ from torch.distributed.pipelining import schedules as theirs
 
 from shardproof.parallel.schedules.messages import groups_between, programs
 from shardproof.parallel.schedules.pipeline import Kind, Pipeline, order
-from tests.parallel.schedules.laws import Sends, check_legal
+from tests.parallel.schedules.laws import COMPUTED, Sends, check_legal
 from tests.parallel.schedules.shapes import broken, every
 
 Place = tuple[str, int, int]
@@ -59,7 +59,10 @@ def test_the_order_is_the_one_that_torch_lists() -> None:
 def batches(pipeline: Pipeline) -> list[list[tuple[Any, ...]]]:
     """Our steps as `megatron_steps` notes them."""
     return [
-        [(s[0].kind.value, s[0].chunk, s[0].micro) if s[0].kind.computes else tuple(a.kind for a in s) for s in steps]
+        [
+            (s[0].kind.value, s[0].chunk, s[0].micro) if s[0].kind in COMPUTED else tuple(a.kind for a in s)
+            for s in steps
+        ]
         for steps in programs(pipeline)
     ]
 

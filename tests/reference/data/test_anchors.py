@@ -1,9 +1,9 @@
-"""Statements of the reference about its data hold for every case, each can fail, and edges of shards are met.
+"""Statements about the data of the reference hold for every case, each can fail, and edges of shards are met.
 
 The keys that pipeline stages are sent are typed from Megatron's tables.
+"""
 
-The mutants of `bugs/open/shared_data.txt` show that bugs of the data path break a statement."""
-
+import importlib
 import json
 import math
 from collections.abc import Callable
@@ -16,19 +16,21 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from shardproof.bugs.planting import planted_everywhere
+from shardproof.bugs.record import read
 from shardproof.reference.case import Case
-from shardproof.reference.data import anchors as module
-from shardproof.reference.data.anchors import anchors
-from shardproof.reference.data.batches import Batch, micro_batch, own_edges, shard_edges
+from shardproof.reference.data.batches import Batch, micro_batch, own_edges, shard_edges, unread_rows
 from shardproof.reference.data.packing import IGNORED
 from shardproof.reference.data.stages import sent_to_stage
+from shardproof.suites.mutants.mutant import GROUPS, Mutant
+from tests.reference.data import anchors as module
 from tests.reference.data.batch_forms import FORMS, all_batches, every_form, valid
 from tests.reference.model.dense_run import models
 
 
 def broken(case: Case) -> list[str]:
     """The statements that do not hold."""
-    return [name for name, (found, must) in anchors(case).pairs.items() if not torch.equal(found, must)]
+    return [name for name, (found, must) in module.anchors(case).items() if not torch.equal(found, must)]
 
 
 TINY = "mode=mtp tp=1 layers=1 hidden=4 heads=1 kv_heads=1 ffn=8 vocab=11 positions=rope seq=2 batch=1 seed=1"
@@ -48,9 +50,21 @@ def test_every_statement_holds_for_every_case(case: Case, dp: int, micro: int, s
 def test_every_statement_holds_for_short_corpora_and_prompts(tmp_path: Path, form: str, tokens: list[int]) -> None:
     file = tmp_path / "short.jsonl"
     file.write_text(json.dumps({"tokens": tokens}))
-    facts = anchors(Case.parse(f"{FORMS[form]} data={file}"))
-    assert all(torch.equal(found, must) for found, must in facts.pairs.values())
-    assert facts.reading == f"the case reads 769 tokens and the corpus holds {len(tokens)}: it is repeated"
+    assert broken(Case.parse(f"{FORMS[form]} data={file}")) == []
+
+
+BUGS = {bug.name: bug for bug in read(Path(__file__).with_name("shared_data.txt"), Mutant, GROUPS)}
+
+
+@pytest.mark.parametrize("name", ["no bug", *BUGS])
+def test_a_bug_that_moves_truth_and_ranks_alike_breaks_a_statement(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(json.dumps({"tokens": one}) for one in 40 * ([-5, -6, 7, 0, 8, 9, -3], [1, 2, 3])))
+    with planted_everywhere(BUGS[name].sources() if name in BUGS else {}, ("reference", "tests")):
+        copy = importlib.import_module(module.__name__)
+        cases = [f"{form}{more}" for form in FORMS.values() for more in ("", " seq=48 batch=3", f" data={file}")]
+        found = [pair for text in cases for pair in copy.anchors(copy.Case.parse(text)).values()]
+    assert all(torch.equal(*pair) for pair in found) is (name not in BUGS)
 
 
 def _first(batch: Batch, field: str, change: Callable[[torch.Tensor], object]) -> Batch:
@@ -121,10 +135,10 @@ def test_edges_stand_in_place_of_single_tokens_and_do_not_follow_the_split(form:
 def test_rows_that_nothing_looks_up_are_named(tmp_path: Path) -> None:
     file = tmp_path / "few.jsonl"
     file.write_text(json.dumps({"tokens": [1, 2, 4, 7, 250] * 60}))
-    (line,) = anchors(Case.parse(f"data={file} vocab=256")).unchecked
+    (line,) = unread_rows(Case.parse(f"data={file} vocab=256"))
     assert line == (
         "embedding.tokens.weight rows 0, 3, 5-6 and 2 ranges more "
-        "(251 of 256 rows never looked up; first or last of a shard: 0, 127, 128, 255)"
+        "(251 of 256 rows never looked up, first or last of a shard: 0, 127, 128, 255)"
     )
 
 

@@ -1,6 +1,6 @@
 """Micro-batches: distinct for every data rank, a pure function of the case; which tokens count; packs by hand.
 
-Laws of packing are statements of `reference.data.anchors`, which test_anchors.py holds against every form.
+Laws of packing are statements of `tests.reference.data.anchors`, which test_anchors.py holds against every form.
 """
 
 from pathlib import Path

@@ -175,7 +175,6 @@ def test_a_name_too_long_for_a_file_is_one_sentence(shardproof: CommandLine, fol
     message = shardproof.refused("compare", run, "--save-baseline", "x" * 400)
     assert "(400 characters): must be a name of at most 100 letters, digits, dots, dashes; legal: main" in message
     assert "cannot be written (File name" in shardproof("compare", run, "--save-baseline", "m", "--baselines", long)[2]
-    assert "is neither a preset nor a file" in shardproof.refused("predict", "mode=tp", "--cluster", long)
 
 
 # The program itself

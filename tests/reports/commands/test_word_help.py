@@ -97,7 +97,7 @@ def test_words_without_quotes_are_cases_and_a_note_says_so(shardproof: CommandLi
     for words in (("tp=1", "tp=1 steps=1"), ("tp=1 steps=1",), ("steps=1", "steps=2")):
         assert "note: these words" not in shardproof("run", *words, "--subject", SUBJECT)[2]
     assert note in shardproof("faults", "tp=1", "steps=1", "--subject", SUBJECT)[2]
-    assert note.replace("steps", "layers") in shardproof("predict", "tp=1", "layers=1", "--cluster", "nowhere")[2]
+    assert note.replace("steps", "layers") in shardproof("predict", "tp=1", "layers=1", "--memory", "nothing")[2]
     quoted = shardproof("names", "tp=2 layers=1")
     assert quoted[0] == 0 and shardproof("names", "tp=2", "layers=1") == quoted, "a command of one case"
 

@@ -1,15 +1,12 @@
 """Folders with anything in the place of a run: every command gives one sentence and no traceback.
 
 Harm is drawn: bytes cut off, flipped, added, lines doubled, files swapped, emptied or replaced by folders. The suite
-draws few of each; `--hypothesis-profile deep` draws many, and kills thirty runs, which can be read all the same. Files
-of earlier versions are read whole, those of a later layout are refused.
+draws few of each; `--hypothesis-profile deep` draws many, and kills thirty runs, which can be read all the same.
 """
 
-import importlib
 import json
 import random
 import resource
-import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -20,14 +17,12 @@ import pytest
 from hypothesis import settings
 
 from shardproof.harness.ledger import Event, wire_bytes
-from shardproof.harness.run_folder import SCHEMA
 from shardproof.reports.comparing.comparison import compare
 from shardproof.reports.comparing.snapshot import save, side, snapshot
 from shardproof.reports.printing.printable import printable
 from shardproof.reports.stored.files import RunFolderError
 from shardproof.reports.stored.frames import load
 from shardproof.reports.stored.summary import headline, traffic
-from shardproof.suites.session.known_failures import read
 from tests.forked import started
 from tests.harness.command_line import CommandLine
 from tests.reports import sample_run
@@ -209,72 +204,3 @@ def test_many_events_take_bounded_time_and_memory(tmp_path: Path) -> None:
     assert process.ended(600.0) == 0, process.err
     busy_s, most_mib = map(float, process.out.split())
     assert busy_s < 30 and most_mib < 2000
-
-
-def with_schema(folder: Path, schema: object) -> Path:
-    """The run written by hand, whose layout has this number."""
-    sample_run.write(folder, failing=True)
-    env = json.loads((folder / "env.json").read_text()) | {"schema": schema}
-    (folder / "env.json").write_text(json.dumps(env))
-    return folder
-
-
-def test_a_run_of_the_former_layout_is_read_as_a_whole(shardproof: CommandLine, tmp_path: Path) -> None:
-    """Folders had no number, verdicts were not counted and decided nothing, and there was no table of errors."""
-    for schema in range(1, SCHEMA + 1):
-        assert load(with_schema(tmp_path / "run", schema)).env["schema"] == schema
-    former = str(sample_run.write(tmp_path / "former", failing=True))
-    (tmp_path / "former" / "errors.csv").unlink()
-    run = load(former)
-    assert run.notes == () and "schema" not in run.env and set(run.verdicts["decided"]) == {""}
-    whole = "1 case: 1 pass, 0 fail, 0 unknown, 0 skip"
-    for folder, told in ((former, sample_run.MESSAGE), (str(FORMER / "run"), whole)):
-        status, out, err = shardproof("show", folder)
-        assert (status, err) == (0, "") and told in out
-        for words in (("page", "-o", "page.html"), ("trace", "-o", "trace.json"), ("compare", folder)):
-            assert shardproof(*words, folder)[0] == 0, words
-
-
-def test_a_run_of_a_later_layout_is_one_sentence(shardproof: CommandLine, tmp_path: Path) -> None:
-    later = with_schema(tmp_path / "later", SCHEMA + 1)
-    rule = f"is the layout of the folder, and this release reads 1 to {SCHEMA}"
-    for command in ("show", "page", "trace", "compare"):
-        message = shardproof.refused(command, str(later))
-        assert f"{later}/env.json: schema={SCHEMA + 1} {rule}; legal: upgrade shardproof" in message
-
-
-@pytest.mark.parametrize("schema", ["2", 0, -1, 1.5, True, None, [2]])
-def test_a_layout_that_is_no_number_is_one_sentence(tmp_path: Path, schema: object) -> None:
-    with pytest.raises(RunFolderError, match="schema=.* must be a whole number above 0; legal: 2"):
-        load(with_schema(tmp_path / "odd", schema))
-
-
-FORMER = Path(__file__).parent / "former"
-"""Files that an earlier version wrote (commit f027cd1, layout 2): run folder, baseline, checkpoint, failures."""
-CASE = (
-    "mode=tp tp=2 layers=1 hidden=8 heads=2 kv_heads=2 ffn=12 vocab=32 seq=6 batch=1 micro=2 steps=1"
-    " optimizer=adamw lr=0.01 seed=3"
-)
-"""The case of these files, there with `save=checkpoint`."""
-
-
-def test_a_case_of_today_sends_what_the_baseline_holds(shardproof_here: CommandLine) -> None:
-    shutil.copytree(FORMER / "baselines", "baselines")
-    assert shardproof_here("run", f"{CASE} save=checkpoint", "--out", "runs")[0] == 0
-    for run in (FORMER / "run", "runs/latest"):
-        status, out, _ = shardproof_here("compare", "former", str(run), "--fail", "events:0")
-        assert status == 0 and "no limit is broken: events:0" in out, out
-
-
-def test_training_goes_on_from_a_checkpoint(shardproof_here: CommandLine) -> None:
-    shutil.copytree(FORMER / "checkpoint", "checkpoint")
-    status, out, _ = shardproof_here("run", f"{CASE} load=checkpoint".replace("mode=tp tp=2", "mode=tp-sp tp=2 dp=2"))
-    assert status == 0 and "1 pass" in out, out
-
-
-def test_known_failures_name_tests_that_are_there() -> None:
-    entries = read(FORMER / "known-failures.toml")
-    assert len(entries) > 10
-    for entry in entries:
-        file, _, test = entry.test.rstrip("*").partition("::")
-        assert hasattr(importlib.import_module(f"suites.{file.removesuffix('.py')}"), test), entry.test

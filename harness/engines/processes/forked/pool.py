@@ -7,22 +7,22 @@ reference, their arguments as pickles, and answer with pickles. A run that fails
 engine, in RankCrashed or in RankDied. Its processes are killed and the next run gets new ones. State that a program
 leaves in its process (globals of modules, caches) is there in the next run, as in any process that lives on.
 
-No file is left, and no process outlives the driver: forked.fork_server.
+No file is left, and no process outlives the driver: forked.fork_server, processes.workers.
 """
 
 import os
 import sys
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from multiprocessing.connection import wait
+from multiprocessing.util import Finalize
 from typing import Any
 
 from torch.distributed import TCPStore
 
 from shardproof.harness.engines.engine import Engine, RunRequest, Unwaited
-from shardproof.harness.engines.processes.forked.fork_server import ForkServer, Worker
-from shardproof.harness.engines.processes.forked.stacks import standings
+from shardproof.harness.engines.processes.exit_status import ProcessEnd
+from shardproof.harness.engines.processes.forked.fork_server import ForkServer
+from shardproof.harness.engines.processes.forked.worker import serve
 from shardproof.harness.engines.processes.messages import (
     RunOrder,
     Standing,
@@ -31,8 +31,9 @@ from shardproof.harness.engines.processes.messages import (
     packed_program,
     unpacked,
 )
+from shardproof.harness.engines.processes.stacks import standings
 from shardproof.harness.engines.processes.supervisor import Supervisor, Workers
-from shardproof.harness.errors import MachineError
+from shardproof.harness.engines.processes.workers import Worker, receive
 from shardproof.harness.ledger import Observer
 
 _HOST = "127.0.0.1"
@@ -62,7 +63,7 @@ class PoolEngine(Engine):
 
     def __init__(self) -> None:
         self._pool = _Pool()
-        weakref.finalize(self, _Pool.close, self._pool)
+        self._close_pool = Finalize(self, _Pool.close, [self._pool], exitpriority=0)  # not in a fork of this process
 
     def run_request(self, request: RunRequest, observer: Observer | None) -> list[Any]:
         """The results by rank; see Engine.run."""
@@ -73,16 +74,15 @@ class PoolEngine(Engine):
         return values
 
     def _release(self) -> None:
-        self._pool.close()
+        self._close_pool()
 
 
 class _Pool:
     """The processes, and the store in which they find each other."""
 
     def __init__(self) -> None:
-        self._owner = os.getpid()
-        self._servers: dict[int, ForkServer] = {}
-        self._processes: list[Worker] = []
+        self._servers = {seed: ForkServer(seed) for seed in _HASH_SEEDS}
+        self._seeds: dict[Worker, int] = {}
         self._store: Any = None
         self._number = self._connection = 0
 
@@ -93,7 +93,7 @@ class _Pool:
 
         After anything but a good end its processes are replaced. Raises what Supervisor.results raises.
         """
-        processes = self._taken(request.world_size, alive)
+        ranks = self._taken(request.world_size, alive)
         alive()
         self._number += 1
         if self._store is None or self._number % _RUNS_PER_STORE == 0:
@@ -111,7 +111,7 @@ class _Pool:
         )
         reusable = False
         try:
-            workers = _ForkedWorkers(processes, order)
+            workers = _ForkedWorkers(ranks, order)
             supervisor = Supervisor(workers, request.timeout_s, alive)
             values = supervisor.results()
             reports = [report for report in workers.reports if report is not None]
@@ -120,62 +120,47 @@ class _Pool:
             return values, supervisor.unwaited()
         finally:
             if not reusable:
-                self._replace(processes)
+                self._connection += 1
+                self._end(ranks)
 
     def close(self) -> None:
-        """End everything; in a process that was forked from the owner, nothing."""
-        if os.getpid() != self._owner:
-            return
+        """End everything."""
+        self._end([*self._seeds])
         for server in self._servers.values():
             server.close()
-        for process in self._processes:
-            process.close()
-        self._processes, self._servers, self._store = [], {}, None
+        self._store = None
 
     def _taken(self, world_size: int, alive: Callable[[], object]) -> list[Worker]:
-        """The processes of a run, by rank; new ones as far as needed, idle ones beyond the bound ended."""
-        try:
-            taken = self._forked(world_size, alive)
-        except MachineError:  # a server was killed: start over once
-            self.close()
-            taken = self._forked(world_size, alive)
-        for process in self._processes[max(world_size, _MOST_IDLE) :]:
-            process.close()
-        del self._processes[max(world_size, _MOST_IDLE) :]
-        return taken
+        """The processes of a run, by rank; new ones as far as needed, idle ones beyond the bound ended.
 
-    def _forked(self, world_size: int, alive: Callable[[], object]) -> list[Worker]:
-        """A process for every rank, with its hash seed; connections made before are of no use to a new one."""
+        Each has the hash seed of its place. Connections made before are of no use to a new one.
+        """
+        self._end([worker for worker in self._seeds if worker.process.exitcode is not None])
         seeds = [hash_seed(place) for place in range(world_size)]
-        for seed in dict.fromkeys(seeds):  # all start before the first is waited for
-            if seed not in self._servers:
-                self._servers[seed] = ForkServer(seed)
+        idle, taken = dict(self._seeds), list[Worker]()
         for server in self._servers.values():
-            server.await_ready(alive)
-        idle, taken = list(self._processes), list[Worker]()
+            server.alive = alive
+        for seed in {*seeds} - {*idle.values()}:  # all start before the first is waited for
+            self._servers[seed].ensure_running()
         for seed in seeds:
-            worker = next((process for process in idle if process.server.hash_seed == seed), None)
+            worker = next((worker for worker, its in idle.items() if its == seed), None)
             if worker is None:
-                worker = self._servers[seed].fork()
-                self._processes.append(worker)
+                worker = self._servers[seed].start(serve)
+                self._seeds[worker] = seed
                 self._connection += 1
             else:
-                idle.remove(worker)
+                del idle[worker]
             taken.append(worker)
-        self._processes = taken + idle
+        self._end([*idle][max(_MOST_IDLE - world_size, 0) :])
         return taken
 
-    def _replace(self, processes: Sequence[Worker]) -> None:
-        """Kill these processes; the next run forks others, whose connections are new."""
-        self._connection += 1
-        self._processes = [process for process in self._processes if process not in processes]
-        try:
-            for server in self._servers.values():
-                server.kill([process for process in processes if process.server is server])
-        except MachineError:  # a server has ended, and its ranks with it
-            self.close()
-        for process in processes:
-            process.close()
+    def _end(self, workers: Sequence[Worker]) -> None:
+        """End these processes."""
+        for worker in workers:
+            worker.kill()
+        for worker in workers:
+            worker.close()
+            del self._seeds[worker]
 
 
 class _ForkedWorkers(Workers):
@@ -185,49 +170,37 @@ class _ForkedWorkers(Workers):
     settle_s = 0.3
     one_clock = True
 
-    def __init__(self, processes: Sequence[Worker], order: RunOrder) -> None:
-        super().__init__([process.recording.read for process in processes])
-        self._processes = processes
-        self._order = order
-        self._open = {process.pipe: rank for rank, process in enumerate(processes)}
-        for process in processes:
-            process.recording.begin(order.number)
+    def __init__(self, ranks: Sequence[Worker], order: RunOrder) -> None:
+        super().__init__([worker.recording.read for worker in ranks])
+        self._ranks, self._order = {worker: rank for rank, worker in enumerate(ranks)}, order
+        for worker in ranks:
+            worker.recording.begin(order.number)
 
     def start(self) -> bool:
         """Send every process its order."""
-        for rank, process in enumerate(self._processes):
-            process.send(packed(replace(self._order, rank=rank)))
+        for worker, rank in self._ranks.items():
+            worker.send(packed(replace(self._order, rank=rank)))
         return True
 
     def listen(self, limit_s: float) -> None:
-        """Take in reports and deaths. Raises MachineError when a fork server has ended."""
-        servers = {process.server for process in self._processes}
-        ready = wait([*self._open, *(server.pipe for server in servers)], limit_s)
-        for server in servers:
-            if server.pipe in ready:
-                server.listen(_ANSWER_S)
-        for pipe, rank in list(self._open.items()):
-            if pipe in ready:
-                try:
-                    report: WorkerReport = unpacked(pipe.recv_bytes())
-                except (EOFError, OSError):
-                    del self._open[pipe]
-                    self.died[rank] = self._processes[rank].end(0.0)
-                    continue
-                if report.number == self._order.number:
-                    self.reports[rank] = report
+        """Take in reports and deaths."""
+        alive = {worker: rank for worker, rank in self._ranks.items() if rank not in self.died}
+        for rank, message in receive(alive, limit_s):
+            if isinstance(message, ProcessEnd):
+                self.died[rank] = message
+                continue
+            report: WorkerReport = unpacked(message)
+            if report.number == self._order.number:
+                self.reports[rank] = report
 
     def locate(self) -> Mapping[int, Standing]:
         """The stacks of the ranks, which their processes print on a signal."""
-        ranks = self.pending()
-        return dict(zip(ranks, standings([self._processes[rank] for rank in ranks], _ANSWER_S), strict=True))
-
-    def await_ends(self) -> None:
-        """Wait until the fork servers have reported how every process ended that is gone."""
-        self.died = {rank: self._processes[rank].end() for rank in self.died}
+        pending = self.pending()
+        workers = [worker for worker, rank in self._ranks.items() if rank in pending]
+        return dict(zip(pending, standings(workers, _ANSWER_S), strict=True))
 
     def release(self, *, failed: bool) -> None:
         """Let the ranks leave their worlds; those of a failed run are killed by the pool."""
         if not failed:
-            for process in self._processes:
-                process.send(packed(None))
+            for worker in self._ranks:
+                worker.send(packed(None))

@@ -4,6 +4,7 @@ Orders come over a pipe, reports go back. A run is reported as soon as the progr
 rank is released, when all ranks have ended: closing connections earlier would fail ranks that are still reading.
 """
 
+import gc
 import os
 import sys
 import threading
@@ -19,7 +20,6 @@ from torch.distributed import PrefixStore, TCPStore
 
 from shardproof.harness.engines.interposer import Interposer
 from shardproof.harness.engines.processes.flight_recorder import FlightRecorder
-from shardproof.harness.engines.processes.forked import stacks
 from shardproof.harness.engines.processes.forked.kept_groups import KeptGroups
 from shardproof.harness.engines.processes.messages import RunOrder, WorkerReport, packed_report, unpacked
 from shardproof.harness.engines.processes.rank_program import result_of, seed_streams, world
@@ -68,20 +68,17 @@ is gone too.
 """
 
 
-def serve(pipe: Connection, recorder_file: int) -> None:
-    """The life of a worker that was forked with this pipe and the file of its flight recorder."""
-    stacks.print_on_signal(recorder_file)
+def serve(pipe: Connection, memory: int) -> None:
+    """The life of a worker that is one rank, with this pipe and the file of its flight recorder."""
+    gc.enable()  # imports, which make no garbage, were done without
     warnings.filterwarnings("ignore", "Work::result API is being deprecated")  # raised by our own FollowedWork
-    recorder = FlightRecorder(recorder_file)
-    try:
-        with Interposer(log=recorder) as interposer:
-            worker = _Worker(pipe, recorder, interposer)
-            while True:
-                order: RunOrder | None = unpacked(pipe.recv_bytes())
-                if order is not None:
-                    worker.run(order)
-    except (EOFError, ConnectionError):  # the driver has closed the pipe: this worker is not needed any more
-        return
+    recorder = FlightRecorder(memory)
+    with Interposer(log=recorder) as interposer:
+        worker = _Worker(pipe, recorder, interposer)
+        while True:
+            order: RunOrder | None = unpacked(pipe.recv_bytes())
+            if order is not None:
+                worker.run(order)
 
 
 class _Worker:

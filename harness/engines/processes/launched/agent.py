@@ -1,7 +1,7 @@
 """The agent of a rank, as in torch elastic: the launched process keeps and monitors a worker that runs the programs.
 
-The rank's program runs in a process that the agent forks (forked.fork_server). So a program that hangs can be ended and
-one that dies is reported, while the launched process stays. The agent reads the worker's flight recorder and stack, and
+The rank's program runs in a worker of a fork server (forked.fork_server). So a program that hangs can be ended and one
+that dies is reported, while the launched process stays. The agent reads the worker's flight recorder and stack, and
 passes on its reports without reading them. Messages are pairs:
 
     from rank 0's engine     START, CALLS, WHERE, LEAVE or KILL, the number of the run; RUN, the order; END, 0
@@ -13,18 +13,20 @@ Times are seconds.
 import os
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
 from shardproof.harness.engines.processes.exit_status import ProcessEnd
 from shardproof.harness.engines.processes.flight_recorder import ReadCalls
-from shardproof.harness.engines.processes.forked.fork_server import ForkServer, Worker
+from shardproof.harness.engines.processes.forked.fork_server import ForkServer
 from shardproof.harness.engines.processes.forked.pool import hash_seed
-from shardproof.harness.engines.processes.forked.stacks import standings
+from shardproof.harness.engines.processes.forked.worker import serve
 from shardproof.harness.engines.processes.launched.rendezvous import Launched
 from shardproof.harness.engines.processes.messages import RunOrder, Standing, packed
+from shardproof.harness.engines.processes.stacks import standings
+from shardproof.harness.engines.processes.workers import Worker, receive
 from shardproof.harness.errors import MachineError
 
 START, RUN, CALLS, WHERE, LEAVE, KILL, END = "start", "run", "calls", "where", "leave", "kill", "end"
@@ -48,20 +50,11 @@ class Progress(NamedTuple):
 
 def relayed(link: Connection, place: Launched) -> bool:
     """Serve rank 0's engine with workers of a fork server, which starts at the first; see `relay`."""
-    servers: list[ForkServer] = []
-
-    def fork() -> Worker:
-        with suppress(MachineError):  # the server was killed: another one starts
-            if servers:
-                return servers[-1].fork()
-        servers.append(ForkServer(hash_seed(place.rank)))
-        return servers[-1].fork()
-
+    server = ForkServer(hash_seed(place.rank))
     try:
-        return relay(link, fork, place)
+        return relay(link, partial(server.start, serve), place)
     finally:
-        for server in servers:
-            server.close()
+        server.close()
 
 
 def relay(link: Connection, fork: Callable[[], Worker], place: Launched) -> bool:
@@ -69,10 +62,11 @@ def relay(link: Connection, fork: Callable[[], Worker], place: Launched) -> bool
     agent = _Agent(link, fork, place)
     try:
         while True:
-            ready = wait([link] if agent.worker is None else [link, agent.worker.pipe])
-            if agent.worker is not None and agent.worker.pipe in ready:
-                agent.pass_on(agent.worker)
-            if link in ready:
+            worker = agent.worker
+            wait([link] if worker is None else [link, worker.pipe, worker.process.sentinel])
+            for _, message in receive({} if worker is None else {worker: 0}, 0.0):
+                agent.pass_on(message)
+            if link.poll():
                 word, content = link.recv()
                 if word == END:
                     return True
@@ -119,18 +113,17 @@ class _Agent:
         else:
             self._answer(content, Progress())
 
-    def pass_on(self, worker: Worker) -> None:
+    def pass_on(self, message: bytes | ProcessEnd) -> None:
         """Send rank 0 the report of the worker, or how it ended."""
-        try:
-            self._answer(self._number, Progress(report=worker.pipe.recv_bytes()))
-        except (EOFError, OSError):
-            self._answer(self._number, Progress(end=worker.end()))
+        if isinstance(message, bytes):
+            self._answer(self._number, Progress(report=message))
+        else:
+            self._answer(self._number, Progress(end=message))
             self.end_worker()
 
     def end_worker(self) -> None:
         """End the worker whatever it does."""
         if self.worker is not None:
-            self.worker.server.kill([self.worker])
             self.worker.close()
             self.worker = None
 

@@ -1,1 +1,0 @@
-"""How often a failure names the right module when the subject declares no layout of its activations."""

@@ -1,1 +1,0 @@
-"""Errors of an optimizer: of its moments, of parameters, by clipping."""

@@ -1,0 +1,293 @@
+"""Steps of an optimizer gone wrong: not taken, of old or scaled gradients, or made of another sum of its tensors.
+
+All wrong states of the first wrong step are looked at together. Where moments are wrong, nothing is said of the updates
+made of them. A wrong moment or update is fitted by the right one and another tensor: the moment before, the parameters,
+or the update before. With gradients times f a moment is f times the right one and b (1 - f) times the one before. Here
+b is the share that it keeps. The mean of squares has f squared. Elements that Adam may have made of rounding
+(`Evidence.slack`) are left out. Source: Kingma & Ba 2015; Loshchilov & Hutter 2019.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from shardproof.harness.checking.evidence import Evidence
+from shardproof.harness.checking.measures.kinds import kind_of, step_of
+from shardproof.harness.diagnosing.causes.cause import Cause, claimed
+from shardproof.harness.diagnosing.causes.hypothesis import LATER, STATE, Failure, Hypothesis
+from shardproof.harness.diagnosing.causes.places import blocks_of
+from shardproof.harness.diagnosing.causes.proofs import FEWEST_OF_A_FACTOR, Explained, independent
+from shardproof.harness.diagnosing.causes.proofs import times as in_words
+from shardproof.harness.diagnosing.hypotheses.factors import meaning_of
+from shardproof.harness.errors import ranks_text
+
+NEAR = 1e-4
+"""Weights of a fit are equal within this, and a fit leaves less than this share of what is wrong."""
+LEFT = 1e-2
+"""Share of what is wrong in a step that its cause may leave of it."""
+LOOSE = 1e-6
+"""Share of its own movement that Adam may have made of rounding in an element that is still looked at."""
+_MOMENTS = {"exp_avg": "mean of gradients", "exp_avg_sq": "mean of squared gradients"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moved:
+    """All wrong tensors of a kind after one step, flat and end to end in float64.
+
+    `states` are their names, `before` the values before the step. `beside`: other tensors of the same elements, where
+    all are known. They are the parameters before this step ("parameter"), and their last movement ("last").
+    """
+
+    states: tuple[str, ...]
+    value: Tensor
+    truth: Tensor
+    before: Tensor
+    beside: Mapping[str, Tensor]
+
+    @property
+    def got(self) -> Tensor:
+        """By how much the step moved them."""
+        return self.value - self.before
+
+    @property
+    def right(self) -> Tensor:
+        """By how much it should have."""
+        return self.truth - self.before
+
+
+def of_kind(evidence: Evidence, wrong: Sequence[str], kind: str, step: int) -> Iterator[tuple[str, str]]:
+    """(name, parameter) of the wrong states of a kind after this step; the last one's parameters are `param/`."""
+    for name in wrong:
+        if name.startswith(f"{kind}_after/{step}/"):
+            yield name, name.split("/", 2)[2]
+        elif name.startswith(f"{kind}/") and step == evidence.case.steps - 1:
+            yield name, name.partition("/")[2]
+
+
+def before_step(evidence: Evidence, kind: str, step: int, parameter: str) -> Tensor | None:
+    """The full state of a parameter before this step: moments begin as zeros. None when it is not known."""
+    if step:
+        return evidence.merged.tensors.get(f"{kind}_after/{step - 1}/{parameter}")
+    start = evidence.shares.get(f"start/{parameter}", evidence.initial.get(parameter))
+    return start if kind == "param" or start is None else torch.zeros_like(start)
+
+
+def moved(evidence: Evidence, wrong: Sequence[str], kind: str, step: int) -> Moved | None:
+    """The wrong states of a kind after this step; None when there are none whose state before is known."""
+    rows: list[dict[str, Tensor | None]] = []
+    states = []
+    for name, parameter in of_kind(evidence, wrong, kind, step):
+        before, value = before_step(evidence, kind, step, parameter), evidence.merged.tensors.get(name)
+        if before is None or value is None:
+            continue
+        now = before_step(evidence, "param", step, parameter)
+        earlier = before_step(evidence, "param", step - 1, parameter) if step else None
+        last = None if now is None or earlier is None else now.double() - earlier.double()
+        truth, slack = evidence.truth[name].double(), evidence.slack.get(name)
+        row = {"value": value, "truth": truth, "before": before, "parameter": now, "last": last}
+        sure = ... if slack is None else slack.double() <= LOOSE * (truth - before.double()).abs()
+        rows.append({part: None if t is None else t.double()[sure].flatten() for part, t in row.items()})
+        states.append(name)
+    if not states:
+        return None
+    known = [part for part in rows[0] if all(row[part] is not None for row in rows)]
+    flat = {part: torch.cat([tensor for row in rows if (tensor := row[part]) is not None]) for part in known}
+    value, truth, before = (flat.pop(part) for part in ("value", "truth", "before"))
+    return Moved(states=tuple(states), value=value, truth=truth, before=before, beside=flat)
+
+
+def times(value: Tensor, truth: Tensor) -> float | None:
+    """The number that `truth` is multiplied by in `value`; None when no number explains it."""
+    power = float(truth @ truth)
+    factor = float(value @ truth) / power if power else 0.0
+    error = min(float(value.norm()), float((value - truth).norm()))
+    fits = factor and float((value - factor * truth).norm()) <= NEAR * error
+    return factor if fits else None
+
+
+def fitted(value: Tensor, truth: Tensor, other: Tensor) -> tuple[float, float] | None:
+    """(a, b) with value = a truth + b other; b is 0 where `other` is. None when no such sum explains the value."""
+    known = torch.stack([truth, other], 1) if bool(other.any()) else truth[:, None]
+    error = float((value - truth).norm())
+    few = independent([truth]) < FEWEST_OF_A_FACTOR
+    if few or not error or not math.isfinite(error + float(known.norm())):
+        return None
+    sizes = known.norm(dim=0).clamp(min=1e-300)
+    weights = torch.linalg.lstsq(known / sizes, value[:, None], driver="gelsd").solution[:, 0] / sizes
+    explained = float((known @ weights - value).norm()) <= NEAR * error
+    return (float(weights[0]), float(weights[1]) if len(weights) > 1 else 0.0) if explained else None
+
+
+def _number(failure: Failure) -> int:
+    """The first step with a wrong state or norm, the last one for parameters."""
+    if failure.kind != LATER and kind_of(failure.first) == "param":
+        return failure.evidence.case.steps - 1
+    return max(step_of(failure.first), 0)
+
+
+def _wrong(failure: Failure, kind: str) -> Moved | None:
+    return moved(failure.evidence, failure.numbers, kind, _number(failure))
+
+
+def gradient_factor(evidence: Evidence, wrong: Sequence[str], step: int) -> float | None:
+    """The number that the gradients inside both moments are multiplied by; None when none explains them."""
+    moments = [moved(evidence, wrong, kind, step) for kind in _MOMENTS]
+    fits = [fitted(one.value, one.truth, one.before) if one else None for one in moments]
+    if moments[0] is None or fits[0] is None:
+        return None
+    factor, past = fits[0]
+    if bool(moments[0].before.any()) and not (factor != 1 and 0 < past / (1 - factor) < 1):
+        return None
+    if moments[1] is None:
+        return factor if math.isclose(factor, -1, rel_tol=NEAR) else None
+    return factor if fits[1] and math.isclose(fits[1][0], factor**2, rel_tol=NEAR) else None
+
+
+def _moments(failure: Failure) -> list[Cause]:
+    """Moments of gradients times one number, or that are another sum of the right ones and of what was before."""
+    step, evidence, wrong = _number(failure), failure.evidence, failure.numbers
+    states = {kind: state for kind in _MOMENTS if (state := _wrong(failure, kind))}
+    proofs, words = list[Explained](), list[str]()
+    for kind, state in states.items():
+        now = state.beside.get("parameter")
+        fit = fitted(state.value, state.truth, state.before)
+        share = None if fit or now is None or kind != "exp_avg" else times(state.value - state.truth, now)
+        if share is not None and now is not None:  # of squared gradients that hold parameters nothing is linear
+            words = [f"the {_MOMENTS[kind]} holds {share:.3g} x the parameters"]
+            proofs = [_explained(state, state.value, state.truth, state.truth + share * now)]
+            break
+        if fit is None:
+            return []
+        past = f" and {fit[1]:.4g} x the one before" if fit[1] else ""
+        words.append(f"the {_MOMENTS[kind]} is {in_words(fit[0])} the right one{past}")
+        guess = fit[0] * state.truth + fit[1] * state.before
+        proofs.append(_explained(state, state.value, state.truth, guess))
+    if not proofs:
+        return []
+    if (factor := gradient_factor(evidence, wrong, step)) is not None:
+        names = [name.rpartition("/")[2] for name in next(iter(states.values())).states]
+        first = [f"{kind}_after/0/{name}" for kind in _MOMENTS for name in names]
+        relation = f"the gradients of step {step} are {in_words(factor)} the right ones"
+        measure = partial(gradient_factor, wrong=first, step=0)
+        return meaning_of(evidence, factor, relation, NEAR, measure, lambda _: tuple(proofs), step)
+    return claimed("optimizer_state", f"in step {step} {', '.join(words)}", *proofs)
+
+
+def _explained(state: Moved, value: Tensor, truth: Tensor, guess: Tensor, fitted: int = 1) -> Explained:
+    return Explained(value=value, truth=truth, guess=guess, left=LEFT, names=state.states, fitted=fitted)
+
+
+def _updates(failure: Failure) -> list[Cause]:
+    """Updates times one number, or with a share of the parameters or of the updates before."""
+    step, state = _number(failure), _wrong(failure, "param")
+    if state is None or any(_wrong(failure, kind) for kind in _MOMENTS):
+        return []
+    if (factor := times(state.got, state.right)) is not None:
+        proof = _explained(state, state.got, state.right, factor * state.right)
+        relation = f"the updates of step {step} are {in_words(factor)} the right ones"
+        measure = partial(_factor_of_updates, names=[name.rpartition("/")[2] for name in state.states])
+        return meaning_of(failure.evidence, factor, relation, NEAR, measure, lambda _: (proof,), step)
+    last = state.beside.get("last") if _right_norm(failure) else None
+    for what, other in (("the parameters before it", state.before), ("the updates before", last)):
+        fit = None if other is None or not bool(other.any()) else fitted(state.got, state.right, other)
+        if fit and other is not None:
+            guess = fit[0] * state.right + fit[1] * other
+            words = f"the updates of step {step} are {in_words(fit[0])} the right ones and {fit[1]:.3g} x {what}"
+            return claimed("optimizer_state", words, _explained(state, state.got, state.right, guess, fitted=2))
+    return []
+
+
+def _right_norm(failure: Failure) -> bool:
+    """Whether the norm of the step's gradients was returned, and is right: they hold none of another step."""
+    norm = f"grad_norm/{_number(failure)}"
+    return norm in failure.evidence.merged.tensors and norm not in failure.wrong
+
+
+def _factor_of_updates(other: Evidence, names: Sequence[str]) -> float | None:
+    """The factor on what the first step moves these parameters by, in another case."""
+    state = moved(other, [f"param/{name}" for name in names], "param", 0)
+    if state is None:
+        return None
+    right = float((state.got - state.right).norm()) <= NEAR * float(state.right.norm())
+    return 1.0 if right else times(state.got, state.right)
+
+
+def _not_taken(failure: Failure) -> list[Cause]:
+    """Wrong parameters that stay where they were before the step or before the first one, all of them or some."""
+    evidence, step = failure.evidence, _number(failure)
+    names = list(of_kind(evidence, failure.numbers, "param", step))
+    names = names or list(of_kind(evidence, failure.numbers, "param", evidence.case.steps - 1))
+    tensors = evidence.merged.tensors
+    for first in dict.fromkeys((step, 0)) if not any(_wrong(failure, kind) for kind in _MOMENTS) else ():
+        befores = {n: before_step(evidence, "param", first, parameter) for n, parameter in names}
+        known = {n: then for n, then in befores.items() if then is not None}
+        same = {
+            n: then for n, then in known.items() if n in tensors and torch.equal(tensors[n].double(), then.double())
+        }
+        when = f"step {first}" if first else "the first step"
+        if same:
+            named = "the parameters" if len(same) == len(names) else ", ".join([*same][:3]) + " ..." * (len(same) > 3)
+            proofs = (
+                Explained(value=tensors[n], truth=evidence.truth[n], guess=t, names=(n,)) for n, t in same.items()
+            )
+            return claimed("never_updated", f"{named}: as before {when}", *proofs)
+        if known and (causes := _still_on_ranks(evidence, known, when)):
+            return causes
+    return []
+
+
+def _still_on_ranks(evidence: Evidence, befores: Mapping[str, Tensor], when: str) -> list[Cause]:
+    """Ranks on which every wrong parameter stays where it was, and nothing else is wrong anywhere."""
+    stays, moves = dict[int, Explained](), set[int]()
+    for name, before in befores.items():
+        truth = evidence.truth[name].double()
+        for rank, blocks in blocks_of(evidence, name).items():
+            for block in blocks:
+                value, true, then = block.local.double(), block.part_of(truth), block.part_of(before.double())
+                if torch.equal(value, then) and not torch.equal(then, true):
+                    stays[rank] = Explained(value=value, truth=true, guess=then, names=(name,))
+                elif float((value - true).norm()) <= NEAR * float((true - then).norm()):
+                    moves.add(rank)
+                else:
+                    return []
+    if not stays or stays.keys() & moves:
+        return []
+    words = f"on rank{'s' * (len(stays) > 1)} {ranks_text(sorted(stays))} the parameters are as before {when}"
+    return claimed("never_updated", words, *stays.values())
+
+
+def _not_zeroed(failure: Failure) -> list[Cause]:
+    """A later step that holds the first one's gradient too, in its moments or else in its parameters.
+
+    Which factor each parameter's has depends on what sums over ranks it went through again.
+    """
+    evidence, step = failure.evidence, _number(failure) if failure.kind != LATER else failure.evidence.case.steps - 1
+    kinds = (kind for kind in ("exp_avg", "param") if any(of_kind(evidence, failure.numbers, kind, step)))
+    proofs = []
+    for name, parameter in (
+        of_kind(evidence, failure.numbers, next(kinds, ""), step) if step and not _right_norm(failure) else ()
+    ):
+        value, old = evidence.merged.tensors.get(name), evidence.truth.get(f"grad/{parameter}")
+        if value is None or old is None or independent([old]) < FEWEST_OF_A_FACTOR:
+            return []
+        truth = evidence.truth[name].double()
+        share = times((value.double() - truth).flatten(), old.double().flatten())
+        if share is None:
+            return []
+        guess = truth + share * old.double()
+        proofs.append(Explained(value=value, truth=truth, guess=guess, left=LEFT, names=(name,), fitted=1))
+    return claimed("not_zeroed", f"step {step} holds the gradient of the first step once more", *proofs)
+
+
+_of_steps = partial(Hypothesis, kinds=frozenset({"grad_norm", STATE}))
+_of_later = partial(Hypothesis, kinds=frozenset({"grad_norm", LATER, STATE}))
+HYPOTHESES = (
+    _of_later(predicts="parameters as they were before a step", causes=_not_taken),
+    _of_later(predicts="a later step that holds the first gradients", causes=_not_zeroed),
+    _of_steps(predicts="moments of scaled gradients, or other sums of the right moments", causes=_moments),
+    _of_steps(predicts="scaled updates, or with a share of parameters or of updates before", causes=_updates),
+)

@@ -1,0 +1,240 @@
+"""Workers: processes of Python's multiprocessing, whatever they run and whichever way they are started.
+
+The driver of a worker is the process that started it. The two share a pipe, and memory with a flight recorder and the
+stacks that the worker prints behind it. A worker ends with its driver, also amid native code. Times are seconds.
+"""
+
+import faulthandler
+import fcntl
+import gc
+import itertools
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import struct
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext, suppress
+from multiprocessing import spawn
+from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import DupFd
+from typing import Any, NamedTuple, NoReturn, TextIO, TypeVar
+
+from shardproof.harness.engines.calls.callers import is_user, shortened
+from shardproof.harness.engines.processes.exit_status import OUR_STATUS, ProcessEnd, process_end
+from shardproof.harness.engines.processes.flight_recorder import RECORDER_BYTES, Recording, anonymous_file
+from shardproof.harness.torch_internals.lookup import standing
+
+STACK_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
+"""A worker prints the stacks of all its threads when it comes."""
+_BURIAL_S = 2.0
+"""How long it may take, on a busy machine, to learn how a worker ended whose pipe has closed."""
+_MESSAGE_S = 30.0
+"""How long the rest of a message that has begun is awaited, or a message may take to be taken."""
+_SERVER_DIED = 255
+"""multiprocessing's exit code of a worker whose fork server has ended."""
+_GONE = ProcessEnd("its process is gone")
+_BEGIN = b"begin"
+"""The driver's first message: it has written all that it writes to the sentinel of a driver."""
+_LINE = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
+_CALLERS = 3
+Key = TypeVar("Key")
+
+
+class Frame(NamedTuple):
+    """A line of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{shortened(self.file)}:{self.line} in {self.function}"
+
+
+class Worker:
+    """The driver's end of a worker: its `process` and the `pipe` to it.
+
+    `memory` is a descriptor of what both see, `recording` the flight recorder in it.
+    """
+
+    def __init__(self, start: Any, target: Callable[..., object], *words: Any, leads: bool = False) -> None:
+        """Start one that calls `target(pipe, memory, *words)` with its own ends.
+
+        `start` is a context of multiprocessing. A worker that `leads` is killed with all that it has started.
+        """
+        ours, theirs = socket.socketpair()
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", int(_MESSAGE_S), 0))
+        self.pipe, self.memory, self._leads = Connection(ours.detach()), anonymous_file(), leads
+        self.recording = Recording(self.memory)
+        os.lseek(self.memory, RECORDER_BYTES, os.SEEK_SET)  # where stacks are printed
+        forks = start.get_start_method() == "fork"
+        inherited = (self.pipe, multiprocessing.get_start_method(allow_none=True)) if forks else (None, None)
+        with Connection(theirs.detach()) as other, warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside the thread of a progress bar
+            words = (inherited, other, _Memory(self.memory), leads, target, words)
+            self.process = start.Process(target=_live, args=words, name="MainProcess")  # as programs find it elsewhere
+            try:
+                with nullcontext() if forks else standing(spawn, "get_preparation_data", _preparation):
+                    self.process.start()
+            except BaseException:
+                self._release()
+                raise
+        self.send(_BEGIN)
+
+    @property
+    def pid(self) -> int:
+        """The number of its process."""
+        return self.process.pid or 0
+
+    def send(self, message: bytes) -> None:
+        """Send a message. A process that cannot receive it shows as dead or silent when its pipe is read."""
+        with suppress(OSError):
+            self.pipe.send_bytes(message)
+
+    def end(self, limit_s: float = _BURIAL_S) -> ProcessEnd | None:
+        """How it ended, and what it has started too if it leads; None where it has not ended after this time."""
+        self.process.join(limit_s)
+        code = self.process.exitcode
+        if code is None:
+            return None
+        is_there = code == _SERVER_DIED and self._is_there()
+        if self._leads:
+            self._kill(os.killpg)
+            self._leads = False  # the number may be another's by and by
+        return ProcessEnd("its fork server has ended") if is_there else process_end(code)
+
+    def kill(self) -> ProcessEnd:
+        """End it, whatever it is doing, and what it has started, if it leads."""
+        if self._leads:
+            self._kill(os.killpg)
+        if self.process.exitcode is None:
+            self._kill(os.kill)
+        return self.end() or _GONE
+
+    def close(self, leave_s: float = 0.0) -> None:
+        """End it, at once or when it has not ended by itself after this time. A second time does nothing."""
+        self.pipe.close()
+        if self.memory >= 0:
+            if self.end(leave_s) is None:
+                self.kill()
+            self._release()
+
+    def stack(self, begin: str, end: str) -> tuple[Frame, ...]:
+        """The printed stack of the thread with this headline, innermost first, up to the frames of a file."""
+        printed = os.pread(self.memory, 1 << 20, RECORDER_BYTES).decode(errors="replace")
+        lines = map(_LINE.match, printed.partition(begin)[2].partition("hread 0x")[0].splitlines())
+        frames = [Frame(line["file"], int(line["line"]), line["function"]) for line in lines if line]
+        return tuple(itertools.takewhile(lambda frame: frame.file != end, frames))
+
+    def crashed_at(self) -> str:
+        """Where it was when it crashed, in the user's code, innermost first; "" where nothing is known."""
+        frames = [str(frame) for frame in self.stack("Current thread 0x", __file__) if is_user(frame.file)]
+        return ", called from ".join(frames[:_CALLERS])
+
+    def _release(self) -> None:
+        self.pipe.close()
+        self.recording.close()
+        os.close(self.memory)
+        self.memory = -1
+
+    def _is_there(self) -> bool:
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, 0)
+            return True
+        return False
+
+    def _kill(self, send: Callable[[int, int], None]) -> None:
+        with suppress(ProcessLookupError, PermissionError):
+            send(self.pid, signal.SIGKILL)
+
+
+def receive(workers: Mapping[Worker, Key], limit_s: float | None) -> Iterator[tuple[Key, bytes | ProcessEnd]]:
+    """Wait until a worker sends something or ends, at most so long; yield what came, by the keys of the workers."""
+    ready = wait([part for worker in workers for part in (worker.pipe, worker.process.sentinel)], limit_s)
+    for worker, key in workers.items():
+        message: bytes | ProcessEnd | None = None
+        if worker.pipe in ready:
+            with suppress(EOFError, OSError):
+                message = worker.pipe.recv_bytes()
+        elif worker.process.sentinel not in ready:
+            continue
+        yield key, message if message is not None else worker.end() or _GONE
+
+
+def _preparation(name: str) -> dict[str, object]:
+    """Words of multiprocessing for a fresh process; nothing of `__main__`, which may be a script without a guard."""
+    return {"name": name, "sys_path": [*sys.path], "dir": os.getcwd()}
+
+
+class _Memory:
+    """A descriptor on its way into another process."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _received, (DupFd(self.descriptor),)
+
+
+def _received(descriptor: Any) -> _Memory:
+    return _Memory(descriptor.detach())
+
+
+def _live(
+    inherited: tuple[Connection | None, str | None],
+    pipe: Connection,
+    memory: _Memory,
+    leads: bool,
+    target: Callable[..., object],
+    words: tuple[object, ...],
+) -> NoReturn:
+    """The life of a worker's process."""
+    status = OUR_STATUS
+    try:
+        if inherited[0] is not None:
+            inherited[0].close()
+        multiprocessing.set_start_method(inherited[1], force=True)  # None: a program may still choose
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the driver, which ends this process
+        if leads:
+            os.setpgid(0, 0)
+        pipe.recv_bytes()
+        _end_with_driver()
+        sys.stdout, sys.stderr = _reopened(sys.stdout), _reopened(sys.stderr)
+        faulthandler.enable(memory.descriptor)
+        faulthandler.register(STACK_SIGNAL, file=memory.descriptor, all_threads=True)
+        gc.freeze()  # what is loaded now stays: it is shared with other processes, and never scanned again
+        target(pipe, memory.descriptor, *words)
+        status = 0
+    except (EOFError, ConnectionError):  # the driver has closed the pipe: this worker is not needed any more
+        status = 0
+    except SystemExit as leaving:  # of what the program has outside of a rank, such as its imports
+        status = leaving.code if isinstance(leaving.code, int) else 1
+    except BaseException:  # a bug of this package, which must not look like one of the program's
+        traceback.print_exc()
+    sys.exit(status)  # in good order: a profiler loses what a process saw last that ends otherwise
+
+
+def _end_with_driver() -> None:
+    """Have Linux kill this process, with what it has started if it leads, when its driver is gone.
+
+    Nothing is written to the sentinel any more, so that a signal of it means its end.
+    """
+    driver = multiprocessing.parent_process()
+    if sys.platform == "linux" and driver is not None:
+        fcntl.fcntl(driver.sentinel, fcntl.F_SETOWN, -os.getpid() if os.getpgrp() == os.getpid() else os.getpid())
+        fcntl.fcntl(driver.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(driver.sentinel, fcntl.F_SETFL, fcntl.fcntl(driver.sentinel, fcntl.F_GETFL) | os.O_ASYNC)
+
+
+def _reopened(stream: TextIO) -> TextIO:
+    """File without locks that a thread of a progress bar held when this process was forked."""
+    try:
+        return os.fdopen(os.dup(stream.fileno()), "w", 1, encoding=stream.encoding, errors=stream.errors)
+    except (OSError, ValueError, AttributeError):
+        return stream

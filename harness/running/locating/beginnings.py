@@ -1,0 +1,244 @@
+"""The samples and the initial values of parameters with which ranks and truth begin.
+
+Where these are others, nothing behind them can agree. A subject runs once more on its ranks, and the first values of
+parameters are noted. In words of its own the numbers from `case.samples` are too, and those of its truth. Samples of
+a step are the same where both take every micro-batch of every data rank. Ranks of a tp group take the same ones, or
+share them out. Sizes of gradients are noted as well, as backward leaves them on each rank, before any sum over ranks.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardproof.harness.checking.evidence import Evidence
+from shardproof.harness.diagnosing.causes.proofs import last_bits
+from shardproof.harness.errors import ShardproofError, ranks_text
+from shardproof.harness.outcome.blocks import Block
+from shardproof.harness.outcome.merging import Outcomes
+from shardproof.harness.plain_case import PlainCase, Word
+from shardproof.harness.protocols import CaseLike, Value, case_text
+from shardproof.harness.recording.capturing.initial_values import STARTED, FirstValues, first_values
+from shardproof.harness.running.ranks.execution import execute
+from shardproof.harness.running.trials.trial import Trial
+from shardproof.harness.running.truth.own import EXACT, OwnTruth, one_rank
+from shardproof.harness.subject import ALONE, NamedSubject, called
+
+Asked = tuple[int, int, int, int]
+"""Step, micro-batch, first and past-the-last number of its samples."""
+_ASKED = "asked "
+"""Begin of the names under which requests travel in an outcome."""
+_SQUARES = "squares of gradients"
+_TENSOR = "tp"
+"""The axis whose ranks work on the same samples, whatever the subject does."""
+_FEWEST = 4
+"""Fewest elements whose values are another part's by no chance."""
+_FAR = 1e-2
+"""Share of a parameter beyond which its first values are others, and not rounded ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Watched(PlainCase):
+    """A case that notes the samples that it gives."""
+
+    noted_samples: list[Asked]
+
+    def samples(self, step: int, micro: int, dp_rank: int, batch: int) -> range:
+        """The same, noted."""
+        numbers = PlainCase.samples(self, step, micro, dp_rank, batch)
+        self.noted_samples.append((step, micro, numbers.start, numbers.stop))
+        return numbers
+
+    def but(self, **words: Word) -> "_Watched":
+        """The same, and its samples are noted as those of this case."""
+        return _watched(PlainCase.but(self, **words), self.noted_samples)
+
+
+def _watched(case: PlainCase, noted: list[Asked]) -> _Watched:
+    return _Watched(vocabulary=case.vocabulary, values=case.values, noted_samples=noted)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asking:
+    """A subject whose outcome has the samples that it takes on this rank too, by names, and its first values."""
+
+    subject: NamedSubject
+
+    def __getattr__(self, attribute: str) -> Any:
+        """Any other attribute is the subject's."""
+        return getattr(self.subject.call, attribute)  # session, per_rank
+
+    def __call__(self, case: Any, device: torch.device) -> Mapping[str, Value]:
+        """Run the subject and return each request as a name, and what the hooks of gradients saw."""
+        asked: list[Asked] = []
+        gradients = _Gradients()
+        watched = _watched(case, asked) if isinstance(case, PlainCase) else case
+        with FirstValues(gradients.follow) as probe:
+            outcome = called(self.subject.call, watched, device)
+        requests = {_ASKED + " ".join(map(str, one)): torch.ones(()) for one in asked}
+        return {**outcome, **probe.found, **requests, _SQUARES: torch.tensor(gradients.squares, dtype=torch.float64)}
+
+
+class _Gradients:
+    """Sums of squares of all gradients of this rank, one after each that backward has accumulated."""
+
+    def __init__(self) -> None:
+        self.squares: list[float] = []
+        self._of: dict[int, float] = {}
+
+    def follow(self, leaf: Tensor) -> None:
+        """Look at this leaf's gradient whenever backward has added to it."""
+        leaf.register_post_accumulate_grad_hook(self._seen)
+
+    def _seen(self, leaf: Tensor) -> None:
+        gradient = leaf.grad
+        if gradient is not None and not gradient.is_sparse:
+            with torch.no_grad():
+                own = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+                self._of[id(leaf)] = float(own.double().square().sum())
+            self.squares.append(sum(self._of.values()))
+
+
+def with_beginnings(trial: Trial, evidence: Evidence, wrong: Collection[str]) -> Evidence:
+    """Evidence with how samples and initial values of the ranks differ from those of their truth; else as it is."""
+    own, case, samples = trial.reference.own, trial.case, ""
+    if not wrong or evidence.torn:
+        return evidence
+    try:
+        with trial.timed("located"):
+            ranks = _run(trial, case)
+            if own is not None and isinstance(case, PlainCase):
+                asked, truth = [_asked(outcome) for outcome in ranks], _asked_by_truth(trial, own, case)
+                samples = _apart(asked, case) or _difference(set().union(*asked), truth, case.micro)
+    except ShardproofError:  # a subject that takes no other case: its errors stand
+        return evidence
+    squares = tuple(outcome[_SQUARES][0].local for outcome in ranks)
+    return replace(evidence, other_samples=samples, other_start=_other_start(ranks, evidence), unsummed=squares)
+
+
+def _run(trial: Trial, case: CaseLike) -> Outcomes:
+    run = execute(
+        case,
+        _Asking(trial.subject),
+        trial.engine,
+        text=case_text(case),
+        record=False,
+        device=trial.device,
+        timeout_s=trial.timeout_s,
+    )
+    return run.outcomes
+
+
+def _asked(outcome: Mapping[str, Sequence[Block]]) -> set[Asked]:
+    numbers = (name.removeprefix(_ASKED).split() for name in outcome if name.startswith(_ASKED))
+    return {(step, micro, start, stop) for step, micro, start, stop in (map(int, one) for one in numbers)}
+
+
+def _asked_by_truth(trial: Trial, own: OwnTruth, case: PlainCase) -> set[Asked]:
+    """The samples that the truth takes; none where a dense model makes its data otherwise."""
+    if own.dense == ALONE:
+        return _asked(*_run(trial, one_rank(case, trial.subject).but(dtype=EXACT)))
+    noted: list[Asked] = []
+    own(_watched(case, noted), torch.device(trial.device), given=trial.given or None)
+    return set(noted)
+
+
+def _apart(ranks: Sequence[set[Asked]], case: PlainCase) -> str:
+    """The first ranks of one tp group that take different samples of a step, which they do not share out."""
+    for group in case.axes[_TENSOR]:
+        for one, other in combinations(group, 2):
+            for step in sorted({step for step, *_ in ranks[one]} & {step for step, *_ in ranks[other]}):
+                mine, theirs = _numbers(ranks[one], step), _numbers(ranks[other], step)
+                often = Counter(number for asked in ranks for number in _numbers(asked, step))
+                if mine != theirs and max(often.values()) > 1:
+                    who = f"ranks {one} and {other} of one {_TENSOR} group ask for different samples (case.samples)"
+                    return f"{who}: in step {step} for {ranks_text(mine)} and for {ranks_text(theirs)}"
+    return ""
+
+
+def _difference(ranks: set[Asked], truth: set[Asked], micro: int) -> str:
+    """How the samples of the first step in which they differ do, in words; "" where all are the same."""
+    for step in sorted({step for step, *_ in ranks} & {step for step, *_ in truth}):
+        mine, theirs = (_numbers(asked, step) for asked in (ranks, truth))
+        if mine == theirs:
+            continue
+        known = {number for of_step, number, *_ in ranks if of_step == step}
+        lacking = [number for number in range(micro) if number not in known]
+        read = f"in step {step} the ranks ask for samples {ranks_text(mine)}, and the truth for {ranks_text(theirs)}"
+        if lacking:
+            plural = "es" * (len(lacking) > 1)
+            return f"samples of micro-batch{plural} {ranks_text(lacking)} were never asked for (case.samples): {read}"
+        return f"other samples than those of the truth were asked for (case.samples): {read}"
+    return ""
+
+
+def _numbers(asked: set[Asked], step: int) -> list[int]:
+    """The numbers of the samples of a step, in their order."""
+    return sorted({number for of_step, _, start, stop in asked if of_step == step for number in range(start, stop)})
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A parameter's likely first value on a rank, and where the part that the rank returns of it lies.
+
+    `every` are the first values of all parameters of the rank.
+    """
+
+    rank: int
+    name: str
+    local: Tensor
+    block: Block
+    every: tuple[Tensor, ...]
+
+    def lacks(self, initial: Mapping[str, Tensor]) -> bool:
+        """Whether no parameter of the rank begins as the truth's part does."""
+        true = self.block.part_of(initial[self.name])
+        return not any(_equal(local, true) for local in self.every)
+
+
+def _other_start(ranks: Outcomes, evidence: Evidence) -> str:
+    """The first parameter that begins on a rank as another part of itself, or with other numbers, in words."""
+    found, initial = list(_begun(ranks)), evidence.initial
+    known = [one for one in found if one.name in initial and initial[one.name].shape == one.block.global_shape]
+    right = [(one.rank, one.name, one.block.part_of(initial[one.name])) for one in known]
+    wrong = [  # a value that belongs to another parameter is not this one's, whose own was not seen
+        one
+        for one in known
+        if one.lacks(initial)
+        and not any(rank == one.rank and name != one.name and _equal(one.local, true) for rank, name, true in right)
+    ]
+    for one in wrong:
+        parts = (begun for begun in known if begun.name == one.name)
+        other = next((p for p in parts if _equal(one.local, p.block.part_of(initial[one.name]))), None)
+        if other:
+            what = f"begins with the part of {one.name} that rank {other.rank} returns, at {other.block.offsets}"
+            return f"initial values: rank {one.rank} {what}, and returns {one.block.offsets}"
+    for one in wrong:
+        true = one.block.part_of(initial[one.name])
+        if float((one.local.double() - true.double()).norm()) > _FAR * float(true.double().norm()):
+            return f"initial values: rank {one.rank} begins with another {one.name} than the truth, before any step"
+    return ""
+
+
+def _begun(ranks: Outcomes) -> Iterator[_Begun]:
+    """The first values of parameters of which a rank returns one part."""
+    for rank, outcome in enumerate(ranks):
+        single = {name: blocks[0] for name, blocks in outcome.items() if len(blocks) == 1}
+        _, starts = first_values({name: block.local for name, block in single.items()})
+        every = tuple(block.local for name, block in single.items() if name.startswith(STARTED))
+        for name, local in starts.items():
+            block = single.get(f"param_after/0/{name}", single.get(f"param/{name}"))
+            if block is not None and local.numel() >= _FEWEST:
+                yield _Begun(rank, name, local, block, every)
+
+
+def _equal(local: Tensor, true: Tensor) -> bool:
+    """Whether these are the true numbers as far as their dtype holds them."""
+    if local.shape != true.shape:
+        return False
+    share = max(last_bits(local), torch.finfo(local.dtype).eps)
+    return float((local.double() - true.double()).abs().max()) <= share * float(true.double().abs().max())

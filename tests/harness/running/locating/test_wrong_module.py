@@ -1,0 +1,117 @@
+"""The first wrong module where no layout is declared."""
+
+import pytest
+
+import shardproof
+from shardproof.harness.diagnosing.placing.modules_by_name import located
+from shardproof.harness.engines.processes.forked.pool import PoolEngine
+from shardproof.harness.engines.threads.inproc import InprocEngine
+from shardproof.harness.running.locating import wrong_module
+from shardproof.harness.running.locating.wrong_module import modules_of
+from shardproof.harness.running.proof import prove
+from shardproof.harness.running.trials.reference import reference_of
+from shardproof.harness.running.trials.runs import recorded
+from shardproof.harness.running.trials.trial import Trial
+from shardproof.harness.subject import case_of, named
+from shardproof.parallel.subject import subject as ours
+from shardproof.reference.case import Case
+from tests.harness.running.locating.by_hand import subject
+from tests.harness.running.locating.dense import REFERENCE, truth
+from tests.harness.running.locating.planting import (
+    bugs_of,
+    diagnosed,
+    is_foreign,
+    is_right,
+    place,
+    wordless,
+    wrong_subject,
+)
+
+OPEN = bugs_of("places")
+BUGS = {**OPEN, **bugs_of("held_back/places")}
+SOME = {
+    "attention-without-its-mask": "",
+    "one-column-linear-does-not-sum-its-input-s-gradient": "not_summed",
+    "row-wise-plan-that-sums-nothing": "not_summed",
+    "ours-input-gradient-of-one-linear-halved": "averaged",
+    "reduce-scatter-hands-out-other-parts": "shifted_shard",
+    "mlp-averaged": "averaged",
+}
+"""Bug -> the cause that its first module's numbers show, "" for none."""
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_a_bug_is_traced_to_its_module_without_a_declared_layout(name: str, engine: InprocEngine) -> None:
+    bug = BUGS[name]
+    result = diagnosed(bug, engine)
+    assert result.diagnosis is not None
+    assert is_right(place(result.diagnosis), bug)
+    assert SOME[name] in {"", *(cause.id for cause in result.diagnosis.causes)}
+    told = next(verdict.message for verdict in result.verdicts if verdict.verdict == "fail")
+    assert "{} of {} in step 0".format(*place(result.diagnosis) or ()) in told
+    assert "no layout was declared" in told
+
+
+def test_ranks_in_other_processes_send_what_their_modules_returned(pool: PoolEngine) -> None:
+    bug = BUGS["row-linear-averages"]
+    result = prove(
+        Case.parse(bug.case), "tests.harness.running.locating.averaging_subject:subject", pool, reference=REFERENCE
+    )
+    assert place(result.diagnosis) == (bug.phase, bug.region)
+
+
+WORDS = {"layers": 2, "hidden": 16, "ffn": 24, "head_dim": 4, "vocab": 40, "seq": 8, "batch": 2, "micro": 3}
+"""Words of its own for the decoder split by hand."""
+
+
+@pytest.mark.parametrize("compared_with", ["", "alone"])
+def test_an_own_truth_and_a_subject_on_one_rank_are_captured_too(compared_with: str, engine: InprocEngine) -> None:
+    bug = BUGS["row-linear-without-its-all-reduce"]
+    own = wordless(wrong_subject(bug))
+    vars(own).update(words=WORDS, truth=truth)
+    result = shardproof.prove("tp=2 dp=1", own, engine, truth=compared_with)
+    assert place(result.diagnosis) == (bug.phase, bug.region)
+
+
+def test_nothing_is_looked_for_where_nothing_failed_or_memory_may_not_hold_it(
+    engine: InprocEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bug = BUGS["row-linear-averages"]
+    right = prove(Case.parse(bug.case), subject, engine, reference=REFERENCE)
+    assert (right.verdict, "located" in right.seconds) == ("pass", False)
+    monkeypatch.setattr(wrong_module, "memory_bytes", lambda: 1000)
+    result = diagnosed(bug, engine)
+    assert (result.verdict, "located" in result.seconds) == ("fail", False)
+    (note,) = [verdict for verdict in result.verdicts if verdict.check == "explanation"]
+    assert "the first wrong module was not looked for" in note.message
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("ours", "mode=isp family=internlm2 vocab=264 tp=2 wp=2 dp=2 packed=true positions=rope delivery=local"),
+        ("ours", "mode=tp-sp family=llama vocab=264 tp=2 dp=2 recompute=full dtype=bfloat16"),
+        ("shardproof.suites.subjects.two_d:subject", "tp=2 dp=2 sp=true dtype=float32"),
+    ],
+)
+def test_modules_of_right_subjects_agree(name: str, text: str, engine: InprocEngine) -> None:
+    subject = named(wordless(ours) if name == "ours" else name)
+    trial = Trial(case=case_of(text, subject), subject=subject, engine=engine, reference=reference_of(subject, engine))
+    modules = modules_of(trial, recorded(trial))
+    assert modules is not None
+    assert located(modules, forward=True, backward=False) is None
+    assert located(modules, forward=False, backward=True) is None
+
+
+@pytest.mark.peers
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["megatron-no-sum-leaves-a-region", "megatron-no-column-sums-its-gradient"])
+def test_bugs_of_megatron_are_traced_too(name: str, engine: InprocEngine) -> None:
+    pytest.importorskip("megatron.core", reason="needs the extra `peers`")
+    assert is_right(place(diagnosed(BUGS[name], engine).diagnosis), BUGS[name])
+
+
+@pytest.mark.deep("two CPU minutes")
+def test_every_bug_on_which_the_search_was_developed_is_traced(engine: InprocEngine) -> None:
+    found = {name: place(diagnosed(bug, engine).diagnosis) for name, bug in OPEN.items() if not is_foreign(bug)}
+    assert {name: at for name, at in found.items() if not is_right(at, OPEN[name])} == {}
