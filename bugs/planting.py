@@ -17,7 +17,7 @@ from contextlib import contextmanager, nullcontext
 from types import CodeType, ModuleType
 from typing import Any
 
-from shardproof.bugs.anchors import changed, found, source_of
+from shardproof.bugs.anchors import changed, found, package_of, source_of
 from shardproof.bugs.record import Change
 
 Subject = Callable[..., Any]
@@ -41,7 +41,7 @@ class _Copy(importlib.abc.MetaPathFinder):
     """A second copy of some packages. Imports of its code are of the copy, also when a function imports later."""
 
     def __init__(self, packages: Sequence[str], sources: Mapping[str, str]) -> None:
-        self._packages, self._sources = packages, sources
+        self._packages, self._sources = tuple(f"{package}." for package in packages), sources
         self._modules: dict[str, ModuleType] = {}
         self._is_found = False
 
@@ -68,7 +68,7 @@ class _Copy(importlib.abc.MetaPathFinder):
         return {name: sys.modules.pop(name) for name in list(sys.modules) if self._has(name)}
 
     def _has(self, name: str) -> bool:
-        return name.split(".", maxsplit=1)[0] in self._packages
+        return f"{name}.".startswith(self._packages)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -113,13 +113,13 @@ def planted_module(sources: Mapping[str, str], module: str) -> ModuleType:
 
     Only the packages that hold a changed module, and the module's own, are imported anew.
     """
-    with _Copy(sorted({name.split(".")[0] for name in [*sources, module]}), sources).found():
+    with _Copy(sorted({package_of(name) for name in [*sources, module]}), sources).found():
         return importlib.import_module(module)
 
 
 @contextmanager
 def planted_everywhere(
-    sources: Mapping[str, str], packages: Sequence[str] = ("parallel", "reference")
+    sources: Mapping[str, str], packages: Sequence[str] = ("shardproof.parallel", "shardproof.reference")
 ) -> Iterator[None]:
     """Import these packages, when found by name, from copies with these sources.
 

@@ -39,7 +39,7 @@ LOSS_PARALLEL = "torch.distributed.tensor.parallel.loss"
 _STORES = dis.opmap["STORE_GLOBAL"]
 _CONTAINERS = (dict, list, set, OrderedDict, defaultdict, deque)
 _NOT_FOREIGN = frozenset(sys.stdlib_module_names) | frozenset(
-    "torch numpy pandas harness parallel reference reports bench shardproof pytest _pytest hypothesis sympy".split()
+    "torch numpy pandas shardproof pytest _pytest hypothesis sympy".split()
 )
 """Packages that are not looked through: Python's, torch and what it rests on, and our own."""
 
@@ -227,7 +227,7 @@ def _print(value: Any) -> Any:
 
 
 _LIMIT_S = 60.0
-_OURS = "parallel"
+_OURS = "shardproof.parallel."
 _CAUSES = re.compile(r"^causes: .*$", re.MULTILINE)
 _MAYBE = re.compile(r"; if --engine pool passes, ranks share state.*?(?=\n|$)")
 
@@ -259,7 +259,7 @@ class OnProcesses:
         asked, subject = self._request, self._request.subject
         if result.verdict != FAIL or result.machine or result.case.world_size == 1 or asked.engine != "inproc":
             return False
-        return bool(subject.address) and subject.address.partition(".")[0] != _OURS and bool(_keepers(subject))
+        return bool(subject.address) and not subject.address.startswith(_OURS) and bool(_keepers(subject))
 
 
 def _keepers(subject: NamedSubject) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """The process of a profiling session: its ranks warm up, run unwatched and timed, run once with recorder and witness.
 
-    python -m shardproof.child harness.witnesses.measured FOLDER
+    python -m shardproof.harness.witnesses.measured FOLDER
 
 The process runs the cases of FOLDER/job.pickle, between the command and the ranks, so that a tool can be put around it.
 Ranks are spawned, one set of processes for all cases of a world size, and end in good order. A tool loses what a killed
@@ -34,7 +34,6 @@ from shardproof.harness.engines.one_thread import ONE_THREAD
 from shardproof.harness.engines.processes.rank_program import run_rank
 from shardproof.harness.engines.rank_environment import rank_device
 from shardproof.harness.errors import MachineError
-from shardproof.harness.interpreter import spawned
 from shardproof.harness.ledger import Event
 from shardproof.harness.outcome.blocks import Block, localize
 from shardproof.harness.protocols import CaseLike, Subject, case_text
@@ -94,7 +93,7 @@ def main(word: str) -> int:
     for world_size in dict.fromkeys(case.world_size for case in job.cases):
         count = sum(case.world_size == world_size for case in job.cases)
         limit_s = time.monotonic() + _START_S + job.timeout_s * count
-        target = spawned(_rank)
+        target = _rank
         ranks = [start.Process(target=target, args=(rank, world_size, folder, job)) for rank in range(world_size)]
         for process in ranks:
             process.start()
@@ -246,3 +245,7 @@ def digest(outcome: Mapping[str, tuple[Block, ...]]) -> str:
             hashed.update(f"{name} {block.region} {local.dtype} {tuple(local.shape)}".encode())
             hashed.update(local.reshape(-1).view(torch.uint8).numpy().tobytes())
     return hashed.hexdigest()
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

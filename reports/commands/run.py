@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardproof.harness.checking.evidence import FAIL
-from shardproof.harness.errors import MachineError, ShardproofError
+from shardproof.harness.errors import MachineError, RequestError, ShardproofError
 from shardproof.harness.interpreter import COLLECTED_AFTER, interrupted_after
 from shardproof.harness.protocols import CaseLike, case_text
 from shardproof.harness.resolve import resolve
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from shardproof.reports.stored.frames import Run
 
 BENCH = "bench.performance:main"
+CHECKOUT = Path(__file__).resolve().parents[2]
+"""The folder of the repository, where `bench` lies beside the installed folders."""
 FAULT_TABLE = "bench.fault_table:main"
 
 
@@ -168,7 +170,15 @@ def _unhindered() -> Iterator[None]:
 
 
 def bench_main(arguments: argparse.Namespace) -> int:
-    """Measure and print the performance table, or another one; all live where everything meets."""
+    """Measure and print the performance table, or another one, by scripts of the repository.
+
+    Raises RequestError where this is no checkout: a wheel does not hold them.
+    """
+    if not (CHECKOUT / "bench" / "performance.py").is_file():
+        raise RequestError(
+            "bench: its scripts are in the repository, not in a wheel; legal: in a checkout, `pip install -e .`"
+        )
+    sys.path.insert(0, str(CHECKOUT))  # before a folder `bench` of the user
     measure: Any = resolve(FAULT_TABLE if arguments.faults else BENCH)
     words = [] if arguments.out is None else ["--out", arguments.out]
     return int(measure([*words, "--quick"] if arguments.quick and not arguments.faults else words) or 0)

@@ -63,7 +63,7 @@ def test_every_number_of_a_record_is_read_and_the_field_is_what_a_case_can_show(
 def test_the_page_is_that_of_the_records_and_keeps_what_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Written anew by `python -m shardproof.suites.mutants.field`; what was measured stands below and is not compared here."""
+    """Written anew by `python -m shardproof.suites.mutants.field`; what was measured stands below, not compared."""
     assert PAGE.partition(MEASURED)[0] == page().partition(MEASURED)[0], "docs/catalogue.md is stale"
     other = dataclasses.replace(FIELD[0], cause="averaged")
     version = [text.split()[7] for text in (page(), page((other, *FIELD[1:])))]
