@@ -59,7 +59,8 @@ def found(change: Change, texts: dict[str, str] | None = None, *, renamed: bool 
 
 def package_of(module: str) -> str:
     """The package of a module that is copied, or looked through, as a whole: `shardproof.parallel`."""
-    return ".".join(module.split(".")[:2])
+    parts = module.split(".")
+    return ".".join(parts[: 2 if parts[0] == "shardproof" else 1])
 
 
 def applied(text: str, change: Change) -> str:

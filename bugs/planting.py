@@ -52,8 +52,7 @@ class _Copy(importlib.abc.MetaPathFinder):
             yield
             return
         with _ONE_AT_A_TIME:
-            first = self._taken()
-            sys.modules.update(self._modules)
+            first = self._exchange(self._modules)
             sys.meta_path.insert(0, self)
             self._is_found = True
             try:
@@ -61,11 +60,19 @@ class _Copy(importlib.abc.MetaPathFinder):
             finally:
                 self._is_found = False
                 sys.meta_path.remove(self)
-                self._modules = self._taken()
-                sys.modules.update(first)
+                self._modules = self._exchange(first)
 
-    def _taken(self) -> dict[str, ModuleType]:
-        return {name: sys.modules.pop(name) for name in list(sys.modules) if self._has(name)}
+    def _exchange(self, modules: Mapping[str, ModuleType]) -> dict[str, ModuleType]:
+        """Put these modules in the place of those that are imported now, and return the latter."""
+        taken = {name: sys.modules.pop(name) for name in list(sys.modules) if self._has(name)}
+        sys.modules.update(modules)
+        for name in (package.removesuffix(".") for package in self._packages):
+            above, _, leaf = name.rpartition(".")
+            if above in sys.modules:  # `from shardproof import parallel` reads the attribute, not sys.modules
+                vars(sys.modules[above]).pop(leaf, None)
+                if name in modules:
+                    setattr(sys.modules[above], leaf, modules[name])
+        return taken
 
     def _has(self, name: str) -> bool:
         return f"{name}.".startswith(self._packages)

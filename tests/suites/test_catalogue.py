@@ -89,7 +89,7 @@ def test_the_field_is_planned_with_twins_and_without_faults() -> None:
     assert {plan.name for plan in plans} == open_ | held
     assert all(plan.twin and not plan.faults for plan in plans)
     assert {plan.name for plan in matrix.planned(named(SUBJECT), quick=True, field=True, only="open")} == open_
-    with pytest.raises(RequestError, match=r"--field: is of bugs planted in parallel\.subject:subject"):
+    with pytest.raises(RequestError, match=r"--field: is of bugs planted in shardproof\.parallel\.subject:subject"):
         matrix.planned(named("tests.suites.toy_faults:theirs"), quick=True, field=True)
     with pytest.raises(RequestError, match="--field"):
         matrix.planned(named(SUBJECT), quick=True, field=True, cases=cases_of(["tp=2"], named(SUBJECT)))
