@@ -43,7 +43,7 @@ def results(tree: Path, texts: list[str], work: Path) -> Results:
     """
     probe = work / "probe"
     probe.mkdir(parents=True, exist_ok=True)
-    # The tree's rooms come first; the probe is this one's, since BASE may have none.
+    # The tree comes first; the probe is this one's, since BASE may have none.
     (probe / "digested.py").write_text((ROOT / "bench/digested.py").read_text())
     (work / "digests.jsonl").write_text("")
     environment = os.environ | {
@@ -51,8 +51,7 @@ def results(tree: Path, texts: list[str], work: Path) -> Results:
         "DIGESTS": str(work / "digests.jsonl"),
         "OMP_NUM_THREADS": "1",
     }
-    started = "import sys; from shardproof.reports.commands.cli import main; sys.exit(main())"  # shardproof takes installed rooms
-    command = [sys.executable, "-c", started, "run", "--subject", "digested:subject", "--out", str(work / "runs")]
+    command = [sys.executable, "-m", "shardproof", "run", "--subject", "digested:subject", "--out", str(work / "runs")]
     ended = subprocess.run([*command, *texts], cwd=tree, env=environment, capture_output=True, text=True, check=False)
     if not (work / "runs/latest").exists():
         raise SystemExit(f"{tree}: no run folder; exit {ended.returncode}\n{ended.stdout}\n{ended.stderr}")

@@ -3,8 +3,8 @@
     python -m bench.static_witness "tp=2 dp=2 kind=qwen3"      in an environment with torchtitan
 
 A rank of a group that sends nothing computes a micro-batch forward and backward. Types are those that torchtitan
-states. Our verdict on the same case is `shardproof run CASE --subject shardproof.suites.subjects.torchtitan:subject`. Exit status
-1 where the checker finds a type wrong or missing.
+states. Our verdict on the same case is that of `shardproof run CASE --subject
+shardproof.suites.subjects.torchtitan:subject`. Exit status 1 where the checker finds a type wrong or missing.
 """
 
 import importlib

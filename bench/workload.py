@@ -21,7 +21,6 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn import functional
 
 from shardproof.harness.engines.engine import Engine
-from shardproof.harness.interpreter import spawned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,7 +197,7 @@ def spawned_example(world_size: int, seed: int, allowed: float) -> float:
     with tempfile.TemporaryDirectory() as folder:
         start_s = time.perf_counter()
         arguments = (world_size, f"{folder}/store", seed, allowed)
-        ranks = spawn(spawned(_spawned), args=arguments, nprocs=world_size, join=False)
+        ranks = spawn(_spawned, args=arguments, nprocs=world_size, join=False)
         try:
             while not ranks.join(timeout=1.0):
                 if time.perf_counter() - start_s > LIMIT_S:

@@ -45,7 +45,7 @@ def found(change: Change, texts: dict[str, str] | None = None, *, renamed: bool 
         raise AnchorLost(f"{change}: the lines to change are there {count} times, must be once: {change.old!r}")
     last = change.within.rpartition(".")[2]
     moved = []
-    for module in modules_of(change.module.partition(".")[0]):
+    for module in modules_of(package_of(change.module)):
         for within in sorted({"", *functions(known.get(module) or source_of(module))} if change.within else {""}):
             elsewhere = replace(change, module=module, within=within)
             if (renamed or within.rpartition(".")[2] == last) and _matches(elsewhere, known) == 1:
@@ -55,6 +55,12 @@ def found(change: Change, texts: dict[str, str] | None = None, *, renamed: bool 
         places = f"in {', '.join(map(str, inner))}" if inner else "nowhere else"
         raise AnchorLost(f"{change}: the lines to change are not there, and {places}: {change.old!r}")
     return inner[0]
+
+
+def package_of(module: str) -> str:
+    """The package of a module that is copied, or looked through, as a whole: `shardproof.parallel`."""
+    parts = module.split(".")
+    return ".".join(parts[: 2 if parts[0] == "shardproof" else 1])
 
 
 def applied(text: str, change: Change) -> str:

@@ -16,7 +16,7 @@ from contextlib import contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
 
-from shardproof.bugs.anchors import changed, source_of
+from shardproof.bugs.anchors import changed, package_of, source_of
 from shardproof.bugs.record import Change
 
 Subject = Callable[..., Any]
@@ -40,7 +40,7 @@ class _Copy(importlib.abc.MetaPathFinder):
     """A second copy of some packages. Imports of its code are of the copy, also when a function imports later."""
 
     def __init__(self, packages: Sequence[str], sources: Mapping[str, str]) -> None:
-        self._packages, self._sources = packages, sources
+        self._packages, self._sources = tuple(f"{package}." for package in packages), sources
         self._modules: dict[str, ModuleType] = {}
         self._is_found = False
 
@@ -51,8 +51,7 @@ class _Copy(importlib.abc.MetaPathFinder):
             yield
             return
         with _ONE_AT_A_TIME:
-            first = self._taken()
-            sys.modules.update(self._modules)
+            first = self._exchange(self._modules)
             sys.meta_path.insert(0, self)
             self._is_found = True
             try:
@@ -60,14 +59,22 @@ class _Copy(importlib.abc.MetaPathFinder):
             finally:
                 self._is_found = False
                 sys.meta_path.remove(self)
-                self._modules = self._taken()
-                sys.modules.update(first)
+                self._modules = self._exchange(first)
 
-    def _taken(self) -> dict[str, ModuleType]:
-        return {name: sys.modules.pop(name) for name in list(sys.modules) if self._has(name)}
+    def _exchange(self, modules: Mapping[str, ModuleType]) -> dict[str, ModuleType]:
+        """Put these modules in the place of those that are imported now, and return the latter."""
+        taken = {name: sys.modules.pop(name) for name in list(sys.modules) if self._has(name)}
+        sys.modules.update(modules)
+        for name in (package.removesuffix(".") for package in self._packages):
+            above, _, leaf = name.rpartition(".")
+            if above in sys.modules:  # `from shardproof import parallel` reads the attribute, not sys.modules
+                vars(sys.modules[above]).pop(leaf, None)
+                if name in modules:
+                    setattr(sys.modules[above], leaf, modules[name])
+        return taken
 
     def _has(self, name: str) -> bool:
-        return name.split(".", maxsplit=1)[0] in self._packages
+        return f"{name}.".startswith(self._packages)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -112,13 +119,13 @@ def planted_module(sources: Mapping[str, str], module: str) -> ModuleType:
 
     Only the packages that hold a changed module, and the module's own, are imported anew.
     """
-    with _Copy(sorted({name.split(".")[0] for name in [*sources, module]}), sources).found():
+    with _Copy(sorted({package_of(name) for name in [*sources, module]}), sources).found():
         return importlib.import_module(module)
 
 
 @contextmanager
 def planted_everywhere(
-    sources: Mapping[str, str], packages: Sequence[str] = ("parallel", "reference")
+    sources: Mapping[str, str], packages: Sequence[str] = ("shardproof.parallel", "shardproof.reference")
 ) -> Iterator[None]:
     """Import these packages, when found by name, from copies with these sources.
 

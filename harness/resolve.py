@@ -35,11 +35,8 @@ def resolve(name: str) -> object:
     found: object = module
     for part in path.split("."):
         if not hasattr(found, part):
-            if found is module:  # a module of the user may have the name of one of ours
-                found = _elsewhere(module_name)
-            if not hasattr(found, part):
-                alternative = _alternative(found, part, module_name)
-                raise RequestError(f"name {name!r}: {module_name} has no {part!r}; {alternative}")
+            alternative = _alternative(found, part, module_name)
+            raise RequestError(f"name {name!r}: {module_name} has no {part!r}; {alternative}")
         found = getattr(found, part)
     return found
 
@@ -110,12 +107,7 @@ def _alternative(target: object, part: str, module_name: str) -> str:
 
 def _module(name: str, module_name: str) -> ModuleType:
     try:
-        try:
-            return importlib.import_module(module_name)
-        except ModuleNotFoundError as problem:
-            if not _lacks(problem, module_name):
-                raise
-        return _elsewhere(module_name)
+        return importlib.import_module(module_name)
     except ModuleNotFoundError as problem:
         if _lacks(problem, module_name):
             where = "the working directory and the installed packages"
@@ -131,11 +123,4 @@ def _module(name: str, module_name: str) -> ModuleType:
 
 def _lacks(problem: ModuleNotFoundError, module_name: str) -> bool:
     """Whether it is this module that is missing, or a package of it."""
-    missing = str(problem.name).rpartition("beside_shardproof.")[2]
-    return module_name == missing or module_name.startswith(f"{missing}.")
-
-
-def _elsewhere(module_name: str) -> ModuleType:
-    """Import the module as the user's own statement `import` finds it: `shardproof.rooms` looks at the caller."""
-    found: ModuleType = __import__(module_name, {}, {}, ("__name__",))
-    return found
+    return f"{module_name}.".startswith(f"{problem.name}.")

@@ -17,8 +17,6 @@ that `import shardproof` costs nothing.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from shardproof.rooms import lead
-
 if TYPE_CHECKING:
     from shardproof.harness.errors import RequestError, ShardproofError
     from shardproof.harness.faults import softmax_shift
@@ -86,19 +84,15 @@ _PLACES = {
 """The modules of the names above."""
 _THERE = {"full_parameter": "full", "parameter_shapes": "shapes", "train_dense": "train"}
 """Names that are others in their modules."""
-_NEEDS = {"reports": ("reports", "harness"), "shardproof": ("harness", "reference", "parallel")}
-"""The rooms that a room imports, where these are more than itself."""
 
 
 if not TYPE_CHECKING:  # which would find every name here
 
     def __getattr__(name: str) -> object:
-        """Import a name when it is first used. Raises ImportError where another package is in the place of ours."""
+        """Import a name when it is first used."""
         module = next((module for module, names in _PLACES.items() if name in names.split()), "")
         if not module:
             raise AttributeError(f"module 'shardproof' has no attribute {name!r}; it has {', '.join(__all__)}")
-        room = module.partition(".")[0]
-        lead(*_NEEDS.get(room, (room,)))
         found = globals()[name] = getattr(import_module(module), _THERE.get(name, name))
         return found
 

@@ -5,21 +5,11 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from shardproof.rooms import ShadowedError, lead
-
-_WRONG_REQUEST, _INTERRUPTED = 2, 130
+_INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command of these words (default: the process's own) and return its exit status.
-
-    Packages of the user may have the names of ours: `lead` keeps them apart.
-    """
-    try:
-        lead()
-    except ShadowedError as problem:
-        print(f"shardproof: {problem}", file=sys.stderr)
-        return _WRONG_REQUEST
+    """Run one command of these words (default: the process's own) and return its exit status."""
     try:
         main_of_commands = import_module("shardproof.reports.commands.cli").main
     except KeyboardInterrupt:

@@ -1,6 +1,6 @@
 """The pytest plugin: points the suites at a subject and sets how many cases they draw.
 
-    pytest --pyargs shardproof.suites --subject my.module:subject --modes tp,tp-sp --worlds 2,3 --hypothesis-profile deep
+    pytest --pyargs shardproof.suites --subject my.module:subject --modes tp,tp-sp --hypothesis-profile deep
     torchrun --nproc-per-node 4 -m pytest --pyargs shardproof.suites --engine torchrun
 
 Under torchrun every process runs this command: rank 0's session draws, checks and reports; the others collect nothing,
@@ -14,33 +14,26 @@ pytest may find as late as it collects. Options are in `shardproof.pytest_option
 
 import contextlib
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shardproof.pytest_options import ENGINE_OPENED, OPTIONS, add_options, are_added, given, option_value
-from shardproof.rooms import HOME, ShadowedError, foreign, lead
 
-SUITES = HOME / "suites"
+SUITES = Path(__file__).parent / "suites"
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    """Our words of the ini file; our options only where the suites are named, for others may have a `--device` too.
-
-    Raises UsageError where a package with the name of one of ours has been imported before.
-    """
+    """Our words of the ini file; our options only where the suites are named, for others may have a `--device` too."""
     for option in OPTIONS:
         if option.twin and option.flag:
             parser.addini(option.dest, option.about, type="bool", default=False)
         elif option.twin:
             parser.addini(option.dest, option.about, default=option.default)
     config: Any = pluginmanager.get_plugin("pytestconfig")
-    if _named(config) and (not foreign("suites") or _wanted(config)):
+    if _named(config):
         add_options(parser)
-        try:  # before pytest imports the user's conftest, whose packages may have the names of ours
-            lead()
-        except ShadowedError as problem:
-            raise pytest.UsageError(str(problem)) from problem
 
 
 def _named(config: pytest.Config) -> bool:
@@ -51,13 +44,7 @@ def _named(config: pytest.Config) -> bool:
 
 def names_suites(word: str) -> bool:
     """Whether an argument of `pytest --pyargs` is the package of the suites, or something in it."""
-    return f"{word.partition('::')[0]}.".startswith("suites.")
-
-
-def _wanted(config: pytest.Config) -> bool:
-    """Whether a session that names another package `suites` means ours: it has a subject."""
-    words = [*config.invocation_params.args, os.environ.get("PYTEST_ADDOPTS", "")]
-    return any("--subject" in str(word) for word in words)
+    return f"{word.partition('::')[0]}.".startswith("shardproof.suites.")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -14,14 +14,10 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardproof.rooms import lead
-
-lead()  # before the first import of ours: `python -m` looks into the working directory first
-
-from shardproof.harness.errors import RequestError, ShardproofError, error_text  # noqa: E402
-from shardproof.harness.programs.launch import environment_of, python_command, replace_by, request_of  # noqa: E402
-from shardproof.harness.programs.session import shared_session  # noqa: E402
-from shardproof.reports.options.command_options import add_options  # noqa: E402
+from shardproof.harness.errors import RequestError, ShardproofError, error_text
+from shardproof.harness.programs.launch import environment_of, python_command, replace_by, request_of
+from shardproof.harness.programs.session import shared_session
+from shardproof.reports.options.command_options import add_options
 
 _WRONG_REQUEST = 2
 

@@ -1,7 +1,9 @@
 """Fixtures of every suite: the profile, the modes under proof, the prover of the subject under test, and its gates."""
 
 import os
+import sys
 from collections.abc import Generator, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -36,6 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
     Raises UsageError for a wrong request. CollectError in its place where pytest finds this file only while it
     collects: pytest-xdist reports such an error once for all its workers.
     """
+    _search_our_folder_last()
     for words in _MARKERS:
         config.addinivalue_line("markers", words)
     try:
@@ -46,6 +49,19 @@ def pytest_configure(config: pytest.Config) -> None:
         raise
     register()
     settings.load_profile(ONE_CASE if option_value(config, "case") else _profile(config))
+
+
+def _search_our_folder_last() -> None:
+    """Have Python look for modules in the user's folders first.
+
+    pytest puts the folder above a package that it collects before all others. In a checkout that folder holds more than
+    `shardproof`: `parallel`, `bench`, which may be names of the user's packages too.
+    """
+    ours = str(Path(__file__).parents[2])
+    if sys.path[0] == ours:
+        del sys.path[0]
+    if ours not in sys.path:
+        sys.path.append(ours)
 
 
 def _profile(config: pytest.Config) -> str:
@@ -111,6 +127,7 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
     """Skip a property of which the subject takes no case that was drawn, nor one of its own, with its reason."""
+    _search_our_folder_last()
     try:
         return (yield)
     except Unsatisfiable:

@@ -42,7 +42,7 @@ from shardproof.harness.subject import NamedSubject, named, refusal
 
 LARGEST = 2**14
 """Elements of a truth that a script carries; of several wrong tensors the first below this, else the smallest."""
-OWN = ("parallel", "suites")
+OWN = ("shardproof.parallel.", "shardproof.suites.")
 """Packages whose subjects are parts of this one: their scripts may import its case."""
 SMALLER: tuple[Mapping[str, int], ...] = (
     {"dp": 1},
@@ -145,7 +145,7 @@ def _wrong(evidence: Evidence) -> list[str]:
 def _script(failure: SmallestFailure, subject: str, when: str, planted: Mapping[str, str]) -> str:
     """The text of the script: what it is, the body, the facts."""
     case = failure.result.case
-    own = subject.split(".", maxsplit=1)[0].split(":", maxsplit=1)[0] in OWN and not isinstance(case, PlainCase)
+    own = subject.startswith(OWN) and not isinstance(case, PlainCase)
     facts: dict[str, Any] = {
         "subject": subject,
         "case_text": case_text(case) if own else "",

@@ -148,7 +148,12 @@ def _examined(
 def _passes_on_processes(failed: Failed, request: Request, proving: Proving) -> bool:
     """Whether a case of a foreign subject that failed on several threads passes where every rank is a process."""
     address = request.subject.address
-    if request.engine != "inproc" or failed.case.world_size == 1 or not address or address.startswith("parallel."):
+    if (
+        request.engine != "inproc"
+        or failed.case.world_size == 1
+        or not address
+        or address.startswith("shardproof.parallel.")
+    ):
         return False
     case = failed.case.but(**without_saving(failed.case))
     with suppress(ShardproofError), proving(replace(request, engine="pool", profile=())) as prove_case:

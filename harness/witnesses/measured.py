@@ -1,6 +1,6 @@
 """The process of a profiling session: its ranks warm up, run unwatched and timed, run once with recorder and witness.
 
-    python -m shardproof.child harness.witnesses.measured FOLDER
+    python -m shardproof.harness.witnesses.measured FOLDER
 
 The process runs the cases of FOLDER/job.pickle, between the command and the ranks, so that a tool can be put around it.
 Ranks are spawned, one set of processes for all cases of a world size, and end in good order. A tool loses what a killed
@@ -240,3 +240,7 @@ def digest(outcome: Mapping[str, tuple[Block, ...]]) -> str:
             hashed.update(f"{name} {block.region} {local.dtype} {tuple(local.shape)}".encode())
             hashed.update(local.reshape(-1).view(torch.uint8).numpy().tobytes())
     return hashed.hexdigest()
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -36,7 +36,7 @@ def command(nsys: str, report: Path, program: Sequence[str], *, device: str = "c
 
 def on_gpus() -> str:
     """Command of `--device cuda --profile nsys` on a node with GPUs, where kernels are in the timeline too."""
-    program = ["python", "-m", "shardproof.child", "shardproof.harness.witnesses.measured", "FOLDER"]
+    program = ["python", "-m", "shardproof.harness.witnesses.measured", "FOLDER"]
     return f"on a GPU node the session is: {shlex.join(command('nsys', Path(REPORT), program, device='cuda'))}"
 
 

@@ -56,7 +56,7 @@ def hold(job: SessionRequest, folder: Path) -> dict[str, Session]:
     for index in range(len(job.cases)):
         (folder / str(index)).mkdir(exist_ok=True)
     (folder / "job.pickle").write_bytes(pickle.dumps(job))
-    program = [sys.executable, "-m", "shardproof.child", "shardproof.harness.witnesses.measured", str(folder)]
+    program = [sys.executable, "-m", "shardproof.harness.witnesses.measured", str(folder)]
     limit_s = LIMIT_S * (1 + len({case.world_size for case in job.cases})) + job.timeout_s * len(job.cases)
     environment, in_database = {**os.environ, **_ENVIRONMENT}, None
     if job.tool == "nsys":

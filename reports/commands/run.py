@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardproof.harness.checking.evidence import FAIL
-from shardproof.harness.errors import MachineError, ShardproofError
+from shardproof.harness.errors import MachineError, RequestError, ShardproofError
 from shardproof.harness.interpreter import COLLECTED_AFTER, interrupted_after
 from shardproof.harness.protocols import CaseLike, case_text
 from shardproof.harness.resolve import resolve
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from shardproof.reports.stored.frames import Run
 
 BENCH = "bench.performance:main"
+CHECKOUT = Path(__file__).resolve().parents[2]
+"""The folder of the repository, where `bench` lies beside the installed folders."""
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -167,7 +169,15 @@ def _unhindered() -> Iterator[None]:
 
 
 def bench_main(arguments: argparse.Namespace) -> int:
-    """Measure and print the performance table, which lives where everything meets."""
+    """Measure and print the performance table, by a script of the repository.
+
+    Raises RequestError where this is no checkout: a wheel does not hold it.
+    """
+    if not (CHECKOUT / "bench" / "performance.py").is_file():
+        raise RequestError(
+            "bench: its script is in the repository, not in a wheel; legal: in a checkout, `pip install -e .`"
+        )
+    sys.path.insert(0, str(CHECKOUT))  # before a folder `bench` of the user
     measure: Any = resolve(BENCH)
     words = [] if arguments.out is None else ["--out", arguments.out]
     return int(measure([*words, "--quick"] if arguments.quick else words) or 0)

@@ -20,7 +20,6 @@ from shardproof.harness.dense_model import SUBJECT
 from shardproof.harness.engines.engine import Engine
 from shardproof.harness.errors import ProgramError, RankDied, RequestError
 from shardproof.harness.faults import Fault, faults_of
-from shardproof.harness.interpreter import spawned
 from shardproof.harness.protocols import CaseLike, case_text
 from shardproof.harness.running.engines import engine_named
 from shardproof.harness.running.ranks.capacity import admit
@@ -205,7 +204,7 @@ def kills(plans: Sequence[KillPlan], subject: NamedSubject, *, processes: int = 
                 yield from _killed(plan, subject, engine)
         return
     # Spawned, not forked: a fork would copy locks that the threads of an engine hold.
-    pool = ProcessPoolExecutor(processes, mp_context=get_context("spawn"), initializer=spawned(_one_thread))
+    pool = ProcessPoolExecutor(processes, mp_context=get_context("spawn"), initializer=_one_thread)
     sent = pickle.dumps(subject)  # read where an error is caught: not by the pool itself, which would break
     try:
         for done in as_completed([pool.submit(_in_a_process, plan, sent) for plan in plans]):

@@ -1,7 +1,7 @@
 """The catalogue of real bugs: planted bugs whose record names a public issue or pull request, as one page.
 
-    python -m shardproof.suites.mutants.field [RUN]      writes docs/catalogue.md; RUN: a folder of `shardproof faults --field`,
-                                              without which the figures of the page stay
+    python -m shardproof.suites.mutants.field [RUN]      writes docs/catalogue.md; RUN: a folder of
+                                                         `shardproof faults --field`, without which the figures stay
     python -m shardproof.suites.mutants.field --csv      prints its rows for other tools, alternatives separated by "|"
 
 Everything but what was measured follows from the records. Bugs that no case can show are not in it, nor are those that
@@ -36,7 +36,7 @@ the lines. Cite it as "shardproof, catalogue of real bugs, version {version}"; t
 
     shardproof faults --field                        # plants each of them, and runs each case without its bug
     shardproof faults --field --emit-repro all DIR   # writes those that a returned tensor shows as scripts
-    python -m shardproof.suites.mutants.field                   # writes this page; with --csv prints its rows, for other tools
+    python -m shardproof.suites.mutants.field        # writes this page; with --csv prints its rows, for other tools
 
 What counts: the mechanism is that of the issue, as read in excerpts of it or of its fix. A record that resembles an
 issue in another place is marked as its kin, and is not here. Nor is what no case can show. Several records may be of

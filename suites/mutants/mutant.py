@@ -49,7 +49,7 @@ class Mutant(Bug):
     @property
     def is_shared(self) -> bool:
         """Whether it changes what the dense model and the ranks have in common; it is planted in both then."""
-        return any(change.module.startswith("reference.") for change in self.changes)
+        return any(change.module.startswith("shardproof.reference.") for change in self.changes)
 
     @contextmanager
     def subject(self) -> Iterator[Subject | str]:

@@ -1,5 +1,6 @@
 """Files of planted bugs: how they are read and lines are found; bugs as stand-alone scripts and on every engine."""
 
+import importlib
 import re
 import runpy
 import sys
@@ -8,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+import shardproof
 from shardproof.bugs import record, repair
 from shardproof.bugs.anchors import AnchorLost, changed, found, modules_of
+from shardproof.bugs.planting import planted, replaced
 from shardproof.bugs.record import FOLDER, Bug, Change, read
 from shardproof.harness.engines.processes.forked.pool import PoolEngine
 from shardproof.harness.errors import RequestError
@@ -178,7 +181,7 @@ def test_a_bug_costs_seven_lines_and_is_package_data() -> None:
     lines = [line for path in paths for line in path.read_text().splitlines()]
     assert len(lines) <= 7 * sum(len(read(path, Bug, {})) for path in paths)
     assert max(map(len, lines)) <= 120
-    assert 'bugs = ["**/*.txt"]' in (FOLDER.parent / "pyproject.toml").read_text() and record.files("open")
+    assert '"shardproof.bugs" = ["**/*.txt"]' in (ROOT / "pyproject.toml").read_text() and record.files("open")
 
 
 def test_the_example_of_contributing_is_read_planted_and_killed(prover: Prover, tmp_path: Path) -> None:
@@ -235,3 +238,11 @@ def test_parallel_has_no_switch_for_a_variant() -> None:
     folder = ROOT / "parallel"
     files = {path for path in folder.rglob("*.py") if "variant" in path.read_text()}
     assert files == {folder / name for name in ("__init__.py", "subject.py", "variants.py")}
+
+
+def test_a_planted_copy_leaves_nothing_behind_in_the_package_above() -> None:
+    """`from shardproof import parallel` reads an attribute of `shardproof`, which an import of the copy has set."""
+    loaded = importlib.import_module("shardproof.parallel.training.step")
+    planted(replaced("shardproof.parallel.layers.norm", "class Norm(", "class Norm(  "))
+    assert vars(shardproof)["parallel"] is sys.modules["shardproof.parallel"]
+    assert vars(shardproof)["parallel"].training.step is loaded

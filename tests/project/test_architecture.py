@@ -9,12 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from tests import ROOT
+from tests import FOLDERS, INSTALLED, ROOT
 from tests.project import Nodes, nodes_of, walked
 
-ROOMS = ("bugs", "reference", "harness", "parallel", "reports", "shardproof", "suites", "bench", "tests")
-FILES = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
-MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
+FILES = sorted(path for folder in (*FOLDERS, "tests") for path in (ROOT / folder).rglob("*.py"))
+
+
+def module_of(path: Path) -> str:
+    """The import name of a file."""
+    top, *_ = parts = path.relative_to(ROOT).with_suffix("").parts
+    name = ".".join(("shardproof", *parts) if top in INSTALLED else parts)
+    return name.removesuffix(".__init__")
+
+
+MODULES = {module_of(path): path for path in FILES}
 
 
 def imports(nodes: Nodes) -> Iterator[str]:
@@ -52,7 +60,7 @@ IMPORTING = ("import_module", "__import__")
 BY_NAME = {"shardproof.reference.features"}
 """The file that finds modules of ours by names built at run time: modes and features are files, which no list names."""
 OF_OTHERS = {
-    "shardproof.parallel.registry": "what shardproof.reference.features finds, in a copy with a planted bug that of the copy",
+    "shardproof.parallel.registry": "what reference.features finds, in a copy with a planted bug that of the copy",
     "shardproof.bugs.planting": "copies of modules in which a bug is planted",
     "shardproof.harness.engines.threads.state.module_state": "modules that a subject names in per_rank",
     "shardproof.harness.reproducing.repro_script": "a subject, in a script that stands alone",
@@ -60,7 +68,6 @@ OF_OTHERS = {
     "shardproof.reference.checkpoints.metadata": "a class that a checkpoint of torch names",
     "shardproof.reports.commands.doctor": "packages that may be missing",
     "shardproof": "public names, at their first use",
-    "shardproof.child": "the target of a process that is spawned",
 }
 """The files that import by a name that others give them, or that a table has."""
 
@@ -109,9 +116,9 @@ def test_no_two_folders_import_each_other(room: str) -> None:
     """The files of a folder are above all of its rooms, or below all of them."""
     folders: dict[Path, set[Path]] = {}
     for module, targets in imported().items():
-        if module.partition(".")[0] == room:
+        if module.startswith(f"shardproof.{room}."):
             own = MODULES[module].parent
-            inside = {MODULES[target].parent for target in targets if target.partition(".")[0] == room}
+            inside = {MODULES[target].parent for target in targets if target.startswith(f"shardproof.{room}.")}
             folders.setdefault(own, set()).update(inside - {own})
     TopologicalSorter(folders).prepare()  # raises CycleError
 

@@ -100,7 +100,7 @@ def lacking(line: str) -> str:
                 importlib.import_module(named_there[1])
         except ModuleNotFoundError as problem:
             package = str(problem.name).partition(".")[0]
-            if package == "suites":
+            if package == "shardproof":
                 raise
             return package
     return ""

@@ -17,7 +17,6 @@ import pytest
 
 import shardproof
 from shardproof.reports.commands.cli import main
-from shardproof.rooms import ROOMS
 from tests import ROOT
 from tests.project.prose import PRIVATE, blocks, sentences
 
@@ -89,7 +88,7 @@ def test_what_is_not_plain_is_seen() -> None:
 ABOUT_THE_FOLDERS = {"design.md"}
 FORMER = "Former paths that earlier releases documented"
 """How the one line begins that names what forwards."""
-MODULE = re.compile(rf"(?<![/\w.])(?:{'|'.join(ROOMS[:4])})\.(?!py\b)\w+[\w.]*(?::\w+)?")
+MODULE = re.compile(r"(?<![/\w.])(?:shardproof\.)?(?:bugs|harness|parallel|reference)\.(?!py\b)\w+[\w.]*(?::\w+)?")
 A_SUBJECT = {"shardproof.parallel.subject:subject"}
 
 
@@ -102,9 +101,9 @@ def test_a_page_names_no_module_behind_the_public_face() -> None:
     paths = [ROOT / "README.md", *(path for path in DOCS.rglob("*") if path.suffix in (".md", ".ipynb", ".py", ".yml"))]
     for path in paths:
         assert path.name in ABOUT_THE_FOLDERS or not inner_names(path.read_text()), path
-    assert inner_names("see `shardproof.harness.outcome` and reports.load(run)") == {
+    assert inner_names("see `shardproof.harness.outcome` and `shardproof.bugs.anchors`") == {
         "shardproof.harness.outcome",
-        "reports.load",
+        "shardproof.bugs.anchors",
     }
     paths_and_names = "`parallel/communication/expectation.py`, reports.py, shardproof.load"
     assert not inner_names(f"--subject shardproof.parallel.subject:subject, {paths_and_names}")

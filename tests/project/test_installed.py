@@ -19,12 +19,11 @@ from typing import Any
 import pytest
 import yaml
 
-from tests import ROOT
+from tests import FOLDERS, INSTALLED, ROOT
 from tests.deep import deep
 from tests.project.test_documents import FEW
 from tests.shardproof.test_public_names import SESSION
 
-ROOMS = ("bench", "bugs", "harness", "parallel", "reference", "reports", "shardproof", "suites")
 LONGEST_S = 400
 WORDS = ("--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check", "--quiet")
 """For pip: from what lies here, and nothing else."""
@@ -32,8 +31,8 @@ WORDS = ("--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-versi
 
 def copied(source: Path) -> Path:
     """A copy of what shardproof is made of."""
-    for room in ROOMS:
-        shutil.copytree(ROOT / room, source / room, ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in FOLDERS:
+        shutil.copytree(ROOT / folder, source / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     return source
@@ -62,6 +61,13 @@ def fresh_environment(folder: Path) -> Path:
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     (folder / "lib" / version / "site-packages" / "seen.pth").write_text(f"{seen}\n")
     return folder
+
+
+def files_below(face: str, *folders: str) -> set[str]:
+    """The files of the package `face`, where it lies in a wheel, and of the folders that are links in it."""
+    paths = {path.relative_to(ROOT / face) for path in (ROOT / face).iterdir() if path.is_file()}
+    paths |= {path.relative_to(ROOT) for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()}
+    return {path.as_posix() for path in paths if "__pycache__" not in path.parts}
 
 
 PAGE, RECIPE = ROOT / "docs" / "ci.md", ROOT / "docs" / "shardproof.yml"
@@ -126,9 +132,9 @@ RUN = ("run", "--subject", "mine:subject", "--engine", "pool")
 
 
 def with_folders_of_our_names(folder: Path) -> Path:
-    """The folder; none of these is a package, but for one: notes, tables, pictures."""
-    for room in {*ROOMS} - {"shardproof"}:
-        (folder / room).mkdir(parents=True)
+    """The folder; of these `parallel` is a package, the others hold notes, tables, pictures."""
+    for name in (*INSTALLED, "bench"):
+        (folder / name).mkdir(parents=True)
     (folder / "parallel" / "__init__.py").touch()
     (folder / "parallel" / "mine.py").write_text("OWNER = 'me'\n")
     return folder
@@ -139,8 +145,8 @@ def test_every_step_passes_on_first_use_and_the_gates_hold_from_then_on(tmp_path
     """Then folders of our names stand in the repository, and its subject imports one and issues one call more."""
     folder, environment = tmp_path / "repository", fresh_environment(tmp_path / "environment")
     wheel = built(tmp_path)
-    files = {path.relative_to(ROOT).as_posix() for room in ROOMS for path in (ROOT / room).rglob("*") if path.is_file()}
-    assert {name for name in files if "__pycache__" not in name} <= set(zipfile.ZipFile(wheel).namelist())
+    held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert held == {f"shardproof/{name}" for name in files_below("shardproof", *INSTALLED)}, "one name, every file"
     written_by_the_reader(folder)
     (install, prove, run), done_by = job(folder, wheel, environment)
     unset = done_by(install, SHARDPROOF="")

@@ -10,14 +10,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests import ROOT
+from tests import FOLDERS, ROOT
 from tests.project import Nodes, nodes_of, walked
 
 ROOM = ROOT / "harness" / "torch_internals"
-OURS = ("reference", "parallel", "harness", "reports", "shardproof", "suites", "bench", "bugs")
 AS_USERS_WRITE = ROOT / "bench" / "foreign"
 FREE = {ROOM, AS_USERS_WRITE}
-FILES = sorted(path for room in OURS for path in (ROOT / room).rglob("*.py") if FREE.isdisjoint(path.parents))
+FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py") if FREE.isdisjoint(path.parents))
 _REFLECTION = ("getattr", "hasattr", "setattr", "delattr")
 _OF_TUPLES = ("_replace", "_make", "_asdict", "_fields")
 _PATH = re.compile(r"torch(\.\w+)*\._[a-zA-Z]\w*(\.\w+)*")
@@ -53,7 +52,11 @@ def made(nodes: Nodes, known: dict[str, str]) -> dict[str, str]:
     for node in nodes:
         match node:
             case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call(func=ast.Name(id=kind))):
-                if kind[0].isupper() and bound.count(name) == 1 and known.get(kind, "torch") not in {"torch", *OURS}:
+                if (
+                    kind[0].isupper()
+                    and bound.count(name) == 1
+                    and known.get(kind, "torch") not in {"torch", "shardproof", "bench"}
+                ):
                     found[name] = known[kind]
     return found
 
@@ -117,7 +120,7 @@ def test_the_product_uses_no_private_name_of_torch_outside_of_its_room() -> None
         'import importlib\nimportlib.import_module("torch.distributed._functional_collectives")',
         "def f(self, group):\n    group._register_backend(1)",
         "from torch.nn import Linear\nlinear = Linear(1, 1)\nlinear._parameters",
-        "from harness.toy import Model\nmodel = Model()\nmodel._call_impl",
+        "from shardproof.toy import Model\nmodel = Model()\nmodel._call_impl",
         "from internlm import Adam\nadam = Adam()\ndef f(adam):\n    adam._step_count",
     ],
 )

@@ -1,4 +1,4 @@
-"""`import shardproof`: its names are there, typed, imported when used; beside packages with our folders' names."""
+"""`import shardproof`: its names are there, typed, imported when used; folders of a user may have the names of ours."""
 
 import ast
 import os
@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 import shardproof
-from shardproof import rooms
-from shardproof.rooms import ROOMS
+from tests import INSTALLED, ROOT
 
-HEAVY = {*ROOMS, "torch", "numpy", "pandas", "matplotlib", "rich", "hypothesis", "pytest"}
+HEAVY = {"torch", "numpy", "pandas", "matplotlib", "rich", "hypothesis", "pytest"}
 TINY = "mode=tp tp=2 layers=1 hidden=16 heads=2 vocab=24 seq=4 micro=1 steps=1"
 LIGHT = ("Case", "RequestError", "Shard", "ShardproofError", "phase", "region")
 
@@ -44,7 +43,8 @@ def test_every_name_is_there_and_typed() -> None:
 
 LOADED = """
 def loaded():
-    print(*{name.partition('.')[0] for name in sys.modules})
+    inner = {name for name in sys.modules if name in INNER}
+    print(*{name.partition('.')[0] for name in sys.modules if not name.startswith("shardproof")}, *inner)
 import sys, shardproof; dir(shardproof); loaded()
 import shardproof.__main__; loaded()
 import shardproof.pytest_plugin; loaded()
@@ -55,9 +55,10 @@ loaded()
 
 def test_importing_it_loads_nothing_else_and_words_need_no_torch() -> None:
     """The top-level packages that a fresh interpreter has loaded, after each step of a program."""
-    command = [sys.executable, "-c", LOADED.replace("LIGHT", str(LIGHT))]
+    inner = tuple(f"shardproof.{folder}" for folder in INSTALLED)
+    command = [sys.executable, "-c", LOADED.replace("LIGHT", str(LIGHT)).replace("INNER", str(inner))]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    alone, as_program, plugin, words = (HEAVY & {*line.split()} for line in done.stdout.splitlines())
+    alone, as_program, plugin, words = ({*HEAVY, *inner} & {*line.split()} for line in done.stdout.splitlines())
     assert alone == as_program == set()
     assert plugin == {"pytest"} and not words & {"torch", "numpy", "pandas"}
 
@@ -108,7 +109,7 @@ import suites.mine, reports.mine, parallel.mine
 def test_nothing_of_ours_is_loaded(pytestconfig):
     assert pytestconfig.pluginmanager.has_plugin("shardproof"), "the plugin is installed here"
     assert {suites.mine.OWNER, reports.mine.OWNER, parallel.mine.OWNER} == {"me"}
-    assert not {"harness", "reference", "torch", "numpy", "pandas", "matplotlib"} & {*sys.modules}
+    assert not {"shardproof.harness", "torch", "numpy", "pandas", "matplotlib"} & {*sys.modules}
     assert pytestconfig.getoption("engine") == "torchrun" and pytestconfig.getoption("device") == "theirs"
 """
 
@@ -122,7 +123,7 @@ def package(place: Path) -> None:
 def python(folder: Path, *words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     """A command of this interpreter in the folder."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
-    environment["PYTHONPATH"] = str(rooms.HOME)
+    environment["PYTHONPATH"] = str(ROOT)
     options: dict[str, Any] = {"cwd": folder, "env": environment, "input": stdin, "timeout": 200}
     return subprocess.run([sys.executable, *words], check=False, capture_output=True, text=True, **options)
 
@@ -140,49 +141,44 @@ def test_an_unrelated_session_notices_nothing(tmp_path: Path) -> None:
     (tmp_path / "suites" / "test_theirs.py").write_text("def test_theirs(): pass\n")
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_mine.py").write_text(TEST)
-    for words in (("--engine", "torchrun", "test_mine.py"), ("--pyargs", "shardproof.suites", "--device", "cpu")):
+    for words in (("--engine", "torchrun", "test_mine.py"), ("--pyargs", "suites", "--device", "cpu")):
         assert "1 passed" in passed(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words).stdout
 
 
 SUBJECT = """
-import sys
 import torch, torch.distributed as dist
-import parallel.mine, shardproof.harness.errors, reports.mine as mine
-from shardproof.parallel import deeper
-from bench import alone  # a folder without __init__.py
-
-words = {"width": 4}
+import bench.mine, bugs.mine, harness.errors, parallel.mine, suites.mine
+import reports.mine as mine
+from parallel import deeper
 
 def subject(case, device):
     from reference.mine import OWNER
-    assert {OWNER, parallel.mine.OWNER, shardproof.harness.errors.OWNER, mine.OWNER, deeper.OWNER, alone.OWNER} == {"me"}
+    owners = {bench.mine.OWNER, bugs.mine.OWNER, harness.errors.OWNER, parallel.mine.OWNER, suites.mine.OWNER}
+    assert owners | {OWNER, mine.OWNER, deeper.OWNER} == {"me"}
     local = torch.ones((), dtype=torch.float64) / dist.get_world_size()
     dist.all_reduce(local)
     return {"loss/0": local}
 
-subject.words, subject.truth, subject.cases = words, "alone", ("tp=2 steps=1",)
+subject.words, subject.truth, subject.cases = {"width": 4}, "alone", ("tp=2 steps=1",)
 """
 
 
 @pytest.fixture
-def beside(tmp_path: Path) -> Path:
-    """A user's folder with a package of every name of ours, one of them without `__init__.py`, and a subject."""
-    for name in ("reference", "parallel", "harness", "reports", "suites"):
+def project(tmp_path: Path) -> Path:
+    """A user's folder with a package of every name of ours, and a subject that imports them."""
+    for name in (*INSTALLED, "bench"):
         package(tmp_path / name)
     (tmp_path / "harness" / "errors.py").write_text("OWNER = 'me'\n")
     (tmp_path / "parallel" / "deeper.py").write_text("from parallel.mine import OWNER\n")
     (tmp_path / "parallel" / "named.py").write_text("from my_subject import subject\n")
-    (tmp_path / "bench").mkdir()
-    (tmp_path / "bench" / "alone.py").write_text("from .other import OWNER\n")
-    (tmp_path / "bench" / "other.py").write_text("OWNER = 'me'\n")
     (tmp_path / "my_subject.py").write_text(SUBJECT)
     return tmp_path
 
 
-def test_a_subject_in_such_a_package_imports_its_packages_and_we_ours(beside: Path) -> None:
-    """On processes; in a session of the suites below, on threads."""
+def test_a_project_with_folders_of_our_names_is_proved_on_processes(project: Path) -> None:
+    """On threads in a session of the suites below, and in a wheel in tests/project/test_installed.py."""
     words = ("run", "--subject", "parallel.named:subject", "--engine", "pool")
-    assert " pass " in passed(beside, "-m", "shardproof", *words).stdout
+    assert " pass " in passed(project, "-m", "shardproof", *words).stdout
 
 
 _CONSOLE = "import sys, pytest; del sys.path[0]; pytest.console_main()"
@@ -198,74 +194,36 @@ SESSION = ("-c", _CONSOLE, *_ONE_CASE)
 """For the interpreter: a short session of the suites, begun as by the command `pytest`."""
 
 
-def test_the_suites_are_ours_beside_others(beside: Path) -> None:
+def test_such_a_project_is_tested(project: Path) -> None:
     """From the console; as `python -m pytest` in the recipe of tests/project/test_installed.py."""
-    (beside / "conftest.py").write_text("import parallel.mine\nassert parallel.mine.OWNER == 'me'\n")
-    assert "1 passed" in passed(beside, *SESSION, "--subject=my_subject:subject").stdout
-
-
-def test_commands_run_beside_others(beside: Path) -> None:
-    run = ("run", "mode=tp tp=2 layers=1 seq=8", "--out", ".", "--when", "0")
-    words = (("help", "case"), ("doctor",), run, ("show", "latest"))
-    command = "import sys; sys.path.remove(''); from shardproof.__main__ import main"
-    passed(beside, "-c", f"{command}; sys.exit(any([main(words) for words in {words}]))")
+    (project / "conftest.py").write_text("import parallel.mine\nassert parallel.mine.OWNER == 'me'\n")
+    assert "1 passed" in passed(project, *SESSION, "--subject=my_subject:subject").stdout
 
 
 @pytest.mark.deep("ten CPU seconds each")
-def test_witnesses_and_launched_ranks_run_beside_others(beside: Path) -> None:
-    witnesses = ("-m", "shardproof", "run", "mode=tp tp=2 layers=1 seq=8", "--profile", "torch")
+def test_profiled_and_launched_ranks_run_in_such_a_project(project: Path) -> None:
+    profiled = ("-m", "shardproof", "run", "mode=tp tp=2 layers=1 seq=8", "--profile", "torch")
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "shardproof")
     launched = (*launcher, "run", "tp=2 steps=1", "--subject", "my_subject:subject", "--engine", "torchrun")
-    for words in (witnesses, launched):
-        passed(beside, *words)
+    for words in (profiled, launched):
+        passed(project, *words)
 
 
 PROGRAM = """
-import {first}
+import harness.mine
 import torch.distributed as dist
 dist.init_process_group("gloo", rank=0, world_size=1, init_method="file://{store}")
-import shardproof.harness.errors, parallel.mine
-assert parallel.mine.OWNER == shardproof.harness.errors.OWNER == "me" and parallel.__name__ == "parallel"
+import harness.errors, parallel.mine
+assert parallel.mine.OWNER == harness.errors.OWNER == harness.mine.OWNER == "me"
 dist.barrier()
 """
 
 
-def test_a_recorded_program_imports_its_packages(beside: Path) -> None:
-    (beside / "train.py").write_text(PROGRAM.format(first="reports.mine", store=beside / "store"))
-    done = passed(beside, "-m", "shardproof", "record", "--", sys.executable, "train.py")
+def test_a_program_of_such_a_project_is_recorded(project: Path) -> None:
+    (project / "train.py").write_text(PROGRAM.format(store=project / "store"))
+    done = passed(project, "-m", "shardproof", "record", "--", sys.executable, "train.py")
     assert "not recorded" not in done.stderr, done.stderr
-    assert "train.py" in (beside / "runs" / "latest" / "cases.jsonl").read_text()
-
-
-def test_a_recorded_program_that_has_the_recorders_name_runs_on_with_one_sentence(beside: Path) -> None:
-    (beside / "train.py").write_text(PROGRAM.format(first="harness.mine", store=beside / "store"))
-    done = passed(beside, "-m", "shardproof.record", "train.py")
-    sentence = f"this process is not recorded: ShadowedError: package harness: {beside}/harness has been imported, and"
-    assert sentence in done.stderr and done.stderr.count("\n") == 2
-
-
-def test_a_module_imported_by_a_function_is_one_sentence(beside: Path) -> None:
-    (beside / "by_function.py").write_text("import importlib\nimportlib.import_module('parallel.mine')\n")
-    done = python(beside, "-m", "shardproof", "run", "--subject", "by_function:subject")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert f"'parallel.mine' in {rooms.HOME / 'parallel'}, and {beside / 'parallel'} stands beside it" in done.stderr
-
-
-def test_names_of_ours_are_found_beside_others_and_one_in_their_place_is_an_import_error(beside: Path) -> None:
-    program = "import shardproof, parallel.mine; print(shardproof.Case().tp, shardproof.Shard, parallel.__name__)"
-    done = python(beside, "-c", program)
-    assert done.stdout == "2 <class 'shardproof.harness.shard.Shard'> parallel\n", done.stderr
-    program = "import reference, shardproof\ntry: shardproof.Case\nexcept ImportError as error: print(error)"
-    done = python(beside, "-c", program)
-    assert done.stdout.startswith(f"package reference: {beside}/reference has been imported, and shardproof needs")
-
-
-def test_a_folder_without_python_is_no_package(tmp_path: Path) -> None:
-    for name in rooms.ROOMS:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "of-march.html").touch()
-    passed(tmp_path, "-m", "shardproof", "help", "case")
-    assert [rooms.foreign(room) for room in rooms.ROOMS] == [""] * len(rooms.ROOMS), "ours are ours"
+    assert "train.py" in (project / "runs" / "latest" / "cases.jsonl").read_text()
 
 
 def test_a_wrong_option_of_a_session_loads_nothing_slow(tmp_path: Path) -> None:

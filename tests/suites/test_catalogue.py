@@ -63,7 +63,7 @@ def test_every_number_of_a_record_is_read_and_the_field_is_what_a_case_can_show(
 def test_the_page_is_that_of_the_records_and_keeps_what_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Written anew by `python -m shardproof.suites.mutants.field`; what was measured stands below and is not compared here."""
+    """Written anew by `python -m shardproof.suites.mutants.field`; what was measured stands below, not compared."""
     assert PAGE.partition(MEASURED)[0] == page().partition(MEASURED)[0], "docs/catalogue.md is stale"
     other = dataclasses.replace(FIELD[0], cause="size_factor")
     version = [text.split()[7] for text in (page(), page((other, *FIELD[1:])))]
@@ -89,7 +89,7 @@ def test_the_field_is_planned_with_twins_and_without_faults() -> None:
     assert {plan.name for plan in plans} == open_ | held
     assert all(plan.twin and not plan.faults for plan in plans)
     assert {plan.name for plan in matrix.planned(named(SUBJECT), quick=True, field=True, only="open")} == open_
-    with pytest.raises(RequestError, match=r"--field: is of bugs planted in parallel\.subject:subject"):
+    with pytest.raises(RequestError, match=r"--field: is of bugs planted in shardproof\.parallel\.subject:subject"):
         matrix.planned(named("tests.suites.toy_faults:theirs"), quick=True, field=True)
     with pytest.raises(RequestError, match="--field"):
         matrix.planned(named(SUBJECT), quick=True, field=True, cases=cases_of(["tp=2"], named(SUBJECT)))

@@ -180,7 +180,7 @@ def test_a_given_case_is_disturbed_and_no_other() -> None:
         (RIGHT, {}, "takes none of the cases whose collectives would be disturbed"),
         (RIGHT, {"cases": (case,)}, "its ranks issue no collective"),
         (THEIRS, {"cases": cases_of(["mode=fsp"], THEIRS)}, "does not take it: .* claims the modes tp, not fsp"),
-        (THEIRS, {"dtype": "float32"}, r"--dtype float32: is for drawn cases of parallel\.subject:subject"),
+        (THEIRS, {"dtype": "float32"}, r"--dtype float32: is for drawn cases of shardproof\.parallel\.subject:subject"),
     ):
         with pytest.raises(RequestError, match=rule):
             killing.planned(subject, quick=True, **words)

@@ -27,7 +27,9 @@ OWN = "tests.harness.own_words:"
 
 
 def test_every_suite_passes(outside: Session) -> None:
-    tests = [f"suites.test_{name}" for name in ("forward", "training", "races", "equivalence", "communication")]
+    tests = [
+        f"shardproof.suites.test_{name}" for name in ("forward", "training", "races", "equivalence", "communication")
+    ]
     result = outside(*tests, "--subject", f"{OWN}subject", "--modes", "dp+tp")
     result.assert_outcomes(passed=4, skipped=1)
 
@@ -169,7 +171,7 @@ def test_a_subject_of_one_architecture_is_proved_on_its_default_cases() -> None:
 
 
 def test_a_subject_that_takes_nothing_is_skipped_with_its_reason(outside: Session) -> None:
-    tests = [f"suites.test_{name}" for name in ("communication", "races", "engines")]
+    tests = [f"shardproof.suites.test_{name}" for name in ("communication", "races", "engines")]
     result = outside(*tests, "--subject", f"{ME}none", "-rs")
     result.assert_outcomes(skipped=3)
     reason = "takes none of * cases drawn and none of its default cases; the last: built for 405b; *"
@@ -179,7 +181,7 @@ def test_a_subject_that_takes_nothing_is_skipped_with_its_reason(outside: Sessio
 
 def test_every_suite_proves_the_one_case_or_says_why_not(outside: Session) -> None:
     PROVED.clear()
-    tests = [f"suites.test_{name}" for name in EVERY if name != "engines"]
+    tests = [f"shardproof.suites.test_{name}" for name in EVERY if name != "engines"]
     result = outside(*tests, "--subject", f"{ME}lenient", "--case", SMALL, "-rs")
     result.assert_outcomes(passed=6, skipped=1)
     result.stdout.fnmatch_lines(["SKIPPED*claims tp alone, so there is no mode to compare it with"])
@@ -189,7 +191,9 @@ def test_every_suite_proves_the_one_case_or_says_why_not(outside: Session) -> No
     large = SMALL.replace("tp=2", "tp=2 dp=4")
     with Prover.on(f"{ME}lenient", "2", case=large) as prover, pytest.raises(pytest.skip.Exception, match="8 ranks"):
         compared(prover)
-    refused = outside(*(f"suites.test_{name}" for name in EVERY), "--subject", f"{ME}one", "--case", SMALL, "-rs")
+    refused = outside(
+        *(f"shardproof.suites.test_{name}" for name in EVERY), "--subject", f"{ME}one", "--case", SMALL, "-rs"
+    )
     refused.assert_outcomes(skipped=8)
 
 

@@ -170,7 +170,8 @@ def test_a_blind_spot_fails_and_is_named(asked: Session) -> None:
             "error:  * of * faults are neither killed nor proved equivalent",
             "first:  drop (a collective is left out), *",
             "causes: dead traffic or a blind spot: nothing that is checked depends on the result",
-            'repeat: pytest --pyargs shardproof.suites.test_faults --faults --subject tests.suites.toy_faults:blind --case "*"',
+            "repeat: pytest --pyargs shardproof.suites.test_faults --faults"
+            ' --subject tests.suites.toy_faults:blind --case "*"',
         ]
     )
 

@@ -101,7 +101,9 @@ def collected(result: pytest.RunResult) -> set[str]:
 
 
 def test_the_suites_are_the_same_tests_for_every_subject(outside: Session) -> None:
-    ours, theirs = (collected(outside("suites", "--co", "-q", *words)) for words in ((), ("--subject", THEIRS)))
+    ours, theirs = (
+        collected(outside("shardproof.suites", "--co", "-q", *words)) for words in ((), ("--subject", THEIRS))
+    )
     assert ours == theirs == {path.stem for path in (ROOT / "suites").glob("test_*.py")} - {"test_faults"}
 
 

@@ -95,7 +95,7 @@ def packed_program(request: RunRequest, observer: Observer | None) -> bytes:
     """
     if observer is not None:
         raise RequestError(
-            "observer: ranks are other processes; legal: shardproof.harness.running.ranks.execution, which observes there"
+            "observer: ranks are other processes; legal: one that observes there (harness.running.ranks.execution)"
         )
     try:
         return packed((request.program, request.args))

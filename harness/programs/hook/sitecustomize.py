@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
-_HOME = os.path.dirname(os.path.dirname(os.path.dirname(_HERE)))
+_HOME = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(_HERE))))
 _TARGET = "torch.distributed.distributed_c10d"
 
 
@@ -40,9 +40,8 @@ class _Armer:
 
 def _arm(module: ModuleType) -> None:
     try:
-        if _HOME not in sys.path:
+        if importlib.util.find_spec("shardproof") is None:
             sys.path.append(_HOME)  # behind the program's own: it must not find others than without us
-        importlib.import_module("shardproof.rooms").lead("harness")
         from shardproof.harness.programs.arming import arm  # noqa: PLC0415  (only a process that communicates pays for it)
 
         arm(module)

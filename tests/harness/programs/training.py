@@ -48,7 +48,7 @@ def main() -> None:
         if step == 1 and "broken" in sys.argv:
             import shardproof.harness.programs.stream  # noqa: PLC0415
 
-            harness.programs.stream.event_of = None  # type: ignore[assignment, attr-defined]
+            shardproof.harness.programs.stream.event_of = None  # type: ignore[assignment, attr-defined]
         if "dropped" in sys.argv:
             works = [dist.all_reduce(torch.ones(1), async_op=True) for _ in range(3)]
             works[0].wait()

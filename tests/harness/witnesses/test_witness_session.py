@@ -113,7 +113,7 @@ def test_commands_trace_ranges_on_a_cpu_and_a_capture_range_on_a_gpu() -> None:
     assert here[-1] == "program"
     there = on_gpus()
     assert "--trace=cuda,nvtx --capture-range=cudaProfilerApi --capture-range-end=stop" in there
-    assert there.endswith("python -m shardproof.child shardproof.harness.witnesses.measured FOLDER")
+    assert there.endswith("python -m shardproof.harness.witnesses.measured FOLDER")
 
 
 PROCESS = 0x1000000

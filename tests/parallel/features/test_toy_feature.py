@@ -10,9 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests import ROOT
+from tests import FOLDERS, ROOT
 
-ROOMS = ("bench", "bugs", "harness", "parallel", "reference", "reports", "shardproof", "suites")
 SMALL = "layers=1 hidden=16 heads=4 kv_heads=4 ffn=32 vocab=389 seq=8 batch=1 micro=2 steps=1 gp=2 gain=true"
 TOLD = """
 import inspect, io, json, os, sys
@@ -47,8 +46,8 @@ print(json.dumps([printed, found, {word: paired_domains()[word] for word in ("gp
 
 
 def test_two_files_are_a_feature_in_every_command(tmp_path: Path) -> None:
-    for room in ROOMS:
-        shutil.copytree(ROOT / room, tmp_path / room)
+    for folder in FOLDERS:
+        shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True)
     page = (ROOT / "docs/design.md").read_text().split("## Add a feature")[1]
     for path in ("reference/features/gain.py", "parallel/gain.py"):
         (tmp_path / path).write_text(page.split(f"`{path}`:\n\n```python\n")[1].split("```")[0])
@@ -86,4 +85,4 @@ def test_two_files_are_a_feature_in_every_command(tmp_path: Path) -> None:
 
 def test_without_its_files_nothing_names_it() -> None:
     named = re.compile(r"\bgp\b|gain\.weight")
-    assert not [path for room in ROOMS for path in (ROOT / room).rglob("*.py") if named.search(path.read_text())]
+    assert not [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py") if named.search(path.read_text())]

@@ -12,7 +12,7 @@ import torch
 
 from shardproof.reports.commands import cli, doctor
 from shardproof.reports.commands.doctor import Machine
-from shardproof.rooms import HOME
+from tests import ROOT
 
 FULL = Machine(
     python="3.12.1",
@@ -116,7 +116,7 @@ def test_whatever_is_missing_is_a_row_and_no_traceback(
     for name, how in broken.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(BROKEN[how])
-    env = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{HOME}", "PATH": "/nowhere"}
+    env = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "PATH": "/nowhere"}
     command = [sys.executable, "-m", "shardproof", "doctor"]
     done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr

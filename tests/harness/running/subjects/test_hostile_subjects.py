@@ -191,7 +191,7 @@ def test_objects_and_their_attributes_are_found() -> None:
     assert resolve("shardproof.reference.case:Case.parse")("mode=tp").mode == "tp"  # type: ignore[operator]
 
 
-MALFORMED = r"must be written module:object; legal: parallel\.subject:subject"
+MALFORMED = r"must be written module:object; legal: shardproof\.parallel\.subject:subject"
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,10 @@ MALFORMED = r"must be written module:object; legal: parallel\.subject:subject"
         *((name, MALFORMED) for name in ("", "shardproof.harness.ledger:", ":OPS", "./file:x", "a:b:c")),
         ("no_such_package.inner:x", "there is no module 'no_such_package' in"),
         ("harness.nothing:x", r"there is no module 'harness\.nothing' in"),
-        ("shardproof.harness.ledger:COLUMN", r"harness\.ledger has no 'COLUMN'; legal: harness\.ledger:COLUMNS"),
+        (
+            "shardproof.harness.ledger:COLUMN",
+            r"shardproof\.harness\.ledger has no 'COLUMN'; legal: shardproof\.harness\.ledger:COLUMNS",
+        ),
     ],
 )
 def test_a_name_that_leads_nowhere_is_refused_and_of_objects_the_nearest_is_told(name: str, message: str) -> None:
