@@ -109,14 +109,14 @@ def test_of_held_back_mutants_totals_alone_are_told(shardproof: CommandLine) -> 
     [
         ("", "none"),
         ("size_factor", "right"),
-        ("stale averaged", "misleading"),
-        ("averaged summed_twice", "right"),
-        ("averaged stale", "right and more"),
+        ("stale size_factor", "misleading"),
+        ("size_factor wrong_call", "right"),
+        ("size_factor stale", "right and more"),
         ("stale", "misleading"),
     ],
 )
 def test_a_cause_is_right_when_the_first_one_reported_is(reported: str, answer: str) -> None:
-    mutant = dataclasses.replace(MUTANTS[0], cause="averaged|summed_twice")
+    mutant = dataclasses.replace(MUTANTS[0], cause="size_factor|wrong_call")
     causes = tuple(made(word, "", "a call") for word in reported.split())
     diagnosis = dataclasses.replace(ended(MachineError("", ranks=(), positions=())), causes=causes)
     assert cause_told(mutant, diagnosis) == answer
