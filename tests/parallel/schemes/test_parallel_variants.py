@@ -13,15 +13,14 @@ from shardproof.reference.case import Case, CaseError
 from shardproof.reference.case.variants import VARIANTS, words
 from shardproof.suites.drawing.strategies import cases
 
-AVERAGED = "averaged over tp where it must be summed"
 FLAT = "it holds the right numbers as if flat memory were its"
 TOLD = {
-    "norm-average": ("parameter_gradients", AVERAGED),
+    "norm-average": ("parameter_gradients", "reduce_op avg instead of sum"),
     "isp-average": ("parameter_gradients", "x the truth, which is 1 / "),
     "scrambled-embedding": ("parameter_gradients", FLAT),
-    "gathered-logits-loss": ("forward", "as if every class counted|is taken of classes that every rank holds"),
+    "gathered-logits-loss": ("forward", "over tp too many"),
     "flat-dim1": ("activations", FLAT),
-    "label-smoothing-local": ("replicas", "the logits are right, and the loss differs between ranks"),
+    "label-smoothing-local": ("replicas", "over tp is left out|payload_bytes"),
     "decoder-layer-thirds": ("forward", "it holds the right rows in another order"),
     "context-heads-repeated": ("ledger", "payload_bytes"),
     "dropped-heads": ("merge", "the ranks' parts do not make the full tensor"),
@@ -38,7 +37,7 @@ TOLD = {
     "global-balance-by-copies": ("activation_gradients", ""),
     "balance-counts-in-place": ("activation_gradients", ""),
     "bias-counts-short": ("ledger", "dtype bfloat16 instead of int64"),
-    "experts-alike": ("activations", "began with the wrong parts"),
+    "experts-alike": ("activations", "initial values: rank "),
     "combine-in-router-dtype": ("ledger", "dtype float32 instead of bfloat16"),
     "capacity-of-the-group": ("routing", "; right: tokens 1 of 1, activations"),
     "token-copies": ("activation_gradients", "one reduce_scatter over tp too many"),

@@ -99,9 +99,6 @@ def test_commands_have_a_scheme_that_is_one_file(
     targets = [fault.target for plan in plans for fault in plan.faults]
     assert any(target.phase == "grad_sync" and target.axis == "tp" for target in targets)
     assert "toy" in subject.modes and len(default_cases(["toy"])) > 5
-    monkeypatch.delitem(modes.MODES, "toy")  # a page of a run whose words are no longer legal
-    assert cli.main(["page", "runs/latest"]) == 0
-    assert not any("a heartbeat" in path.read_text() for path in tmp_path.rglob("*.html"))
 
 
 @pytest.mark.usefixtures("loaded", "toy")

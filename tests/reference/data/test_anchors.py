@@ -60,7 +60,7 @@ BUGS = {bug.name: bug for bug in read(Path(__file__).with_name("shared_data.txt"
 def test_a_bug_that_moves_truth_and_ranks_alike_breaks_a_statement(name: str, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text("\n".join(json.dumps({"tokens": one}) for one in 40 * ([-5, -6, 7, 0, 8, 9, -3], [1, 2, 3])))
-    with planted_everywhere(BUGS[name].sources() if name in BUGS else {}, ("reference", "tests")):
+    with planted_everywhere(BUGS[name].sources() if name in BUGS else {}, ("shardproof.reference", "tests")):
         copy = importlib.import_module(module.__name__)
         cases = [f"{form}{more}" for form in FORMS.values() for more in ("", " seq=48 batch=3", f" data={file}")]
         found = [pair for text in cases for pair in copy.anchors(copy.Case.parse(text)).values()]

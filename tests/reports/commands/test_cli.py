@@ -133,12 +133,16 @@ def measured(arguments: list[str]) -> int:
     return 1
 
 
-def test_bench_hands_over_to_the_benchmarks(shardproof: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, words in (("BENCH", ()), ("FAULT_TABLE", ("--faults",))):
-        assert callable(resolve(vars(run_command)[name])), "the real ones are where the command looks"
-        monkeypatch.setattr(run_command, name, f"{__name__}:measured")
-        assert shardproof("bench", *words) == (1, "measured []\n", "")
-        assert shardproof("bench", *words, "--out", "there") == (1, "measured ['--out', 'there']\n", "")
+def test_bench_hands_over_to_the_benchmarks(
+    shardproof: CommandLine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert callable(resolve(run_command.BENCH)), "the real one is where the command looks"
+    monkeypatch.setattr(run_command, "BENCH", f"{__name__}:measured")
+    assert shardproof("bench") == (1, "measured []\n", "")
+    assert shardproof("bench", "--out", "there") == (1, "measured ['--out', 'there']\n", "")
+    monkeypatch.setattr(run_command, "CHECKOUT", tmp_path)
+    status, _, error = shardproof("bench")
+    assert status == 2 and "bench: its script is in the repository, not in a wheel" in error
 
 
 # A stored run again
