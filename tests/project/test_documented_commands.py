@@ -62,7 +62,7 @@ COSTLY = {
     "--engine pool": "20 CPU seconds: a pool of its own",
 }
 """Part of a command -> why it runs in the profile `deep` alone."""
-SUBJECT = re.compile(r"--subject (suites\.subjects\.\w+):")
+SUBJECT = re.compile(r"--subject (shardproof\.suites\.subjects\.\w+):")
 
 
 def named(page: Path) -> str:

@@ -57,7 +57,7 @@ class ForkServer(forkserver.ForkServer):
         try:
             with standing(forkserver, "connect_to_new_process", self.connect_to_new_process):
                 return Worker(multiprocessing.get_context("forkserver"), target, leads=True)
-        except (EOFError, OSError) as problem:
+        except (EOFError, OSError, subprocess.TimeoutExpired) as problem:
             why = str(problem) if isinstance(problem, TimeoutError) else "it has ended; its messages are on stderr"
             raise MachineError(f"the fork server of the pool failed: {why}") from problem
 
@@ -77,7 +77,12 @@ class ForkServer(forkserver.ForkServer):
 
     def connect_to_new_process(self, fds: Sequence[int]) -> tuple[int, int]:
         """As Python's. Raises TimeoutError when it does not answer."""
-        ends: tuple[int, int] = super().connect_to_new_process(fds)
+        ends: tuple[int, int]
+        try:
+            ends = super().connect_to_new_process(fds)
+        except ConnectionError:  # it was killed a moment before: a socket closes before the end can be waited for
+            self._forget(_START_S)
+            ends = super().connect_to_new_process(fds)
         until_s = time.monotonic() + _START_S
         while not connection.wait([ends[0]], _LOOK_S):
             self.alive()
@@ -91,7 +96,12 @@ class ForkServer(forkserver.ForkServer):
         """End it: its workers are ended before."""
         if self._forkserver_pid is not None and self._process is not None:
             self._process.kill()
-            self._process.wait()
+            self._forget()
+
+    def _forget(self, limit_s: float | None = None) -> None:
+        """Wait for its end, so that the next worker starts another one."""
+        if self._forkserver_pid is not None and self._process is not None:
+            self._process.wait(limit_s)
             self._forkserver_pid = None
             os.close(self._forkserver_alive_fd)
             self._release()
