@@ -158,7 +158,7 @@ def _passes_on_processes(failed: Failed, request: Request, proving: Proving) -> 
     case = failed.case.but(**without_saving(failed.case))
     with suppress(ShardproofError), proving(replace(request, engine="pool", profile=())) as prove_case:
         there = prove_case(case, explain=False, timeout_s=min(request.timeout_s, request.when_s))
-        return there.evidence is not None and there.verdict != FAIL
+        return there.evidence is not None and there.verdict == PASS
     return False  # the processes could not be started, or the case cannot be run on them: nothing is known
 
 

@@ -16,7 +16,7 @@ from shardproof.harness.engines.processes import rank_program
 from shardproof.harness.engines.processes.flight_recorder import RECORDER_BYTES
 from shardproof.harness.engines.processes.messages import Standing
 from shardproof.harness.engines.processes.waits import is_waiting
-from shardproof.harness.engines.processes.workers import STACK_SIGNAL, Frame, Worker
+from shardproof.harness.engines.processes.workers import STACK_SIGNAL, StackLine, Worker
 from shardproof.harness.torch_internals.compiler import is_compiler
 
 _PROGRAM_FILE = rank_program.__file__
@@ -47,7 +47,7 @@ def standings(workers: Sequence[Worker], limit_s: float) -> list[Standing]:
     return [_standing(stack, pid in stopped) for stack, pid in zip(stacks, pids, strict=True)]
 
 
-def _standing(stack: Sequence[Frame], stopped: bool) -> Standing:
+def _standing(stack: Sequence[StackLine], stopped: bool) -> Standing:
     return Standing(
         bool(stack) and is_waiting(stack[0].file),
         next((str(frame) for frame in stack if is_user(frame.file)), ""),

@@ -45,7 +45,7 @@ _CALLERS = 3
 Key = TypeVar("Key")
 
 
-class Frame(NamedTuple):
+class StackLine(NamedTuple):
     """A line of a stack."""
 
     file: str
@@ -125,11 +125,11 @@ class Worker:
                 self.kill()
             self._release()
 
-    def stack(self, begin: str, end: str) -> tuple[Frame, ...]:
+    def stack(self, begin: str, end: str) -> tuple[StackLine, ...]:
         """The printed stack of the thread with this headline, innermost first, up to the frames of a file."""
         printed = os.pread(self.memory, 1 << 20, RECORDER_BYTES).decode(errors="replace")
         lines = map(_LINE.match, printed.partition(begin)[2].partition("hread 0x")[0].splitlines())
-        frames = [Frame(line["file"], int(line["line"]), line["function"]) for line in lines if line]
+        frames = [StackLine(line["file"], int(line["line"]), line["function"]) for line in lines if line]
         return tuple(itertools.takewhile(lambda frame: frame.file != end, frames))
 
     def crashed_at(self) -> str:

@@ -133,7 +133,7 @@ def test_another_fault_of_the_case_is_no_evidence_and_has_no_line(tmp_path: Path
     assert lines["replicas"] == ""
 
 
-@pytest.mark.parametrize(("name", "passes"), [("mixing", True), ("wrong", False)])
+@pytest.mark.parametrize(("name", "passes"), [("mixing", True), ("wrong", False), ("undecided", False)])
 def test_a_case_that_fails_in_threads_alone_gets_that_as_its_line(
     name: str, passes: bool, tmp_path: Path, pool: PoolEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,8 @@
 """Subjects whose library keeps state that a process has once; right on processes, wrong where ranks are threads."""
 
+from typing import Any
+
+import torch
 import torch.distributed as dist
 
 from tests.harness.running.subjects import shared_groups
@@ -25,4 +28,12 @@ class Wrong(Summing):
         return dist.get_rank()
 
 
-mixing, wrong = Mixing(1.0), Wrong(2.0)
+class Undecided(Mixing):
+    """Returns a name too that its truth does not know: no verdict on it is a pass."""
+
+    def __call__(self, case: Any, device: torch.device) -> dict[str, torch.Tensor]:
+        outcome = super().__call__(case, device)
+        return outcome | ({"loss/1": outcome["loss/0"]} if dist.get_world_size() > 1 else {})
+
+
+mixing, wrong, undecided = Mixing(1.0), Wrong(2.0), Undecided(1.0)
