@@ -77,8 +77,8 @@ def imported() -> dict[str, set[str]]:
     return graph({module: nodes_of(path) for module, path in MODULES.items()})
 
 
-def test_modules_have_docstrings_files_at_most_300_lines_and_functions_60() -> None:
-    assert not [path for path in FILES if path.read_text().count("\n") > 300]
+def test_modules_have_docstrings_files_at_most_450_lines_and_functions_60() -> None:
+    assert not [path for path in FILES if path.read_text().count("\n") > 450]
     for path in FILES:
         module, *nodes = nodes_of(path)
         assert isinstance(module, ast.Module) and ast.get_docstring(module), path
