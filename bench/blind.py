@@ -23,7 +23,6 @@ from pathlib import Path
 import torch
 
 from bench.when_lines import false_statements
-from shardproof.harness.checking.evidence import FAIL
 from shardproof.harness.diagnosing.words_text import NeededWords
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.mesh_axes import SLICES
@@ -31,6 +30,8 @@ from shardproof.harness.running.experiments import Failed, words_needed
 from shardproof.harness.running.proof import prove
 from shardproof.harness.running.result import CaseResult
 from shardproof.harness.subject import NamedSubject, named
+from shardproof.harness.verdicts.verdict import FAIL
+from shardproof.harness.verdicts.words import when_line
 from shardproof.reference.case import Case
 from shardproof.reference.case.default_cases import default_cases
 from shardproof.reference.case.domains import domains
@@ -43,7 +44,6 @@ from shardproof.suites.mutants.mutant import Mutant, holds
 
 _BUGS = {"unseen": UNSEEN, "held_back": HELD_BACK}
 _WHEN_S, _TIMEOUT_S = 10.0, 60.0
-_CAUSES = re.compile(r"^causes:(.*?)(?=^\w+:|\Z)", re.S | re.M)
 _DERIVED = {"world": tuple(Case().mesh), "wdp": ("dp", SLICES), "padding": ("vocab", "family")}
 """Words of a condition that follow from others."""
 
@@ -89,7 +89,7 @@ def _failed(bug: Mutant, result: CaseResult) -> dict[str, object]:
         "place_right": right_place(bug, diagnosis),
         "first": f"{first.phase} of {first.region or 'no module'}" if first else "",
         "cause_right": cause_told(bug, diagnosis) if bug.cause else "",
-        "causes": next((line for verdict in failed for line in _CAUSES.findall(verdict.message)), ""),
+        "causes": "; ".join(cause.words for cause in diagnosis.causes) if diagnosis else "",
     }
 
 
@@ -98,8 +98,9 @@ def _when(bug: Mutant, result: CaseResult, subject: NamedSubject, engine: Inproc
     failed = Failed(case=result.case, verdicts=result.verdicts)
     again = partial(prove, subject=subject, engine=engine, explain=False)
     found = words_needed(failed, subject, again, time.monotonic() + _WHEN_S)
-    wrong = false_statements(found.text, lambda text: again(Case.parse(text), timeout_s=_TIMEOUT_S))
-    return {"when_right": _judged(bug, found), "when_true": "no" if wrong else "yes", "when": found.text}
+    line = when_line(found.when)
+    wrong = false_statements(line, lambda text: again(Case.parse(text), timeout_s=_TIMEOUT_S))
+    return {"when_right": _judged(bug, found), "when_true": "no" if wrong else "yes", "when": line}
 
 
 def _judged(bug: Mutant, found: NeededWords) -> str:

@@ -30,7 +30,6 @@ from rich.progress import Progress
 
 from bench.foreign_cases import DTYPES as DTYPES_OF_FOREIGN
 from bench.foreign_cases import Drawn, drawn_cases
-from shardproof.harness.checking.evidence import UNKNOWN
 from shardproof.harness.dense_model import SUBJECT
 from shardproof.harness.engines.threads.heap import resident_bytes
 from shardproof.harness.engines.threads.inproc import InprocEngine
@@ -38,6 +37,7 @@ from shardproof.harness.errors import RequestError, ShardproofError
 from shardproof.harness.interpreter import COLLECTED_AFTER
 from shardproof.harness.running.proof import prove
 from shardproof.harness.subject import named
+from shardproof.harness.verdicts.verdict import UNKNOWN
 from shardproof.reference.case import Case
 from shardproof.reference.features import PARTS
 from shardproof.suites.drawing.sizes import large

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from bench.foreign_cases import DTYPES, SUBJECTS, Drawn, drawn_cases
 from bench.foreign_edits import Planted, drawn_edit, planting
-from shardproof.harness.checking.evidence import FAIL, UNKNOWN, Evidence
+from shardproof.harness.checking.evidence import Evidence
 from shardproof.harness.checking.measures.kinds import kind_of
 from shardproof.harness.checking.measures.many_tensors import kind_rms
 from shardproof.harness.checking.measures.measured import FLOAT64_ALLOWED, SCALE_SHARE
@@ -40,6 +40,7 @@ from shardproof.harness.outcome.merging import merge
 from shardproof.harness.running.proof import prove
 from shardproof.harness.running.ranks.execution import execute
 from shardproof.harness.running.result import CaseResult
+from shardproof.harness.verdicts.verdict import FAIL, UNKNOWN
 
 FOUND, PASSED, UNDECIDED, NOTHING, ALARM = "found", "passed", "undecided", "without effect", "alarm without it"
 MOVED = ("param", "param_after")

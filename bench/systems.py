@@ -94,7 +94,7 @@ def run(group: Sequence[Cell], stored: dict[tuple[str, ...], Ledger], python: st
             return
         summary = json.loads(start + rest)
         lines = (Path(folder) / summary["run"] / "verdicts.jsonl").read_text("utf-8").splitlines()
-    verdicts = [json.loads(line) for line in lines]
+    verdicts = [row for row in map(json.loads, lines) if "verdict" in row]
     again = []
     for cell in group:  # defaults are left out of a case's text
         mine = set(cell.case.split())
@@ -111,14 +111,14 @@ def run(group: Sequence[Cell], stored: dict[tuple[str, ...], Ledger], python: st
 
 def judged(cell: Cell, row: dict[str, Any], verdicts: Sequence[dict[str, Any]], stored: Ledger | None) -> Seen:
     """The result of a cell and why: from the row of its case, its verdicts by check and the ledger of earlier runs."""
-    bad = [line for one in verdicts if one["verdict"] != PASSED for line in str(one["message"]).splitlines()]
-    named = [line for line in bad if line.startswith(("what:", "first:"))]
-    found = next((line for line in named if cell.needle in line), "")
+    bad = [one for one in verdicts if one["verdict"] != PASSED]
+    found = next((one for one in bad if cell.needle in json.dumps([one["statement"], one.get("failure")])), None)
     if cell.expected != PASSED and row["verdict"] == "fail" and found:
-        error = found.partition("raised ")[2].partition(" (check")[0].split(", at ")[0]
-        return Seen(cell, cell.expected, cell.finding or error)
+        return Seen(cell, cell.expected, cell.finding or found["statement"])
     if cell.expected != PASSED or row["verdict"] != PASSED:
-        return Seen(cell, FAILED, " ".join((f"the verdict is {row['verdict']}", *named[:2])))
+        return Seen(
+            cell, FAILED, " ".join((f"the verdict is {row['verdict']}", *(one["statement"] for one in bad[:2])))
+        )
     ledger = (int(row["forward_calls"] + row["backward_calls"]), int(row["payload_bytes"]))
     if missing := CHECKS - {one["check"] for one in verdicts if one["verdict"] == PASSED}:
         return Seen(cell, FAILED, f"not compared: {', '.join(sorted(missing))}")

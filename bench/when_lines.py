@@ -11,9 +11,9 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shardproof.harness.checking.evidence import FAIL, PASS
 from shardproof.harness.errors import ShardproofError
 from shardproof.harness.running.result import CaseResult
+from shardproof.harness.verdicts.verdict import FAIL, PASS
 
 _NEEDED = re.compile(
     r"only with (?P<fails>.+?)(, perhaps .+?)?; right with (?P<right>.+?)"

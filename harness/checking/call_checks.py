@@ -5,15 +5,14 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
-from shardproof.harness.checking.evidence import FAIL, PASS, Evidence, Finding
+from shardproof.harness.checking.evidence import Evidence, Finding
 from shardproof.harness.ledger import Event
 from shardproof.harness.mesh_axes import split_axes
 from shardproof.harness.outcome.merging import Outcomes
 from shardproof.harness.protocols import Axes
 from shardproof.harness.terms import EventKey, Term, closed_forms, key_of, visible
-
-SPLIT = " % of the parameters are split"
-"""Words behind the share of the parameters that is split in the message of `parallelism`."""
+from shardproof.harness.verdicts.facts import Note, NoteKind, unchecked
+from shardproof.harness.verdicts.verdict import FAIL, PASS
 
 
 def groups(evidence: Evidence) -> Finding | None:
@@ -29,12 +28,14 @@ def groups(evidence: Evidence) -> Finding | None:
         return None
     axes = {event.axis for event in evidence.events}
     unnamed = axes - _legal(evidence.axes, axes).keys() - {"world"}
-    unchecked = tuple(f"group {axis}: no axis of the case or of subject.axes(case) has this name" for axis in unnamed)
+    notes = unchecked(
+        *(f"group {axis}: no axis of the case or of subject.axes(case) has this name" for axis in sorted(unnamed))
+    )
     stray = strays(evidence)
     if not stray:
         named = ", ".join(sorted(axes - unnamed)) or "no axis"
         message = f"every group named {named} is a rank list of its axis"
-        return Finding(verdict=PASS, message=message, unchecked=tuple(sorted(unchecked)))
+        return Finding(verdict=PASS, message=message, notes=notes)
     first = stray[0]
     axis, ran = first.axis, [event.group for event in stray if event.axis == first.axis]
     rule = f"are no rank lists of axis {axis}: {lists_text(_legal(evidence.axes, axes)[axis])}"
@@ -42,7 +43,8 @@ def groups(evidence: Evidence) -> Finding | None:
     return Finding(
         verdict=FAIL,
         message=f"{len(ran)} calls named {axis} run over the ranks {lists_text(ran)}, which {rule}; legal: {legal}",
-        unchecked=tuple(sorted(unchecked)),
+        kind="stray",
+        notes=notes,
         ranks=tuple(sorted({event.rank for event in stray})),
         phase=first.phase,
         region=first.region,
@@ -93,7 +95,8 @@ def waits(evidence: Evidence) -> Finding | None:
     first = evidence.unwaited[0]
     more = f"; {len(evidence.unwaited) - 1} more like it" if len(evidence.unwaited) > 1 else ""
     message = f"{first.op} #{first.number} of {first.group} at {first.caller} was never waited for{more}"
-    return Finding(verdict=FAIL, message=message, ranks=tuple(sorted({work.rank for work in evidence.unwaited})))
+    ranks = tuple(sorted({work.rank for work in evidence.unwaited}))
+    return Finding(verdict=FAIL, message=message, kind=f"{first.op} not waited for", ranks=ranks)
 
 
 def overlap(evidence: Evidence) -> Finding | None:
@@ -161,17 +164,17 @@ def parallelism(evidence: Evidence) -> Finding | None:
     sharded = _sharded(evidence.outcomes)
     whole = f"{len(talked)} of {len(evidence.outcomes)} ranks talk over {mesh}"
     share = split_share(evidence.outcomes)
-    parameters = f"; {share}{SPLIT}" if share else ""
+    notes = (Note(kind=NoteKind.SPLIT_SHARE, numbers=(share,)),) if share else ()
     if ("wp" if "wp" in evidence.case.axes else "tp") not in split:  # beside wp, tp splits the sequence alone
-        return Finding(verdict=PASS, message=f"{whole}; no axis of it splits weights{parameters}")
+        return Finding(verdict=PASS, message=f"{whole}; no axis of it splits weights", notes=notes)
     if not sharded:
-        return Finding(verdict=PASS, message=whole, unchecked=("local shapes: every tensor was returned in full",))
+        return Finding(verdict=PASS, message=whole, notes=unchecked("local shapes: every tensor was returned in full"))
     if not any(sharded.values()):
         message = f"every rank holds the full tensor of all {len(sharded)} shards in a mesh of {mesh}"
         return Finding(verdict=FAIL, message=message, names=tuple(sharded))
     smaller = sum(sharded.values())
     words = f"{smaller} of {len(sharded)} sharded tensors are smaller on a rank"
-    return Finding(verdict=PASS, message=f"{whole}; {words}{parameters}")
+    return Finding(verdict=PASS, message=f"{whole}; {words}", notes=notes)
 
 
 def split_share(outcomes: Outcomes) -> int | None:

@@ -11,12 +11,14 @@ from collections.abc import Callable, Mapping
 
 from shardproof.harness.checking.call_checks import groups, overlap, parallelism, waits
 from shardproof.harness.checking.coverage import coverage, layout, replicas
-from shardproof.harness.checking.evidence import UNKNOWN, Evidence, Finding
+from shardproof.harness.checking.evidence import Evidence, Finding
 from shardproof.harness.checking.ledger_checks import ledger
 from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS
 from shardproof.harness.checking.numeric_checks import numeric, tokens, update
 from shardproof.harness.checking.repeats import determinism, recording
 from shardproof.harness.errors import error_text
+from shardproof.harness.verdicts.facts import unchecked
+from shardproof.harness.verdicts.verdict import UNKNOWN
 
 Check = Callable[[Evidence], Finding | None]
 
@@ -89,7 +91,7 @@ def examine(evidence: Evidence, checks: Mapping[str, Check] = CHECKS) -> dict[st
             finding = check(evidence)
         except Exception as problem:  # a broken check must not hide the others, and is no verdict on the subject
             text = f"the check itself failed: {error_text(problem)}"
-            finding = Finding(verdict=UNKNOWN, message=text, unchecked=(f"everything that {name} looks at",))
+            finding = Finding(verdict=UNKNOWN, message=text, notes=unchecked(f"everything that {name} looks at"))
         if finding is not None:
             findings[name] = finding
     return findings

@@ -6,15 +6,13 @@ from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
-from shardproof.harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding, apart_by
+from shardproof.harness.checking.evidence import Evidence, Finding, apart_by
 from shardproof.harness.checking.measures.kinds import kind_of, never_made
 from shardproof.harness.checking.measures.spreads import replica_spread
 from shardproof.harness.outcome.merging import Flaw
+from shardproof.harness.verdicts.facts import Note, NoteKind, notes_about
+from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 
-ON_PURPOSE = " (left out on purpose)"
-"""Words behind an unchecked name that `subject.unchecked` declares."""
-UNREAD = " rows never looked up"
-"""Words in what the reference names as rows of a table that the data of the case do not reach."""
 ROUTING = "routing"
 """The kind of names that need no truth: copies are compared (harness.checking.routing_checks)."""
 _NAMED = 5
@@ -32,7 +30,6 @@ def coverage(evidence: Evidence) -> Finding:
     comparable = [name for name in evidence.truth if name in returned]
     missing = [name for name in evidence.truth if name not in returned]
     declared = {name for name in missing if _matched(name, evidence.declared)}
-    unchecked = tuple(f"{name}{ON_PURPOSE}" if name in declared else name for name in missing)
     strange = tuple(sorted(returned - set(evidence.truth)))
     kinds = {kind_of(name) for name in returned}
     unreturned = Counter(kind_of(name) for name in missing if name not in evidence.given)
@@ -41,19 +38,27 @@ def coverage(evidence: Evidence) -> Finding:
     }  # other checks count the rest
     if evidence.torn:
         message = "nothing is compared: what the ranks drew does not make one tensor that a dense model can be given"
-        return Finding(verdict=UNKNOWN, message=message, unchecked=tuple(sorted(returned)))
+        return Finding(verdict=UNKNOWN, message=message, notes=notes_about(undecided=tuple(sorted(returned))))
+    undeclared = [name for name in missing if name not in declared]
+    notes = notes_about(not_returned=tuple(undeclared), left_out=tuple(name for name in missing if name in declared))
     if not comparable:
         got = f"it returned {', '.join(strange[:_NAMED])}" if strange else "it returned nothing"
         known = ", ".join(list(evidence.truth)[:3])
+        notes += notes_about(not_in_truth=strange)
         message = f"nothing checkable: {got}; the truth has {len(evidence.truth)} names, such as {known}"
-        return Finding(verdict=FAIL, message=message, unchecked=unchecked + strange, names=strange, decided=decided)
+        return Finding(
+            verdict=FAIL,
+            message=message,
+            notes=notes + notes_about(not_in_truth=strange),
+            names=strange,
+            decided=decided,
+        )
     named = {name for outcome in evidence.outcomes for name in outcome}
     strange = tuple(name for name in strange if name in named)  # a captured module of its own is nobody's slip
     if not any(kind_of(name) == ROUTING for name in evidence.truth):  # then copies are compared with each other
         strange = tuple(name for name in strange if kind_of(name) != ROUTING)
     made = never_made(evidence.truth, strange)  # the check of the update speaks of these
     strange = tuple(name for name in strange if name not in made)
-    undeclared = [name for name in missing if name not in declared]
     all_declared = all(_matched(name, evidence.declared) for name in evidence.truth)
     nothing = f"unchecked={evidence.declared} declares every name of the truth, so it says nothing"
     problems = [
@@ -64,12 +69,16 @@ def coverage(evidence: Evidence) -> Finding:
     if strange:
         unknown = _listed([name + _near(name, undeclared) for name in strange])
         problems.append(f"the truth does not know {unknown}: leave out what nobody can check, or name it as it does")
-    notes = [f"{len(declared)} left out on purpose"] if declared else []
+    on_purpose = [f"{len(declared)} left out on purpose"] if declared else []
     message = f"{len(comparable)} of {len(evidence.truth)} tensors of the truth were returned"
     return Finding(
         verdict=UNKNOWN if problems else PASS,
-        message="; ".join([message, *notes, *problems, *_idle(evidence)]),
-        unchecked=unchecked + strange + evidence.unread,
+        message="; ".join([message, *on_purpose, *problems, *_idle(evidence)]),
+        notes=(
+            *notes,
+            *notes_about(not_in_truth=strange),
+            *(Note(kind=NoteKind.UNREAD_ROWS, reason=rows) for rows in evidence.unread),
+        ),
         decided=decided,
     )
 
@@ -135,14 +144,14 @@ def _flaws(evidence: Evidence, flaws: list[Flaw], praise: str) -> Finding | None
     names = evidence.returned
     if not names:
         return None
-    other = tuple(flaw.name for flaw in evidence.merged.flaws if flaw not in flaws)
+    other = tuple(dict.fromkeys(flaw.name for flaw in evidence.merged.flaws if flaw not in flaws))
     if not flaws:
-        return Finding(verdict=PASS, message=f"{len(names) - len(other)} {praise}", unchecked=other)
+        return Finding(verdict=PASS, message=f"{len(names) - len(other)} {praise}", notes=notes_about(flawed=other))
     first = flaws[0]
     return Finding(
         verdict=FAIL,
         message=f"{first.name} has a flaw, {first.kind}: {first.message}",
-        unchecked=other,
+        notes=notes_about(flawed=other),
         names=tuple(flaw.name for flaw in flaws),
         ranks=first.ranks,
     )

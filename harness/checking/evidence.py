@@ -1,7 +1,7 @@
-"""Evidence and verdicts: what checks look at, and what they answer.
+"""Evidence and findings: what checks look at, and what they answer.
 
-A check is a pure function from `Evidence` to a `Finding`; `Verdict` is the finding of one check on one case, ready to
-be stored. Errors are ratios; `epsilons` count them in the machine epsilon of the case's dtype.
+A check is a pure function from `Evidence` to a `Finding`. Errors are ratios; `epsilons` count them in the machine
+epsilon of the case's dtype.
 """
 
 from collections.abc import Mapping
@@ -15,16 +15,12 @@ from shardproof.harness.engines.engine import Unwaited
 from shardproof.harness.ledger import Event
 from shardproof.harness.outcome.merging import Flaw, Merged, Outcomes, against, merge
 from shardproof.harness.protocols import Axes, CaseLike, TermLike
+from shardproof.harness.verdicts.facts import Counts, Note, Worst
 
 if TYPE_CHECKING:
     from shardproof.harness.checking.measures.stated_deviations import Deviations
     from shardproof.harness.checking.measures.tolerance import Controlled
     from shardproof.harness.recording.spans import RankSpan
-
-PASS, FAIL, UNKNOWN, SKIP = "pass", "fail", "unknown", "skip"
-"""`skip` is the word of a case that the subject does not claim; no check ever answers it."""
-Decided = tuple[int, int]
-"""How many tensors of a kind were decided (found right or wrong), and how many the kind has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,16 +193,6 @@ class Evidence:
         return self.lowest if self.lowest and name in self.beyond else self.case.dtype
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Worst:
-    """The tensor (or event) that came closest to its limit or went furthest beyond it."""
-
-    name: str
-    error: float
-    allowed: float
-    epsilons: float
-
-
 def apart_by(evidence: Evidence, name: str, spread: float) -> Worst:
     """The figures of a tensor whose replicas, or values in two runs, are apart by this ratio: nothing is allowed."""
     return Worst(name=name, error=spread, allowed=0.0, epsilons=spread / epsilon(evidence.dtype_of(name)))
@@ -214,10 +200,11 @@ def apart_by(evidence: Evidence, name: str, spread: float) -> Worst:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Finding of one check: the answer, one line of words, and what it could not look at (`unchecked`).
+    """Finding of one check: the answer, one sentence, and what it could not look at (`notes`).
 
     `names` are those of wrong tensors, the one in question first. `worst` is the tensor or event closest to its limit
     or furthest beyond it; None where nothing is measured.
+    `kind`: how calls differ ("missing"), "" where no calls are compared.
     `decided`: kind of name ("grad") -> how many tensors were found right or wrong, and of how many. `wrong` are the
     tensors beyond their limit; `phase` and `region` are the place where the check knows it. `ranks` are the
     ranks that are wrong, empty when it is all of them or unknown.
@@ -226,29 +213,14 @@ class Finding:
     verdict: str
     message: str
     worst: Worst | None = None
-    unchecked: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
     wrong: tuple[Measured, ...] = ()
     names: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
     phase: str = ""
     region: str = ""
-    decided: Mapping[str, Decided] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """A check on one case, as `verdicts.jsonl` stores it; a failure's message has the six lines.
-
-    `case` is the text of the case, `check` the name of the check. All else is that of its finding.
-    """
-
-    case: str
-    check: str
-    verdict: str
-    worst: Worst | None = None
-    message: str
-    unchecked: tuple[str, ...] = ()
-    decided: Mapping[str, Decided] = field(default_factory=dict)
+    kind: str = ""
+    decided: Mapping[str, Counts] = field(default_factory=dict)
 
 
 def merged_outcomes(

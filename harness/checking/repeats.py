@@ -3,9 +3,10 @@
 import math
 from itertools import zip_longest
 
-from shardproof.harness.checking.evidence import FAIL, PASS, Evidence, Finding, apart_by
+from shardproof.harness.checking.evidence import Evidence, Finding, apart_by
 from shardproof.harness.checking.measures.spreads import run_spreads
 from shardproof.harness.outcome.merging import Outcomes, differing, same_bits
+from shardproof.harness.verdicts.verdict import FAIL, PASS
 
 
 def determinism(evidence: Evidence) -> Finding | None:

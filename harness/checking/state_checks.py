@@ -7,10 +7,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from shardproof.harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding
+from shardproof.harness.checking.evidence import Evidence, Finding
 from shardproof.harness.checking.measures.kinds import kind_of
 from shardproof.harness.checking.numeric_checks import numeric
 from shardproof.harness.outcome.merging import differing, same_bits
+from shardproof.harness.verdicts.facts import notes_about, unchecked
+from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 
 KIND = "init"
 SIGMAS = 6.0
@@ -40,13 +42,13 @@ def initial_values(evidence: Evidence) -> Finding:
         return Finding(verdict=FAIL, message=f"{first} {wrong[first]}{more}", names=ordered)
     stated = sum(name.partition("/")[2] in evidence.deviations for name in names)
     words = f"{stated} of {len(names)} parameters begin with the right deviations, and no two alike"
-    unchecked = () if stated else ("deviations of initial values, which nothing states",)
+    notes = () if stated else unchecked("deviations of initial values, which nothing states")
     known = None if set(names) & set(evidence.given) else _compared(evidence)
     if known is None:
-        return Finding(verdict=PASS, message=f"{words}; the dense model was given them", unchecked=unchecked)
+        return Finding(verdict=PASS, message=f"{words}; the dense model was given them", notes=notes)
     if known.verdict != PASS:
         return known
-    return replace(known, message=f"{known.message}; {words}", unchecked=(*known.unchecked, *unchecked))
+    return replace(known, message=f"{known.message}; {words}", notes=(*known.notes, *notes))
 
 
 def _deviating(evidence: Evidence, names: list[str]) -> Iterator[tuple[str, str]]:
@@ -105,14 +107,14 @@ def saved(evidence: Evidence) -> Finding:
     counts = {name: evidence.truth.get(name) for name in ordered if name.split("/")[1] in _COUNTS}
     right = {name: merged.get(name.partition("/")[2], counts.get(name)) for name in ordered}
     known = {name: (merged[name], must) for name, must in right.items() if must is not None and name in merged}
-    unseen = tuple(name for name in ordered if name not in known)
+    unseen = notes_about(undecided=tuple(name for name in ordered if name not in known))
     wrong = [name for name, (files, must) in known.items() if not same_bits(files, must)]
     if wrong:
         files, must = known[wrong[0]]
         whose = "the ranks" if wrong[0].partition("/")[2] in merged else "the truth"
         message = f"{wrong[0]}: the files of the checkpoint and {whose} differ {differing(files, must)}"
-        return Finding(verdict=FAIL, message=message, unchecked=unseen, names=tuple(wrong))
+        return Finding(verdict=FAIL, message=message, notes=unseen, names=tuple(wrong))
     if not known:
-        return Finding(verdict=UNKNOWN, message="the ranks returned nothing that was saved", unchecked=unseen)
+        return Finding(verdict=UNKNOWN, message="the ranks returned nothing that was saved", notes=unseen)
     message = f"{len(known)} tensors of the checkpoint are those of the ranks in every bit"
-    return Finding(verdict=PASS, message=message, unchecked=unseen)
+    return Finding(verdict=PASS, message=message, notes=unseen)

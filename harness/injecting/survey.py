@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardproof.harness.checking.checks import CHECKS, Check
-from shardproof.harness.checking.evidence import FAIL, PASS, Evidence, Finding
+from shardproof.harness.checking.evidence import Evidence, Finding
 from shardproof.harness.checking.repeats import same_outcomes
 from shardproof.harness.engines.engine import Engine
 from shardproof.harness.engines.faults.disturbance import Disturbance
@@ -32,6 +32,7 @@ from shardproof.harness.running.trials.repeating import with_repeat
 from shardproof.harness.running.trials.runs import recorded
 from shardproof.harness.running.trials.trial import Trial
 from shardproof.harness.subject import NamedSubject, answered, named, offers
+from shardproof.harness.verdicts.verdict import FAIL, PASS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,6 +36,7 @@ from shardproof.harness.recording.observations import read
 from shardproof.harness.recording.ranges import attached
 from shardproof.harness.recording.recorder import Recorded
 from shardproof.harness.recording.watch import Watch
+from shardproof.harness.run_folder import LAYOUT
 from shardproof.harness.running.store import environment
 
 
@@ -53,7 +54,7 @@ def begin(session: ProgramSession) -> None:
     row = {"case": of.case, "mode": MODE, "world_size": of.world_size, "skipped": "no case: nothing is checked"}
     shared_file(folder / "cases.jsonl", json.dumps(row) + "\n")
     about_run = {"program": of.case, "steps": "" if session.steps is None else "{}:{}".format(*session.steps)}
-    env = {"program": True, "stated": session.stated, **environment(session.command, about_run)}
+    env = {"layout": LAYOUT, "program": True, "stated": session.stated, **environment(session.command, about_run)}
     shared_file(folder / "env.json", json.dumps(env, indent=2) + "\n")
     RankRecorder(session, of, part, session.origin_s if boot == session.boot else time.perf_counter()).start()
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardproof.harness.checking.evidence import FAIL
 from shardproof.harness.errors import MachineError, RequestError, ShardproofError
 from shardproof.harness.interpreter import COLLECTED_AFTER, interrupted_after
 from shardproof.harness.protocols import CaseLike, case_text
@@ -24,6 +23,7 @@ from shardproof.harness.running.request import Request
 from shardproof.harness.running.run import run
 from shardproof.harness.running.run_result import INTERRUPTED, RunResult
 from shardproof.harness.subject import NamedSubject, claims, offers, own_cases
+from shardproof.harness.verdicts.verdict import FAIL
 from shardproof.reports.options.request import LAUNCHED, requested
 from shardproof.reports.printing.text import show_message, show_note, show_table, ticking
 

@@ -12,7 +12,6 @@ from fnmatch import fnmatchcase
 from functools import partial
 
 from shardproof.bugs.planting import Subject
-from shardproof.harness.checking.evidence import FAIL, PASS
 from shardproof.harness.dense_model import SUBJECT
 from shardproof.harness.diagnosing.diagnosis import Diagnosis
 from shardproof.harness.engines.engine import Engine
@@ -25,6 +24,8 @@ from shardproof.harness.running.experiments import Failed, words_needed
 from shardproof.harness.running.proof import prove
 from shardproof.harness.running.result import CaseResult
 from shardproof.harness.subject import NamedSubject, named
+from shardproof.harness.verdicts.verdict import FAIL, PASS
+from shardproof.harness.verdicts.words import when_line
 from shardproof.suites.mutants.draws import showing
 from shardproof.suites.mutants.mutant import Mutant
 
@@ -96,7 +97,7 @@ def when_of(result: CaseResult, subject: Subject | str, engine: Engine) -> str:
     given = named(subject)
     failed = Failed(case=result.case, verdicts=result.verdicts)
     proving = partial(prove, subject=given, engine=engine, explain=False)
-    return words_needed(failed, given, proving, time.monotonic() + WHEN_S).text
+    return when_line(words_needed(failed, given, proving, time.monotonic() + WHEN_S).when)
 
 
 def _row(mutant: Mutant, mode: str, result: CaseResult | None, seconds: float) -> Kill:

@@ -17,9 +17,7 @@ import torch
 from hypothesis import strategies as st
 
 from shardproof.harness.checking.checks import CHECKS, LAWS
-from shardproof.harness.checking.evidence import FAIL, SKIP, Verdict
 from shardproof.harness.dense_model import SUBJECT
-from shardproof.harness.diagnosing.failure_lines import site
 from shardproof.harness.engines.engine import Engine
 from shardproof.harness.errors import RequestError
 from shardproof.harness.plain_case import Vocabulary
@@ -30,6 +28,8 @@ from shardproof.harness.running.result import CaseResult, ledger_rows, with_trac
 from shardproof.harness.running.store import Store, environment
 from shardproof.harness.running.summary import summarize
 from shardproof.harness.subject import NamedSubject, case_of, named, offers, refusal, vocabulary
+from shardproof.harness.verdicts.verdict import FAIL, SKIP, Verdict
+from shardproof.harness.verdicts.words import labelled
 from shardproof.reference.case import Case
 from shardproof.reference.features import PARTS
 from shardproof.reports.options.request import default_cases
@@ -217,15 +217,15 @@ class Prover:
         test, blocks = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0], []
         by_place: dict[str, list[Verdict]] = {}
         for verdict in wrong:
-            key = site(verdict.message) if verdict.verdict == FAIL else verdict.message
+            key = verdict.site if verdict.verdict == FAIL else verdict.statement
             by_place.setdefault(key, []).append(verdict)
         for place, verdicts in by_place.items():
             before = self.reported.setdefault(place, test)
-            message = verdicts[0].message
+            message, failure = verdicts[0].message, verdicts[0].failure
             if before != test:
                 checks = ", ".join(verdict.check for verdict in verdicts)
-                repeat = message.splitlines()[-1]
-                message = f"{checks} of {verdicts[0].case}\nfails from the same first place on as {before}\n{repeat}"
+                message = f"{checks} of {verdicts[0].case}\nfails from the same first place on as {before}"
+                message += "\n" + "".join(labelled({"repeat": failure.repeat}) if failure else [verdicts[0].statement])
             elif len(verdicts) > 1:
                 message += f"\nand from there on: {', '.join(verdict.check for verdict in verdicts[1:])}"
             blocks.append(message)

@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 
 from bench.when_lines import Statement, false_statements, statements
-from shardproof.harness.checking.evidence import FAIL
-from shardproof.harness.diagnosing.failure_lines import line_of
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.running.proof import prove
 from shardproof.harness.subject import named
+from shardproof.harness.verdicts.verdict import FAIL
 from shardproof.reference.case import Case
 from shardproof.suites.mutants.catalogue import MUTANTS
 from shardproof.suites.mutants.draws import showing
 from shardproof.suites.mutants.mutant import Mutant
 from tests.deep import deep
+from tests.harness.noted import when_of
 from tests.harness.proofs import ran
 
 SIZES = "layers=1 hidden=16 heads=4 ffn=16 seq=8 steps=1"
@@ -28,7 +28,7 @@ def run_again(folder: Path, mutant: Mutant, case: Case, when_s: float) -> tuple[
     """The printed line of a bug on a case, and the statements in it that are not so; no line where the case is right"""
     with mutant.subject() as planted, InprocEngine() as engine:
         result = ran(folder, planted, case, when_s=when_s)
-        lines = [line_of(one.message, "when") for one in result.verdicts if one.verdict == FAIL]
+        lines = [when_of(one) for one in result.verdicts if one.verdict == FAIL]
         line = next(filter(None, lines), "")
         assert bool(line) == bool(result.exit_status)
         if not line:

@@ -21,13 +21,13 @@ import pytest
 from bench import systems
 from bench.cells import System, cells
 from bench.systems import CHECKS, NOT_RUN
-from shardproof.harness.checking.evidence import FAIL, PASS
 from shardproof.harness.engines.engine import Engine
 from shardproof.harness.engines.processes.forked.pool import PoolEngine
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.running.proof import prove
 from shardproof.harness.running.result import CaseResult
 from shardproof.harness.subject import case_of, named
+from shardproof.harness.verdicts.verdict import FAIL, PASS
 from shardproof.suites.subjects import two_d
 from tests import ROOT
 from tests.deep import deep

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from shardproof.harness.checking.checks import CHECKS
-from shardproof.harness.checking.evidence import FAIL
 from shardproof.harness.diagnosing.causes.cause import CAUSES
 from shardproof.harness.ledger import PHASES
 from shardproof.harness.resolve import resolve
+from shardproof.harness.verdicts.verdict import FAIL
 from shardproof.reference.case import Case
 from shardproof.reference.case.variants import VARIANTS
 from shardproof.reference.features import PARTS

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shardproof.harness.checking.checks import LAWS, Check, examine
-from shardproof.harness.checking.evidence import PASS, UNKNOWN, Evidence, Finding, merged_outcomes
+from shardproof.harness.checking.evidence import Evidence, Finding, merged_outcomes
 from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS, is_state, kind_of, step_of
 from shardproof.harness.checking.measures.measured import Measured, epsilon
 from shardproof.harness.checking.measures.tolerance import CONTROL_FACTOR
@@ -34,6 +34,8 @@ from shardproof.harness.running.trials.trial import Trial
 from shardproof.harness.running.truth.own import one_rank
 from shardproof.harness.running.truth.random_rounding import RandomRounding
 from shardproof.harness.subject import NamedSubject, called, lower_dtypes, refusal, truth_of
+from shardproof.harness.verdicts.facts import Note, NoteKind
+from shardproof.harness.verdicts.verdict import PASS, UNKNOWN
 
 Found = tuple[Evidence, dict[str, Finding]]
 MOVED_RUNS, AMPLIFIED_RUNS = 6, 3
@@ -47,7 +49,7 @@ _USUAL = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stated:
-    """The lower precision that a subject states: its dtypes, and where it comes from in words."""
+    """The lower precision that a subject states: its dtypes, and where it comes from."""
 
     dtypes: frozenset[str]
     origin: str
@@ -88,8 +90,7 @@ def stated(trial: Trial, evidence: Evidence) -> Stated | None:
     if wire and not any(event.dtype == wire and event.group_size > 1 for event in evidence.events):
         del dtypes["wire_dtype"]
     words = " and ".join(f"{name}={dtype}" for name, dtype in dtypes.items())
-    origin = f"errors below those of {{}} (the subject states {words})"
-    return Stated(dtypes=frozenset(dtypes.values()), origin=origin) if dtypes else None
+    return Stated(dtypes=frozenset(dtypes.values()), origin=f"the subject states {words}") if dtypes else None
 
 
 def as_stated(trial: Trial, found: Found, checks: Mapping[str, Check], precision: Stated) -> Found:
@@ -113,7 +114,7 @@ def as_unseen(trial: Trial, found: Found, checks: Mapping[str, Check]) -> Found:
     if evidence.dtype == "float64" or own is None or not own.unseen.get(trial.text) or not wrong_of(findings):
         return found
     seen, again = _by_effect(trial, found, checks, {evidence.dtype})
-    words = "errors below those of {} (the truth computes outside of torch, so the ranks show how far rounding goes)"
+    words = "the truth computes outside of torch, so the ranks show how far rounding goes"
     return seen, {name: one if one is findings[name] else _noted(one, seen, words) for name, one in again.items()}
 
 
@@ -133,7 +134,7 @@ def as_found(trial: Trial, found: Found, checks: Mapping[str, Check]) -> Found:
     dense = _on_one_rank(trial, constants)
     own = [island for island in islands if dense is None or island.dtype in dense]
     lowest = max(own or islands, key=lambda island: epsilon(island.dtype))
-    words = f"errors below those of {{}} (the {own_dtype} case uses {lowest})"
+    words = f"the {own_dtype} case uses {lowest}"
     seen, again = _by_effect(trial, found, checks, {island.dtype for island in own or islands})
     if not own:
         return (evidence if wrong_of(again) else replace(evidence, island=str(lowest))), findings
@@ -209,7 +210,8 @@ def _agreed(outcomes: Outcomes) -> Outcomes:
 
 def _noted(finding: Finding, seen: Evidence, words: str) -> Finding:
     """The finding with what its limits do not show."""
-    return replace(finding, unchecked=(*finding.unchecked, words.format(seen.lowest)))
+    note = Note(kind=NoteKind.LOWER_PRECISION, names=(seen.lowest,), reason=words)
+    return replace(finding, notes=(*finding.notes, note))
 
 
 def _stored_shorter(evidence: Evidence, wrong: Sequence[Measured], dtypes: set[str]) -> bool:

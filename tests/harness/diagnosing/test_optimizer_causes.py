@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from shardproof.harness.checking.checks import examine
-from shardproof.harness.checking.evidence import FAIL, Evidence
+from shardproof.harness.checking.evidence import Evidence
 from shardproof.harness.diagnosing.diagnosis import diagnose
-from shardproof.harness.diagnosing.first_place import First, first_place
+from shardproof.harness.diagnosing.first_place import first_place
 from shardproof.harness.diagnosing.rank_causes import by_numbers
 from shardproof.harness.ledger import Event
 from shardproof.harness.shard import Shard
+from shardproof.harness.verdicts.facts import First
+from shardproof.harness.verdicts.verdict import FAIL
 from tests.harness.toy_evidence import altered, case, drawn, events, evidence, ids_of, planted, told_by, truth, without
 
 NAMES = ("layers.0.mlp.w1.weight", "layers.0.mlp.w2.bias")

@@ -7,10 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardproof.harness.checking.evidence import PASS
 from shardproof.harness.checking.ledger_checks import ledger
 from shardproof.harness.ledger import NO_UPDATE, Event
+from shardproof.harness.verdicts.verdict import PASS
 from shardproof.reference.case import Case
+from tests.harness.noted import reasons_of
 from tests.harness.recording.toy_calls import recorded
 from tests.harness.toy_evidence import evidence
 
@@ -130,7 +131,7 @@ def test_micro_batches_without_any_update_are_one_step_and_a_note_says_so() -> N
     assert all(NO_UPDATE in e.doubts for e in events)
     found = ledger(evidence(case=Case.parse("mode=tp tp=2 steps=3"), events=events, expectation=None))
     assert found is not None
-    assert (found.verdict, NO_UPDATE in found.unchecked) == (PASS, True)
+    assert (found.verdict, NO_UPDATE in reasons_of(found)) == (PASS, True)
 
 
 def test_parameters_that_change_before_the_first_backward_make_no_step() -> None:

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardproof.harness.checking.evidence import PASS, UNKNOWN
 from shardproof.harness.engines.shapes.dry import DryEngine
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.ledger import OTHER
 from shardproof.harness.running.proof import prove
+from shardproof.harness.verdicts.verdict import PASS, UNKNOWN
 from shardproof.parallel.subject import subject as right
 from shardproof.reference.case import Case
 from tests.harness.engines.programs import Log
