@@ -127,7 +127,7 @@ def _error(check: str, worst: Worst | None, failure: FailedCheck) -> str:
         return f"{_EXACT}; apart by {worst.error:.3g} of the largest value"
     if not failure.wrong:
         return f"{worst.error:g} event{'s' if worst.error > 1 else ''} more or less than expected on a rank, allowed 0"
-    one = next(wrong for wrong in failure.wrong if wrong.name == worst.name)
+    one = next((wrong for wrong in failure.wrong if wrong.name == worst.name), failure.wrong[0])
     return (
         f"{_amount(one, failure.unit)}; {len(failure.wrong)} tensor{'s' * (len(failure.wrong) > 1)} of this check wrong"
     )
@@ -138,8 +138,8 @@ def _amount(wrong: WrongTensor, unit: float) -> str:
         return _EXACT
     if wrong.measure == "absolute":
         return f"the truth is 0 throughout: allowed {wrong.allowed:.3g}, found {wrong.error:.3g}"
-    error = f"{wrong.measure} error {wrong.error:.3g} ({wrong.error / unit:.3g} eps)"
-    return f"{error}, allowed {wrong.allowed:.3g} ({wrong.allowed / unit:.3g} eps)"
+    in_eps = [f" ({ratio / unit:.3g} eps)" if unit else "" for ratio in (wrong.error, wrong.allowed)]
+    return f"{wrong.measure} error {wrong.error:.3g}{in_eps[0]}, allowed {wrong.allowed:.3g}{in_eps[1]}"
 
 
 def _first_line(failure: FailedCheck) -> str:

@@ -68,7 +68,7 @@ def test_the_page_tells_the_whole_run(html: str) -> None:
     assert "1 pass, 1 fail" in html
     assert "0.012 / 1e-09" in html
     assert "2.13.0" in html
-    assert "logits/0 and 2 more" in html, "what nobody checked is said"
+    assert "undecided: logits/0, logits/1, act/head" in html, "what nobody checked is said"
     for line in sample_run.MESSAGE.replace("<b>", "&lt;b&gt;").replace('"', "&#34;").splitlines():
         assert line in html, "all six lines"
     # first table, a map, cases of 2 modes, side by side, 2 modes, 2 cases, verdicts, environment
