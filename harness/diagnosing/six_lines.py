@@ -7,8 +7,9 @@ Errors are ratios and multiples of the machine epsilon of the run dtype.
 
 from collections.abc import Mapping, Sequence
 
-from shardproof.harness.checking.evidence import Evidence, Finding
+from shardproof.harness.checking.evidence import Finding
 from shardproof.harness.checking.measures.measured import ABSOLUTE, EXACT, epsilon
+from shardproof.harness.checking.records import Evidence, Run
 from shardproof.harness.diagnosing.diagnosis import Diagnosis, diagnose, ended
 from shardproof.harness.diagnosing.failure_lines import NO_CAUSE, NO_OUTCOME, repeat_command, written
 from shardproof.harness.diagnosing.first_place import First
@@ -19,18 +20,18 @@ from shardproof.harness.protocols import CaseLike
 
 def explain(evidence: Evidence, findings: Mapping[str, Finding], check: str, subject: str, options: str = "") -> str:
     """The six lines of a failed check."""
-    return tell(diagnose(evidence, findings, check), findings[check], evidence, subject, options)
+    return tell(diagnose(evidence, findings, check), findings[check], evidence.run, subject, options)
 
 
-def tell(diagnosis: Diagnosis, finding: Finding, evidence: Evidence, subject: str, options: str = "") -> str:
+def tell(diagnosis: Diagnosis, finding: Finding, run: Run, subject: str, options: str = "") -> str:
     """The six lines of a diagnosis and the finding that it explains."""
     lines = {
         "what": f"{finding.message} (check {diagnosis.check})",
-        "where": where(diagnosis, evidence.case, named=bool(finding.names)),
-        "error": _how_much(evidence, finding, diagnosis.check),
+        "where": where(diagnosis, run.case, named=bool(finding.names)),
+        "error": _how_much(run, finding, diagnosis.check),
         "first": _first(diagnosis.first) or finding.message,
         "causes": "; ".join(cause.words for cause in diagnosis.causes) or diagnosis.hint or NO_CAUSE,
-        "repeat": repeat_command(evidence.case, subject, options),
+        "repeat": repeat_command(run.case, subject, options),
     }
     return written(lines)
 
@@ -71,7 +72,7 @@ def _rank_words(ranks: Sequence[int], world_size: int) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} of {world_size}"
 
 
-def _how_much(evidence: Evidence, finding: Finding, check: str) -> str:
+def _how_much(run: Run, finding: Finding, check: str) -> str:
     worst = finding.worst
     if worst is None and check in ("coverage", "parallelism", "waits"):
         return "nothing to measure: this must never be"
@@ -84,7 +85,7 @@ def _how_much(evidence: Evidence, finding: Finding, check: str) -> str:
     if not finding.wrong:
         return f"{worst.error:g} event{'s' if worst.error > 1 else ''} more or less than expected on a rank, allowed 0"
     of = next(m.measure for m in finding.wrong if m.name == worst.name)
-    eps = epsilon(evidence.dtype_of(worst.name))
+    eps = epsilon(run.dtype_of(worst.name))
     count = f"{len(finding.wrong)} tensor{'s' if len(finding.wrong) > 1 else ''} of this check wrong"
     if of == EXACT:
         return f"compared exactly: nothing is allowed to differ; {count}"

@@ -15,8 +15,9 @@ from io import StringIO
 from multiprocessing.connection import Connection
 from typing import Any
 
-from shardproof.harness.checking.checks import CHECKS, LAWS, Check
+from shardproof.harness.checking.checks import CHECKS, LAWS, Check, needing, records_of
 from shardproof.harness.checking.evidence import FAIL, PASS, Verdict
+from shardproof.harness.checking.records import Repeats, Run, Truth
 from shardproof.harness.diagnosing.diagnosis import BIT_FOR_BIT
 from shardproof.harness.diagnosing.failure_lines import line_of, site, with_when
 from shardproof.harness.diagnosing.needed_words import needed_words
@@ -25,7 +26,6 @@ from shardproof.harness.diagnosing.words_text import NeededWords
 from shardproof.harness.errors import ShardproofError
 from shardproof.harness.protocols import CaseLike, case_text, without_saving
 from shardproof.harness.running.forked_process import forked
-from shardproof.harness.running.proof import NEED_REPEAT
 from shardproof.harness.running.request import Request
 from shardproof.harness.running.result import CaseResult
 from shardproof.harness.running.store import STOPPED, Store
@@ -41,7 +41,7 @@ ENGINES = ("inproc", "pool", "dry")
 """Engines on which other cases than those of the request can be run."""
 IN_THREADS = "only in threads: on processes (--engine pool) the case passes; see subject.per_rank"
 """The line of a case that fails because its ranks share the state of modules."""
-_OF_CALLS = frozenset({"ledger", "groups", "waits"})
+_OF_CALLS = frozenset(CHECKS.keys() - needing(CHECKS, Run, Truth))
 """Checks that look at no number."""
 _RAISED = re.compile(r" raised (\w+)")
 _NUMBERS = re.compile(r"\d+")
@@ -252,5 +252,5 @@ def _checks(failed: Sequence[str]) -> Mapping[str, Check]:
     every = {**CHECKS, **LAWS}
     if failed and {*failed} <= _OF_CALLS:
         return {name: check for name, check in CHECKS.items() if name in _OF_CALLS}
-    once = {name: check for name, check in CHECKS.items() if name not in NEED_REPEAT}
+    once = {name: check for name, check in CHECKS.items() if Repeats not in records_of(check)}
     return once if {*failed} & {*once, "run"} else every

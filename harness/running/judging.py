@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping
 
-from shardproof.harness.checking.checks import CHECKS, Check, examine
-from shardproof.harness.checking.evidence import Evidence, Finding
+from shardproof.harness.checking.checks import CHECKS, Check, examine, needing
+from shardproof.harness.checking.evidence import Finding
+from shardproof.harness.checking.records import Evidence, Truth
 from shardproof.harness.running.trials.trial import Trial
 
 
@@ -16,9 +17,11 @@ def judged(
     These show how far rounding alone takes a right result.
     """
     findings = None
-    if evidence.torn or evidence.dtype == "float64":
+    if not needing(checks, Truth):
+        return evidence, examine(evidence, checks)
+    if evidence.truth.unmergeable or evidence.run.dtype == "float64":
         findings = examine(evidence, checks)
-        if evidence.torn or not any(finding.wrong for finding in findings.values()):
+        if evidence.truth.unmergeable or not any(finding.wrong for finding in findings.values()):
             return evidence, findings
     from shardproof.harness.running.trials.rechecking import rechecked  # noqa: PLC0415
 

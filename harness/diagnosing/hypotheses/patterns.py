@@ -170,7 +170,9 @@ HYPOTHESES = (
     Hypothesis(
         predicts="the truth, rounded to a shorter dtype",
         causes=of_values(
-            lambda evidence, names: rounded(evidence.merged.tensors[names[0]], evidence.truth[names[0]], names[0])
+            lambda evidence, names: rounded(
+                evidence.run.merged.tensors[names[0]], evidence.truth.tensors[names[0]], names[0]
+            )
         ),
         kinds=VALUES | {STATE},
     ),

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from typing import cast
 
-from shardproof.harness.checking.checks import examine
-from shardproof.harness.checking.dry_checks import DRY_CHECKS
-from shardproof.harness.checking.evidence import Evidence, Finding, merged_outcomes
+from shardproof.harness.checking.call_checks import order
+from shardproof.harness.checking.checks import CHECKS, examine, needing
+from shardproof.harness.checking.evidence import Finding
+from shardproof.harness.checking.records import Calls, Claims, DryRun, Evidence, Run, Truth, merged_outcomes
 from shardproof.harness.engines.engine import Unwaited
 from shardproof.harness.engines.shapes.dry import DryEngine
 from shardproof.harness.ledger import Event
@@ -24,20 +25,25 @@ def dry_run_checked(trial: Trial) -> tuple[Evidence, dict[str, Finding]]:
     ranks, places = representatives(case.axes, case.world_size)
     with trial.timed("recorded"):
         run = dry_run(case, trial.subject.call, engine, ranks, text=trial.text, timeout_s=trial.timeout_s)
-    evidence = Evidence(
+    calls = Calls(
         case=case,
-        merged=merged_outcomes((), (), {}),
         events=tuple(event for rank in run for event in rank.events),
-        expectation=expectation_of(trial),
         unwaited=tuple(_unwaited(rank, event) for rank in run for event in rank.unwaited),
         saved_bytes=tuple(rank.saved_bytes for rank in run),
-        ran=ranks,
-        orders=orders_of(trial),
         hidden=frozenset((rank.rank, ticket) for rank in run for ticket in hidden(rank.stretches)),
-        notes=(_memory(run), *_left_out(len(ranks), places, case.world_size)),
+        ran=ranks,
+    )
+    unchecked = (
+        *(f"{name}: the dry engine has shapes and no numbers" for name in needing(CHECKS, Run, Truth)),
+        *_left_out(len(ranks), places, case.world_size),
+    )
+    evidence = Evidence(
+        run=Run(calls=calls, merged=merged_outcomes((), (), {})),
+        claims=Claims(axes={**case.axes, **orders_of(trial)}, expectation=expectation_of(trial)),
+        dry=DryRun(memory=_memory(run), unchecked=unchecked),
     )
     with trial.timed("checks"):
-        return evidence, examine(evidence, DRY_CHECKS)
+        return evidence, examine(evidence, {**CHECKS, "order": order})
 
 
 def _unwaited(rank: DryRank, event: Event) -> Unwaited:

@@ -16,12 +16,14 @@ Tensors beyond these limits are judged again where the case computes or sends in
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from shardproof.harness.checking.checks import LAWS, Check, examine
-from shardproof.harness.checking.evidence import Evidence, Finding
+from shardproof.harness.checking.evidence import Finding
 from shardproof.harness.checking.measures.distance import distance
 from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS
 from shardproof.harness.checking.measures.tolerance import CONTROL_FACTOR
+from shardproof.harness.checking.records import Evidence, Truth
 from shardproof.harness.running.trials.law_runs import with_first_forward
 from shardproof.harness.running.trials.lower_precision import (
     Found,
@@ -45,51 +47,53 @@ def rechecked(trial: Trial, evidence: Evidence, checks: Mapping[str, Check], fin
 
     `findings`: of the evidence as it is, in float64.
     """
-    precision = stated(trial, evidence)
+    precision = stated(trial, evidence.run.calls)
     found = as_unseen(trial, _judged(trial, evidence, checks, findings), checks)
     return as_found(trial, found, checks) if precision is None else as_stated(trial, found, checks, precision)
 
 
 def _judged(trial: Trial, evidence: Evidence, checks: Mapping[str, Check], findings: Findings | None = None) -> Found:
-    if evidence.dtype != "float64":
-        evidence = stepwise(trial, evidence)
-        evidence = with_first_forward(trial, evidence) if "truth" in checks else evidence
+    run = evidence.run
+    if run.dtype != "float64":
+        truth = stepwise(trial, run, evidence.truth)
+        evidence = replace(evidence, truth=with_first_forward(trial, truth) if "truth" in checks else truth)
         findings = None
     findings = findings or examine(evidence, checks)
     wrong = wrong_of(findings)
-    if doubtful(trial, evidence, wrong):
-        evidence = measured_apart(trial, evidence)
-    if evidence.states is not None or not wrong or any(in_first_step(measured.name) for measured in wrong):
+    if doubtful(trial, run, wrong):
+        evidence = replace(evidence, truth=measured_apart(trial, run, evidence.truth))
+    truth = evidence.truth
+    if truth.controls.states is not None or not wrong or any(in_first_step(measured.name) for measured in wrong):
         return _doubted(trial, evidence, findings, checks)
-    stepped = stepwise(trial, evidence)
-    if stepped.states is None:
+    stepped = replace(evidence, truth=stepwise(trial, run, truth))
+    if stepped.truth.controls.states is None:
         return _doubted(trial, evidence, findings, checks)
     one_step = _doubted(trial, stepped, _again(stepped, findings, checks), checks)
-    conditioned = (_conditioned(trial, evidence, measured.name) for measured in wrong)
-    if wrong_of(one_step[1]) or stepped.slack or not any(conditioned):
+    conditioned = (_conditioned(trial, truth, measured.name) for measured in wrong)
+    if wrong_of(one_step[1]) or stepped.truth.controls.adam_bound or not any(conditioned):
         return one_step
     from_start = _doubted(trial, evidence, findings, checks)
     return from_start if any(m.allowed <= CONDITIONED for m in wrong_of(from_start[1])) else one_step
 
 
-def _conditioned(trial: Trial, evidence: Evidence, name: str) -> bool:
+def _conditioned(trial: Trial, truth: Truth, name: str) -> bool:
     """Whether the first control run of training from the start stays near enough for this tensor."""
-    run, truth = control_run(trial), evidence.truth
-    return name in run and CONTROL_FACTOR * distance(run[name], truth[name]).frobenius <= CONDITIONED
+    control, true = control_run(trial), truth.tensors
+    return name in control and CONTROL_FACTOR * distance(control[name], true[name]).frobenius <= CONDITIONED
 
 
 def _doubted(trial: Trial, evidence: Evidence, findings: dict[str, Finding], checks: Mapping[str, Check]) -> Found:
     """The findings with more control runs, where rounding may explain what is wrong."""
     wrong = wrong_of(findings)
-    if not doubtful(trial, evidence, wrong):
+    if not doubtful(trial, evidence.run, wrong):
         return evidence, findings
-    evidence = controlled(trial, evidence, wrong)
+    evidence = replace(evidence, truth=controlled(trial, evidence.run, evidence.truth, wrong))
     return evidence, _again(evidence, findings, checks)
 
 
 def _again(evidence: Evidence, findings: Mapping[str, Finding], checks: Mapping[str, Check]) -> dict[str, Finding]:
     """The findings with those that compare numbers made anew; of large tensors those that found something wrong."""
     numbers = {name: checks[name] for name in findings if name in NUMERIC_KINDS or name in LAWS}
-    if evidence.far:
+    if evidence.truth.controls.distances:
         numbers = {name: check for name, check in numbers.items() if findings[name].wrong}
     return {**findings, **examine(evidence, numbers)}

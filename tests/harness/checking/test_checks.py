@@ -9,11 +9,12 @@ import torch
 
 from shardproof.harness.checking.call_checks import split_share
 from shardproof.harness.checking.checks import CHECKS, examine
-from shardproof.harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding
+from shardproof.harness.checking.evidence import FAIL, PASS, UNKNOWN, Finding
+from shardproof.harness.checking.records import Repeats, Run
 from shardproof.harness.engines.engine import Unwaited
 from shardproof.harness.outcome.blocks import Block, localize
 from shardproof.harness.shard import Shard
-from tests.harness.toy_evidence import case, events, evidence, named, outcome_of, planted, truth
+from tests.harness.toy_evidence import but, case, events, evidence, named, outcome_of, planted, truth
 
 W1, BIAS = "layers.0.mlp.w1.weight", "layers.0.mlp.w2.bias"
 
@@ -58,7 +59,7 @@ def test_a_name_that_the_truth_does_not_know_is_no_pass_and_the_nearest_one_is_t
     finding = examine(evidence(*(outcome_of(rank, slip) for rank in range(2))), COVERAGE)["coverage"]
     assert finding.verdict == UNKNOWN
     assert f"params/{BIAS} (param/{BIAS}?)" in finding.message and f"params/{BIAS}" in finding.unchecked
-    own = replace(evidence(), captured=(localize({"act/my_module": torch.ones(2)}),) * 2)
+    own = but(evidence(), captured=(localize({"act/my_module": torch.ones(2)}),) * 2)
     assert examine(own, COVERAGE)["coverage"].verdict == PASS, "a module of its own"
 
 
@@ -86,7 +87,8 @@ def test_runs_that_differ_without_recording_are_not_deterministic() -> None:
     third = [outcome_of(rank, {**truth(), "loss/0": truth()["loss/0"] + 2e-15}) for rank in range(2)]
     shaky = evidence(repeat=other)
     assert named(examine(shaky), FAIL) == {"determinism"}
-    shaky = replace(shaky, repeats=(*shaky.repeats, [localize(rank) for rank in third]))
+    assert shaky.repeats
+    shaky = but(shaky, repeats=Repeats(runs=(*shaky.repeats.runs, [localize(rank) for rank in third])))
     findings = examine(shaky)
     assert named(findings, FAIL) == {"determinism"}
     words = "loss/0 on rank 0 differs between two runs of the same case: in 1"
@@ -150,7 +152,7 @@ def test_works_that_nobody_waits_for_fail_and_waited_ones_pass() -> None:
 
 
 def test_an_exception_inside_a_check_is_unknown_with_its_text() -> None:
-    def broken(_: Evidence) -> Finding:
+    def broken(run: Run) -> Finding:
         raise ZeroDivisionError("no such thing")
 
     findings = examine(evidence(), {"broken": broken, "merge": CHECKS["merge"]})

@@ -75,8 +75,9 @@ def test_an_expected_call_that_no_recorder_sees_is_unseen_and_never_missing() ->
     assert repr(RING).endswith('carrier="user_buffer")')
 
     # Modules stand in forward order, with and without a truth.
-    assert module_order(evidence())[: len(MODULES)] == MODULES
-    assert module_order(evidence(truth={"loss/0": evidence().truth["loss/0"]})) == ("embedding", "layers.0.mlp.w2")
+    right = evidence()
+    assert module_order(right.run.calls, right.claims, right.truth)[: len(MODULES)] == MODULES
+    assert module_order(right.run.calls, right.claims, None) == ("embedding", "layers.0.mlp.w2")
 
 
 def test_without_expectation_the_laws_are_checked_and_an_empty_one_is_one() -> None:

@@ -12,7 +12,8 @@ import pandas as pd
 import pytest
 
 from shardproof.harness.checking.checks import examine
-from shardproof.harness.checking.evidence import Evidence, Verdict
+from shardproof.harness.checking.evidence import Verdict
+from shardproof.harness.checking.records import Evidence
 from shardproof.harness.diagnosing.diagnosis import ended, explanation_of
 from shardproof.harness.diagnosing.failure_lines import repeat_command, site
 from shardproof.harness.diagnosing.six_lines import crash

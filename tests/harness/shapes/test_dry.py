@@ -128,7 +128,7 @@ def test_a_run_says_what_shapes_alone_cannot_tell(dry: DryEngine) -> None:
     unchecked = [text for verdict in result.verdicts for text in verdict.unchecked]
     assert "parameter_gradients: the dry engine has shapes and no numbers" in unchecked
     assert "2 ranks: one of every place on the mesh was run" in unchecked
-    assert result.evidence is not None and result.evidence.ranks == (0, 1, 2, 3, 6, 7)
+    assert result.evidence is not None and result.evidence.run.calls.ranks == (0, 1, 2, 3, 6, 7)
 
 
 def test_what_a_rank_raises_and_what_does_not_end_are_told_and_the_engine_goes_on(dry: DryEngine) -> None:
