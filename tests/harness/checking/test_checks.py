@@ -1,21 +1,29 @@
 """Every check passes on right evidence and fails on planted wrong evidence; broken checks are unknown, never a pass."""
 
+import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from shardproof.harness.checking.call_checks import split_share
-from shardproof.harness.checking.checks import CHECKS, examine
+from shardproof.harness.checking.checks import CHECKS, Check, examine, needing
 from shardproof.harness.checking.evidence import FAIL, PASS, UNKNOWN, Finding
-from shardproof.harness.checking.records import Repeats, Run
+from shardproof.harness.checking.records import Calls, Claims, DryRun, Evidence, Regroupings, Repeats, Run, Truth
 from shardproof.harness.engines.engine import Unwaited
+from shardproof.harness.errors import RequestError
 from shardproof.harness.outcome.blocks import Block, localize
+from shardproof.harness.running.trials.reference import decoder
 from shardproof.harness.shard import Shard
+from tests import ROOT
+from tests.harness.proofs import proved
 from tests.harness.toy_evidence import but, case, events, evidence, named, outcome_of, planted, truth
 
+SUBJECT = "shardproof.parallel.subject:subject"
 W1, BIAS = "layers.0.mlp.w1.weight", "layers.0.mlp.w2.bias"
 
 
@@ -159,6 +167,66 @@ def test_an_exception_inside_a_check_is_unknown_with_its_text() -> None:
     assert findings["broken"].verdict == UNKNOWN
     assert findings["broken"].message == "the check itself failed: ZeroDivisionError: no such thing"
     assert findings["merge"].verdict == PASS
+
+
+def test_a_check_reads_the_records_that_its_signature_names_and_is_not_run_without_one() -> None:
+    read = list[object]()
+
+    def ordered(claims: Claims, calls: Calls, truth: Truth | None = None) -> None:
+        read.extend((claims, calls, truth))
+
+    def regrouped(regroupings: Regroupings) -> Finding:
+        return Finding(verdict=FAIL, message=str(regroupings))
+
+    def mistyped(seen: Evidence) -> Finding:
+        return Finding(verdict=PASS, message=str(seen))
+
+    seen: Evidence = evidence()
+    checks: dict[str, Check] = {"ordered": ordered, "regrouped": regrouped, "mistyped": mistyped}
+    findings = examine(seen, checks)
+    assert read == [seen.claims, seen.run.calls, seen.truth]
+    assert named(findings, UNKNOWN) == {*findings} == {"mistyped"}
+    assert "seen of the check" in findings["mistyped"].message and "legal: Calls, Run, " in findings["mistyped"].message
+    examine(replace(seen, dry=DryRun(memory="")), checks)
+    assert read[3:] == [seen.claims, seen.run.calls, None], "a dry run has no truth"
+    of_calls = {name for name in CHECKS if name not in needing(CHECKS, Run, Truth)}
+    assert of_calls == {"ledger", "groups", "waits", "overlap"}
+    assert set(needing(CHECKS, Repeats)) == {"determinism", "recording"}
+
+
+def test_the_example_of_the_page_on_design_is_a_check() -> None:
+    page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    (code,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def shares" in block)
+    made = {**globals(), "Counter": Counter}
+    exec(code, made)  # noqa: S102  (a page of this project)
+    checks = {"shares": made["shares"]}
+    assert examine(evidence(), checks) == {}, "of two ranks one always sends half"
+    four = case("mode=tp tp=4 kv_heads=4 seq=16")
+    assert examine(evidence(case=four, events=events(world_size=4)), checks)["shares"].verdict == PASS
+    ledger = events(world_size=4)
+    more = [replace(call, wire_bytes=9 * call.wire_bytes) if call.rank == 1 else call for call in ledger]
+    found = examine(evidence(case=four, events=tuple(more)), checks)["shares"]
+    assert (found.verdict, found.ranks) == (FAIL, (1,))
+
+
+def test_the_dense_model_is_computed_only_where_a_check_needs_it_or_a_failure_is_explained() -> None:
+    """Its truth cannot be computed here, so every other case ends in an error."""
+
+    def refused(*_: Any, **__: Any) -> Mapping[str, Any]:
+        raise ValueError("no truth")
+
+    words = "mode=tp tp=2 layers=1 micro=1 steps=1"
+    prove = partial(proved, SUBJECT, reference=replace(decoder(), truth=refused))
+    ledger, loss = ({name: CHECKS[name]} for name in ("ledger", "forward"))
+    for dtype in ("float64", "float32"):
+        right = prove(case(f"{words} dtype={dtype}"), checks=ledger)
+        assert right.verdict == PASS and [*right.seconds] == ["recorded", "checks"]
+        with pytest.raises(RequestError, match="no truth"):
+            prove(case(f"{words} dtype={dtype}"), checks=loss)
+    wrong = {"ledger": CHECKS["ledger"], "never": lambda: Finding(verdict=FAIL, message="it never holds")}
+    assert prove(case(words), checks=wrong, explain=False).verdict == FAIL
+    with pytest.raises(RequestError, match="no truth"):
+        prove(case(words), checks=wrong)
 
 
 def test_captured_activations_are_checked_like_returned_ones() -> None:
