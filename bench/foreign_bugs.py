@@ -130,8 +130,8 @@ def _failed(result: CaseResult) -> str:
 def _changes(without: Evidence, wrong: Evidence, first: Mapping[str, Tensor]) -> Iterator[Change]:
     """Changes of all tensors that are no longer the same bits."""
     sizes = kind_rms(wrong.truth.tensors)
-    for name, tensor in wrong.run.merged.tensors.items():
-        right, truth = without.run.merged.tensors.get(name), wrong.truth.tensors.get(name)
+    for name, tensor in wrong.run.tensors.items():
+        right, truth = without.run.tensors.get(name), wrong.truth.tensors.get(name)
         if right is None or truth is None or torch.equal(right, tensor):
             continue
         if not truth.is_floating_point() and not truth.is_complex():

@@ -48,7 +48,7 @@ def compared(run: Run, truth: Truth, name: str, kind: float) -> Measured:
 
 def _measured(run: Run, truth: Truth, name: str, kind: float, summed_error: float) -> Measured:
     moved, slack = movement(run, truth, name), truth.controls.adam_bound.get(name)
-    value, true = run.merged.tensors[name], truth.tensors[name]
+    value, true = run.tensors[name], truth.tensors[name]
     controls: Sequence[Tensor] = [control[name] for control in truth.controls.runs if name in control]
     amplified: Sequence[Tensor] = [control[name] for control in truth.controls.amplified if name in control]
     if moved is not None and moved.value is not None:
@@ -61,12 +61,12 @@ def _measured(run: Run, truth: Truth, name: str, kind: float, summed_error: floa
         value,
         true,
         dtype=run.dtype,
-        kept=stored_dtype(run, run.merged.tensors[name]) if states else "",
+        kept=stored_dtype(run, run.tensors[name]) if states else "",
         lower=run.lower.dtype if name in run.lower.names else "",
         controls=controls,
         amplified=amplified,
-        far=truth.controls.distances.get(name),
-        kinks=[kink[name] for kink in truth.controls.relu_flips if name in kink],
+        controlled=truth.controls.distances.get(name),
+        relu_flips=[flip[name] for flip in truth.controls.relu_flips if name in flip],
         slack=slack,
         kind=kind,
         summed=summed_error,
@@ -89,7 +89,7 @@ def _leaps(run: Run, truth: Truth, name: str) -> bool:
         return False
     step = run.case.steps - 1 if kind == "param" else step_of(name)
     made_of = (f"grad_norm/{step}", *((f"{_MEANS}/{place}",) if kind == _SQUARES else ()))
-    known = [source for source in made_of if source in truth.tensors and source in run.merged.tensors]
+    known = [source for source in made_of if source in truth.tensors and source in run.tensors]
     sources = (compared(run, truth, source, 0.0) for source in known)
     return any(source.right and not source.decidable for source in sources)
 
@@ -180,7 +180,7 @@ class Movement:
 
 def movement(run: Run, truth: Truth, name: str) -> Movement | None:
     """The movement that made this tensor; None for other kinds, and where the value before it is not known."""
-    values = run.merged.tensors
+    values = run.tensors
     started = _before(run, truth, name, truth.tensors)
     own = _before(run, truth, name, values)
     if started is None or not _is_moved(run, truth, name):
@@ -203,7 +203,7 @@ def movement(run: Run, truth: Truth, name: str) -> Movement | None:
 
 def _is_moved(run: Run, truth: Truth, name: str) -> bool:
     """Whether the value before is known, of the truth and of what the ranks returned."""
-    values = run.merged.tensors
+    values = run.tensors
     known = _before(run, truth, name, truth.tensors) is not None
     return known and (name not in values or _before(run, truth, name, values) is not None)
 
@@ -270,7 +270,7 @@ def _before(run: Run, truth: Truth, name: str, outcome: Mapping[str, Tensor]) ->
     if _step(run, name) > 0 and kind_of(name) != "param":
         return None
     before = _likely(outcome.get(INITIAL + parameter), truth.initial.get(parameter), run.case.dtype)
-    if outcome is run.merged.tensors and truth.controls.runs:
+    if outcome is run.tensors and truth.controls.runs:
         before = _rounded(truth.controls.runs[0].get(INITIAL + parameter), before, run.case.dtype)
     return before if before is not None and before.shape == truth.tensors[name].shape else None
 

@@ -45,8 +45,8 @@ def _compare(
     expected = [name for name in truth.tensors if belongs(name)]
     if not expected and not any(returned & outcome.keys() for outcome in run.outcomes):
         return None  # captured, where the truth has none: gradients of a step that a loss scale skips
-    known = [name for name in expected if name in run.merged.tensors]
-    absent = [name for name in expected if name not in run.merged.tensors]
+    known = [name for name in expected if name in run.tensors]
+    absent = [name for name in expected if name not in run.tensors]
     flawed = {flaw.name for flaw in run.merged.flaws}.intersection(absent)  # another check found these wrong
     unchecked = [f"{name}{FLAWED * (name in flawed)}" for name in absent]
     unchecked += sorted(returned - set(expected))
@@ -65,13 +65,13 @@ def _compare(
 def _measured(run: Run, truth: Truth, names: Sequence[str], expected: Sequence[str]) -> list[Measured]:
     """These merged tensors compared with the truth; all `expected` names give the rms of each kind.
 
-    float64 tensors without a control run, kink or slack have float64's own limits and are compared at once.
+    float64 tensors without a control run, relu flip or Adam's bound have float64's own limits and are compared at once.
     """
     sizes = sizes_of(run, truth, expected)
     together: Mapping[str, Measured] = {}
     if run.dtype == "float64":
         known = {*truth.controls.adam_bound, *run.lower.names}.union(*truth.controls.runs, *truth.controls.relu_flips)
-        values = {name: run.merged.tensors[name] for name in names if name not in known}
+        values = {name: run.tensors[name] for name in names if name not in known}
         moves = {
             n: move for n in values if values[n].numel() <= BLOCK and (move := movement(run, truth, n)) is not None
         }
@@ -95,7 +95,7 @@ def tokens(run: Run, truth: Truth, claims: Claims) -> Finding | None:
     if finding is None or finding.verdict != FAIL or finding.worst is None:
         return finding
     name = finding.worst.name
-    counted, must = (int(tensors[name]) for tensors in (run.merged.tensors, truth.tensors))
+    counted, must = (int(tensors[name]) for tensors in (run.tensors, truth.tensors))
     return replace(finding, message=f"{name} is {counted}, and the dense model counts {must}")
 
 

@@ -113,6 +113,15 @@ class Run:
         return self.calls.case.dtype
 
     @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The full tensors by name."""
+        return self.merged.tensors
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> "Run":
+        """The same run with these full tensors."""
+        return replace(self, merged=replace(self.merged, tensors=tensors))
+
+    @property
     def full_outcomes(self) -> Outcomes:
         """By rank, what was returned and what was captured beside it."""
         outside = self.captured or [{}] * len(self.outcomes)

@@ -40,7 +40,7 @@ def regrouping(run: Run, truth: Truth, claims: Claims, regroupings: Regroupings)
     """Whether the step is the same in every other grouping that was run."""
     settled: dict[str, int] = {}  # sizes with which the step was the same
     for other in regroupings.runs:
-        if flaw := next((flaw for flaw in other.flaws if flaw.name in run.merged.tensors), None):
+        if flaw := next((flaw for flaw in other.flaws if flaw.name in run.tensors), None):
             rule = f"{flaw.message} ({flaw.kind}), which is whole with {_sizes_here(run, other)}"
             return Finding(verdict=FAIL, message=f"{flaw.name} with {other.words}: {rule}", names=(flaw.name,))
         wrong = tuple(measured for measured in _compared(run, truth, claims, other.tensors) if measured.wrong)
@@ -61,12 +61,12 @@ def regrouping(run: Run, truth: Truth, claims: Claims, regroupings: Regroupings)
 def _by_design(run: Run, claims: Claims) -> dict[str, str]:
     """The names that deviate as the subject states, each with its sentence."""
     stated = claims.known_differences
-    return {name: stated.sentence(name) for name in run.merged.tensors if stated.unjudged(name)} if stated else {}
+    return {name: stated.sentence(name) for name in run.tensors if stated.unjudged(name)} if stated else {}
 
 
 def _compared(run: Run, truth: Truth, claims: Claims, other: Mapping[str, Tensor]) -> Iterator[Measured]:
     exact = run.dtype == "float64"
-    base, by_design = run.merged.tensors, _by_design(run, claims)
+    base, by_design = run.tensors, _by_design(run, claims)
     sizes = kind_rms(base)
     for name, tensor in base.items():
         kind, step = kind_of(name), step_of(name)
@@ -88,8 +88,8 @@ def _rounded(run: Run, truth: Truth, name: str, other: Tensor, kind: float) -> M
     """Two tensors in lower precision, each within what control runs allow around one truth."""
     dtype, lower = run.dtype, run.lower.dtype if name in run.lower.names else ""
     if not other.is_floating_point():
-        return measure(name, other, run.merged.tensors[name], dtype=dtype)
-    tensor, true = run.merged.tensors[name].double(), truth.tensors.get(name)
+        return measure(name, other, run.tensors[name], dtype=dtype)
+    tensor, true = run.tensors[name].double(), truth.tensors.get(name)
     controls = []
     if true is not None and true.shape == tensor.shape:
         controls = [tensor + 2 * (control[name] - true) for control in truth.controls.runs if name in control]
@@ -101,7 +101,7 @@ def _breach(run: Run, other: Regrouped, wrong: tuple[Measured, ...], settled: Ma
     name = wrong[0].name
     known = [settled, {word: getattr(run.case, word) for word in other.sizes}]
     sizes = {word: size for word, size in other.sizes.items() if all(one.get(word) != size for one in known)}
-    ratio = _factor(run.merged.tensors[name].double(), other.tensors[name].double(), run, sizes)
+    ratio = _factor(run.tensors[name].double(), other.tensors[name].double(), run, sizes)
     return Finding(
         verdict=FAIL,
         message=f"{name} with {other.words} is {ratio} with {_sizes_here(run, other)}, though the same samples "

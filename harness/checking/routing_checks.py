@@ -35,7 +35,7 @@ def routing(run: Run, truth: Truth, claims: Claims) -> Finding | None:
         more = f"; {len(wrong) - 1} more of {len(names)} maps differ" if len(wrong) > 1 else ""
         ranks = parted[wrong[0]].ranks
         return Finding(verdict=FAIL, message=_message(run, wrong[0], ranks) + more, names=wrong, ranks=ranks)
-    whole = [name for name in names if name in run.merged.tensors]
+    whole = [name for name in names if name in run.tensors]
     loads = _load(run, whole)
     if any(kind_of(name) == KIND for name in truth.tensors):
         found = _compared(run, truth, claims)
@@ -92,16 +92,16 @@ LOAD_COLUMNS = ("case", "step", "module", "expert", "rows")
 
 def load_rows(case: str, run: Run) -> Iterator[tuple[object, ...]]:
     """Rows of experts.csv: what every expert gets, of all ranks and micro-batches of a step."""
-    for name in sorted(name for name in run.merged.tensors if kind_of(name) == KIND):
+    for name in sorted(name for name in run.tensors if kind_of(name) == KIND):
         _, step, module = [*name.split("/", 2), ""][:3]
-        whole = run.merged.tensors[name]
+        whole = run.tensors[name]
         for expert, count in enumerate(rows(whole).tolist() if whole.dim() else ()):
             yield case, step, module, expert, count
 
 
 def _load(run: Run, names: Sequence[str]) -> str:
     """The busiest expert of all maps, in words behind others."""
-    counted = {name: rows(run.merged.tensors[name]) for name in names if run.merged.tensors[name].dim()}
+    counted = {name: rows(run.tensors[name]) for name in names if run.tensors[name].dim()}
     if not counted:
         return ""
     name = max(counted, key=lambda one: balance(counted[one]))

@@ -52,7 +52,7 @@ def initial_values(run: Run, truth: Truth, claims: Claims) -> Finding:
 
 def _deviating(run: Run, truth: Truth, names: list[str]) -> Iterator[tuple[str, str]]:
     for name in names:
-        value, right = run.merged.tensors.get(name), truth.init_std.get(name.partition("/")[2])
+        value, right = run.tensors.get(name), truth.init_std.get(name.partition("/")[2])
         if value is None or right is None:
             continue
         deviation = math.sqrt(float(value.double().var(correction=0)))
@@ -102,7 +102,7 @@ def saved(run: Run, truth: Truth) -> Finding:
     """
     names = [name for name in run.returned if kind_of(name) == "saved"]
     ordered = [name for name in truth.tensors if name in names] or sorted(names)
-    merged = run.merged.tensors
+    merged = run.tensors
     counts = {name: truth.tensors.get(name) for name in ordered if name.split("/")[1] in _COUNTS}
     right = {name: merged.get(name.partition("/")[2], counts.get(name)) for name in ordered}
     known = {name: (merged[name], must) for name, must in right.items() if must is not None and name in merged}

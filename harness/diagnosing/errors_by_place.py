@@ -18,7 +18,7 @@ _KINDS = frozenset(kind for kinds in NUMERIC_KINDS.values() for kind in kinds)
 def error_rows(run: Run, truth: Truth, text: str, first: First) -> list[tuple[object, ...]]:
     """Rows of ERROR_COLUMNS in the order in which training computes; `text` is the case's."""
     steps = run.case.steps
-    known = [name for name in truth.tensors if name in run.merged.tensors and kind_of(name) in _KINDS]
+    known = [name for name in truth.tensors if name in run.tensors and kind_of(name) in _KINDS]
     sizes = sizes_of(run, truth, [name for name in truth.tensors if kind_of(name) in _KINDS])
     rows: list[tuple[object, ...]] = []
     for name in timeline(known, steps):

@@ -71,9 +71,8 @@ def first_place(
     if parted and (shown is None or _call_comes_first(evidence, parted, shown)):
         name, phase, region = wrong[0] if wrong else "", _issued_in(parted), parted.line.region
         if phase == "grad_sync" and not region and kind_of(name) == "grad":
-            region = _owner(
-                evidence.run, evidence.truth, [name]
-            )  # sums over ranks belong to no module, what was not summed does
+            # sums over ranks belong to no module, what was not summed does
+            region = _owner(evidence.run, evidence.truth, [name])
         return First(phase=phase, region=region, name=name, event=event)
     if (stray := next(iter(strays(evidence.run.calls, evidence.claims)), None)) and (
         shown is None or _order(stray.phase) <= _order(shown.phase)
@@ -215,7 +214,7 @@ def _owner(run: Run, truth: Truth, bad: Sequence[str]) -> str:
 
 def _everywhere(run: Run, truth: Truth, name: str) -> bool:
     """Whether every row of this gradient is wrong."""
-    value, true = run.merged.tensors.get(name), truth.tensors[name]
+    value, true = run.tensors.get(name), truth.tensors[name]
     if value is None or true.dim() < 2:
         return False
     wrong = (value.double() - true.double()).abs() > 1e-6 * true.double().abs().max()
@@ -239,7 +238,7 @@ def between(run: Run, truth: Truth, name: str, wrong: Collection[str]) -> str:
         return ""
     last, at = line[-1], line.index(module)  # modules before the last one may stand side by side
     one, itself, passed = (line[at - 1], module, line[:at]) if kind == "act" else (last, last, line[at + 1 :])
-    values = run.merged.tensors
+    values = run.tensors
     right = all(f"{kind}/{other}" in values and f"{kind}/{other}" not in wrong for other in passed)
     if not passed or not right or (kind == "act" and module != last) or not are_matrices(truth, module, last):
         return ""

@@ -13,7 +13,7 @@ def agreement(run: Run, truth: Truth, wrong: Sequence[str], undecided: Collectio
     Names that no check decides are in neither.
     """
     bad = [name for name in wrong if name in truth.tensors]
-    good = {*run.merged.tensors} & {*truth.tensors} - {*wrong} - {*undecided}
+    good = {*run.tensors} & {*truth.tensors} - {*wrong} - {*undecided}
     of, right, off = (
         Counter(KIND_WORDS.get(kind, kind) for kind in map(kind_of, n)) for n in (truth.tensors, good, bad)
     )

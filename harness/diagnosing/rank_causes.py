@@ -24,7 +24,6 @@ from shardproof.harness.diagnosing.hypotheses import (
     updates,
 )
 from shardproof.harness.diagnosing.hypotheses.factors import UNDECIDED
-from shardproof.harness.outcome.merging import Merged
 
 _FILES = (replicas, sums, factors, norms, patterns, displaced, updates)
 HYPOTHESES: tuple[Hypothesis, ...] = tuple(one for file in _FILES for one in file.HYPOTHESES)
@@ -47,11 +46,9 @@ def _in_first_module(failure: Failure) -> list[Cause]:
         return [reported("not_summed", words, located)]
     name = f"{'act' if located.phase == 'forward' else 'act_grad'}/{located.module}"
     for value, truth in located.shown:
-        merged = Merged(tensors={**evidence.run.merged.tensors, name: value}, flaws=evidence.run.merged.flaws)
-        run, tensors = replace(evidence.run, merged=merged), {**evidence.truth.tensors, name: truth}
-        seen = replace(evidence, run=run, truth=replace(evidence.truth, tensors=tensors)).with_found(
-            shares={}, others=()
-        )
+        run = evidence.run.with_tensors({**evidence.run.tensors, name: value})
+        true = replace(evidence.truth, tensors={**evidence.truth.tensors, name: truth})
+        seen = replace(evidence, run=run, truth=true).with_found(shares={}, others=())
         if causes := by_numbers(seen, [name]):  # cases of other sizes are not searched for their first wrong module
             return [replace(c, words=f"{c.words}{UNDECIDED}", follows=()) if c.follows else c for c in causes]
     return []

@@ -14,7 +14,7 @@ import pprint
 import zlib
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -174,9 +174,8 @@ def _numbers(evidence: Evidence, name: str) -> dict[str, Any]:
     truth: Tensor = evidence.truth.tensors[name].double().contiguous()
     true, kind = TrueTensor.of(truth), sizes_of(evidence.run, evidence.truth).get(kind_of(name), 0.0)
     # one that could not be merged is replaced by its truth: only its limits are needed
-    tensors = {name: evidence.truth.tensors[name], **evidence.run.merged.tensors}
-    run = replace(evidence.run, merged=replace(evidence.run.merged, tensors=tensors))
-    limits = compared(run, evidence.truth, name, kind)
+    tensors = {name: evidence.truth.tensors[name], **evidence.run.tensors}
+    limits = compared(evidence.run.with_tensors(tensors), evidence.truth, name, kind)
     return {
         "shape": tuple(truth.shape),
         "measure": limits.measure,

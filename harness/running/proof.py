@@ -110,7 +110,7 @@ def _proved(trial: Trial, checks: Mapping[str, Check], options: str, *, explain:
         evidence, findings = dry_run_checked(trial)
     else:
         evidence = recorded(trial, repeat=bool(needing(checks, Repeats)), compare=compare)
-        give_back(evidence.run.merged.tensors.values())
+        give_back(evidence.run.tensors.values())
         if needing(checks, Regroupings):
             from shardproof.harness.running.trials.law_runs import regrouped  # noqa: PLC0415
 

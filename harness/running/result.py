@@ -120,7 +120,7 @@ def stored_part(result: CaseResult) -> StoredCase:
         from shardproof.harness.recording.spans import SPAN_COLUMNS, span_row  # noqa: PLC0415
 
         tables.append(("spans.csv", SPAN_COLUMNS, [span_row(result.text, span) for span in evidence.run.calls.spans]))
-    if evidence and any(kind_of(name) == "routing" for name in evidence.run.merged.tensors):
+    if evidence and any(kind_of(name) == "routing" for name in evidence.run.tensors):
         from shardproof.harness.checking.routing_checks import LOAD_COLUMNS, load_rows  # noqa: PLC0415
 
         tables.append(("experts.csv", LOAD_COLUMNS, list(load_rows(result.text, evidence.run))))

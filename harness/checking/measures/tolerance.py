@@ -109,8 +109,8 @@ def measure(
     lower: str = "",
     controls: Sequence[Tensor] = (),
     amplified: Sequence[Tensor] = (),
-    far: Controlled | None = None,
-    kinks: Sequence[Tensor] = (),
+    controlled: Controlled | None = None,
+    relu_flips: Sequence[Tensor] = (),
     slack: Tensor | None = None,
     kind: float = 0.0,
     summed: float = 0.0,
@@ -120,23 +120,25 @@ def measure(
     `kept`: the dtype that held the tensor where that is wider, such as float32 in a 16-bit case. The smallest limit is
     its. `lower`: the lowest dtype whose rounding control runs have, where that is lower than the run's.
 
-    `summed`: the relative error that the sums behind it have in theory, as if a control run had it. `far`: this truth
-    held against further control runs. `amplified`: control runs with CONTROL_FACTOR times as much rounding, whose
-    errors are allowed as they are. `kinks`: what a relu within rounding of zero may change, a tensor of the same shape
-    each. `slack`: what an optimizer may make of gradients within rounding of zero, by element.
+    `summed`: the relative error that the sums behind it have in theory, as if a control run had it. `controlled`: this
+    truth held against further control runs. `amplified`: control runs with CONTROL_FACTOR times as much rounding, whose
+    errors are allowed as they are. `relu_flips`: what a relu within rounding of zero may change, a tensor of the same
+    shape each. `slack`: what storing rounds, and what an optimizer may make of gradients within rounding of zero, by
+    element.
     """
     if not truth.is_floating_point() and not truth.is_complex():
         return _whole(name, value, truth, controls, amplified)
-    far = (far or Controlled.of(truth, kind)).against(controls)
-    true, least = far.true, far.least
-    if true.largest == 0 == least and not kinks and slack is None:
+    known = (controlled or Controlled.of(truth, kind)).against(controls)
+    true, least = known.true, known.least
+    if true.largest == 0 == least and not relu_flips and slack is None:
         return _beside_zeros(name, value, controls)
     own = own_share(kept or dtype)
     ceiling = CEILING if lower or dtype != "float64" else FLOAT64_CEILING
     found = distance_from(value, true, least, own, slack)
     theory = Distance(frobenius=summed, peak=summed * FLOOR_EPSILONS["peak"] / FLOOR_EPSILONS["frobenius"])
     bound = [distance_from(run, true, least) for run in amplified]
-    allowed = _allowed(dtype, kept or dtype, true, (*far.runs, theory), bound, [truth + kink for kink in kinks], least)
+    flipped = [truth + flip for flip in relu_flips]
+    allowed = _allowed(dtype, kept or dtype, true, (*known.runs, theory), bound, flipped, least)
     _, which = found.worstratio(allowed)
     error, limit = getattr(found, which), getattr(allowed, which)
     return Measured(

@@ -87,7 +87,7 @@ def update_in_doubt(run: Run, truth: Truth, name: str, wrong: Collection[str]) -
     after it. Tensors that were not returned show nothing. A step that is compared from the subject's own state is not
     behind a later one.
     """
-    known, step = {*run.merged.tensors} & {*truth.tensors}, 0
+    known, step = {*run.tensors} & {*truth.tensors}, 0
     if kind_of(name) in ("logits", "loss", "grad_norm", "routing", "param") or is_state(name):
         step = place_of(name, run.case.steps).step
     right = known - {*wrong}

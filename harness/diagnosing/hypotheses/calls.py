@@ -44,9 +44,8 @@ def behind_a_check(failure: Failure) -> list[Cause]:
     parted, check = failure.parted, first_stated(failure)
     if parted is None:
         return []
-    from_there = [
-        bool(parted.caller) and work.caller.startswith(parted.caller) for work in failure.evidence.run.calls.unwaited
-    ]
+    unwaited = failure.evidence.run.calls.unwaited
+    from_there = [bool(parted.caller) and work.caller.startswith(parted.caller) for work in unwaited]
     lost = check == "waits" and parted.kind == "extra" and bool(from_there) and all(from_there)
     cause = _blamed(parted)
     return [cause] if lost or (check == "merge" and failure.call_first and cause.id == "wrong_group") else []
@@ -114,9 +113,8 @@ def _may_cause(failure: Failure, parted: Difference) -> bool:
     Of a module that never ran, and of parameters without a gradient, more is missing than a call.
     """
     evidence, output = failure.evidence, f"act/{parted.line.region}"
-    never_ran = (
-        parted.line.phase == "forward" and output in evidence.truth.tensors and output not in evidence.run.returned
-    )
+    unreturned = evidence.truth.tensors.keys() - evidence.run.returned
+    never_ran = parted.line.phase == "forward" and output in unreturned
     detached = parted.line.phase != "forward" and bool(unused(failure))
     fewer = parted.kind == "missing" or _other_payload(parted)
     summed = parted.line.phase == "grad_sync" and failure.wrong[:1] and failure.wrong[0].startswith("loss/")
@@ -127,12 +125,9 @@ def unused(failure: Failure) -> list[Cause]:
     """The cause of parameters that stay as they were, and of which no rank returned a gradient as of others."""
     evidence = failure.evidence
     names = [name for name in evidence.truth.tensors if kind_of(name) == "grad"]
-    lost = [
-        name
-        for name in names
-        if name not in evidence.run.returned and _stays(evidence.run, evidence.search, name.removeprefix("grad/"))
-    ]
-    if not lost or evidence.run.returned.isdisjoint(names):
+    run, search = evidence.run, evidence.search
+    lost = [n for n in names if n not in run.returned and _stays(run, search, n.removeprefix("grad/"))]
+    if not lost or run.returned.isdisjoint(names):
         return []
     listed = f"{', '.join(lost[:3])}{' ...' * (len(lost) > 3)}"
     words = f"no rank returned {listed}, and the parameters did not move"
@@ -145,5 +140,5 @@ def unused_before_sums(failure: Failure) -> list[Cause]:
 
 
 def _stays(run: Run, search: Search, parameter: str) -> bool:
-    value, start = run.merged.tensors.get(f"param/{parameter}"), search.shares.get(f"start/{parameter}")
+    value, start = run.tensors.get(f"param/{parameter}"), search.shares.get(f"start/{parameter}")
     return value is not None and start is not None and torch.equal(value.double(), start.double())

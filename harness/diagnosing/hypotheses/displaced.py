@@ -62,7 +62,7 @@ def _elsewhere(name: str, block: Block, dim: int, starts: Sequence[int], truth: 
 
 def in_other_places(run: Run, truth: Truth, name: str) -> list[Cause]:
     """Whether the right numbers stand in wrong places."""
-    value, axes = run.merged.tensors.get(name), split_axes(run.case)
+    value, axes = run.tensors.get(name), split_axes(run.case)
     if value is None:
         return []
     if kind_of(name) == "logits":
@@ -82,9 +82,8 @@ def _stale_norm(failure: Failure) -> list[Cause]:
     value, name = failure.value, failure.first
     if value is None or kind_of(name) != "grad_norm":
         return []
-    return from_patterns(
-        value, failure.evidence.truth.tensors[name], {}, _other_steps(failure.evidence.truth, name), name
-    )
+    truth = failure.evidence.truth
+    return from_patterns(value, truth.tensors[name], {}, _other_steps(truth, name), name)
 
 
 HYPOTHESES = (

@@ -70,7 +70,7 @@ def from_factor(evidence: Evidence, names: Sequence[str], beside: Sequence[str] 
     `beside` are all wrong gradients, where they are to share it too.
     """
     every = [*names, *beside]
-    values = {name: evidence.run.merged.tensors[name] for name in every if name in evidence.run.merged.tensors}
+    values = {name: evidence.run.tensors[name] for name in every if name in evidence.run.tensors}
     known = [
         factor for n, value in values.items() if (factor := factor_of(value, evidence.truth.tensors[n])) is not None
     ]
@@ -91,15 +91,8 @@ def from_factor(evidence: Evidence, names: Sequence[str], beside: Sequence[str] 
     wrong = "it and all wrong gradients are" if beside else "it is" if len(names) == 1 else "all are"
     relation = f"{wrong} {times(known[0])} the truth"
     guesses = _guesses(evidence.run, evidence.claims, names)
-    return _decided(
-        evidence,
-        guesses,
-        known[0],
-        relation,
-        near,
-        lambda other: _factor_in(other.run, other.truth, names[0]),
-        lambda _: predicted,
-    )
+    measure: Measure = lambda other: _factor_in(other.run, other.truth, names[0])  # noqa: E731
+    return _decided(evidence, guesses, known[0], relation, near, measure, lambda _: predicted)
 
 
 def meaning_of(
@@ -116,7 +109,7 @@ def meaning_of(
 
 def _factor_in(run: Run, truth: Truth, name: str) -> float | None:
     """The factor on this tensor in another case; 1 where it is right."""
-    value, true = run.merged.tensors.get(name), truth.tensors.get(name)
+    value, true = run.tensors.get(name), truth.tensors.get(name)
     if value is None or true is None or value.shape != true.shape:
         return None
     error = float((value.double() - true.double()).norm())
@@ -157,9 +150,8 @@ def _decided(
         large = [g for g in left if counts[g.size] >= _LARGE]
         left, shown = large or left, "" if large else UNDECIDED
     if left:
-        which = " or ".join(
-            dict.fromkeys(_POWERS[g.power].format(_label(evidence.run, evidence.truth, g.size)) for g in left)
-        )
+        labels = {g.size: _label(evidence.run, evidence.truth, g.size) for g in left}
+        which = " or ".join(dict.fromkeys(_POWERS[g.power].format(labels[g.size]) for g in left))
         return claimed("size_factor", f"{relation}, which is {which}{shown}", *predict(factor), follows=follows)
     if fitting and seen and not stays:
         return []
@@ -199,7 +191,7 @@ def _per_step(failure: Failure) -> list[Cause]:
     A constant factor that implies another whole number of tokens is left out: tokens may be counted otherwise.
     """
     evidence, names = failure.evidence, failure.alike
-    gradients, first = failure.of_kind("grad"), evidence.run.merged.tensors.get(names[0])
+    gradients, first = failure.of_kind("grad"), evidence.run.tensors.get(names[0])
     causes = from_factor(evidence, names)
     if not causes and gradients and names[0].endswith("/0"):  # gradients are those of the first step
         causes = from_factor(evidence, names[:1], gradients)

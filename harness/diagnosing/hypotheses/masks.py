@@ -33,9 +33,8 @@ def from_masks(failure: Failure) -> list[Cause]:
         words = "recomputation drew masks that its forward did not draw"
         return [reported("other_numbers", words, evidence.run.mask_draws.anew)]
     first = next((name for name in failure.wrong if kind_of(name) == KIND), "")
-    if not first or not (
-        evidence.truth.unmergeable or any(kind_of(name) == KIND for name in evidence.truth.from_ranks)
-    ):
+    truth = evidence.truth
+    if not first or not (truth.unmergeable or any(kind_of(name) == KIND for name in truth.from_ranks)):
         return []
     return (list(_one_stream(evidence.run, evidence.claims, first)) or list(_own_streams(evidence.run, first)))[:1]
 

@@ -38,7 +38,7 @@ def from_norms(failure: Failure) -> list[Cause]:
         return []
     own = {rank: math.sqrt(square) for rank, square in _own_squares(evidence.run).items()}
     numbers = {rank: float(by[0].local) for rank, by in blocks_of(evidence.run, name).items()}
-    value = evidence.run.merged.tensors.get(name)
+    value = evidence.run.tensors.get(name)
     if value is None and all(math.isclose(x, own.get(rank, 0.0), rel_tol=_OWN) for rank, x in numbers.items()):
         return _claimed(name, total, numbers, own, "each rank's norm is that of its own parts")
     for words, norms in _before_sums(evidence):

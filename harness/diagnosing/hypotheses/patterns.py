@@ -170,9 +170,7 @@ HYPOTHESES = (
     Hypothesis(
         predicts="the truth, rounded to a shorter dtype",
         causes=of_values(
-            lambda evidence, names: rounded(
-                evidence.run.merged.tensors[names[0]], evidence.truth.tensors[names[0]], names[0]
-            )
+            lambda seen, names: rounded(seen.run.tensors[names[0]], seen.truth.tensors[names[0]], names[0])
         ),
         kinds=VALUES | {STATE},
     ),

@@ -37,7 +37,7 @@ def from_replicas(failure: Failure) -> list[Cause]:
     """The causes of the first torn tensor whose truth is more than rounding beside the others of its kind."""
     evidence = failure.evidence
     axes = {axis: evidence.claims.axes[axis] for axis in split_axes(evidence.run.case) if axis in evidence.claims.axes}
-    torn = [name for name in failure.alike if name not in evidence.run.merged.tensors] if failure.torn else []
+    torn = [name for name in failure.alike if name not in evidence.run.tensors] if failure.torn else []
     sizes = {name: float(evidence.truth.tensors[name].double().norm()) for name in torn}
     for name in torn:
         truth, blocks = evidence.truth.tensors[name], blocks_of(evidence.run, name)

@@ -34,15 +34,12 @@ def from_shares(evidence: Evidence, wrong: Sequence[str], before: str = "") -> l
     names = [name for name in wrong if kind_of(name) == "grad" and name in evidence.search.shares]
     if not names or evidence.search.shares["tokens"].numel() == 1:
         return []
-    whole = [name for name in names if name in evidence.run.merged.tensors]
+    whole = [name for name in names if name in evidence.run.tensors]
     tokens = evidence.search.shares["tokens"]
     if whole:
-        fit = _fitted(
-            evidence.truth, evidence.search, [(name, evidence.run.merged.tensors[name], ()) for name in whole]
-        )
-        dtypes = (
-            getattr(torch, evidence.run.dtype_of(name)) for name in whole
-        )  # gradients may be kept in a wider dtype
+        fit = _fitted(evidence.truth, evidence.search, [(name, evidence.run.tensors[name], ()) for name in whole])
+        # gradients may be kept in a wider dtype
+        dtypes = (getattr(torch, evidence.run.dtype_of(name)) for name in whole)
         near = max(CLOSE, *(share_left(torch.empty(0, dtype=dtype)) for dtype in dtypes))
         if fit is None:
             return _own_in_part(evidence, whole)
@@ -54,7 +51,7 @@ def from_shares(evidence: Evidence, wrong: Sequence[str], before: str = "") -> l
 
 def _of_activation(run: Run, truth: Truth, weights: Tensor, name: str) -> list[Explained]:
     """The gradient of an activation, which is that of every data rank's first micro-batch, by these weights."""
-    value, true = run.merged.tensors.get(name), truth.tensors.get(name)
+    value, true = run.tensors.get(name), truth.tensors.get(name)
     if value is None or true is None or kind_of(name) != "act_grad" or not true.dim():
         return []
     if true.shape[0] % len(weights):
@@ -69,7 +66,7 @@ def _own_in_part(evidence: Evidence, names: Sequence[str]) -> list[Cause]:
     """Whether every element that is wrong in these gradients is one data rank's own sum."""
     parts = []
     for name in names:
-        x, t = evidence.run.merged.tensors[name].double(), evidence.truth.tensors[name].double()
+        x, t = evidence.run.tensors[name].double(), evidence.truth.tensors[name].double()
         either = torch.cat([t[None], evidence.search.shares[name].sum(1)])
         nearest = (either - x).abs().argmin(0, keepdim=True)
         parts.append(Explained(value=x, truth=t, guess=either.gather(0, nearest)[0], names=(name,)))

@@ -71,7 +71,7 @@ def of_kind(run: Run, wrong: Sequence[str], kind: str, step: int) -> Iterator[tu
 def before_step(evidence: Evidence, kind: str, step: int, parameter: str) -> Tensor | None:
     """The full state of a parameter before this step: moments begin as zeros. None when it is not known."""
     if step:
-        return evidence.run.merged.tensors.get(f"{kind}_after/{step - 1}/{parameter}")
+        return evidence.run.tensors.get(f"{kind}_after/{step - 1}/{parameter}")
     start = evidence.search.shares.get(f"start/{parameter}", evidence.truth.initial.get(parameter))
     return start if kind == "param" or start is None else torch.zeros_like(start)
 
@@ -81,7 +81,7 @@ def moved(evidence: Evidence, wrong: Sequence[str], kind: str, step: int) -> Mov
     rows: list[dict[str, Tensor | None]] = []
     states = []
     for name, parameter in of_kind(evidence.run, wrong, kind, step):
-        before, value = before_step(evidence, kind, step, parameter), evidence.run.merged.tensors.get(name)
+        before, value = before_step(evidence, kind, step, parameter), evidence.run.tensors.get(name)
         if before is None or value is None:
             continue
         now = before_step(evidence, "param", step, parameter)
@@ -204,7 +204,7 @@ def _updates(failure: Failure) -> list[Cause]:
 def _right_norm(failure: Failure) -> bool:
     """Whether the norm of the step's gradients was returned, and is right: they hold none of another step."""
     norm = f"grad_norm/{_number(failure)}"
-    return norm in failure.evidence.run.merged.tensors and norm not in failure.wrong
+    return norm in failure.evidence.run.tensors and norm not in failure.wrong
 
 
 def _factor_of_updates(other: Evidence, names: Sequence[str]) -> float | None:
@@ -221,7 +221,7 @@ def _not_taken(failure: Failure) -> list[Cause]:
     evidence, step = failure.evidence, _number(failure)
     names = list(of_kind(evidence.run, failure.numbers, "param", step))
     names = names or list(of_kind(evidence.run, failure.numbers, "param", evidence.run.case.steps - 1))
-    tensors = evidence.run.merged.tensors
+    tensors = evidence.run.tensors
     for first in dict.fromkeys((step, 0)) if not any(_wrong(failure, kind) for kind in _MOMENTS) else ():
         befores = {n: before_step(evidence, "param", first, parameter) for n, parameter in names}
         known = {n: then for n, then in befores.items() if then is not None}
@@ -266,16 +266,14 @@ def _not_zeroed(failure: Failure) -> list[Cause]:
 
     Which factor each parameter's has depends on what sums over ranks it went through again.
     """
-    evidence, step = (
-        failure.evidence,
-        _number(failure) if failure.kind != LATER else failure.evidence.run.case.steps - 1,
-    )
+    evidence = failure.evidence
+    step = _number(failure) if failure.kind != LATER else evidence.run.case.steps - 1
     kinds = (kind for kind in ("exp_avg", "param") if any(of_kind(evidence.run, failure.numbers, kind, step)))
     proofs = []
     for name, parameter in (
         of_kind(evidence.run, failure.numbers, next(kinds, ""), step) if step and not _right_norm(failure) else ()
     ):
-        value, old = evidence.run.merged.tensors.get(name), evidence.truth.tensors.get(f"grad/{parameter}")
+        value, old = evidence.run.tensors.get(name), evidence.truth.tensors.get(f"grad/{parameter}")
         if value is None or old is None or independent([old]) < FEWEST_OF_A_FACTOR:
             return []
         truth = evidence.truth.tensors[name].double()

@@ -31,11 +31,10 @@ def with_drawn_numbers(trial: Trial, evidence: Evidence, wrong: Collection[str])
     forward = {name for name in compared if kind_of(name) not in _LATER and not is_state(name)}
     own = trial.reference.own
     untouched = not own and not getattr(trial.engine, "drew", True)
-    truth, recorded = evidence.truth, evidence.run.mask_draws is not None
-    drawn_by_ranks = truth.from_ranks and not recorded  # and returned: by whatever operators they drew
+    truth, dropout = evidence.truth, evidence.run.mask_draws is None
+    drawn_by_ranks = truth.from_ranks and dropout  # and returned: by whatever operators they drew
     if truth.unmergeable or drawn_by_ranks or untouched or not wrong or (forward and not forward & set(wrong)):
         return evidence
-    dropout = not recorded
     try:
         with trial.timed("located"):
             ranks = _of_ranks(trial, trial.case, dropout)

@@ -44,11 +44,8 @@ def with_wrong_module(trial: Trial, evidence: Evidence, wrong: Collection[str]) 
     first_forward = (name for name in wrong if kind_of(name) not in _LATER and not is_state(name))
     forward = any(step_of(name) <= 0 for name in first_forward)
     backward = any(kind_of(name) == "grad" for name in wrong)
-    if (
-        evidence.truth.unmergeable
-        or not (forward or backward)
-        or any(kind_of(name) == "act" for name in evidence.run.returned)
-    ):
+    activations = any(kind_of(name) == "act" for name in evidence.run.returned)
+    if evidence.truth.unmergeable or not (forward or backward) or activations:
         return evidence
     needed = _COPIES * sum(evidence.run.calls.saved_bytes) * trial.case.micro
     if needed > memory_bytes() // 2:

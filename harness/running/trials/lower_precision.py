@@ -189,7 +189,7 @@ def _effect(
         return {}
     captured = tuple({name: rank[name] for name in rank if name in names} for rank in moved.captured)
     values = merged_outcomes(_agreed(moved.outcomes), _agreed(captured), truth.tensors).tensors
-    own, tensors = run.merged.tensors, truth.tensors
+    own, tensors = run.tensors, truth.tensors
     wanted = [name for name in values if name in tensors and (name in names or kind_of(name) in MOVED)]
     return {
         name: tensors[name] + (values[name].to(tensors[name]) - own[name].to(tensors[name]))
@@ -231,7 +231,7 @@ def _stored_shorter(run: Run, truth: Truth, wrong: Sequence[Measured], dtypes: s
 
 def _only_in(run: Run, truth: Truth, name: str, short: torch.dtype) -> bool:
     """Whether each number of a tensor is one of this dtype, and those of the truth are not."""
-    own, true = run.merged.tensors[name], truth.tensors.get(name)
+    own, true = run.tensors[name], truth.tensors.get(name)
     return true is not None and own.equal(own.to(short).to(own)) and not true.equal(true.to(short).to(true))
 
 

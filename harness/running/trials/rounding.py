@@ -55,9 +55,9 @@ def _states(trial: Trial, run: Run) -> dict[str, Tensor] | None:
     """The subject's states after all steps but the last, {} where there is one step; None when one is missing."""
     steps = trial.case.steps
     before = [n for n in trial.dense(trial.reference.truth) if is_state(n) and step_of(n) < steps - 1]
-    if steps > 1 and (not before or any(name not in run.merged.tensors for name in before)):
+    if steps > 1 and (not before or any(name not in run.tensors for name in before)):
         return None
-    return {name: run.merged.tensors[name] for name in before}
+    return {name: run.tensors[name] for name in before}
 
 
 def _adam_bound(
@@ -78,7 +78,7 @@ def doubtful(trial: Trial, run: Run, wrong: Collection[Measured]) -> bool:
 
 
 def controlled(trial: Trial, run: Run, truth: Truth, wrong: Collection[Measured]) -> Truth:
-    """The truth with MORE_PARTS control runs more, for one may be lucky, and what a relu's kink may change.
+    """The truth with MORE_PARTS control runs more, for one may be lucky, and what a relu may flip.
 
     Of large tensors there are only as many as it takes until nothing of this is wrong: each costs as much as the ranks.
     Where something is still just beyond its limit, all of them may have been lucky, and there are FURTHER_PARTS. Then

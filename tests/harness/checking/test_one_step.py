@@ -181,8 +181,8 @@ def test_distances_of_large_tensors_allow_what_the_tensors_do_and_control_runs_a
     every = len((*MORE_PARTS, *FURTHER_PARTS))
     for factor, near, runs in ((1.0, NEAR, 1), (2.0, NEAR, len(MORE_PARTS)), (2.0, 1e9, every)):
         monkeypatch.setattr(rounding, "NEAR", near)
-        tensors = {**seen.run.merged.tensors, NAME: factor * seen.run.merged.tensors[NAME]}
-        run = replace(seen.run, merged=replace(seen.run.merged, tensors=tensors))
+        tensors = {**seen.run.tensors, NAME: factor * seen.run.tensors[NAME]}
+        run = seen.run.with_tensors(tensors)
         found = controlled(trial, run, apart, [measured(run, apart)]).controls
         assert len(found.distances[NAME].runs) == len(found.runs) == 1 + runs
 
@@ -220,7 +220,7 @@ def test_a_tensor_times_a_factor_fails_or_is_undecided(text: str, engine: Inproc
         if not clean.decidable:
             undecided.add(name)
         for factor in FACTORS if clean.decidable else ():
-            tensors = {**run.merged.tensors, name: run.merged.tensors[name] * factor}
+            tensors = {**run.tensors, name: run.tensors[name] * factor}
             wrong = replace(run, merged=Merged(tensors=tensors, flaws=()))
             assert not compared(wrong, truth, name, rms[kind_of(name)]).right, (name, factor)
     assert len(undecided) <= 0.2 * len(truth.tensors), undecided

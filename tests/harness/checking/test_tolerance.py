@@ -169,8 +169,8 @@ def test_what_a_kink_may_change_is_added_to_the_limit_of_the_control_run_as_it_i
     kink = torch.zeros_like(truth)
     kink[7] = 0.5
 
-    def measured(value: Tensor, *kinks: Tensor) -> Measured:
-        return measure("grad/x", value, truth, dtype="bfloat16", controls=[truth * (1 + 2**-10)], kinks=kinks)
+    def measured(value: Tensor, *flips: Tensor) -> Measured:
+        return measure("grad/x", value, truth, dtype="bfloat16", controls=[truth * (1 + 2**-10)], relu_flips=flips)
 
     plain, moved = measured(truth + 0.9 * kink), measured(truth + 0.9 * kink, kink, 0 * kink)
     assert not plain.right and moved.right and moved.decidable

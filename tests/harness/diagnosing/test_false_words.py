@@ -180,7 +180,7 @@ def contradicted(cause: Cause, found: Evidence, values: Values) -> None:
         assert number != 1, cause.words
         spoken = values if factor[1] == "all are" else {found_first(cause, found): Tensor()}
         for name in spoken:
-            x, t = found.run.merged.tensors[name].double(), found.truth.tensors[name].double()
+            x, t = found.run.tensors[name].double(), found.truth.tensors[name].double()
             assert float((x - number * t).norm()) <= 0.1 * float((x - t).norm()), cause.words
         assert cause.id != "size_factor" or abs(number) in (0.25, 0.5, 2.0, 4.0), cause.words  # of tp=2 alone
 
@@ -189,7 +189,7 @@ def found_first(cause: Cause, found: Evidence) -> str:
     """The tensor that a cause of one tensor speaks of."""
     (proof,) = cause.proof
     assert isinstance(proof, Explained)
-    return next(name for name, tensor in found.run.merged.tensors.items() if torch.equal(tensor, proof.value))
+    return next(name for name, tensor in found.run.tensors.items() if torch.equal(tensor, proof.value))
 
 
 def test_the_property_fails_where_predictions_are_not_tested(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,7 +171,7 @@ def test_tensors_behind_the_first_one_need_not_be_as_near() -> None:
         table = {OF_W2: 2 * truth()[OF_W2] + first, W1: 2 * truth()[W1] + second}
         proof = (Explained(value=table[n], truth=truth()[n], guess=2 * truth()[n], names=(n,)) for n in (OF_W2, W1))
         causes, found = claimed("size_factor", "both are 2 x the truth", *proof), seen_with(table)
-        merged = replace(found.run.merged, tensors={**found.run.merged.tensors, **table})
+        merged = replace(found.run.merged, tensors={**found.run.tensors, **table})
         assert [cause.id for cause in within_limits(but(found, merged=merged), causes)] == told
 
 
@@ -185,7 +185,7 @@ def test_an_element_is_measured_by_its_own_predicted_size() -> None:
     short = {n: t.bfloat16() if t.is_floating_point() else t for n, t in {**known, name: value}.items()}
     text = case("mode=tp tp=2 seq=16 dtype=bfloat16")
     found = planted(short, truth=known, case=text)
-    proof = Explained(value=found.run.merged.tensors[name], truth=true, guess=guess)
+    proof = Explained(value=found.run.tensors[name], truth=true, guess=guess)
     assert within_limits(found, claimed("other_part", "it is shifted", proof))
 
 

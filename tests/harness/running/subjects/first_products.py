@@ -125,7 +125,7 @@ def _parts(result: CaseResult) -> Iterator[bytes]:
     outcomes: list[Mapping[str, Any]] = [
         *result.evidence.run.outcomes,
         result.evidence.truth.tensors,
-        result.evidence.run.merged.tensors,
+        result.evidence.run.tensors,
     ]
     for outcome in outcomes:
         for name, value in sorted(outcome.items()):
