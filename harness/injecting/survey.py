@@ -26,10 +26,8 @@ from shardproof.harness.injecting.equivalence import RULES, UNCHANGED, UNREAD, A
 from shardproof.harness.ledger import Event
 from shardproof.harness.outcome.merging import Outcomes
 from shardproof.harness.protocols import CaseLike, Subject
-from shardproof.harness.running.judging import judged
-from shardproof.harness.running.trials.reference import Reference, reference_of
-from shardproof.harness.running.trials.runs import recorded, repeat_plainly
-from shardproof.harness.running.trials.trial import Trial
+from shardproof.harness.running.trials.runs import judge_case, record_case, repeat_plainly
+from shardproof.harness.running.trials.trial import Reference, Trial, reference_of
 from shardproof.harness.subject import NamedSubject, answered, named, offers
 
 
@@ -146,9 +144,9 @@ def _on(trial: Trial, intervention: Intervention) -> Trial:
 def _examined(trial: Trial, checks: Mapping[str, Check], first_only: bool) -> tuple[Evidence, dict[str, Finding]]:
     """Findings of the checks; with `first_only` the run is repeated only when nothing has failed before."""
     of_one_run = {name: check for name, check in checks.items() if Repeats not in records_of(check)}
-    evidence, findings = judged(trial, recorded(trial), of_one_run)
+    evidence, findings = judge_case(trial, record_case(trial), of_one_run)
     if needing(checks, Repeats) and not (first_only and _failed(findings)):
-        evidence, findings = judged(trial, replace(evidence, repeats=repeat_plainly(trial, evidence.run)), checks)
+        evidence, findings = judge_case(trial, replace(evidence, repeats=repeat_plainly(trial, evidence.run)), checks)
     return evidence, findings
 
 

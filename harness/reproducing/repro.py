@@ -32,12 +32,10 @@ from shardproof.harness.errors import MachineError, ProgramError
 from shardproof.harness.plain_case import PlainCase
 from shardproof.harness.protocols import CaseLike, Subject, case_text, without_saving
 from shardproof.harness.reproducing import repro_script
-from shardproof.harness.running.judging import judged
 from shardproof.harness.running.proof import prove
 from shardproof.harness.running.result import CaseResult
-from shardproof.harness.running.trials.reference import reference_of
-from shardproof.harness.running.trials.runs import recorded
-from shardproof.harness.running.trials.trial import Trial
+from shardproof.harness.running.trials.runs import judge_case, record_case
+from shardproof.harness.running.trials.trial import Trial, reference_of
 from shardproof.harness.subject import NamedSubject, named, refusal
 
 LARGEST = 2**14
@@ -120,12 +118,12 @@ def _failing(case: CaseLike, subject: NamedSubject, engine: Engine) -> str | Non
         return None
     trial = Trial(case=case, subject=subject, engine=engine, reference=reference_of(subject, engine))
     try:
-        evidence = recorded(trial)
+        evidence = record_case(trial)
     except ProgramError:
         return ""
     except MachineError:
         return None
-    evidence, _ = judged(trial, evidence, {name: CHECKS[name] for name in NUMERIC_KINDS})
+    evidence, _ = judge_case(trial, evidence, {name: CHECKS[name] for name in NUMERIC_KINDS})
     shown = [name for name in _wrong(evidence.run, evidence.truth) if name in evidence.truth.tensors]
     if not shown:
         return None

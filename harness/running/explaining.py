@@ -25,11 +25,10 @@ from shardproof.harness.diagnosing.six_lines import tell
 from shardproof.harness.errors import error_text
 from shardproof.harness.mesh_axes import split_axes
 from shardproof.harness.protocols import CaseLike, without_saving
-from shardproof.harness.running.judging import judged
 from shardproof.harness.running.locating.beginnings import with_beginnings
 from shardproof.harness.running.locating.drawn import with_drawn_numbers
 from shardproof.harness.running.locating.wrong_module import with_wrong_module
-from shardproof.harness.running.trials.runs import recorded, repeat_plainly
+from shardproof.harness.running.trials.runs import judge_case, record_case, repeat_plainly
 from shardproof.harness.running.trials.trial import Trial
 from shardproof.harness.subject import refusal
 
@@ -78,7 +77,7 @@ def _ended_earlier(
             return None
         other = replace(trial, case=case, seconds={}, problems={}, known={}, given={})
         with trial.timed("elsewhere"):
-            seen, findings = judged(other, recorded(other))
+            seen, findings = judge_case(other, record_case(other))
             failed = any(finding.verdict == FAIL for finding in findings.values())
             return with_explanations(other, seen, findings) if failed else (seen, findings)
     except Exception:  # a case that cannot be run shows nothing of the update
@@ -144,7 +143,7 @@ def _elsewhere(trial: Trial, case: CaseLike, first: str) -> Evidence | None:
         if refusal(case, trial.subject):
             return None
         with trial.timed("elsewhere"):
-            seen = recorded(other)
+            seen = record_case(other)
             return seen.with_found(shares=other.dense(model.shares) if (model := trial.reference.model) else {})
     except Exception:  # a case that cannot be run shows nothing of the factor
         return None

@@ -15,12 +15,10 @@ from shardproof.harness.engines.engine import Engine
 from shardproof.harness.engines.one_thread import one_thread
 from shardproof.harness.errors import MachineError, NoNumbers, NotComputed, ProgramError, ShardproofError
 from shardproof.harness.protocols import CaseLike, Subject, case_text
-from shardproof.harness.running.judging import judged
 from shardproof.harness.running.ranks.capacity import admit_ranks
 from shardproof.harness.running.result import CaseResult, verdict_on
-from shardproof.harness.running.trials.reference import Reference, reference_of
-from shardproof.harness.running.trials.runs import recorded
-from shardproof.harness.running.trials.trial import Trial, Truths
+from shardproof.harness.running.trials.runs import judge_case, record_case
+from shardproof.harness.running.trials.trial import Reference, Trial, Truths, reference_of
 from shardproof.harness.subject import (
     NamedSubject,
     Unanswered,
@@ -105,18 +103,18 @@ def _proved(trial: Trial, checks: Mapping[str, Check], options: str, *, explain:
     """Run, compare, and explain what failed."""
     is_dry, compare = trial.engine.name == "dry", bool(needing(checks, Truth))
     if is_dry:
-        from shardproof.harness.running.trials.dry import dry_run_checked  # noqa: PLC0415
+        from shardproof.harness.running.trials.dry import check_dry_run  # noqa: PLC0415
 
-        evidence, findings = dry_run_checked(trial)
+        evidence, findings = check_dry_run(trial)
     else:
-        evidence = recorded(trial, repeat=bool(needing(checks, Repeats)), compare=compare)
+        evidence = record_case(trial, repeat=bool(needing(checks, Repeats)), compare=compare)
         give_back(evidence.run.tensors.values())
         if needing(checks, Regroupings):
-            from shardproof.harness.running.trials.law_runs import regrouped  # noqa: PLC0415
+            from shardproof.harness.running.trials.law_runs import run_regroupings  # noqa: PLC0415
 
-            evidence = replace(evidence, regroupings=regrouped(trial, evidence.truth))
+            evidence = replace(evidence, regroupings=run_regroupings(trial, evidence.truth))
         with trial.timed("checks"):
-            evidence, findings = judged(trial, evidence, checks)
+            evidence, findings = judge_case(trial, evidence, checks)
     messages: Mapping[str, str] = {}
     diagnoses: Mapping[str, Diagnosis] = {}
     if explain or is_dry:
@@ -126,7 +124,7 @@ def _proved(trial: Trial, checks: Mapping[str, Check], options: str, *, explain:
             from shardproof.harness.running.explaining import with_explanations  # noqa: PLC0415
 
             # a failure is explained beside the dense model, whatever its check needs
-            evidence = evidence if compare else recorded(trial)
+            evidence = evidence if compare else record_case(trial)
             evidence, context = with_explanations(trial, evidence, findings)
         for check, problem in trial.problems.items():
             findings[check] = Finding(verdict=UNKNOWN, message=problem, unchecked=(check,))

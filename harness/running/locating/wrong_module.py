@@ -21,8 +21,7 @@ from shardproof.harness.protocols import CaseLike, Subject
 from shardproof.harness.recording.capturing.module_calls import CallCapture, ModuleCalls, TensorCopy
 from shardproof.harness.running.ranks.capacity import memory_bytes
 from shardproof.harness.running.ranks.execution import RankTask, sendable
-from shardproof.harness.running.trials.reference import Function
-from shardproof.harness.running.trials.trial import Trial
+from shardproof.harness.running.trials.trial import Function, Trial
 from shardproof.harness.running.truth.own import EXACT, InParts, PartialSums, one_rank
 from shardproof.harness.subject import ALONE, called, kept_per_rank, session
 

@@ -12,11 +12,11 @@ from shardproof.harness.engines.shapes.dry import DryEngine
 from shardproof.harness.ledger import Event
 from shardproof.harness.predicting.dry_run import DryRank, dry_run, representatives
 from shardproof.harness.predicting.meter import hidden
-from shardproof.harness.running.trials.statements import expectation_of, orders_of
+from shardproof.harness.running.trials.runs import expectation_of, orders_of
 from shardproof.harness.running.trials.trial import Trial
 
 
-def dry_run_checked(trial: Trial) -> tuple[Evidence, dict[str, Finding]]:
+def check_dry_run(trial: Trial) -> tuple[Evidence, dict[str, Finding]]:
     """The evidence of one recorded run on the ranks that stand for all, and the findings that it allows.
 
     There is no truth, no outcome, no second run.

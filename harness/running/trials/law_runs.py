@@ -37,7 +37,7 @@ _LARGEST = 8
 """Ranks of a grouping, where the case itself has fewer."""
 
 
-def regrouped(trial: Trial, truth: Truth) -> Regroupings | None:
+def run_regroupings(trial: Trial, truth: Truth) -> Regroupings | None:
     """Up to _GROUPINGS runs of the same global batch, grouped otherwise (`groupings`); None where there is none.
 
     Only in float64, or in another dtype of a subject that refuses it. An unfinished run is no failure.

@@ -47,7 +47,7 @@ _USUAL = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stated:
+class DeclaredPrecision:
     """The lower precision that a subject states: its dtypes, and where it comes from in words."""
 
     dtypes: frozenset[str]
@@ -79,7 +79,7 @@ def wrong_of(findings: Mapping[str, Finding]) -> list[Measured]:
     return [measured for finding in findings.values() for measured in finding.wrong]
 
 
-def stated(trial: Trial, calls: Calls) -> Stated | None:
+def declared_precision(trial: Trial, calls: Calls) -> DeclaredPrecision | None:
     """The lower precision that the subject states for this case; None without one.
 
     Calls in a lower dtype are read from the ledger: nothing is sent so without a call of that dtype.
@@ -90,21 +90,21 @@ def stated(trial: Trial, calls: Calls) -> Stated | None:
         del dtypes["wire_dtype"]
     words = " and ".join(f"{name}={dtype}" for name, dtype in dtypes.items())
     origin = f"errors below those of {{}} (the subject states {words})"
-    return Stated(dtypes=frozenset(dtypes.values()), origin=origin) if dtypes else None
+    return DeclaredPrecision(dtypes=frozenset(dtypes.values()), origin=origin) if dtypes else None
 
 
-def as_stated(trial: Trial, found: Found, checks: Mapping[str, Check], precision: Stated) -> Found:
+def rejudge_declared(trial: Trial, found: Found, checks: Mapping[str, Check], precision: DeclaredPrecision) -> Found:
     """The findings, of tensors beyond the case's own limits by the effect of the precision that the subject states."""
     if not wrong_of(found[1]):
         return found
     seen, again = _by_effect(trial, found, checks, precision.dtypes)
     return seen, {
-        name: finding if finding is found[1][name] else _noted(finding, seen.run, precision.origin)
+        name: finding if finding is found[1][name] else _with_note(finding, seen.run, precision.origin)
         for name, finding in again.items()
     }
 
 
-def as_unseen(trial: Trial, found: Found, checks: Mapping[str, Check]) -> Found:
+def rejudge_unseen(trial: Trial, found: Found, checks: Mapping[str, Check]) -> Found:
     """The findings, where the truth computes out of torch's sight, by what rounding does to the ranks' own tensors.
 
     Control runs of such a truth do not round there: nothing shows how far rounding takes a right result but the ranks.
@@ -115,10 +115,12 @@ def as_unseen(trial: Trial, found: Found, checks: Mapping[str, Check]) -> Found:
         return found
     seen, again = _by_effect(trial, found, checks, {evidence.run.dtype})
     words = "errors below those of {} (the truth computes outside of torch, so the ranks show how far rounding goes)"
-    return seen, {name: one if one is findings[name] else _noted(one, seen.run, words) for name, one in again.items()}
+    return seen, {
+        name: one if one is findings[name] else _with_note(one, seen.run, words) for name, one in again.items()
+    }
 
 
-def as_found(trial: Trial, found: Found, checks: Mapping[str, Check]) -> Found:
+def rejudge_detected(trial: Trial, found: Found, checks: Mapping[str, Check]) -> Found:
     """The findings by the effect of the lower precision that the ranks compute with, where that may explain them."""
     evidence, findings = found
     own_dtype, wrong = evidence.run.case.dtype, wrong_of(findings)
@@ -146,7 +148,7 @@ def as_found(trial: Trial, found: Found, checks: Mapping[str, Check]) -> Found:
             rule = f"within the limits of {lowest}; no case on one rank shows whether the model has it too"
             changed[name] = Finding(verdict=UNKNOWN, message=f"{findings[name].message}, {rule}")
         else:
-            changed[name] = _noted(finding, seen.run, words)
+            changed[name] = _with_note(finding, seen.run, words)
     return seen, changed
 
 
@@ -188,7 +190,9 @@ def _effect(
     except (ProgramError, MachineError):
         return {}
     captured = tuple({name: rank[name] for name in rank if name in names} for rank in moved.captured)
-    values = merged_outcomes(_agreed(moved.outcomes), _agreed(captured), truth.tensors).tensors
+    values = merged_outcomes(
+        _with_equal_replicas(moved.outcomes), _with_equal_replicas(captured), truth.tensors
+    ).tensors
     own, tensors = run.tensors, truth.tensors
     wanted = [name for name in values if name in tensors and (name in names or kind_of(name) in MOVED)]
     return {
@@ -198,7 +202,7 @@ def _effect(
     }
 
 
-def _agreed(outcomes: Outcomes) -> Outcomes:
+def _with_equal_replicas(outcomes: Outcomes) -> Outcomes:
     """The outcomes with what several ranks hold as the first of them has it: replicas are moved each by itself."""
     first: dict[tuple[object, ...], Block] = {}
     agreed = []
@@ -208,7 +212,7 @@ def _agreed(outcomes: Outcomes) -> Outcomes:
     return tuple(agreed)
 
 
-def _noted(finding: Finding, run: Run, words: str) -> Finding:
+def _with_note(finding: Finding, run: Run, words: str) -> Finding:
     """The finding with what its limits do not show."""
     return replace(finding, unchecked=(*finding.unchecked, words.format(run.lower.dtype)))
 

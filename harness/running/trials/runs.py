@@ -1,32 +1,65 @@
-"""The records of one case: the recorded run, the plain run where it is needed, and the dense model.
+"""The records of one case: the recorded run, the plain run where it is needed, and the dense model; then its findings.
 
 The dense model is computed after the ranks' runs unless these need it: both at once in float64 could fill the memory.
+A statement of the subject that its own code fails to make is noted as a problem of the check that needs it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
+from shardproof.harness.checking.checks import CHECKS, Check, examine, needing
+from shardproof.harness.checking.evidence import Finding
 from shardproof.harness.checking.measures.kinds import comparable, kind_of
 from shardproof.harness.checking.records import Calls, Claims, Evidence, Repeats, Run, Truth, merged_outcomes
 from shardproof.harness.checking.repeats import same_outcomes
 from shardproof.harness.errors import ShardproofError
 from shardproof.harness.outcome.merging import Merged, Outcomes, against, held_once
-from shardproof.harness.running.trials.statements import asked, deviations_of, expectation_of, orders_of
+from shardproof.harness.protocols import Axes, TermLike
 from shardproof.harness.running.trials.trial import Trial
-from shardproof.harness.subject import deviating, left_out
+from shardproof.harness.subject import Unanswered, deviating, deviations, left_out, orders, stated
 from shardproof.harness.torch_internals.memory import give_back
 
 if TYPE_CHECKING:
     from shardproof.harness.checking.measures.stated_deviations import Deviations
 
+T = TypeVar("T")
+
+
+def expectation_of(trial: Trial) -> tuple[TermLike, ...] | None:
+    """The subject's closed form, None when it states none; a closed form that raises is noted as a problem."""
+    return ask_subject(trial, "expectation", lambda: stated(trial.case, trial.subject.call), None)
+
+
+def orders_of(trial: Trial) -> Axes:
+    """The subject's own rank orders, none when it states none; rank lists that are none are noted as a problem."""
+    return ask_subject(trial, "groups", lambda: orders(trial.case, trial.subject.call), {})
+
+
+def deviations_of(trial: Trial) -> Mapping[str, float]:
+    """Statements of the subject, or else the reference, about initial values."""
+    none: Mapping[str, float] = {}
+    own = ask_subject(trial, "initial_values", lambda: deviations(trial.case, trial.subject.call), none)
+    model = trial.reference.model
+    return own or (model.initial_deviations(trial.case) if model else {})
+
+
+def ask_subject(trial: Trial, check: str, ask: Callable[[], T], without: T) -> T:
+    """Statement of the subject about itself; `without`, and a problem of this check, when its own code fails."""
+    try:
+        return ask()
+    except Unanswered as problem:  # no verdict on the run, and it must not read as if nothing were stated
+        trial.problems[check] = str(problem)
+        return without
+
+
 GIVEN = "mask", "init"
 """Kinds of tensors (dropout masks, initial weights) that a truth may take from the ranks instead of drawing its own."""
 
 
-def recorded(trial: Trial, *, repeat: bool = False, compare: bool = True) -> Evidence:
+def record_case(trial: Trial, *, repeat: bool = False, compare: bool = True) -> Evidence:
     """The records of one recorded run beside the dense model, of a plain one too with `repeat`; no control runs.
 
     `trial.reference` is the dense model: `own` where the subject brings one, else `model`, our decoder. Without
@@ -34,12 +67,12 @@ def recorded(trial: Trial, *, repeat: bool = False, compare: bool = True) -> Evi
     raises.
     """
     if not compare:
-        return _with_repeats(trial, _recorded(trial, {}, (), compare=False), repeat)
+        return _with_repeats(trial, _record(trial, {}, (), compare=False), repeat)
     kinds = _kinds(trial)
     if kinds or trial.reference.own:  # the truth needs what ranks drew, or the subject has a truth of its own: first
-        return _with_repeats(trial, _recorded(trial, {} if kinds else trial.true(), kinds), repeat)
+        return _with_repeats(trial, _record(trial, {} if kinds else trial.true(), kinds), repeat)
     try:
-        evidence = _with_repeats(trial, _recorded(trial, {}, ()), repeat)
+        evidence = _with_repeats(trial, _record(trial, {}, ()), repeat)
     except ShardproofError:
         trial.true()  # a case that the dense model refuses is refused, whatever its ranks do
         raise
@@ -75,7 +108,7 @@ def _kinds(trial: Trial) -> tuple[str, ...]:
     return model.given_kinds(trial.case) if model else ()
 
 
-def _recorded(trial: Trial, truth: Mapping[str, Tensor], kinds: Sequence[str], *, compare: bool = True) -> Evidence:
+def _record(trial: Trial, truth: Mapping[str, Tensor], kinds: Sequence[str], *, compare: bool = True) -> Evidence:
     """The records of one recorded run beside this truth, or beside one that takes these kinds of tensors from it."""
     case, own, torn = trial.case, trial.reference.own if compare else None, False
     axes, expectation = {**trial.case.axes, **orders_of(trial)}, expectation_of(trial)
@@ -101,13 +134,13 @@ def _recorded(trial: Trial, truth: Mapping[str, Tensor], kinds: Sequence[str], *
         trial.problems["masks"], truth, torn = problem, {}, True
     elif kinds or draws:
         merged = merged_outcomes(returned, masks, {} if draws else truth)
-        truth, torn = _given(trial, kinds or GIVEN, merged)
+        truth, torn = _truth_from_ranks(trial, kinds or GIVEN, merged)
     if run.problem:
         trial.problems["activations"] = run.problem
-    captured = _captured(run.captured, masks, truth if own else None)
+    captured = _add_masks(run.captured, masks, truth if own else None)
     compared = comparable(truth, returned)
     model = trial.reference.model
-    declared: tuple[str, ...] = asked(trial, "coverage", lambda: left_out(trial.subject), ())
+    declared: tuple[str, ...] = ask_subject(trial, "coverage", lambda: left_out(trial.subject), ())
     merged = merged_outcomes(returned, captured, truth)
     outcomes, captured = held_once(returned, merged), held_once(captured, merged)
     run = replace(run, outcomes=(), captured=())
@@ -137,7 +170,7 @@ def _recorded(trial: Trial, truth: Mapping[str, Tensor], kinds: Sequence[str], *
     )
 
 
-def _captured(captured: Outcomes, masks: Outcomes, own: Mapping[str, Tensor] | None) -> Outcomes:
+def _add_masks(captured: Outcomes, masks: Outcomes, own: Mapping[str, Tensor] | None) -> Outcomes:
     """The activations and the masks of every rank; a truth of the subject's `own` knows only those that it returns."""
     if own is not None:
         captured = tuple({name: rank[name] for name in rank if name in own} for rank in captured)
@@ -159,7 +192,7 @@ def _known_differences(trial: Trial) -> "Deviations | None":
     )
 
 
-def _given(trial: Trial, kinds: Sequence[str], merged: Merged) -> tuple[Mapping[str, Tensor], bool]:
+def _truth_from_ranks(trial: Trial, kinds: Sequence[str], merged: Merged) -> tuple[Mapping[str, Tensor], bool]:
     """The truth computed from what the ranks drew, and whether there is none because those tensors do not merge.
 
     The truth is then what did merge.
@@ -169,3 +202,23 @@ def _given(trial: Trial, kinds: Sequence[str], merged: Merged) -> tuple[Mapping[
     if any(kind_of(flaw.name) in kinds for flaw in merged.flaws):
         return dict(trial.given), True
     return {**trial.dense(trial.reference.truth), **trial.given}, False
+
+
+def judge_case(
+    trial: Trial, evidence: Evidence, checks: Mapping[str, Check] = CHECKS
+) -> tuple[Evidence, dict[str, Finding]]:
+    """Findings of these checks, and the evidence with the control runs that they needed.
+
+    Tensors that look wrong, or are in a lower precision, are compared again beside control runs of the dense model.
+    These show how far rounding alone takes a right result.
+    """
+    findings = None
+    if not needing(checks, Truth):
+        return evidence, examine(evidence, checks)
+    if evidence.truth.unmergeable or evidence.run.dtype == "float64":
+        findings = examine(evidence, checks)
+        if evidence.truth.unmergeable or not any(finding.wrong for finding in findings.values()):
+            return evidence, findings
+    from shardproof.harness.running.trials.rounding import recheck  # noqa: PLC0415
+
+    return recheck(trial, evidence, checks, findings)

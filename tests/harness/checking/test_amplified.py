@@ -20,7 +20,7 @@ from shardproof.harness.checking.measuring import compared
 from shardproof.harness.checking.numeric_checks import numeric
 from shardproof.harness.running.result import CaseResult
 from shardproof.harness.running.trials import rounding
-from shardproof.harness.running.trials.reference import Reference, decoder
+from shardproof.harness.running.trials.trial import Reference, decoder
 from shardproof.parallel.subject import subject
 from shardproof.reference.case import Case
 from tests.harness.checking.test_one_step import planted

@@ -17,7 +17,7 @@ from shardproof.harness.checking.records import Calls, Claims, DryRun, Evidence,
 from shardproof.harness.engines.engine import Unwaited
 from shardproof.harness.errors import RequestError
 from shardproof.harness.outcome.blocks import Block, localize
-from shardproof.harness.running.trials.reference import decoder
+from shardproof.harness.running.trials.trial import decoder
 from shardproof.harness.shard import Shard
 from tests import ROOT
 from tests.harness.proofs import proved

@@ -23,18 +23,17 @@ from shardproof.harness.diagnosing.causes.places import place_of
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.errors import RequestError
 from shardproof.harness.outcome.merging import Merged
-from shardproof.harness.running.judging import judged
 from shardproof.harness.running.result import CaseResult
 from shardproof.harness.running.trials import rounding
 from shardproof.harness.running.trials.rounding import (
     FURTHER_PARTS,
     MORE_PARTS,
     NEAR,
-    controlled,
-    measured_apart,
-    stepwise,
+    add_controls,
+    shed_large_controls,
+    step_from_states,
 )
-from shardproof.harness.running.trials.runs import recorded
+from shardproof.harness.running.trials.runs import judge_case, record_case
 from shardproof.harness.running.trials.trial import Trial
 from shardproof.harness.subject import named
 from shardproof.parallel.subject import subject
@@ -171,9 +170,9 @@ def test_distances_of_large_tensors_allow_what_the_tensors_do_and_control_runs_a
 ) -> None:
     monkeypatch.setattr(rounding, "_LARGE", 16)
     trial = Trial(case=CASE, subject=named(subject), engine=engine)
-    seen = recorded(trial)
-    whole = stepwise(trial, seen.run, seen.truth)
-    apart = measured_apart(trial, seen.run, whole)
+    seen = record_case(trial)
+    whole = step_from_states(trial, seen.run, seen.truth)
+    apart = shed_large_controls(trial, seen.run, whole)
     distances = apart.controls.distances
     assert NAME in distances and NAME in whole.controls.runs[0]
     assert not any(name in control for control in apart.controls.runs for name in distances)
@@ -183,7 +182,7 @@ def test_distances_of_large_tensors_allow_what_the_tensors_do_and_control_runs_a
         monkeypatch.setattr(rounding, "NEAR", near)
         tensors = {**seen.run.tensors, NAME: factor * seen.run.tensors[NAME]}
         run = seen.run.with_tensors(tensors)
-        found = controlled(trial, run, apart, [measured(run, apart)]).controls
+        found = add_controls(trial, run, apart, [measured(run, apart)]).controls
         assert len(found.distances[NAME].runs) == len(found.runs) == 1 + runs
 
 
@@ -210,7 +209,7 @@ CASES = (
 def test_a_tensor_times_a_factor_fails_or_is_undecided(text: str, engine: InprocEngine) -> None:
     """On the evidence of our subject, with everything that the checks came to need."""
     trial = Trial(case=Case.parse(text), subject=named(subject), engine=engine)
-    evidence = judged(trial, recorded(trial))[0]
+    evidence = judge_case(trial, record_case(trial))[0]
     run, truth = evidence.run, evidence.truth
     rms = kind_rms(truth.tensors)
     undecided = set()

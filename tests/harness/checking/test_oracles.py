@@ -22,7 +22,7 @@ from shardproof.harness.engines.engine import Unwaited
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.outcome.blocks import localize
 from shardproof.harness.running.proof import prove
-from shardproof.harness.running.trials.reference import decoder
+from shardproof.harness.running.trials.trial import decoder
 from shardproof.harness.shard import Shard
 from shardproof.reference.case import Case
 from shardproof.reference.training import subject as dense
