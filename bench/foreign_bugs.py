@@ -28,12 +28,12 @@ from torch import Tensor
 
 from bench.foreign_cases import DTYPES, SUBJECTS, Drawn, drawn_cases
 from bench.foreign_edits import Planted, drawn_edit, planting
-from shardproof.harness.checking.evidence import Evidence
 from shardproof.harness.checking.measures.kinds import kind_of
 from shardproof.harness.checking.measures.many_tensors import kind_rms
 from shardproof.harness.checking.measures.measured import FLOAT64_ALLOWED, SCALE_SHARE
 from shardproof.harness.checking.measures.tolerance import CONTROL_FACTOR, FLOOR_EPSILONS, OWN_EPSILONS
 from shardproof.harness.checking.measuring import compared
+from shardproof.harness.checking.records import Evidence
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.errors import RequestError, ShardproofError
 from shardproof.harness.outcome.merging import merge
@@ -129,16 +129,16 @@ def _failed(result: CaseResult) -> str:
 
 def _changes(without: Evidence, wrong: Evidence, first: Mapping[str, Tensor]) -> Iterator[Change]:
     """Changes of all tensors that are no longer the same bits."""
-    sizes = kind_rms(wrong.truth)
-    for name, tensor in wrong.merged.tensors.items():
-        right, truth = without.merged.tensors.get(name), wrong.truth.get(name)
+    sizes = kind_rms(wrong.truth.tensors)
+    for name, tensor in wrong.run.tensors.items():
+        right, truth = without.run.tensors.get(name), wrong.truth.tensors.get(name)
         if right is None or truth is None or torch.equal(right, tensor):
             continue
         if not truth.is_floating_point() and not truth.is_complex():
             yield Change(tensor=name, units=math.inf, by="exact")
             continue
-        shift = (_wide(tensor) - _wide(truth)) - (_wide(right) - _wide(without.truth[name]))
-        error, moved = _wide(right) - _wide(without.truth[name]), _wide(without.truth[name])
+        shift = (_wide(tensor) - _wide(truth)) - (_wide(right) - _wide(without.truth.tensors[name]))
+        error, moved = _wide(right) - _wide(without.truth.tensors[name]), _wide(without.truth.tensors[name])
         stored = torch.zeros_like(moved)
         if name in first:
             stored, moved = moved, moved - _wide(first[name])
@@ -183,8 +183,8 @@ def _with_limit(one: Change, wrong: Evidence) -> Change:
     """The change with the limit of the checks for this tensor of the wrong run."""
     if not one.tensor or one.by == "exact":
         return one
-    size = kind_rms(wrong.truth).get(kind_of(one.tensor), 0.0)
-    found = compared(wrong, one.tensor, size)
+    size = kind_rms(wrong.truth.tensors).get(kind_of(one.tensor), 0.0)
+    found = compared(wrong.run, wrong.truth, one.tensor, size)
     return replace(
         one, error=found.error, limit=found.allowed, measure=found.measure, decided=found.decidable or found.zero
     )

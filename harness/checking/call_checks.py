@@ -4,8 +4,13 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 
-from shardproof.harness.checking.evidence import Evidence, Finding
+from shardproof.harness.checking.finding import Finding
+from shardproof.harness.checking.laws import group_events, same_sequence
+from shardproof.harness.checking.ledger_checks import unlawful
+from shardproof.harness.checking.records import Calls, Claims, DryRun, Run
+from shardproof.harness.errors import ranks_text
 from shardproof.harness.ledger import Event
 from shardproof.harness.mesh_axes import split_axes
 from shardproof.harness.outcome.merging import Outcomes
@@ -15,7 +20,7 @@ from shardproof.harness.verdicts.facts import Note, NoteKind, unchecked
 from shardproof.harness.verdicts.verdict import FAIL, PASS
 
 
-def groups(evidence: Evidence) -> Finding | None:
+def groups(calls: Calls, claims: Claims) -> Finding | None:
     """Whether the group of every event is a rank list of its axis.
 
     The axis of an event is the name that the program gave its group ("wp", DeviceMesh's "mesh_wp"). The ledger compares
@@ -24,21 +29,21 @@ def groups(evidence: Evidence) -> Finding | None:
     rank order. The axis "dp_cp" joins those two: its groups are the connected components of their rank lists. The order
     within a group is not compared: torch sorts the ranks of every group.
     """
-    if not evidence.events:
+    if not calls.events:
         return None
-    axes = {event.axis for event in evidence.events}
-    unnamed = axes - _legal(evidence.axes, axes).keys() - {"world"}
+    axes = {event.axis for event in calls.events}
+    unnamed = axes - _legal(claims.axes, axes).keys() - {"world"}
     notes = unchecked(
         *(f"group {axis}: no axis of the case or of subject.axes(case) has this name" for axis in sorted(unnamed))
     )
-    stray = strays(evidence)
+    stray = strays(calls, claims)
     if not stray:
         named = ", ".join(sorted(axes - unnamed)) or "no axis"
         message = f"every group named {named} is a rank list of its axis"
         return Finding(verdict=PASS, message=message, notes=notes)
     first = stray[0]
     axis, ran = first.axis, [event.group for event in stray if event.axis == first.axis]
-    rule = f"are no rank lists of axis {axis}: {lists_text(_legal(evidence.axes, axes)[axis])}"
+    rule = f"are no rank lists of axis {axis}: {lists_text(_legal(claims.axes, axes)[axis])}"
     legal = "the groups of these ranks, or subject.axes(case) that states another rank order"
     return Finding(
         verdict=FAIL,
@@ -51,13 +56,11 @@ def groups(evidence: Evidence) -> Finding | None:
     )
 
 
-def strays(evidence: Evidence) -> Sequence[Event]:
+def strays(calls: Calls, claims: Claims) -> Sequence[Event]:
     """The events whose group is no rank list of the axis that it is named after, by call index and rank."""
-    axes = {event.axis for event in evidence.events}
-    legal = {axis: {frozenset(ranks) for ranks in lists} for axis, lists in _legal(evidence.axes, axes).items()}
-    stray = [
-        event for event in evidence.events if event.axis in legal and frozenset(event.group) not in legal[event.axis]
-    ]
+    axes = {event.axis for event in calls.events}
+    legal = {axis: {frozenset(ranks) for ranks in lists} for axis, lists in _legal(claims.axes, axes).items()}
+    stray = [event for event in calls.events if event.axis in legal and frozenset(event.group) not in legal[event.axis]]
     return sorted(stray, key=lambda event: (event.call_index, event.rank))
 
 
@@ -83,35 +86,53 @@ def lists_text(lists: Iterable[Sequence[int]]) -> str:
     return " ".join(texts[:4]) + (f" and {len(texts) - 4} more" if len(texts) > 4 else "")
 
 
-def waits(evidence: Evidence) -> Finding | None:
+def order(calls: Calls, dry: DryRun) -> Finding:
+    """Whether ranks that share a group issue the same calls in it in the same order, and which ranks are alike.
+
+    Ranks that compute numbers end in an error of the engine where they do not.
+    """
+    if broken := same_sequence(group_events(calls.events), calls.ran):
+        return unlawful(broken[0])
+    sequences: dict[tuple[str, ...], list[int]] = {}
+    ordered = sorted(calls.events, key=attrgetter("rank", "call_index"))
+    for rank, events in itertools.groupby(ordered, key=attrgetter("rank")):
+        sequences.setdefault(tuple(str(key_of(event)) for event in events), []).append(rank)
+    alike = list(sequences.values()) or [list(calls.ran)]
+    classes = " | ".join(map(ranks_text, alike))
+    ran = f"{len(calls.ran)} of {calls.case.world_size} ranks run"
+    message = f"{ran}, in {len(alike)} class(es) of equal sequences: {classes}; {dry.memory}"
+    return Finding(verdict=PASS, message=message, notes=dry.notes)
+
+
+def waits(calls: Calls) -> Finding | None:
     """Whether every asynchronous call was waited for: one that never was may be used before it is complete.
 
     The result of a functional collective waits when it is read, so one that was never waited for was never read.
     """
-    if not evidence.unwaited:
-        started = sum(event.is_async for event in evidence.events)
+    if not calls.unwaited:
+        started = sum(event.is_async for event in calls.events)
         message = f"all {started} asynchronous calls were waited for before their results were read"
         return Finding(verdict=PASS, message=message) if started else None
-    first = evidence.unwaited[0]
-    more = f"; {len(evidence.unwaited) - 1} more like it" if len(evidence.unwaited) > 1 else ""
+    first = calls.unwaited[0]
+    more = f"; {len(calls.unwaited) - 1} more like it" if len(calls.unwaited) > 1 else ""
     message = f"{first.op} #{first.number} of {first.group} at {first.caller} was never waited for{more}"
-    ranks = tuple(sorted({work.rank for work in evidence.unwaited}))
+    ranks = tuple(sorted({work.rank for work in calls.unwaited}))
     return Finding(verdict=FAIL, message=message, kind=f"{first.op} not waited for", ranks=ranks)
 
 
-def overlap(evidence: Evidence) -> Finding | None:
+def overlap(calls: Calls, claims: Claims) -> Finding | None:
     """Whether as many calls as promised are hidden on every rank; a missing call is reported by the ledger check.
 
     A term with `hidden=True` promises that each of its calls is asynchronous and that a product is computed between its
     issue and its first wait. A term without it promises nothing. Hidden calls are measured in the recorded run
     (harness.recording.measures), in a dry run by its meter. The meter knows the order of the program, and no time.
     """
-    hidden = [term for term in evidence.expectation or () if getattr(term, "hidden", False)]
-    if not hidden or evidence.hidden is None:
+    hidden = [term for term in claims.expectation or () if getattr(term, "hidden", False)]
+    if not hidden or calls.hidden is None:
         return None
-    forms = closed_forms(visible(hidden), {*evidence.ranks, *(event.rank for event in evidence.events)}, evidence.axes)
+    forms = closed_forms(visible(hidden), {*calls.ranks, *(event.rank for event in calls.events)}, claims.axes)
     issued: dict[tuple[int, EventKey | Term], list[Event]] = defaultdict(list)
-    for event in evidence.events:
+    for event in calls.events:
         for counting in forms[event.rank].counting(key_of(event)):
             issued[event.rank, counting].append(event)
     promised: dict[int, Counter[EventKey | Term]] = {}
@@ -122,7 +143,7 @@ def overlap(evidence: Evidence) -> Finding | None:
             promised[rank][term] = issued_calls if term.calls is None else term.calls
     exposed: list[Event] = []
     for (rank, counting), events in issued.items():
-        waited_at_once = [event for event in events if (event.rank, event.call_index) not in evidence.hidden]
+        waited_at_once = [event for event in events if (event.rank, event.call_index) not in calls.hidden]
         allowed = max(0, len(events) - promised[rank][counting])
         exposed += waited_at_once[allowed:]
     if not exposed:
@@ -144,28 +165,28 @@ def overlap(evidence: Evidence) -> Finding | None:
     )
 
 
-def parallelism(evidence: Evidence) -> Finding | None:
+def parallelism(run: Run, claims: Claims) -> Finding | None:
     """Whether the case really ran in parallel: every rank talked, and ranks hold less than the full tensors.
 
     Guards against a split that splits nothing: every number is right then, and nothing is parallel (ColossalAI #5903).
     """
-    split = split_axes(evidence.case)
+    split = split_axes(run.case)
     mesh = " x ".join(f"{axis}={size}" for axis, size in split.items())
-    if not split or not (evidence.events or any(evidence.outcomes)):  # nothing at all came: coverage says so
+    if not split or not (run.calls.events or any(run.outcomes)):  # nothing at all came: coverage says so
         return None
-    talked = {event.rank for event in evidence.events if event.group_size > 1 and event.op != "barrier"}
-    silent = tuple(rank for rank in range(len(evidence.outcomes)) if rank not in talked)
-    terms = evidence.expectation
+    talked = {event.rank for event in run.calls.events if event.group_size > 1 and event.op != "barrier"}
+    silent = tuple(rank for rank in range(len(run.outcomes)) if rank not in talked)
+    terms = claims.expectation
     silence_expected = terms is not None and all(term.group_size == 1 or term.calls == 0 for term in terms)
     if silent and not silence_expected:
         whom = "no rank" if not talked else f"not rank {', '.join(map(str, silent))}"
         message = f"{whom} sent or received anything in a mesh of {mesh}"
         return Finding(verdict=FAIL, message=message, ranks=silent if talked else ())
-    sharded = _sharded(evidence.outcomes)
-    whole = f"{len(talked)} of {len(evidence.outcomes)} ranks talk over {mesh}"
-    share = split_share(evidence.outcomes)
+    sharded = _sharded(run.outcomes)
+    whole = f"{len(talked)} of {len(run.outcomes)} ranks talk over {mesh}"
+    share = split_share(run.outcomes)
     notes = (Note(kind=NoteKind.SPLIT_SHARE, numbers=(share,)),) if share else ()
-    if ("wp" if "wp" in evidence.case.axes else "tp") not in split:  # beside wp, tp splits the sequence alone
+    if ("wp" if "wp" in run.case.axes else "tp") not in split:  # beside wp, tp splits the sequence alone
         return Finding(verdict=PASS, message=f"{whole}; no axis of it splits weights", notes=notes)
     if not sharded:
         return Finding(verdict=PASS, message=whole, notes=unchecked("local shapes: every tensor was returned in full"))

@@ -3,30 +3,69 @@
 `prove` adds names of its own: `supported` for a case that the subject does not take, `run` for one that raised. The
 name `explanation` is for causes that could not be looked for, and a run's `truth` for what the dense model refuses.
 
-A check is a pure function of the evidence. None means that there is nothing to check (the subject returned nothing of
-the kind), and then no verdict is claimed. An exception inside a check is `unknown` with its text, never a pass.
+A check is a pure function of the records that its signature names (harness.checking.records). It is not run where one
+of them was not made; a parameter with a default may be without its record. None means that there is nothing to check
+(the subject returned nothing of the kind), and then no verdict is claimed. An exception inside a check is `unknown`
+with its text, never a pass.
 """
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from typing import get_args
 
 from shardproof.harness.checking.call_checks import groups, overlap, parallelism, waits
 from shardproof.harness.checking.coverage import coverage, layout, replicas
-from shardproof.harness.checking.evidence import Evidence, Finding
+from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.ledger_checks import ledger
-from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS
+from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS, kind_of
 from shardproof.harness.checking.numeric_checks import numeric, tokens, update
+from shardproof.harness.checking.records import RECORDS, Claims, Evidence, Regroupings, Run, Truth
 from shardproof.harness.checking.repeats import determinism, recording
 from shardproof.harness.errors import error_text
 from shardproof.harness.verdicts.facts import unchecked
 from shardproof.harness.verdicts.verdict import UNKNOWN
 
-Check = Callable[[Evidence], Finding | None]
+Check = Callable[..., Finding | None]
+
+
+@cache
+def _parameters(check: Check) -> Mapping[str, tuple[type, bool]]:
+    """The parameters of a check: name -> the record that it reads, and whether it needs it."""
+    read = {}
+    for name, parameter in inspect.signature(check, eval_str=True).parameters.items():
+        record = next(iter(get_args(parameter.annotation)), parameter.annotation)
+        if record not in RECORDS:  # else the check would never be run, and nobody would miss it
+            legal = ", ".join(each.__name__ for each in RECORDS)
+            raise TypeError(f"{name} of the check {check} is annotated with no record; legal: {legal}")
+        read[name] = record, parameter.default is parameter.empty
+    return read
+
+
+def records_of(check: Check) -> frozenset[type]:
+    """The records that a check needs."""
+    return frozenset(record for record, needed in _parameters(check).values() if needed)
+
+
+def needing(checks: Mapping[str, Check], *records: type) -> dict[str, Check]:
+    """Those of the checks that need one of these records."""
+    return {name: check for name, check in checks.items() if records_of(check) & {*records}}
+
+
+def answer(check: Check, records: Iterable[object]) -> Finding | None:
+    """The finding of a check in these records; None where one that it needs is not among them."""
+    made = {type(record): record for record in records}
+    if not records_of(check) <= made.keys():
+        return None
+    return check(**{name: made[record] for name, (record, _) in _parameters(check).items() if record in made})
 
 
 def _rarely(name: str) -> Check:
     """A check that few cases need, whose module is imported only where ranks return names of its kind."""
 
-    def check(evidence: Evidence) -> Finding | None:
+    def check(run: Run, truth: Truth, claims: Claims) -> Finding | None:
+        if not any(kind_of(returned) in NUMERIC_KINDS[name] for returned in run.returned):
+            return None
         from shardproof.harness.checking import mask_checks, routing_checks, state_checks  # noqa: PLC0415
 
         rare: Mapping[str, Check] = {
@@ -35,7 +74,7 @@ def _rarely(name: str) -> Check:
             "routing": routing_checks.routing,
             "saved": state_checks.saved,
         }
-        return rare[name](evidence)
+        return answer(rare[name], (run, truth, claims))
 
     return check
 
@@ -51,7 +90,7 @@ CHECKS: Mapping[str, Check] = {
     "coverage": coverage,
     "merge": layout,
     "replicas": replicas,
-    **{name: numeric(name, _OF_THEIR_OWN.get(name)) for name in NUMERIC_KINDS},
+    **{name: _OF_THEIR_OWN.get(name) or numeric(name) for name in NUMERIC_KINDS},
     "ledger": ledger,
     "groups": groups,
     "waits": waits,
@@ -63,20 +102,18 @@ CHECKS: Mapping[str, Check] = {
 """Name -> check. Layouts come before numbers, numbers in the order in which training computes them."""
 
 
-def _truth(evidence: Evidence) -> Finding | None:
-    if evidence.first_forward is None:
+def _truth(run: Run, truth: Truth) -> Finding | None:
+    if truth.first_forward is None:
         return None
     from shardproof.harness.checking.regrouping import truth as check  # noqa: PLC0415
 
-    return check(evidence)
+    return check(run, truth)
 
 
-def _regrouping(evidence: Evidence) -> Finding | None:
-    if not evidence.regrouped:
-        return None
+def _regrouping(run: Run, truth: Truth, claims: Claims, regroupings: Regroupings) -> Finding:
     from shardproof.harness.checking.regrouping import regrouping as check  # noqa: PLC0415
 
-    return check(evidence)
+    return check(run, truth, claims, regroupings)
 
 
 LAWS: Mapping[str, Check] = {"truth": _truth, "regrouping": _regrouping}
@@ -88,7 +125,7 @@ def examine(evidence: Evidence, checks: Mapping[str, Check] = CHECKS) -> dict[st
     findings: dict[str, Finding] = {}
     for name, check in checks.items():
         try:
-            finding = check(evidence)
+            finding = answer(check, evidence.records)
         except Exception as problem:  # a broken check must not hide the others, and is no verdict on the subject
             text = f"the check itself failed: {error_text(problem)}"
             finding = Finding(verdict=UNKNOWN, message=text, notes=unchecked(f"everything that {name} looks at"))

@@ -6,9 +6,10 @@ from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
-from shardproof.harness.checking.evidence import Evidence, Finding, apart_by
+from shardproof.harness.checking.finding import Finding, apart_by
 from shardproof.harness.checking.measures.kinds import kind_of, never_made
 from shardproof.harness.checking.measures.spreads import replica_spread
+from shardproof.harness.checking.records import Claims, Run, Truth
 from shardproof.harness.outcome.merging import Flaw
 from shardproof.harness.verdicts.facts import Note, NoteKind, notes_about
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
@@ -19,65 +20,59 @@ _NAMED = 5
 """Names of a kind that a message lists; the number of the others follows."""
 
 
-def coverage(evidence: Evidence) -> Finding:
+def coverage(run: Run, truth: Truth, claims: Claims) -> Finding:
     """Whether there is anything to compare, and what of the truth the subject did not return.
 
     Kinds of names ("grad", "logits") that it never returns are only listed as unchecked. Names missing inside a kind
     that it returns, and names that the truth does not know, make the verdict unknown. `subject.unchecked`, patterns of
     names, declares the missing ones that are left out on purpose.
     """
-    returned = evidence.returned
-    comparable = [name for name in evidence.truth if name in returned]
-    missing = [name for name in evidence.truth if name not in returned]
-    declared = {name for name in missing if _matched(name, evidence.declared)}
-    strange = tuple(sorted(returned - set(evidence.truth)))
+    returned = run.returned
+    comparable = [name for name in truth.tensors if name in returned]
+    missing = [name for name in truth.tensors if name not in returned]
+    declared = {name for name in missing if _matched(name, claims.declared)}
+    strange = tuple(sorted(returned - set(truth.tensors)))
     kinds = {kind_of(name) for name in returned}
-    unreturned = Counter(kind_of(name) for name in missing if name not in evidence.given)
+    unreturned = Counter(kind_of(name) for name in missing if name not in truth.from_ranks)
     decided = {
         kind: (0, count) for kind, count in unreturned.items() if kind not in kinds
     }  # other checks count the rest
-    if evidence.torn:
+    if truth.unmergeable:
         message = "nothing is compared: what the ranks drew does not make one tensor that a dense model can be given"
         return Finding(verdict=UNKNOWN, message=message, notes=notes_about(undecided=tuple(sorted(returned))))
     undeclared = [name for name in missing if name not in declared]
     notes = notes_about(not_returned=tuple(undeclared), left_out=tuple(name for name in missing if name in declared))
     if not comparable:
         got = f"it returned {', '.join(strange[:_NAMED])}" if strange else "it returned nothing"
-        known = ", ".join(list(evidence.truth)[:3])
+        known = ", ".join(list(truth.tensors)[:3])
         notes += notes_about(not_in_truth=strange)
-        message = f"nothing checkable: {got}; the truth has {len(evidence.truth)} names, such as {known}"
-        return Finding(
-            verdict=FAIL,
-            message=message,
-            notes=notes + notes_about(not_in_truth=strange),
-            names=strange,
-            decided=decided,
-        )
-    named = {name for outcome in evidence.outcomes for name in outcome}
+        message = f"nothing checkable: {got}; the truth has {len(truth.tensors)} names, such as {known}"
+        return Finding(verdict=FAIL, message=message, notes=notes, names=strange, decided=decided)
+    named = {name for outcome in run.outcomes for name in outcome}
     strange = tuple(name for name in strange if name in named)  # a captured module of its own is nobody's slip
-    if not any(kind_of(name) == ROUTING for name in evidence.truth):  # then copies are compared with each other
+    if not any(kind_of(name) == ROUTING for name in truth.tensors):  # then copies are compared with each other
         strange = tuple(name for name in strange if kind_of(name) != ROUTING)
-    made = never_made(evidence.truth, strange)  # the check of the update speaks of these
+    made = never_made(truth.tensors, strange)  # the check of the update speaks of these
     strange = tuple(name for name in strange if name not in made)
-    all_declared = all(_matched(name, evidence.declared) for name in evidence.truth)
-    nothing = f"unchecked={evidence.declared} declares every name of the truth, so it says nothing"
+    all_declared = all(_matched(name, claims.declared) for name in truth.tensors)
+    nothing = f"unchecked={claims.declared} declares every name of the truth, so it says nothing"
     problems = [
         *([f"{nothing}; legal: ('grad/*.bias',)"] if all_declared else ()),
-        *(evidence.deviates.problems(evidence.truth) if evidence.deviates else ()),
+        *(claims.known_differences.problems(truth.tensors) if claims.known_differences else ()),
         *_gaps(undeclared, named),
     ]
     if strange:
         unknown = _listed([name + _near(name, undeclared) for name in strange])
         problems.append(f"the truth does not know {unknown}: leave out what nobody can check, or name it as it does")
     on_purpose = [f"{len(declared)} left out on purpose"] if declared else []
-    message = f"{len(comparable)} of {len(evidence.truth)} tensors of the truth were returned"
+    message = f"{len(comparable)} of {len(truth.tensors)} tensors of the truth were returned"
     return Finding(
         verdict=UNKNOWN if problems else PASS,
-        message="; ".join([message, *on_purpose, *problems, *_idle(evidence)]),
+        message="; ".join([message, *on_purpose, *problems, *_idle(truth, claims)]),
         notes=(
             *notes,
             *notes_about(not_in_truth=strange),
-            *(Note(kind=NoteKind.UNREAD_ROWS, reason=rows) for rows in evidence.unread),
+            *(Note(kind=NoteKind.UNREAD_ROWS, reason=rows) for rows in truth.unread),
         ),
         decided=decided,
     )
@@ -101,11 +96,13 @@ def _gaps(missing: Sequence[str], named: set[str]) -> list[str]:
     return gaps
 
 
-def _idle(evidence: Evidence) -> list[str]:
+def _idle(truth: Truth, claims: Claims) -> list[str]:
     """Patterns of what the subject declares and states that match no name of the truth."""
-    names = list(evidence.truth)
-    patterns = [("unchecked", pattern) for pattern in evidence.declared]
-    patterns += [("deviates", pattern) for pattern in (evidence.deviates.sentences if evidence.deviates else ())]
+    names = list(truth.tensors)
+    patterns = [("unchecked", pattern) for pattern in claims.declared]
+    patterns += [
+        ("deviates", pattern) for pattern in (claims.known_differences.sentences if claims.known_differences else ())
+    ]
     idle = [(word, pattern) for word, pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
     return [f"{word}={pattern!r} matches no name of the truth{_near(pattern, names)}" for word, pattern in idle]
 
@@ -119,32 +116,32 @@ def _listed(names: Sequence[str]) -> str:
     return f"{', '.join(names[:_NAMED])}{more}"
 
 
-def layout(evidence: Evidence) -> Finding | None:
+def layout(run: Run) -> Finding | None:
     """Whether the blocks of every name make one full tensor of the truth's shape, without a gap (`merge`)."""
-    flaws = [flaw for flaw in evidence.merged.flaws if flaw.kind != "replica conflict"]
-    return _flaws(evidence, flaws, "tensors merge")
+    flaws = [flaw for flaw in run.merged.flaws if flaw.kind != "replica conflict"]
+    return _flaws(run, flaws, "tensors merge")
 
 
-def replicas(evidence: Evidence) -> Finding | None:
+def replicas(run: Run) -> Finding | None:
     """Whether everything that several ranks hold is the same on all of them, bit for bit; choices of experts are the
     check `routing`. Replicas that are furthest apart come first.
     """
-    conflicts = [flaw for flaw in evidence.merged.flaws if flaw.kind == "replica conflict"]
+    conflicts = [flaw for flaw in run.merged.flaws if flaw.kind == "replica conflict"]
     conflicts = [flaw for flaw in conflicts if kind_of(flaw.name) != ROUTING]
-    spreads = {flaw.name: replica_spread(evidence.full_outcomes, flaw.name) for flaw in conflicts}
+    spreads = {flaw.name: replica_spread(run.full_outcomes, flaw.name) for flaw in conflicts}
     furthest = max(spreads.values(), default=0.0)
     conflicts.sort(key=lambda flaw: spreads[flaw.name] < furthest)  # the furthest apart comes first
-    finding = _flaws(evidence, conflicts, "tensors have equal replicas")
+    finding = _flaws(run, conflicts, "tensors have equal replicas")
     if finding is None or not conflicts:
         return finding
-    return replace(finding, worst=apart_by(evidence, conflicts[0].name, furthest))
+    return replace(finding, worst=apart_by(run.dtype_of(conflicts[0].name), conflicts[0].name, furthest))
 
 
-def _flaws(evidence: Evidence, flaws: list[Flaw], praise: str) -> Finding | None:
-    names = evidence.returned
+def _flaws(run: Run, flaws: list[Flaw], praise: str) -> Finding | None:
+    names = run.returned
     if not names:
         return None
-    other = tuple(dict.fromkeys(flaw.name for flaw in evidence.merged.flaws if flaw not in flaws))
+    other = tuple(dict.fromkeys(flaw.name for flaw in run.merged.flaws if flaw not in flaws))
     if not flaws:
         return Finding(verdict=PASS, message=f"{len(names) - len(other)} {praise}", notes=notes_about(flawed=other))
     first = flaws[0]

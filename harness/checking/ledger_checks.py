@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from shardproof.harness.checking.evidence import Evidence, Finding
+from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.laws import Broken, broken_laws
+from shardproof.harness.checking.records import Calls, Claims, Truth
 from shardproof.harness.ledger import NO_UPDATE, OTHER, Event, unmapped
 from shardproof.harness.protocols import TermLike
 from shardproof.harness.terms import FIELDS, as_stated, closed_forms, unseen, visible
@@ -17,55 +18,55 @@ if TYPE_CHECKING:
     from shardproof.harness.differences import Difference
 
 
-def ledger(evidence: Evidence) -> Finding | None:
+def ledger(calls: Calls, claims: Claims, truth: Truth | None = None) -> Finding | None:
     """Whether every rank issued exactly the expected events; without an expectation, whether the general laws hold."""
-    finding = _compared(evidence)
+    finding = _compared(calls, claims, truth)
     if finding is None or finding.verdict != FAIL:
         return finding
-    return replace(finding, notes=(*finding.notes, *_doubts(evidence)))
+    return replace(finding, notes=(*finding.notes, *_doubts(calls)))
 
 
-def _compared(evidence: Evidence) -> Finding | None:
-    if names := unmapped(evidence.events):
-        return _unmapped(names, [event for event in evidence.events if event.op == OTHER])
-    world_size, ranks = evidence.case.world_size, evidence.ranks
-    known = () if evidence.ran else evidence.events  # the laws speak of all members of a group
-    if evidence.expectation is None:
+def _compared(calls: Calls, claims: Claims, truth: Truth | None) -> Finding | None:
+    if names := unmapped(calls.events):
+        return _unmapped(names, [event for event in calls.events if event.op == OTHER])
+    world_size, ranks = calls.case.world_size, calls.ranks
+    known = () if calls.ran else calls.events  # the laws speak of all members of a group
+    if claims.expectation is None:
         if broken := broken_laws(known):
             return unlawful(broken[0])
-        if not evidence.events and world_size > 1:
+        if not calls.events and world_size > 1:
             return None
         nothing = Note(kind=NoteKind.CLOSED_FORM, reason="the subject states no expectation")
-        message = f"{len(evidence.events)} events obey the general laws"
-        return Finding(verdict=PASS, message=message, notes=(nothing, *_doubts(evidence)))
-    if not as_stated(evidence.events, visible(evidence.expectation), ranks, evidence.axes):
+        message = f"{len(calls.events)} events obey the general laws"
+        return Finding(verdict=PASS, message=message, notes=(nothing, *_doubts(calls)))
+    if not as_stated(calls.events, visible(claims.expectation), ranks, claims.axes):
         from shardproof.harness.differences import differences  # noqa: PLC0415
 
-        order = module_order(evidence)
-        if parted := differences(evidence.events, evidence.expectation, ranks, order, axes=evidence.axes):
+        order = module_order(calls, claims, truth)
+        if parted := differences(calls.events, claims.expectation, ranks, order, axes=claims.axes):
             return _parted(parted, len(ranks))
-    finding = _expected(evidence, evidence.expectation)
+    finding = _expected(calls, claims, claims.expectation)
     broken = broken_laws(known)
     return unlawful(broken[0]) if broken else finding
 
 
-def _expected(evidence: Evidence, terms: Sequence[TermLike]) -> Finding:
+def _expected(calls: Calls, claims: Claims, terms: Sequence[TermLike]) -> Finding:
     """The finding on a ledger that is as these terms state; what they leave out is unchecked."""
-    forms = closed_forms(visible(terms), evidence.ranks, evidence.axes).values()
+    forms = closed_forms(visible(terms), calls.ranks, claims.axes).values()
     partial = [term for form in forms for term in form.partial]
     if not partial:
         least, most = (pick(form.complete.total() for form in forms) for pick in (min, max))
         message = f"{least if least == most else f'{least} to {most}'} events a rank, exactly as expected"
-        return Finding(verdict=PASS, message=message, notes=(*_carried(terms), *_doubts(evidence)))
+        return Finding(verdict=PASS, message=message, notes=(*_carried(terms), *_doubts(calls)))
     left_out = [name for name in (*FIELDS, "calls") if any(name in term.left_out for term in partial)]
-    most = max(Counter(event.rank for event in evidence.events).values(), default=0)
+    most = max(Counter(event.rank for event in calls.events).values(), default=0)
     return Finding(
         verdict=PASS,
         message=f"{most} events a rank, as the closed form states",
         notes=(
             Note(kind=NoteKind.CLOSED_FORM, reason=f"its terms leave out {', '.join(left_out)}"),
             *_carried(terms),
-            *_doubts(evidence),
+            *_doubts(calls),
         ),
     )
 
@@ -84,10 +85,10 @@ def _carried(terms: Sequence[TermLike]) -> tuple[Note, ...]:
     )
 
 
-def _doubts(evidence: Evidence) -> tuple[Note, ...]:
+def _doubts(calls: Calls) -> tuple[Note, ...]:
     """Doubts of the recorder; a run of one step has its step right."""
-    doubts = dict.fromkeys(doubt for event in evidence.events for doubt in event.doubts)
-    known = sorted(doubt for doubt in doubts if doubt != NO_UPDATE or evidence.case.steps > 1)
+    doubts = dict.fromkeys(doubt for event in calls.events for doubt in event.doubts)
+    known = sorted(doubt for doubt in doubts if doubt != NO_UPDATE or calls.case.steps > 1)
     return tuple(Note(kind=NoteKind.DOUBT, reason=doubt) for doubt in known)
 
 
@@ -129,9 +130,10 @@ def _parted(parted: "Sequence[Difference]", ranks_run: int) -> Finding:
     )
 
 
-def module_order(evidence: Evidence) -> tuple[str, ...]:
+def module_order(calls: Calls, claims: Claims, truth: Truth | None) -> tuple[str, ...]:
     """Modules as the forward pass meets them: the truth's activations, then regions of the ledger's forward."""
-    from_truth = [name.removeprefix("act/") for name in evidence.truth if name.startswith("act/")]
-    from_ledger = [event.region for event in evidence.events if event.phase == "forward"]
-    from_terms = [term.region for term in evidence.expectation or () if term.phase == "forward" and term.region]
+    known = truth.tensors if truth else ()
+    from_truth = [name.removeprefix("act/") for name in known if name.startswith("act/")]
+    from_ledger = [event.region for event in calls.events if event.phase == "forward"]
+    from_terms = [term.region for term in claims.expectation or () if term.phase == "forward" and term.region]
     return tuple(dict.fromkeys([*(from_truth or from_ledger), *from_ledger, *from_terms]))

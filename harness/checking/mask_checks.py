@@ -24,9 +24,10 @@ from itertools import combinations, pairwise
 import torch
 from torch import Tensor
 
-from shardproof.harness.checking.evidence import Evidence, Finding
+from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.kinds import kind_of
 from shardproof.harness.checking.numeric_checks import numeric
+from shardproof.harness.checking.records import Claims, Run, Truth
 from shardproof.harness.mesh_axes import pipelines
 from shardproof.harness.outcome.blocks import Block
 from shardproof.harness.verdicts.facts import unchecked
@@ -105,25 +106,25 @@ class _Test:
     words: str
 
 
-def masks(evidence: Evidence) -> Finding:
+def masks(run: Run, truth: Truth, claims: Claims) -> Finding:
     """Whether dropout kept what it should, of masks that ranks returned."""
-    names = [name for name in evidence.returned if kind_of(name) == KIND]
-    names = [name for name in evidence.truth if name in names] or sorted(names)
-    by_rank = (*evidence.outcomes, *evidence.captured)
+    names = [name for name in run.returned if kind_of(name) == KIND]
+    names = [name for name in truth.tensors if name in names] or sorted(names)
+    by_rank = (*run.outcomes, *run.captured)
     dtypes = {name: {block.local.dtype for by in by_rank for block in by.get(name, ())} for name in names}
     if wrong := [name for name in names if dtypes[name] - {torch.bool}]:
         message = f"{wrong[0]} must be a tensor of bool, True where dropout keeps"
         return Finding(verdict=FAIL, message=message, names=tuple(wrong))
-    if evidence.mask_draws and evidence.mask_draws.anew:
-        (line, rank), *others = evidence.mask_draws.anew
+    if run.mask_draws and run.mask_draws.anew:
+        (line, rank), *others = run.mask_draws.anew
         what = f"backward drops by another mask than forward at {line} on rank {rank}"
         elsewhere = f", and {len(others)} times elsewhere" if others else ""
         message = f"{what}{elsewhere}: recomputation drew anew, from a random state that was not restored"
-        return Finding(verdict=FAIL, message=message, ranks=tuple({rank: 0 for _, rank in evidence.mask_draws.anew}))
-    known = None if evidence.given else _compared(evidence)
+        return Finding(verdict=FAIL, message=message, ranks=tuple({rank: 0 for _, rank in run.mask_draws.anew}))
+    known = None if truth.from_ranks else _compared(run, truth, claims)
     if known is not None and known.verdict == FAIL:
         return known
-    tests = [test for name in names for test in _of_one(evidence, name)] + list(_of_draws(evidence, names))
+    tests = [test for name in names for test in _of_one(run, name)] + list(_of_draws(run, claims, names))
     limit = ALARM / max(1, len(tests))
     broken = [test for test in tests if test.probability < limit]
     if broken:
@@ -134,7 +135,7 @@ def masks(evidence: Evidence) -> Finding:
         return Finding(verdict=FAIL, message=message, names=wrong_names, ranks=first.ranks)
     small = sum(test.least >= limit for test in tests)
     notes = unchecked(f"{small} of {len(tests)} tests of masks, too small to show anything") if small else ()
-    if any(_rate(evidence, name) is None for name in names):
+    if any(_rate(run, name) is None for name in names):
         notes += unchecked("the rate of dropout, which the case does not say")
     tested = f"{len(tests)} exact tests of {len(names)} masks find none improbable"
     if known is None:
@@ -143,18 +144,18 @@ def masks(evidence: Evidence) -> Finding:
     return replace(known, message=f"{known.message}; {tested}", notes=(*known.notes, *notes))
 
 
-def _rate(evidence: Evidence, name: str) -> float | None:
+def _rate(run: Run, name: str) -> float | None:
     """The share that is dropped there by the words of the case, or as it was drawn; None where neither is known."""
-    if evidence.mask_draws:
-        return evidence.mask_draws.rates[name]
-    rate: float | None = getattr(evidence.case, "attention_dropout" if name.endswith(_SHARES) else "dropout", None)
+    if run.mask_draws:
+        return run.mask_draws.rates[name]
+    rate: float | None = getattr(run.case, "attention_dropout" if name.endswith(_SHARES) else "dropout", None)
     return rate
 
 
-def holders(evidence: Evidence, name: str) -> dict[int, Sequence[Block]]:
+def holders(run: Run, name: str) -> dict[int, Sequence[Block]]:
     """Rank -> its blocks, for each different part of the mask that some rank holds."""
     found: dict[tuple[object, ...], int] = {}
-    outcomes = evidence.full_outcomes
+    outcomes = run.full_outcomes
     for rank, outcome in enumerate(outcomes):
         if outcome.get(name):
             found.setdefault(tuple(block.region for block in outcome[name]), rank)
@@ -166,9 +167,9 @@ def flat(blocks: Sequence[Block]) -> Tensor:
     return torch.cat([block.local.flatten() for block in blocks])
 
 
-def _of_one(evidence: Evidence, name: str) -> Iterator[_Test]:
+def _of_one(run: Run, name: str) -> Iterator[_Test]:
     """Rates, shards and consecutive draws of one mask."""
-    by_rank, rate = holders(evidence, name), _rate(evidence, name)
+    by_rank, rate = holders(run, name), _rate(run, name)
     for rank, blocks in by_rank.items():
         mask = flat(blocks)
         kept, total = int(mask.sum()), mask.numel()
@@ -191,13 +192,13 @@ def same_samples(one: Sequence[Block], other: Sequence[Block]) -> bool:
     return {block.region[0] for block in one} == {block.region[0] for block in other}
 
 
-def _of_draws(evidence: Evidence, names: Sequence[str]) -> Iterator[_Test]:
+def _of_draws(run: Run, claims: Claims, names: Sequence[str]) -> Iterator[_Test]:
     """Whether a rank, or two stages of one pipeline, drew one mask twice: all their masks of a shape, of every
     micro-batch, site and step.
     """
-    outcomes = evidence.full_outcomes
+    outcomes = run.full_outcomes
     alone = [(rank,) for rank in range(len(outcomes))]
-    for ranks in pipelines(evidence.axes) or alone:
+    for ranks in pipelines(claims.axes) or alone:
         by_shape: dict[tuple[int, ...], list[tuple[str, Tensor]]] = {}
         for name in names:
             rank = next((rank for rank in ranks if outcomes[rank].get(name)), ranks[0])

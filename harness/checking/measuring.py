@@ -15,16 +15,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from shardproof.harness.checking.evidence import Evidence
 from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS, kind_of, step_of
 from shardproof.harness.checking.measures.many_tensors import kind_rms
 from shardproof.harness.checking.measures.measured import Measured, epsilon
 from shardproof.harness.checking.measures.tolerance import CONTROL_FACTOR, LEAP, measure
+from shardproof.harness.checking.records import Run, Truth
 
 _MEANS, _SQUARES = "exp_avg_after", "exp_avg_sq_after"
 
 
-def compared(evidence: Evidence, name: str, kind: float) -> Measured:
+def compared(run: Run, truth: Truth, name: str, kind: float) -> Measured:
     """Compare a merged tensor with the truth, by all that is known of rounding; `kind` is the rms of its kind.
 
     Of a parameter the movement is compared (`movement`), where it is known.
@@ -34,71 +34,76 @@ def compared(evidence: Evidence, name: str, kind: float) -> Measured:
     bound the optimizer's results: LEAP times as much is allowed, and its square of their squares. A sum over tokens in
     an accumulator as narrow as a 16-bit dtype is allowed only where the tensor is wrong for a wider one.
     """
-    wide, narrow = summed(evidence, name), summed(evidence, name, narrow=True)
-    result = _measured(evidence, name, kind, wide)
+    wide, narrow = summed(run, truth, name), summed(run, truth, name, narrow=True)
+    result = _measured(run, truth, name, kind, wide)
     if not result.right and narrow > wide:
-        result = _measured(evidence, name, kind, narrow)
+        result = _measured(run, truth, name, kind, narrow)
     if result.right:
         return result
-    if _overflowed(evidence, name):
+    if _overflowed(run, truth, name):
         return replace(result, allowed=math.inf, decidable=False)
     leap = LEAP ** (2 if kind_of(name) == _SQUARES else 1)
-    return replace(result, allowed=leap * result.allowed, decidable=False) if _leaps(evidence, name) else result
+    return replace(result, allowed=leap * result.allowed, decidable=False) if _leaps(run, truth, name) else result
 
 
-def _measured(evidence: Evidence, name: str, kind: float, summed_error: float) -> Measured:
-    moved, slack = movement(evidence, name), evidence.slack.get(name)
-    value, truth = evidence.merged.tensors[name], evidence.truth[name]
-    controls: Sequence[Tensor] = [control[name] for control in evidence.controls if name in control]
-    amplified: Sequence[Tensor] = [run[name] for run in evidence.amplified if name in run]
+def _measured(run: Run, truth: Truth, name: str, kind: float, summed_error: float) -> Measured:
+    moved, slack = movement(run, truth, name), truth.controls.adam_bound.get(name)
+    value, true = run.tensors[name], truth.tensors[name]
+    controls: Sequence[Tensor] = [control[name] for control in truth.controls.runs if name in control]
+    amplified: Sequence[Tensor] = [control[name] for control in truth.controls.amplified if name in control]
     if moved is not None and moved.value is not None:
-        value, truth, controls, amplified = moved.value, moved.truth, moved.controls, moved.amplified
+        value, true, controls, amplified = moved.value, moved.truth, moved.controls, moved.amplified
         slack = moved.slack if slack is None else slack + moved.slack
         slack = slack if bool(slack.any()) else None
     states = kind_of(name) in NUMERIC_KINDS["update"]
     return measure(
         name,
         value,
-        truth,
-        dtype=evidence.dtype,
-        kept=stored_dtype(evidence, evidence.merged.tensors[name]) if states else "",
-        lower=evidence.lowest if name in evidence.beyond else "",
+        true,
+        dtype=run.dtype,
+        kept=stored_dtype(run, run.tensors[name]) if states else "",
+        lower=run.lower.dtype if name in run.lower.names else "",
         controls=controls,
         amplified=amplified,
-        far=evidence.far.get(name),
-        kinks=[kink[name] for kink in evidence.kinks if name in kink],
+        controlled=truth.controls.distances.get(name),
+        relu_flips=[flip[name] for flip in truth.controls.relu_flips if name in flip],
         slack=slack,
         kind=kind,
         summed=summed_error,
     )
 
 
-def summed(evidence: Evidence, name: str, *, narrow: bool = False) -> float:
+def summed(run: Run, truth: Truth, name: str, *, narrow: bool = False) -> float:
     """The relative error that a tensor has in theory because its tokens are added up (see error_of_sums)."""
     kind = kind_of(name)
-    if kind not in OVER_TOKENS or (kind in MOVED and not _is_moved(evidence, name)):
+    if kind not in OVER_TOKENS or (kind in MOVED and not _is_moved(run, truth, name)):
         return 0.0
-    unit = epsilon(evidence.dtype)
-    return error_of_sums(kind, tokens_of(evidence.truth, evidence.case.micro), unit, narrow=narrow)
+    unit = epsilon(run.dtype)
+    return error_of_sums(kind, tokens_of(truth.tensors, run.case.micro), unit, narrow=narrow)
 
 
-def _leaps(evidence: Evidence, name: str) -> bool:
+def _leaps(run: Run, truth: Truth, name: str) -> bool:
     """Whether the optimizer made a tensor, in lower precision, of gradients that rounding alone changes by half."""
     kind, _, place = name.partition("/")
-    if kind not in NUMERIC_KINDS["update"] or evidence.dtype == "float64":
+    if kind not in NUMERIC_KINDS["update"] or run.dtype == "float64":
         return False
-    step = evidence.case.steps - 1 if kind == "param" else step_of(name)
+    step = run.case.steps - 1 if kind == "param" else step_of(name)
     made_of = (f"grad_norm/{step}", *((f"{_MEANS}/{place}",) if kind == _SQUARES else ()))
-    known = [source for source in made_of if source in evidence.truth and source in evidence.merged.tensors]
-    sources = (compared(evidence, source, 0.0) for source in known)
+    known = [source for source in made_of if source in truth.tensors and source in run.tensors]
+    sources = (compared(run, truth, source, 0.0) for source in known)
     return any(source.right and not source.decidable for source in sources)
 
 
-def _overflowed(evidence: Evidence, name: str) -> bool:
+def _overflowed(run: Run, truth: Truth, name: str) -> bool:
     """Whether a loss or gradient norm of a control run is not finite, in the step of this tensor or before it."""
-    whole = {"act": 0, "act_grad": 0, "grad": 0, "param": evidence.case.steps - 1, "saved": evidence.case.steps - 1}
+    whole = {"act": 0, "act_grad": 0, "grad": 0, "param": run.case.steps - 1, "saved": run.case.steps - 1}
     last = whole.get(kind_of(name), step_of(name))
-    numbers = [(key, run[key]) for run in evidence.controls for key in run if kind_of(key) in ("loss", "grad_norm")]
+    numbers = [
+        (key, control[key])
+        for control in truth.controls.runs
+        for key in control
+        if kind_of(key) in ("loss", "grad_norm")
+    ]
     return any(step_of(key) <= last and not bool(torch.isfinite(number).all()) for key, number in numbers)
 
 
@@ -173,65 +178,65 @@ class Movement:
     slack: Tensor
 
 
-def movement(evidence: Evidence, name: str) -> Movement | None:
+def movement(run: Run, truth: Truth, name: str) -> Movement | None:
     """The movement that made this tensor; None for other kinds, and where the value before it is not known."""
-    values = evidence.merged.tensors
-    started = _before(evidence, name, evidence.truth)
-    own = _before(evidence, name, values)
-    if started is None or not _is_moved(evidence, name):
+    values = run.tensors
+    started = _before(run, truth, name, truth.tensors)
+    own = _before(run, truth, name, values)
+    if started is None or not _is_moved(run, truth, name):
         return None
-    truth = evidence.truth[name].double()
-    moved, unit = truth - started.double(), epsilon(stored_dtype(evidence, values.get(name, truth)))
-    controls = _moves(evidence, name, evidence.controls)
+    true = truth.tensors[name].double()
+    moved, unit = true - started.double(), epsilon(stored_dtype(run, values.get(name, true)))
+    controls = _moves(run, truth, name, truth.controls.runs)
     still = torch.stack([moved, *controls]).eq(0).all(0)  # what no run moves is not stored anew
-    slack = truth.abs() * ~still * (unit * _steps(evidence, name))
-    if own is not None and not _returned(evidence, name):  # ranks may begin with values in the case's dtype, or not
-        slack += (own.double() - own.to(getattr(torch, evidence.case.dtype)).double()).abs()
+    slack = true.abs() * ~still * (unit * _steps(run, truth, name))
+    if own is not None and not _returned(run, truth, name):  # ranks may begin with values in the case's dtype, or not
+        slack += (own.double() - own.to(getattr(torch, run.case.dtype)).double()).abs()
     return Movement(
         truth=moved,
         value=values[name].double() - own.double() if name in values and own is not None else None,
         controls=controls,
-        amplified=_moves(evidence, name, evidence.amplified),
+        amplified=_moves(run, truth, name, truth.controls.amplified),
         slack=slack,
     )
 
 
-def _is_moved(evidence: Evidence, name: str) -> bool:
+def _is_moved(run: Run, truth: Truth, name: str) -> bool:
     """Whether the value before is known, of the truth and of what the ranks returned."""
-    values = evidence.merged.tensors
-    known = _before(evidence, name, evidence.truth) is not None
-    return known and (name not in values or _before(evidence, name, values) is not None)
+    values = run.tensors
+    known = _before(run, truth, name, truth.tensors) is not None
+    return known and (name not in values or _before(run, truth, name, values) is not None)
 
 
-def sizes_of(evidence: Evidence, names: Iterable[str] | None = None) -> dict[str, float]:
+def sizes_of(run: Run, truth: Truth, names: Iterable[str] | None = None) -> dict[str, float]:
     """The rms of each kind of these names of the truth (all), of movements where these are known."""
-    names, truth = evidence.truth if names is None else list(names), evidence.truth
-    started = {name: before for name in names if (before := _before(evidence, name, truth)) is not None}
-    sizes = kind_rms({name: truth[name] for name in names if name not in started})
+    names, tensors = truth.tensors if names is None else list(names), truth.tensors
+    started = {name: before for name in names if (before := _before(run, truth, name, tensors)) is not None}
+    sizes = kind_rms({name: tensors[name] for name in names if name not in started})
     squares: dict[str, list[tuple[float, int]]] = {}
     for name, before in started.items():  # one at a time: all together would be another model in memory
-        square = float((truth[name].double() - before.double()).square().sum())
+        square = float((tensors[name].double() - before.double()).square().sum())
         squares.setdefault(kind_of(name), []).append((square, before.numel()) if math.isfinite(square) else (0.0, 0))
     moved = {kind: (sum(s for s, _ in each), max(sum(n for _, n in each), 1)) for kind, each in squares.items()}
     return sizes | {kind: math.sqrt(square / count) for kind, (square, count) in moved.items()}
 
 
-def stored_dtype(evidence: Evidence, tensor: Tensor) -> str:
+def stored_dtype(run: Run, tensor: Tensor) -> str:
     """The dtype in which a returned tensor was kept: its own, or the case's where that holds each of its numbers."""
-    own, case = str(tensor.dtype).removeprefix("torch."), evidence.case.dtype
+    own, case = str(tensor.dtype).removeprefix("torch."), run.case.dtype
     if not tensor.is_floating_point() or tensor.dtype.itemsize <= getattr(torch, case).itemsize:
         return case
     narrow = tensor.to(getattr(torch, case))
     return case if torch.equal(narrow.to(tensor.dtype), tensor) else own
 
 
-def _steps(evidence: Evidence, name: str) -> int:
+def _steps(run: Run, truth: Truth, name: str) -> int:
     """Over how many steps the movement goes."""
-    return 1 if _returned(evidence, name) else max(_step(evidence, name), 0) + 1
+    return 1 if _returned(run, truth, name) else max(_step(run, name), 0) + 1
 
 
-def _step(evidence: Evidence, name: str) -> int:
-    return evidence.case.steps - 1 if kind_of(name) == "param" else step_of(name)
+def _step(run: Run, name: str) -> int:
+    return run.case.steps - 1 if kind_of(name) == "param" else step_of(name)
 
 
 def _parameter(name: str) -> str:
@@ -239,35 +244,35 @@ def _parameter(name: str) -> str:
     return place if kind_of(name) == "param" else place.partition("/")[2]
 
 
-def _earlier(evidence: Evidence, name: str) -> str:
+def _earlier(run: Run, name: str) -> str:
     """The name of this parameter's value before the step."""
-    return f"param_after/{_step(evidence, name) - 1}/{_parameter(name)}"
+    return f"param_after/{_step(run, name) - 1}/{_parameter(name)}"
 
 
-def _moves(evidence: Evidence, name: str, runs: Sequence[Mapping[str, Tensor]]) -> tuple[Tensor, ...]:
+def _moves(run: Run, truth: Truth, name: str, runs: Sequence[Mapping[str, Tensor]]) -> tuple[Tensor, ...]:
     """The movements in these runs, of those that have both values."""
-    pairs = [(run[name], _before(evidence, name, run)) for run in runs if name in run]
+    pairs = [(outcome[name], _before(run, truth, name, outcome)) for outcome in runs if name in outcome]
     return tuple(after.double() - before.double() for after, before in pairs if before is not None)
 
 
-def _returned(evidence: Evidence, name: str) -> bool:
+def _returned(run: Run, truth: Truth, name: str) -> bool:
     """Whether the value before the step is one that is returned after each step."""
-    return _step(evidence, name) > 0 and _earlier(evidence, name) in evidence.truth
+    return _step(run, name) > 0 and _earlier(run, name) in truth.tensors
 
 
-def _before(evidence: Evidence, name: str, outcome: Mapping[str, Tensor]) -> Tensor | None:
+def _before(run: Run, truth: Truth, name: str, outcome: Mapping[str, Tensor]) -> Tensor | None:
     """The value of a parameter before the step that made `name`, in this outcome; None for other kinds."""
-    if kind_of(name) not in MOVED or evidence.truth[name].numel() > _LARGEST:
+    if kind_of(name) not in MOVED or truth.tensors[name].numel() > _LARGEST:
         return None
-    earlier, parameter = _earlier(evidence, name), _parameter(name)
-    if _returned(evidence, name):
-        return (evidence.states or {}).get(earlier, outcome.get(earlier))
-    if _step(evidence, name) > 0 and kind_of(name) != "param":
+    earlier, parameter = _earlier(run, name), _parameter(name)
+    if _returned(run, truth, name):
+        return (truth.controls.states or {}).get(earlier, outcome.get(earlier))
+    if _step(run, name) > 0 and kind_of(name) != "param":
         return None
-    before = _likely(outcome.get(INITIAL + parameter), evidence.initial.get(parameter), evidence.case.dtype)
-    if outcome is evidence.merged.tensors and evidence.controls:
-        before = _rounded(evidence.controls[0].get(INITIAL + parameter), before, evidence.case.dtype)
-    return before if before is not None and before.shape == evidence.truth[name].shape else None
+    before = _likely(outcome.get(INITIAL + parameter), truth.initial.get(parameter), run.case.dtype)
+    if outcome is run.tensors and truth.controls.runs:
+        before = _rounded(truth.controls.runs[0].get(INITIAL + parameter), before, run.case.dtype)
+    return before if before is not None and before.shape == truth.tensors[name].shape else None
 
 
 def _likely(control: Tensor | None, true: Tensor | None, dtype: str) -> Tensor | None:

@@ -4,11 +4,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 
-from shardproof.harness.checking.evidence import Evidence, Finding
+from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.kinds import KIND_WORDS, NUMERIC_KINDS, kind_of, never_made
 from shardproof.harness.checking.measures.many_tensors import BLOCK, measured_together
 from shardproof.harness.checking.measures.measured import Measured
 from shardproof.harness.checking.measuring import movement, sizes_of
+from shardproof.harness.checking.records import Claims, Run, Truth
 from shardproof.harness.verdicts.facts import Counts, Note, NoteKind, Worst, noted_names, notes_about
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 
@@ -25,41 +26,39 @@ _REST = "forward"
 _KINDS = frozenset(kind for kinds in NUMERIC_KINDS.values() for kind in kinds)
 
 
-def numeric(
-    check: str, its_own: Callable[[Evidence], Finding | None] | None = None
-) -> Callable[[Evidence], Finding | None]:
-    """The check of this name: `its_own`, or a comparison of its kinds; its finding is None when none were returned."""
+def numeric(check: str) -> Callable[[Run, Truth, Claims], Finding | None]:
+    """The check of this name: a comparison of its kinds; its finding is None when none were returned."""
     kinds = NUMERIC_KINDS[check]
 
     def belongs(name: str) -> bool:
         kind = kind_of(name)
         return kind in kinds or (check == _REST and kind not in _KINDS)
 
-    def compare(evidence: Evidence) -> Finding | None:
-        returned = {name for name in evidence.returned if belongs(name)}
-        if not returned:
-            return None
-        return its_own(evidence) if its_own else _compare(evidence, returned, belongs)
+    def compare(run: Run, truth: Truth, claims: Claims) -> Finding | None:
+        returned = {name for name in run.returned if belongs(name)}
+        return _compare(run, truth, claims, returned, belongs) if returned else None
 
     return compare
 
 
-def _compare(evidence: Evidence, returned: Set[str], belongs: Callable[[str], bool]) -> Finding | None:
-    expected = [name for name in evidence.truth if belongs(name)]
-    if not expected and not any(returned & outcome.keys() for outcome in evidence.outcomes):
+def _compare(
+    run: Run, truth: Truth, claims: Claims, returned: Set[str], belongs: Callable[[str], bool]
+) -> Finding | None:
+    expected = [name for name in truth.tensors if belongs(name)]
+    if not expected and not any(returned & outcome.keys() for outcome in run.outcomes):
         return None  # captured, where the truth has none: gradients of a step that a loss scale skips
-    known = [name for name in expected if name in evidence.merged.tensors]
-    absent = [name for name in expected if name not in evidence.merged.tensors]
-    flawed = {flaw.name for flaw in evidence.merged.flaws}.intersection(absent)  # another check found these wrong
+    known = [name for name in expected if name in run.tensors]
+    absent = [name for name in expected if name not in run.tensors]
+    flawed = {flaw.name for flaw in run.merged.flaws}.intersection(absent)  # another check found these wrong
     notes = notes_about(
         not_returned=tuple(name for name in absent if name not in returned),
         undecided=tuple(name for name in absent if name in returned and name not in flawed),
         flawed=tuple(name for name in absent if name in flawed),
         not_in_truth=tuple(sorted(returned - set(expected))),
     )
-    results = _measured(evidence, known, expected)
-    if evidence.deviates:
-        results, by_design = evidence.deviates.apart(results)
+    results = _measured(run, truth, known, expected)
+    if claims.known_differences:
+        results, by_design = claims.known_differences.apart(results)
         notes += by_design
     kinds = {kind_of(name) for name in returned}
     decided = Counter(kind_of(name) for name in (*(m.name for m in results if _decided(m)), *flawed))
@@ -69,51 +68,53 @@ def _compare(evidence: Evidence, returned: Set[str], belongs: Callable[[str], bo
     return replace(_with_each_kind(_judged(results, notes), counts, results), decided=counts)
 
 
-def _measured(evidence: Evidence, names: Sequence[str], expected: Sequence[str]) -> list[Measured]:
+def _measured(run: Run, truth: Truth, names: Sequence[str], expected: Sequence[str]) -> list[Measured]:
     """These merged tensors compared with the truth; all `expected` names give the rms of each kind.
 
-    float64 tensors without a control run, kink or slack have float64's own limits and are compared at once.
+    float64 tensors without a control run, relu flip or Adam's bound have float64's own limits and are compared at once.
     """
-    sizes = sizes_of(evidence, expected)
+    sizes = sizes_of(run, truth, expected)
     together: Mapping[str, Measured] = {}
-    if evidence.dtype == "float64":
-        known = {*evidence.slack, *evidence.beyond}.union(*evidence.controls, *evidence.kinks)
-        values = {name: evidence.merged.tensors[name] for name in names if name not in known}
-        moves = {n: move for n in values if values[n].numel() <= BLOCK and (move := movement(evidence, n)) is not None}
+    if run.dtype == "float64":
+        known = {*truth.controls.adam_bound, *run.lower.names}.union(*truth.controls.runs, *truth.controls.relu_flips)
+        values = {name: run.tensors[name] for name in names if name not in known}
+        moves = {
+            n: move for n in values if values[n].numel() <= BLOCK and (move := movement(run, truth, n)) is not None
+        }
         values |= {name: move.value for name, move in moves.items() if move.value is not None}
-        truth = {**evidence.truth, **{name: move.truth for name, move in moves.items()}}
-        together = measured_together(values, truth, sizes)
+        true = {**truth.tensors, **{name: move.truth for name, move in moves.items()}}
+        together = measured_together(values, true, sizes)
         together = {name: one for name, one in together.items() if one.right or name not in moves}  # slack is not in it
     if all(name in together for name in names):
         return [together[name] for name in names]
     from shardproof.harness.checking.measuring import compared  # noqa: PLC0415
 
-    return [together.get(name) or compared(evidence, name, sizes.get(kind_of(name), 0.0)) for name in names]
+    return [together.get(name) or compared(run, truth, name, sizes.get(kind_of(name), 0.0)) for name in names]
 
 
 _counts = numeric("tokens")
 
 
-def tokens(evidence: Evidence) -> Finding | None:
+def tokens(run: Run, truth: Truth, claims: Claims) -> Finding | None:
     """Whether every step counts as many tokens as the dense model, exactly: the number that its mean divides by."""
-    finding = _counts(evidence)
+    finding = _counts(run, truth, claims)
     if finding is None or finding.verdict != FAIL or finding.worst is None:
         return finding
     name = finding.worst.name
-    counted, must = (int(tensors[name]) for tensors in (evidence.merged.tensors, evidence.truth))
+    counted, must = (int(tensors[name]) for tensors in (run.tensors, truth.tensors))
     return replace(finding, message=f"{name} is {counted}, and the dense model counts {must}")
 
 
 _states = numeric("update")
 
 
-def update(evidence: Evidence) -> Finding | None:
+def update(run: Run, truth: Truth, claims: Claims) -> Finding | None:
     """Whether parameters and states after a step are the dense model's; of a step that it skips there are no new ones.
 
     Values of states that the truth lacks are not looked at: that an optimizer made them is what is wrong.
     """
-    finding = _states(evidence)
-    made = sorted(never_made(evidence.truth, {name for outcome in evidence.outcomes for name in outcome}))
+    finding = _states(run, truth, claims)
+    made = sorted(never_made(truth.tensors, {name for outcome in run.outcomes for name in outcome}))
     if finding is None or not made:
         return finding
     message = f"{made[0]} is a state that only a step of the optimizer makes, and the dense model skips that step"

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
-from shardproof.harness.checking.evidence import Evidence, Finding, Regrouped
+from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.kinds import kind_of, step_of
 from shardproof.harness.checking.measures.many_tensors import kind_rms
 from shardproof.harness.checking.measures.measured import Measured, epsilon
@@ -23,6 +23,7 @@ from shardproof.harness.checking.measures.stated_deviations import notes_on
 from shardproof.harness.checking.measures.tolerance import FLOAT64_CEILING, measure
 from shardproof.harness.checking.measuring import summed
 from shardproof.harness.checking.numeric_checks import as_worst
+from shardproof.harness.checking.records import Claims, Regrouped, Regroupings, Run, Truth
 from shardproof.harness.verdicts.facts import Note, NoteKind
 from shardproof.harness.verdicts.verdict import FAIL, PASS
 
@@ -36,26 +37,26 @@ _EPSILONS = 64.0
 """Or this many epsilons of a lower precision."""
 
 
-def regrouping(evidence: Evidence) -> Finding | None:
+def regrouping(run: Run, truth: Truth, claims: Claims, regroupings: Regroupings) -> Finding:
     """Whether the step is the same in every other grouping that was run."""
     settled: dict[str, int] = {}  # sizes with which the step was the same
-    for other in evidence.regrouped:
-        if flaw := next((flaw for flaw in other.flaws if flaw.name in evidence.merged.tensors), None):
-            rule = f"{flaw.message} ({flaw.kind}), which is whole with {_sizes_here(evidence, other)}"
+    for other in regroupings.runs:
+        if flaw := next((flaw for flaw in other.flaws if flaw.name in run.tensors), None):
+            rule = f"{flaw.message} ({flaw.kind}), which is whole with {_sizes_here(run, other)}"
             return Finding(verdict=FAIL, message=f"{flaw.name} with {other.words}: {rule}", names=(flaw.name,))
-        wrong = tuple(measured for measured in _compared(evidence, other.tensors) if measured.wrong)
+        wrong = tuple(measured for measured in _compared(run, truth, claims, other.tensors) if measured.wrong)
         if wrong:
-            return _breach(evidence, other, wrong, settled)
+            return _breach(run, other, wrong, settled)
         settled |= {} if other.problem else other.sizes
-    by_design = _by_design(evidence)
-    same = ", ".join(other.words for other in evidence.regrouped if not other.problem)
+    by_design = _by_design(run, claims)
+    same = ", ".join(other.words for other in regroupings.runs if not other.problem)
     return Finding(
         verdict=PASS,
         message=f"the same step as with {same}" if same else "no other grouping was compared",
         notes=(
             *(
                 Note(kind=NoteKind.UNFINISHED_GROUPING, names=(other.words,), reason=other.problem)
-                for other in evidence.regrouped
+                for other in regroupings.runs
                 if other.problem
             ),
             *notes_on(NoteKind.DEVIATES, by_design, by_design),
@@ -63,24 +64,24 @@ def regrouping(evidence: Evidence) -> Finding | None:
     )
 
 
-def _by_design(evidence: Evidence) -> dict[str, str]:
+def _by_design(run: Run, claims: Claims) -> dict[str, str]:
     """The names that deviate as the subject states, each with its sentence."""
-    stated = evidence.deviates
-    return {name: stated.sentence(name) for name in evidence.merged.tensors if stated.unjudged(name)} if stated else {}
+    stated = claims.known_differences
+    return {name: stated.sentence(name) for name in run.tensors if stated.unjudged(name)} if stated else {}
 
 
-def _compared(evidence: Evidence, other: Mapping[str, Tensor]) -> Iterator[Measured]:
-    exact = evidence.dtype == "float64"
-    base, by_design = evidence.merged.tensors, _by_design(evidence)
+def _compared(run: Run, truth: Truth, claims: Claims, other: Mapping[str, Tensor]) -> Iterator[Measured]:
+    exact = run.dtype == "float64"
+    base, by_design = run.tensors, _by_design(run, claims)
     sizes = kind_rms(base)
     for name, tensor in base.items():
         kind, step = kind_of(name), step_of(name)
         first = kind in _FIRST_STEP and (kind == "grad" or step == 0)
         if name not in other or other[name].shape != tensor.shape or name in by_design:
             continue
-        lower = name in evidence.beyond
+        lower = name in run.lower.names
         if first and (lower or not exact):
-            yield _rounded(evidence, name, other[name], sizes.get(kind, 0.0))
+            yield _rounded(run, truth, name, other[name], sizes.get(kind, 0.0))
         elif lower:
             continue
         elif first or (kind in _LATER and exact):
@@ -89,27 +90,27 @@ def _compared(evidence: Evidence, other: Mapping[str, Tensor]) -> Iterator[Measu
                 yield found
 
 
-def _rounded(evidence: Evidence, name: str, other: Tensor, kind: float) -> Measured:
+def _rounded(run: Run, truth: Truth, name: str, other: Tensor, kind: float) -> Measured:
     """Two tensors in lower precision, each within what control runs allow around one truth."""
-    dtype, lower = evidence.dtype, evidence.lowest if name in evidence.beyond else ""
+    dtype, lower = run.dtype, run.lower.dtype if name in run.lower.names else ""
     if not other.is_floating_point():
-        return measure(name, other, evidence.merged.tensors[name], dtype=dtype)
-    tensor, truth = evidence.merged.tensors[name].double(), evidence.truth.get(name)
+        return measure(name, other, run.tensors[name], dtype=dtype)
+    tensor, true = run.tensors[name].double(), truth.tensors.get(name)
     controls = []
-    if truth is not None and truth.shape == tensor.shape:
-        controls = [tensor + 2 * (run[name] - truth) for run in evidence.controls if name in run]
-    error = 2 * summed(evidence, name, narrow=True)
+    if true is not None and true.shape == tensor.shape:
+        controls = [tensor + 2 * (control[name] - true) for control in truth.controls.runs if name in control]
+    error = 2 * summed(run, truth, name, narrow=True)
     return measure(name, other, tensor, dtype=dtype, lower=lower, controls=controls, kind=kind, summed=error)
 
 
-def _breach(evidence: Evidence, other: Regrouped, wrong: tuple[Measured, ...], settled: Mapping[str, int]) -> Finding:
+def _breach(run: Run, other: Regrouped, wrong: tuple[Measured, ...], settled: Mapping[str, int]) -> Finding:
     name = wrong[0].name
-    known = [settled, {word: getattr(evidence.case, word) for word in other.sizes}]
+    known = [settled, {word: getattr(run.case, word) for word in other.sizes}]
     sizes = {word: size for word, size in other.sizes.items() if all(one.get(word) != size for one in known)}
-    ratio = _factor(evidence.merged.tensors[name].double(), other.tensors[name].double(), evidence, sizes)
+    ratio = _factor(run.tensors[name].double(), other.tensors[name].double(), run, sizes)
     return Finding(
         verdict=FAIL,
-        message=f"{name} with {other.words} is {ratio} with {_sizes_here(evidence, other)}, though the same samples "
+        message=f"{name} with {other.words} is {ratio} with {_sizes_here(run, other)}, though the same samples "
         "make up the step",
         worst=as_worst(wrong[0]),
         wrong=wrong,
@@ -117,23 +118,23 @@ def _breach(evidence: Evidence, other: Regrouped, wrong: tuple[Measured, ...], s
     )
 
 
-def _sizes_here(evidence: Evidence, other: Regrouped) -> str:
+def _sizes_here(run: Run, other: Regrouped) -> str:
     """The words of a grouping as the case itself has them."""
-    return " ".join(f"{word}={getattr(evidence.case, word)}" for word in other.sizes)
+    return " ".join(f"{word}={getattr(run.case, word)}" for word in other.sizes)
 
 
-def _factor(base: Tensor, other: Tensor, evidence: Evidence, sizes: Mapping[str, int]) -> str:
+def _factor(base: Tensor, other: Tensor, run: Run, sizes: Mapping[str, int]) -> str:
     """How the other grouping's tensor relates to this one's, in words: a factor is named by the size with which it
     grows, or else falls.
     """
     square = float(base.square().sum())
     ratio = float((base * other).sum()) / square if square else math.nan
     left = float((other - ratio * base).square().sum()) if math.isfinite(ratio) else math.inf
-    constant = max(_CONSTANT, _EPSILONS * epsilon(evidence.dtype))
+    constant = max(_CONSTANT, _EPSILONS * epsilon(run.dtype))
     if not left <= constant**2 * square * ratio**2:
         return "no multiple of what it is (a mean of means, where counts of tokens differ?)"
     near = max(1e-4, constant)
-    growth = {word: size / getattr(evidence.case, word) for word, size in sizes.items()}
+    growth = {word: size / getattr(run.case, word) for word, size in sizes.items()}
     if grows := [word for word, share in growth.items() if math.isclose(ratio, share, rel_tol=near)]:
         return f"{ratio:.4g} times what it is (the factor grows with {' or '.join(grows)})"
     if falls := [word for word, share in growth.items() if math.isclose(ratio * share, 1.0, rel_tol=near)]:
@@ -141,17 +142,17 @@ def _factor(base: Tensor, other: Tensor, evidence: Evidence, sizes: Mapping[str,
     return f"{ratio:.4g} times what it is (no ratio of sizes: a mean of means, where counts of tokens differ?)"
 
 
-def truth(evidence: Evidence) -> Finding:
+def truth(run: Run, truth: Truth) -> Finding:
     """Whether the first forward of the dense model in float32 is that in float64, but for rounding
     (harness.running.trials.law_runs).
 
     A function that depends on the dtype by one operator is compared with itself in the case's dtype.
     """
-    measured = evidence.first_forward
+    measured = truth.first_forward
     assert measured is not None  # else there is nothing to check
-    if evidence.of_dtype:
-        message = f"the dense model's function depends on the dtype, so it is compared in {evidence.case.dtype}"
-        notes = (Note(kind=NoteKind.DTYPE_DEPENDENT, reason=evidence.of_dtype),)
+    if truth.of_dtype:
+        message = f"the dense model's function depends on the dtype, so it is compared in {run.case.dtype}"
+        notes = (Note(kind=NoteKind.DTYPE_DEPENDENT, reason=truth.of_dtype),)
         return Finding(verdict=PASS, message=message, notes=notes)
     same = f"is one function in float32 and in float64; {measured.name} came closest to the limit"
     other = f"computes another function in float32 than in float64, as {measured.name} of its forward shows"

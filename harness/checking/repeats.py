@@ -3,42 +3,41 @@
 import math
 from itertools import zip_longest
 
-from shardproof.harness.checking.evidence import Evidence, Finding, apart_by
+from shardproof.harness.checking.finding import Finding, apart_by
 from shardproof.harness.checking.measures.spreads import run_spreads
+from shardproof.harness.checking.records import Repeats, Run
 from shardproof.harness.outcome.merging import Outcomes, differing, same_bits
 from shardproof.harness.verdicts.verdict import FAIL, PASS
 
 
-def determinism(evidence: Evidence) -> Finding | None:
+def determinism(run: Run, repeats: Repeats) -> Finding:
     """Whether two runs of the case give the same bits on every rank.
 
     When the recorded run differs from an unrecorded one, two unrecorded runs decide between this check and `recording`.
     """
-    return _repeated(evidence, blame_recording=False, praise="runs agree in every bit")
+    return _repeated(run, repeats, blame_recording=False, praise="runs agree in every bit")
 
 
-def recording(evidence: Evidence) -> Finding | None:
+def recording(run: Run, repeats: Repeats) -> Finding:
     """Whether the recorded run gives the same bits as an unrecorded one."""
-    return _repeated(evidence, blame_recording=True, praise="recording changes no bit")
+    return _repeated(run, repeats, blame_recording=True, praise="recording changes no bit")
 
 
-def _repeated(evidence: Evidence, *, blame_recording: bool, praise: str) -> Finding | None:
-    if not evidence.repeats:
-        return None
-    plain, *again = evidence.repeats
-    difference = _first_difference(evidence.outcomes, plain)
+def _repeated(run: Run, repeats: Repeats, *, blame_recording: bool, praise: str) -> Finding:
+    plain, *again = repeats.runs
+    difference = _first_difference(run.outcomes, plain)
     steady = bool(again) and all(_first_difference(plain, other) is None for other in again)
     if difference is None or steady != blame_recording:
-        return Finding(verdict=PASS, message=f"{1 + len(evidence.repeats)} runs: {praise}")
+        return Finding(verdict=PASS, message=f"{1 + len(repeats.runs)} runs: {praise}")
     name, rank, how = difference
     who = "the recorded run and an unrecorded one" if blame_recording else "two runs of the same case"
-    spreads = run_spreads(evidence.outcomes, plain)
+    spreads = run_spreads(run.outcomes, plain)
     furthest = max(spreads, key=spreads.__getitem__, default=name)
-    name, rank, how = _first_difference(*(_of_name(run, furthest) for run in (evidence.outcomes, plain))) or difference
+    name, rank, how = _first_difference(*(_of_name(each, furthest) for each in (run.outcomes, plain))) or difference
     return Finding(
         verdict=FAIL,
         message=f"{name} on rank {rank} differs between {who}: {how}",
-        worst=apart_by(evidence, name, spreads.get(name, math.inf)),
+        worst=apart_by(run.dtype_of(name), name, spreads.get(name, math.inf)),
         names=(name,),
         ranks=(rank,),
     )

@@ -14,9 +14,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from shardproof.harness.checking.evidence import Evidence, Finding
+from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.kinds import kind_of
 from shardproof.harness.checking.numeric_checks import numeric
+from shardproof.harness.checking.records import Claims, Run, Truth
 from shardproof.harness.errors import ranks_text
 from shardproof.harness.outcome.merging import same_bits
 from shardproof.harness.verdicts.facts import notes_about, unchecked
@@ -26,22 +27,22 @@ KIND = "routing"
 _compared = numeric(KIND)
 
 
-def routing(evidence: Evidence) -> Finding | None:
+def routing(run: Run, truth: Truth, claims: Claims) -> Finding | None:
     """Whether every token goes to the experts that it must go to, by the maps that ranks returned."""
-    names = [name for name in evidence.returned if kind_of(name) == KIND]
-    names = [name for name in evidence.truth if name in names] or sorted(names)
-    parted = {flaw.name: flaw for flaw in evidence.merged.flaws if flaw.kind == "replica conflict"}
+    names = [name for name in run.returned if kind_of(name) == KIND]
+    names = [name for name in truth.tensors if name in names] or sorted(names)
+    parted = {flaw.name: flaw for flaw in run.merged.flaws if flaw.kind == "replica conflict"}
     wrong = tuple(name for name in names if name in parted)
     if wrong:
         more = f"; {len(wrong) - 1} more of {len(names)} maps differ" if len(wrong) > 1 else ""
         ranks = parted[wrong[0]].ranks
-        return Finding(verdict=FAIL, message=_message(evidence, wrong[0], ranks) + more, names=wrong, ranks=ranks)
-    whole = [name for name in names if name in evidence.merged.tensors]
-    loads = _load(evidence, whole)
-    if any(kind_of(name) == KIND for name in evidence.truth):
-        found = _compared(evidence)
+        return Finding(verdict=FAIL, message=_message(run, wrong[0], ranks) + more, names=wrong, ranks=ranks)
+    whole = [name for name in names if name in run.tensors]
+    loads = _load(run, whole)
+    if any(kind_of(name) == KIND for name in truth.tensors):
+        found = _compared(run, truth, claims)
         return found if found is None or found.verdict != PASS else replace(found, message=found.message + loads)
-    holders = [(n, b) for outcome in evidence.full_outcomes for n in names for b in outcome.get(n, ())]
+    holders = [(n, b) for outcome in run.full_outcomes for n in names for b in outcome.get(n, ())]
     places = Counter((name, block.region) for name, block in holders if block.local.numel())
     copied = {name for (name, _), copies in places.items() if copies > 1}
     alone = tuple(name for name in names if name not in whole or name not in copied)
@@ -53,13 +54,11 @@ def routing(evidence: Evidence) -> Finding | None:
     return Finding(verdict=PASS, message=message, notes=notes)
 
 
-def _message(evidence: Evidence, name: str, ranks: Sequence[int]) -> str:
+def _message(run: Run, name: str, ranks: Sequence[int]) -> str:
     """Choices of the first of these ranks other than those of the first rank that holds the same tokens."""
     rank, others = ranks[0], f"rank {ranks_text(ranks)} {'parts' if len(ranks) == 1 else 'part'}"
-    holders = [
-        (other, block) for other, outcome in enumerate(evidence.full_outcomes) for block in outcome.get(name, ())
-    ]
-    for mine in evidence.full_outcomes[rank][name]:
+    holders = [(other, block) for other, outcome in enumerate(run.full_outcomes) for block in outcome.get(name, ())]
+    for mine in run.full_outcomes[rank][name]:
         first, theirs = next((other, block) for other, block in holders if block.region == mine.region)
         if not same_bits(mine.local, theirs.local):
             parted = _parted(mine.local, theirs.local, rank, first)
@@ -94,18 +93,18 @@ def balance(rows_E: Tensor) -> float:
 LOAD_COLUMNS = ("case", "step", "module", "expert", "rows")
 
 
-def load_rows(case: str, evidence: Evidence) -> Iterator[tuple[object, ...]]:
+def load_rows(case: str, run: Run) -> Iterator[tuple[object, ...]]:
     """Rows of experts.csv: what every expert gets, of all ranks and micro-batches of a step."""
-    for name in sorted(name for name in evidence.merged.tensors if kind_of(name) == KIND):
+    for name in sorted(name for name in run.tensors if kind_of(name) == KIND):
         _, step, module = [*name.split("/", 2), ""][:3]
-        whole = evidence.merged.tensors[name]
+        whole = run.tensors[name]
         for expert, count in enumerate(rows(whole).tolist() if whole.dim() else ()):
             yield case, step, module, expert, count
 
 
-def _load(evidence: Evidence, names: Sequence[str]) -> str:
+def _load(run: Run, names: Sequence[str]) -> str:
     """The busiest expert of all maps, in words behind others."""
-    counted = {name: rows(evidence.merged.tensors[name]) for name in names if evidence.merged.tensors[name].dim()}
+    counted = {name: rows(run.tensors[name]) for name in names if run.tensors[name].dim()}
     if not counted:
         return ""
     name = max(counted, key=lambda one: balance(counted[one]))

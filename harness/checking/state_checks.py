@@ -7,9 +7,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from shardproof.harness.checking.evidence import Evidence, Finding
+from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.kinds import kind_of
 from shardproof.harness.checking.numeric_checks import numeric
+from shardproof.harness.checking.records import Claims, Run, Truth
 from shardproof.harness.outcome.merging import differing, same_bits
 from shardproof.harness.verdicts.facts import notes_about, unchecked
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
@@ -21,7 +22,7 @@ _FIRST = 8
 _compared = numeric("initial_values")
 
 
-def initial_values(evidence: Evidence) -> Finding:
+def initial_values(run: Run, truth: Truth, claims: Claims) -> Finding:
     """Whether parameters begin as they should.
 
         deviation   standard deviations are those that the reference states, within SIGMAS standard errors of their
@@ -32,18 +33,18 @@ def initial_values(evidence: Evidence) -> Finding:
 
     Where the dense model knows the values they are compared with it; replicas are the check `replicas`.
     """
-    names = [name for name in evidence.returned if kind_of(name) == KIND]
-    names = [name for name in evidence.truth if name in names] or sorted(names)
-    wrong = dict([*_equal(evidence, names), *_deviating(evidence, names)])
+    names = [name for name in run.returned if kind_of(name) == KIND]
+    names = [name for name in truth.tensors if name in names] or sorted(names)
+    wrong = dict([*_equal(run, names), *_deviating(run, truth, names)])
     if wrong:
         first = next(name for name in names if name in wrong)
         more = f"; {len(wrong) - 1} more of {len(names)} are wrong" if len(wrong) > 1 else ""
         ordered = tuple(name for name in names if name in wrong)
         return Finding(verdict=FAIL, message=f"{first} {wrong[first]}{more}", names=ordered)
-    stated = sum(name.partition("/")[2] in evidence.deviations for name in names)
+    stated = sum(name.partition("/")[2] in truth.init_std for name in names)
     words = f"{stated} of {len(names)} parameters begin with the right deviations, and no two alike"
     notes = () if stated else unchecked("deviations of initial values, which nothing states")
-    known = None if set(names) & set(evidence.given) else _compared(evidence)
+    known = None if set(names) & set(truth.from_ranks) else _compared(run, truth, claims)
     if known is None:
         return Finding(verdict=PASS, message=f"{words}; the dense model was given them", notes=notes)
     if known.verdict != PASS:
@@ -51,9 +52,9 @@ def initial_values(evidence: Evidence) -> Finding:
     return replace(known, message=f"{known.message}; {words}", notes=(*known.notes, *notes))
 
 
-def _deviating(evidence: Evidence, names: list[str]) -> Iterator[tuple[str, str]]:
+def _deviating(run: Run, truth: Truth, names: list[str]) -> Iterator[tuple[str, str]]:
     for name in names:
-        value, right = evidence.merged.tensors.get(name), evidence.deviations.get(name.partition("/")[2])
+        value, right = run.tensors.get(name), truth.init_std.get(name.partition("/")[2])
         if value is None or right is None:
             continue
         deviation = math.sqrt(float(value.double().var(correction=0)))
@@ -64,13 +65,13 @@ def _deviating(evidence: Evidence, names: list[str]) -> Iterator[tuple[str, str]
             yield name, f"has a standard deviation of {deviation:.3g}, which must be {right:.3g}"
 
 
-def _equal(evidence: Evidence, names: list[str]) -> Iterator[tuple[str, str]]:
+def _equal(run: Run, names: list[str]) -> Iterator[tuple[str, str]]:
     """Parameters, and shards of one, that begin with the numbers of one before."""
     seen: dict[bytes, tuple[str, object]] = {}
     for name in names:
         shards = {
             block.region: (rank, block)
-            for rank, outcome in reversed([*enumerate(evidence.outcomes)])
+            for rank, outcome in reversed([*enumerate(run.outcomes)])
             for block in outcome.get(name, ())
         }
         for rank, block in sorted(shards.values(), key=lambda shard: shard[0]):
@@ -93,7 +94,7 @@ _COUNTS = ("steps", "step_after", "loss_scale")
 """Kinds of saved/ that are counts."""
 
 
-def saved(evidence: Evidence) -> Finding:
+def saved(run: Run, truth: Truth) -> Finding:
     """Whether the files of a checkpoint hold (`saved/<name>`), bit for bit, what the ranks hold under that name.
 
     They are full tensors, read by another reader than the one that loads them where there is one. Tensors of ranks are
@@ -101,10 +102,10 @@ def saved(evidence: Evidence) -> Finding:
     it is written, though a load that reads it alike would undo it. Counts that ranks do not return (steps, the state of
     the loss scale) are held against the truth, which rounding does not change.
     """
-    names = [name for name in evidence.returned if kind_of(name) == "saved"]
-    ordered = [name for name in evidence.truth if name in names] or sorted(names)
-    merged = evidence.merged.tensors
-    counts = {name: evidence.truth.get(name) for name in ordered if name.split("/")[1] in _COUNTS}
+    names = [name for name in run.returned if kind_of(name) == "saved"]
+    ordered = [name for name in truth.tensors if name in names] or sorted(names)
+    merged = run.tensors
+    counts = {name: truth.tensors.get(name) for name in ordered if name.split("/")[1] in _COUNTS}
     right = {name: merged.get(name.partition("/")[2], counts.get(name)) for name in ordered}
     known = {name: (merged[name], must) for name, must in right.items() if must is not None and name in merged}
     unseen = notes_about(undecided=tuple(name for name in ordered if name not in known))

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from shardproof.harness.checking.evidence import Finding
+from shardproof.harness.checking.finding import Finding
 from shardproof.harness.verdicts.facts import Worst, unchecked
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 from shardproof.harness.witnesses.agreement import Agreement

@@ -3,8 +3,8 @@
 import itertools
 from collections.abc import Collection, Sequence
 
-from shardproof.harness.checking.evidence import Evidence
 from shardproof.harness.checking.measures.kinds import kind_of
+from shardproof.harness.checking.records import Evidence, Run
 from shardproof.harness.diagnosing.causes.places import blocks_of, ranks_apart
 from shardproof.harness.errors import ranks_text
 from shardproof.harness.mesh_axes import place_of_rank, split_axes
@@ -15,15 +15,15 @@ def ranks_in_words(evidence: Evidence, name: str) -> str:
 
     All names of its kind decide instead, where a gradient or parameter is wrong on every rank that holds it.
     """
-    bad, good = ranks_apart(evidence, [name])
+    bad, good = ranks_apart(evidence.run, evidence.truth, [name])
     if not good and kind_of(name) in ("grad", "param", "param_after"):
-        alike = [other for other in evidence.truth if kind_of(other) == kind_of(name)]
-        bad, good = ranks_apart(evidence, alike)
-    if bad and not good and (empty := _empty_ranks(evidence, name)):
+        alike = [other for other in evidence.truth.tensors if kind_of(other) == kind_of(name)]
+        bad, good = ranks_apart(evidence.run, evidence.truth, alike)
+    if bad and not good and (empty := _empty_ranks(evidence.run, name)):
         return f"wrong on rank{'s' * (len(bad) > 1)} {ranks_text(sorted(bad))}; {_holding(empty)} no element of it"
     if not bad or not good:
         return ""
-    axes = {axis: evidence.axes[axis] for axis in split_axes(evidence.case) if axis in evidence.axes}
+    axes = {axis: evidence.claims.axes[axis] for axis in split_axes(evidence.run.case) if axis in evidence.claims.axes}
     for count in (1, 2):
         for some in itertools.combinations(axes, count):
             places = {rank: tuple(place_of_rank(axes, axis, rank) for axis in some) for rank in (*bad, *good)}
@@ -33,11 +33,9 @@ def ranks_in_words(evidence: Evidence, name: str) -> str:
     return ""
 
 
-def _empty_ranks(evidence: Evidence, name: str) -> list[int]:
+def _empty_ranks(run: Run, name: str) -> list[int]:
     """The ranks that returned a part of this name in which there is no element."""
-    return [
-        rank for rank, blocks in blocks_of(evidence, name).items() if not any(block.local.numel() for block in blocks)
-    ]
+    return [rank for rank, blocks in blocks_of(run, name).items() if not any(block.local.numel() for block in blocks)]
 
 
 def _holding(ranks: Sequence[int]) -> str:

@@ -8,11 +8,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from shardproof.harness.checking.evidence import Evidence, Finding
+from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.laws import broken_laws
 from shardproof.harness.checking.ledger_checks import module_order
 from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS, kind_of
 from shardproof.harness.checking.measures.spreads import replica_spread
+from shardproof.harness.checking.records import Evidence, Run, Truth
 from shardproof.harness.diagnosing.causes.cause import Cause, reported
 from shardproof.harness.diagnosing.causes.hypothesis import Failure
 from shardproof.harness.diagnosing.causes.places import comparable, place_of, timeline, wrong_ranks
@@ -57,7 +58,7 @@ BIT_FOR_BIT = ("replicas", "determinism", "recording")
 """Checks that allow no difference at all, not even one of rounding."""
 
 
-def faults_of(evidence: Evidence, findings: Mapping[str, Finding]) -> list[Mapping[str, Finding]]:
+def faults_of(run: Run, findings: Mapping[str, Finding]) -> list[Mapping[str, Finding]]:
     """The findings by independent faults, the one that is explained first in front: one, or two.
 
     Replicas or runs that are apart by rounding alone explain no number beyond its limit, and come for themselves.
@@ -67,7 +68,7 @@ def faults_of(evidence: Evidence, findings: Mapping[str, Finding]) -> list[Mappi
         name
         for check in BIT_FOR_BIT
         for name in (failed[check].names if check in failed else ())
-        if _is_rounding(evidence, check, failed[check], name)
+        if _is_rounding(run, check, failed[check], name)
     }
     apart = [check for check in BIT_FOR_BIT if check in failed and {*failed[check].names} <= little]
     if not little or not any(finding.wrong for finding in failed.values()):
@@ -82,11 +83,11 @@ def faults_of(evidence: Evidence, findings: Mapping[str, Finding]) -> list[Mappi
     return [gross, rest] if apart else [gross]
 
 
-def _is_rounding(evidence: Evidence, check: str, finding: Finding, name: str) -> bool:
+def _is_rounding(run: Run, check: str, finding: Finding, name: str) -> bool:
     """Whether the difference of replicas, or of runs, of this name is within their last bits."""
     of_runs = finding.worst.error if finding.worst else math.inf
-    spread = replica_spread(evidence.full_outcomes, name) if check == "replicas" else of_runs
-    blocks = (block.local for outcome in evidence.full_outcomes for block in outcome.get(name, ()))
+    spread = replica_spread(run.full_outcomes, name) if check == "replicas" else of_runs
+    blocks = (block.local for outcome in run.full_outcomes for block in outcome.get(name, ()))
     return spread <= min((last_bits(local) for local in blocks), default=0.0)
 
 
@@ -95,38 +96,43 @@ def explanation_of(evidence: Evidence, findings: Mapping[str, Finding]) -> Expla
 
     Where the same case is wrong already when it ends a step earlier, that is the first place.
     """
-    if evidence.earlier is not None and wrong_names(*evidence.earlier):
-        ended = explanation_of(*evidence.earlier)
-        seen = f"seen where the case ends with that step (steps={evidence.earlier[0].case.steps})"
+    earlier, known = evidence.search.earlier or (None, {})
+    if earlier is not None and wrong_names(earlier.run, earlier.truth, known):
+        ended = explanation_of(earlier, known)
+        seen = f"seen where the case ends with that step (steps={earlier.run.case.steps})"
         return replace(ended, first=replace(ended.first, beside=(*ended.first.beside, seen)))
-    findings = faults_of(evidence, findings)[0]
-    wrong = wrong_names(evidence, findings)
+    findings = faults_of(evidence.run, findings)[0]
+    wrong = wrong_names(evidence.run, evidence.truth, findings)
     ledger_failed = "ledger" in findings and findings["ledger"].verdict == FAIL
     parted = _first_difference(evidence, wrong) if ledger_failed else None
-    laws = broken_laws(evidence.events) if ledger_failed and parted is None and not evidence.ran else []
+    calls = evidence.run.calls
+    laws = broken_laws(calls.events) if ledger_failed and parted is None and not calls.ran else []
     first = first_place(evidence, wrong, parted, next(iter(laws), None))
     call_first = parted is not None and first.step < 0
-    numbers = [name for name in wrong if name in evidence.truth and comparable(evidence, name)]
+    known_names = (name for name in wrong if name in evidence.truth.tensors)
+    numbers = [name for name in known_names if comparable(evidence.run, evidence.truth, name)]
     failure = Failure(
         evidence=evidence, wrong=wrong, numbers=numbers, findings=findings, parted=parted, call_first=call_first
     )
     causes = likely(failure)
-    known = Agreement() if causes else agreement(evidence, wrong, _undecided(evidence, findings))
-    return Explanation(first=first, causes=causes, agreement=known)
+    agreed = Agreement()
+    if not causes:
+        agreed = agreement(evidence.run, evidence.truth, wrong, _undecided(evidence.truth, findings))
+    return Explanation(first=first, causes=causes, agreement=agreed)
 
 
-def _undecided(evidence: Evidence, findings: Mapping[str, Finding]) -> set[str]:
+def _undecided(truth: Truth, findings: Mapping[str, Finding]) -> set[str]:
     """Names of the truth of which no check says whether they are right."""
     compared = {kind for check, kinds in NUMERIC_KINDS.items() if check in findings for kind in kinds}
     noted = {name for finding in findings.values() for name in noted_names(finding.notes)}
-    return noted | {name for name in evidence.truth if kind_of(name) not in compared}
+    return noted | {name for name in truth.tensors if kind_of(name) not in compared}
 
 
-def wrong_names(evidence: Evidence, findings: Mapping[str, Finding]) -> list[str]:
+def wrong_names(run: Run, truth: Truth, findings: Mapping[str, Finding]) -> list[str]:
     """The names that failed checks found wrong, in the order in which training computes them."""
     names = {name for finding in findings.values() if finding.verdict == FAIL for name in finding.names}
-    known = [*evidence.truth, *sorted(names - set(evidence.truth))]
-    return [name for name in timeline(known, evidence.case.steps) if name in names]
+    known = [*truth.tensors, *sorted(names - set(truth.tensors))]
+    return [name for name in timeline(known, run.case.steps) if name in names]
 
 
 def diagnose(
@@ -135,14 +141,14 @@ def diagnose(
     """Diagnose a failed check, in the light of all findings of its case; `known` is what they share."""
     finding = findings[check]
     name = finding.worst.name if finding.wrong and finding.worst else next(iter(finding.names), "")
-    place = place_of(name, evidence.case.steps) if name else None
-    mine = next(fault for fault in faults_of(evidence, findings) if check in fault)
+    place = place_of(name, evidence.run.case.steps) if name else None
+    mine = next(fault for fault in faults_of(evidence.run, findings) if check in fault)
     shared = known or explanation_of(evidence, mine)
     first = shared.first
     return Diagnosis(
         check=check,
         name=name or (finding.worst.name if finding.worst else ""),
-        ranks=finding.ranks or wrong_ranks(evidence, name),
+        ranks=finding.ranks or wrong_ranks(evidence.run, evidence.truth, name),
         step=place.step if place else -1,
         phase=finding.phase or (place.phase if place else ""),
         region=finding.region or (place.module if place else ""),
@@ -175,11 +181,15 @@ def _first_difference(evidence: Evidence, wrong: Sequence[str]) -> Difference | 
 
     A choice of experts, which follows from numbers, decides how many rows their calls have.
     """
-    if evidence.expectation is None:
+    if evidence.claims.expectation is None:
         return None
     parted = differences(
-        evidence.events, evidence.expectation, evidence.ranks, module_order(evidence), axes=evidence.axes
+        evidence.run.calls.events,
+        evidence.claims.expectation,
+        evidence.run.calls.ranks,
+        module_order(evidence.run.calls, evidence.claims, evidence.truth),
+        axes=evidence.claims.axes,
     )
-    chosen = [name for name in evidence.returned if wrong and kind_of(name) == "routing"]
-    choices = {place_of(name, evidence.case.steps).module for name in chosen}
+    chosen = [name for name in evidence.run.returned if wrong and kind_of(name) == "routing"]
+    choices = {place_of(name, evidence.run.case.steps).module for name in chosen}
     return next(iter(but_for_bytes(parted, choices)), None)

@@ -5,9 +5,9 @@ Errors and limits are ratios (harness.checking.measures.tolerance). The last row
 `first` = "yes", no name and no error of its own. A call may show it, and no tensor.
 """
 
-from shardproof.harness.checking.evidence import Evidence
 from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS, kind_of
 from shardproof.harness.checking.measuring import compared, sizes_of
+from shardproof.harness.checking.records import Run, Truth
 from shardproof.harness.diagnosing.causes.places import place_of, timeline
 from shardproof.harness.verdicts.facts import First
 
@@ -15,14 +15,14 @@ ERROR_COLUMNS = ("case", "name", "step", "phase", "region", "error", "allowed", 
 _KINDS = frozenset(kind for kinds in NUMERIC_KINDS.values() for kind in kinds)
 
 
-def error_rows(evidence: Evidence, text: str, first: First) -> list[tuple[object, ...]]:
+def error_rows(run: Run, truth: Truth, text: str, first: First) -> list[tuple[object, ...]]:
     """Rows of ERROR_COLUMNS in the order in which training computes; `text` is the case's."""
-    steps = evidence.case.steps
-    known = [name for name in evidence.truth if name in evidence.merged.tensors and kind_of(name) in _KINDS]
-    sizes = sizes_of(evidence, [name for name in evidence.truth if kind_of(name) in _KINDS])
+    steps = run.case.steps
+    known = [name for name in truth.tensors if name in run.tensors and kind_of(name) in _KINDS]
+    sizes = sizes_of(run, truth, [name for name in truth.tensors if kind_of(name) in _KINDS])
     rows: list[tuple[object, ...]] = []
     for name in timeline(known, steps):
-        place, measured = place_of(name, steps), compared(evidence, name, sizes.get(kind_of(name), 0.0))
+        place, measured = place_of(name, steps), compared(run, truth, name, sizes.get(kind_of(name), 0.0))
         rows.append((text, name, place.step, place.phase, place.module, measured.error, measured.allowed, ""))
     if first.phase:
         rows.append((text, "", max(first.step, 0), first.phase, first.region, 0.0, 0.0, "yes"))

@@ -2,8 +2,9 @@
 
 import shlex
 
-from shardproof.harness.checking.evidence import Evidence, Finding
+from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.measured import epsilon
+from shardproof.harness.checking.records import Run
 from shardproof.harness.diagnosing.diagnosis import Diagnosis, ended
 from shardproof.harness.diagnosing.tracebacks import last_frames, whole
 from shardproof.harness.errors import MachineError, ShardproofError
@@ -40,18 +41,16 @@ def likely_causes(diagnosis: Diagnosis) -> tuple[LikelyCause, ...]:
     return tuple(LikelyCause(id=cause.id, words=cause.words) for cause in diagnosis.causes)
 
 
-def failed_check(
-    diagnosis: Diagnosis, finding: Finding, evidence: Evidence, subject: str, options: str = ""
-) -> FailedCheck:
+def failed_check(diagnosis: Diagnosis, finding: Finding, run: Run, subject: str, options: str = "") -> FailedCheck:
     """The record of a diagnosis and the finding that it explains."""
     worst = finding.worst
     return FailedCheck(
-        where=place_of_failure(diagnosis, evidence.case, named=bool(finding.names)),
-        repeat=repeat_command(evidence.case, subject, options),
+        where=place_of_failure(diagnosis, run.case, named=bool(finding.names)),
+        repeat=repeat_command(run.case, subject, options),
         wrong=tuple(
             WrongTensor(name=m.name, measure=m.measure, error=m.error, allowed=m.allowed) for m in finding.wrong
         ),
-        unit=epsilon(evidence.dtype_of(worst.name)) if worst and finding.wrong else 0.0,
+        unit=epsilon(run.dtype_of(worst.name)) if worst and finding.wrong else 0.0,
         first=diagnosis.first,
         causes=likely_causes(diagnosis),
         agreement=diagnosis.agreement,

@@ -25,10 +25,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from shardproof.harness.checking.call_checks import strays
-from shardproof.harness.checking.evidence import Evidence, Finding
+from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.laws import Broken
 from shardproof.harness.checking.ledger_checks import module_order
 from shardproof.harness.checking.measures.kinds import is_state, kind_of
+from shardproof.harness.checking.records import Calls, Evidence, Run, Truth
 from shardproof.harness.diagnosing.causes.places import held_whole, place_of, update_in_doubt
 from shardproof.harness.diagnosing.coordinates import ranks_in_words
 from shardproof.harness.differences import Difference
@@ -51,9 +52,12 @@ def first_place(
     if parted and (shown is None or _call_comes_first(evidence, parted, shown)):
         name, phase, region = wrong[0] if wrong else "", _issued_in(parted), parted.line.region
         if phase == "grad_sync" and not region and kind_of(name) == "grad":
-            region = _owner(evidence, [name])  # sums over ranks belong to no module, what was not summed does
+            # sums over ranks belong to no module, what was not summed does
+            region = _owner(evidence.run, evidence.truth, [name])
         return First(phase=phase, region=region, name=name, event=event)
-    if (stray := next(iter(strays(evidence)), None)) and (shown is None or _order(stray.phase) <= _order(shown.phase)):
+    if (stray := next(iter(strays(evidence.run.calls, evidence.claims)), None)) and (
+        shown is None or _order(stray.phase) <= _order(shown.phase)
+    ):
         call = f"{stray.op} named {stray.axis} over the ranks {sorted(stray.group)} at {stray.caller}"
         return First(
             phase=stray.phase, region=stray.region, step=stray.step, name=wrong[0] if wrong else "", event=call
@@ -65,16 +69,16 @@ def first_place(
             return First(phase=law.phase, region=law.region, name=wrong[0] if wrong else "", event=event)
     if shown is not None:
         return replace(shown, event=event)
-    for work in evidence.unwaited:
-        if found := _issued_as(evidence, work):
+    for work in evidence.run.calls.unwaited:
+        if found := _issued_as(evidence.run.calls, work):
             call = f"{work.op} #{work.number} of {work.group} at {work.caller}, never waited for"
             return First(phase=found.phase, region=found.region, step=found.step, event=call)
     return First()
 
 
-def _issued_as(evidence: Evidence, work: Unwaited) -> Event | None:
+def _issued_as(calls: Calls, work: Unwaited) -> Event | None:
     """The event of a work: by its number among its rank's calls in its group, else the first from the same line."""
-    alike = [event for event in evidence.events if event.rank == work.rank and event.op not in ("send", "recv")]
+    alike = [event for event in calls.events if event.rank == work.rank and event.op not in ("send", "recv")]
     of_group = [event for event in alike if event.axis == work.group.partition(" ")[0]]
     numbered = of_group[work.number : work.number + 1] if work.number >= 0 else []
     from_there = [event for event in alike if event.caller and work.caller.startswith(event.caller)]
@@ -97,7 +101,8 @@ def _call_comes_first(evidence: Evidence, parted: Difference, shown: First) -> b
     if call != tensor or parted.line.phase not in ("forward", "backward"):
         # A parameter gradient is compared after grad_sync, so a call up to grad_sync comes before it.
         return call <= (_order("grad_sync") if shown.name.startswith("grad/") else tensor)
-    order = {module: place for place, module in enumerate(module_order(evidence))}
+    modules = module_order(evidence.run.calls, evidence.claims, evidence.truth)
+    order = {module: place for place, module in enumerate(modules)}
     mine, theirs = (order.get(region, len(order)) for region in (parted.line.region, shown.region))
     if shown.name.startswith("grad/"):
         return True
@@ -112,40 +117,41 @@ def _order(phase: str) -> int:
 def _shown_by(evidence: Evidence, wrong: Sequence[str]) -> First:
     """The place of the first wrong tensor."""
     name = wrong[0]
-    if (found := evidence.located) is not None:
+    if (found := evidence.search.located) is not None:
         return First(phase=found.phase, region=found.module, step=0, name=name, note=found.words)
-    place, kind = place_of(name, evidence.case.steps), kind_of(name)
+    place, kind = place_of(name, evidence.run.case.steps), kind_of(name)
     phase, region, step = place.phase, place.module, place.step
     ended: tuple[str, ...] = ()
-    if (update := update_in_doubt(evidence, name, wrong)) >= 0:
-        if evidence.earlier is not None and _has_right_parameters(*evidence.earlier):
+    if (update := update_in_doubt(evidence.run, evidence.truth, name, wrong)) >= 0:
+        earlier = evidence.search.earlier
+        if earlier is not None and _has_right_parameters(earlier[0].run, earlier[1]):
             ended = (f"parameters are right where the case ends before that step (steps={update + 1})",)
         elif kind != "param" and not is_state(name):
             phase, region, step = "step", "", update
     elif kind == "act_grad":
-        region = _user_of(evidence, region)
+        region = _user_of(evidence.truth, region)
     elif kind == "grad":
-        phase, region = _gradient_place(evidence, wrong)
+        phase, region = _gradient_place(evidence.run, evidence.truth, wrong)
     if kind == "param" or is_state(name):
         others = {_NUMBER.sub("", place_of(other, 1).module) for other in wrong}
         region = region if len(others) == 1 else ""  # the same module of several layers is that module
-    beside = (ranks_in_words(evidence, name), between(evidence, name, wrong))
+    beside = (ranks_in_words(evidence, name), between(evidence.run, evidence.truth, name, wrong))
     return First(phase=phase, region=region, step=step, name=name, beside=(*filter(None, beside), *ended))
 
 
-def _has_right_parameters(ended: Evidence, findings: Mapping[str, Finding]) -> bool:
+def _has_right_parameters(run: Run, findings: Mapping[str, Finding]) -> bool:
     """Whether every parameter of a run in which nothing is wrong is right for sure: no wide limit may hide a step."""
     decided, of = findings["update"].decided.get("param", (0, 0)) if "update" in findings else (0, 0)
-    return 0 < decided == of and not ended.beyond and ended.dtype in ("float64", "float32")
+    return 0 < decided == of and not run.lower.names and run.dtype in ("float64", "float32")
 
 
-def _user_of(evidence: Evidence, module: str) -> str:
+def _user_of(truth: Truth, module: str) -> str:
     """The module whose backward gives the gradient of what `module` returned; itself when that is the loss.
 
     A module inside another hands on to the next inside it, the last one to the code around them. Code between two
     siblings that are blocks (a residual sum), or that several siblings share, belongs to the module around both.
     """
-    order = [name.removeprefix("act/") for name in evidence.truth if name.startswith("act/")]
+    order = [name.removeprefix("act/") for name in truth.tensors if name.startswith("act/")]
     if module not in order:
         return module
     later = order[order.index(module) + 1 :]
@@ -154,45 +160,45 @@ def _user_of(evidence: Evidence, module: str) -> str:
     following, around = later[0], module.rpartition(".")[0]
     siblings = following.rpartition(".")[0] == around and around in order
     is_block = any(name.startswith(f"{module}.") for name in order)
-    is_weighted = f"grad/{module}.weight" in evidence.truth and f"grad/{following}.weight" in evidence.truth
-    outputs = [evidence.truth[f"act/{name}"].numel() for name in (module, following)]
-    in_parts = is_weighted and outputs[1] < outputs[0] and not are_matrices(evidence, following)
-    has_code = is_block or in_parts or (is_weighted and are_matrices(evidence, module, following))
+    is_weighted = f"grad/{module}.weight" in truth.tensors and f"grad/{following}.weight" in truth.tensors
+    outputs = [truth.tensors[f"act/{name}"].numel() for name in (module, following)]
+    in_parts = is_weighted and outputs[1] < outputs[0] and not are_matrices(truth, following)
+    has_code = is_block or in_parts or (is_weighted and are_matrices(truth, module, following))
     return around if siblings and has_code else following
 
 
-def _gradient_place(evidence: Evidence, wrong: Sequence[str]) -> tuple[str, str]:
+def _gradient_place(run: Run, truth: Truth, wrong: Sequence[str]) -> tuple[str, str]:
     """Phase and module of wrong parameter gradients whose activation gradients are all right."""
     bad = [name for name in wrong if kind_of(name) == "grad"]
-    known = [name for name in evidence.returned if kind_of(name) == "grad"]
-    whole = {name for name in known if held_whole(evidence, name)}
-    torn = {flaw.name for flaw in evidence.merged.flaws if flaw.kind == "replica conflict"}
+    known = [name for name in run.returned if kind_of(name) == "grad"]
+    whole = {name for name in known if held_whole(run, name)}
+    torn = {flaw.name for flaw in run.merged.flaws if flaw.kind == "replica conflict"}
     synced_alike = set(bad) <= whole < set(known) and (len({place_of(name, 1).module for name in bad}) > 1)
     synced = len(bad) == len(known) > 1 or synced_alike or bad[0] in torn
-    return "grad_sync" if synced else "backward", _owner(evidence, bad)
+    return "grad_sync" if synced else "backward", _owner(run, truth, bad)
 
 
-def _owner(evidence: Evidence, bad: Sequence[str]) -> str:
+def _owner(run: Run, truth: Truth, bad: Sequence[str]) -> str:
     """The module that computes the first of these gradients, in the order of backward.
 
     A module without parameters of its own may use those of the first one (a head tied to the embedding). Its addition
     touches every row, which a lookup of some tokens does not.
     """
-    modules = [name.removeprefix("act/") for name in evidence.truth if name.startswith("act/")]
+    modules = [name.removeprefix("act/") for name in truth.tensors if name.startswith("act/")]
     leaves = [module for module in modules if not any(other.startswith(f"{module}.") for other in modules)]
-    borrowers = [leaf for leaf in leaves if not any(name.startswith(f"grad/{leaf}.") for name in evidence.truth)]
-    lent = [name for name in bad if leaves and name.startswith(f"grad/{leaves[0]}.") and _everywhere(evidence, name)]
+    borrowers = [leaf for leaf in leaves if not any(name.startswith(f"grad/{leaf}.") for name in truth.tensors)]
+    lent = [name for name in bad if leaves and name.startswith(f"grad/{leaves[0]}.") and _everywhere(run, truth, name)]
     if borrowers and lent:
         return borrowers[-1]
     return place_of(bad[0], 1).module
 
 
-def _everywhere(evidence: Evidence, name: str) -> bool:
+def _everywhere(run: Run, truth: Truth, name: str) -> bool:
     """Whether every row of this gradient is wrong."""
-    value, truth = evidence.merged.tensors.get(name), evidence.truth[name]
-    if value is None or truth.dim() < 2:
+    value, true = run.tensors.get(name), truth.tensors[name]
+    if value is None or true.dim() < 2:
         return False
-    wrong = (value.double() - truth.double()).abs() > 1e-6 * truth.double().abs().max()
+    wrong = (value.double() - true.double()).abs() > 1e-6 * true.double().abs().max()
     return bool(wrong.flatten(1).any(1).all())
 
 
@@ -200,29 +206,29 @@ _CORES: Mapping[str, str] = {"attention": "the attention core", "mlp": "the acti
 """Last word of a module -> what its own code computes between two linears."""
 
 
-def between(evidence: Evidence, name: str, wrong: Collection[str]) -> str:
+def between(run: Run, truth: Truth, name: str, wrong: Collection[str]) -> str:
     """The two modules around the unnamed code that computes the first wrong activation, or gradient of an activation.
 
     The first module's value is right, the second's wrong; "" where a named module computes the wrong value.
     """
     kind, _, module = name.partition("/")
-    order = [other.partition("/")[2] for other in evidence.truth if kind_of(other) == "act"]
+    order = [other.partition("/")[2] for other in truth.tensors if kind_of(other) == "act"]
     around = module.rpartition(".")[0]
     line = [other for other in order if other.rpartition(".")[0] == around]
     if kind not in ("act", "act_grad") or not around or module not in line[1 if kind == "act" else 0 :]:
         return ""
     last, at = line[-1], line.index(module)  # modules before the last one may stand side by side
     one, itself, passed = (line[at - 1], module, line[:at]) if kind == "act" else (last, last, line[at + 1 :])
-    values = evidence.merged.tensors
+    values = run.tensors
     right = all(f"{kind}/{other}" in values and f"{kind}/{other}" not in wrong for other in passed)
-    if not passed or not right or (kind == "act" and module != last) or not are_matrices(evidence, module, last):
+    if not passed or not right or (kind == "act" and module != last) or not are_matrices(truth, module, last):
         return ""
     core = _CORES.get(around.rpartition(".")[2], "code of its own")
     one, module, itself = (name.rpartition(".")[2] for name in (one, module, itself))
     return f"between {one}, which is right, and {module} of {around}: {core}, or {itself} itself"
 
 
-def are_matrices(evidence: Evidence, *modules: str) -> bool:
+def are_matrices(truth: Truth, *modules: str) -> bool:
     """Whether each of these modules has a matrix as its weight, as a linear has."""
-    weights = (evidence.truth.get(f"grad/{module}.weight") for module in modules)
+    weights = (truth.tensors.get(f"grad/{module}.weight") for module in modules)
     return all(weight is not None and weight.dim() > 1 for weight in weights)

@@ -3,16 +3,16 @@
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
-from shardproof.harness.checking.evidence import Evidence
 from shardproof.harness.checking.measures.kinds import KIND_WORDS, kind_of
+from shardproof.harness.checking.records import Run, Truth
 from shardproof.harness.verdicts.facts import Agreement, Counts
 
 
-def agreement(evidence: Evidence, wrong: Sequence[str], undecided: Collection[str] = ()) -> Agreement:
+def agreement(run: Run, truth: Truth, wrong: Sequence[str], undecided: Collection[str] = ()) -> Agreement:
     """Which tensors agree with the truth and which do not, by kinds; names that no check decides are in neither."""
-    bad = [name for name in wrong if name in evidence.truth]
-    good = {*evidence.merged.tensors} & {*evidence.truth} - {*wrong} - {*undecided}
-    every = _count_kinds(evidence.truth)
+    bad = [name for name in wrong if name in truth.tensors]
+    good = {*run.tensors} & {*truth.tensors} - {*wrong} - {*undecided}
+    every = _count_kinds(truth.tensors)
 
     def of_every(names: Iterable[str]) -> dict[str, Counts]:
         own = _count_kinds(names)

@@ -7,7 +7,7 @@ of the first tier that has some are reported. In the tier of numbers, hypotheses
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from shardproof.harness.checking.evidence import Evidence
+from shardproof.harness.checking.records import Evidence
 from shardproof.harness.diagnosing.causes.cause import Cause, reported
 from shardproof.harness.diagnosing.causes.hypothesis import Failure, Hypothesis
 from shardproof.harness.diagnosing.causes.ranking import best, within_limits
@@ -24,7 +24,6 @@ from shardproof.harness.diagnosing.hypotheses import (
     updates,
 )
 from shardproof.harness.diagnosing.hypotheses.factors import UNDECIDED
-from shardproof.harness.outcome.merging import Merged
 
 _FILES = (replicas, sums, factors, norms, patterns, displaced, updates)
 HYPOTHESES: tuple[Hypothesis, ...] = tuple(one for file in _FILES for one in file.HYPOTHESES)
@@ -40,15 +39,16 @@ def by_numbers(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
 def _in_first_module(failure: Failure) -> list[Cause]:
     """The causes that the numbers of the first wrong module show, under any layout that shows one."""
     evidence = failure.evidence
-    if (located := evidence.located) is None:
+    if (located := evidence.search.located) is None:
         return []
     if axis := located.summed:
         words = f"the ranks' values add up to the truth over {axis}: each holds one partial sum, never reduced"
         return [reported("not_summed", words, located)]
     name = f"{'act' if located.phase == 'forward' else 'act_grad'}/{located.module}"
     for value, truth in located.shown:
-        merged = Merged(tensors={**evidence.merged.tensors, name: value}, flaws=evidence.merged.flaws)
-        seen = replace(evidence, truth={**evidence.truth, name: truth}, merged=merged, shares={}, others=())
+        run = evidence.run.with_tensors({**evidence.run.tensors, name: value})
+        true = replace(evidence.truth, tensors={**evidence.truth.tensors, name: truth})
+        seen = replace(evidence, run=run, truth=true).with_found(shares={}, others=())
         if causes := by_numbers(seen, [name]):  # cases of other sizes are not searched for their first wrong module
             return [replace(c, words=f"{c.words}{UNDECIDED}", follows=()) if c.follows else c for c in causes]
     return []

@@ -7,7 +7,7 @@ stores what the recorder draws. The torch profiler and the closed form know noth
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from shardproof.harness.checking.evidence import Finding
+from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.witness_checks import CHECK
 from shardproof.harness.diagnosing.causes.cause import Cause, reported
 from shardproof.harness.diagnosing.diagnosis import Diagnosis

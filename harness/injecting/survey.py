@@ -12,8 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardproof.harness.checking.checks import CHECKS, Check
-from shardproof.harness.checking.evidence import Evidence, Finding
+from shardproof.harness.checking.checks import CHECKS, Check, needing, records_of
+from shardproof.harness.checking.finding import Finding
+from shardproof.harness.checking.records import Evidence, Repeats
 from shardproof.harness.checking.repeats import same_outcomes
 from shardproof.harness.engines.engine import Engine
 from shardproof.harness.engines.faults.disturbance import Disturbance
@@ -25,12 +26,8 @@ from shardproof.harness.injecting.equivalence import RULES, UNCHANGED, UNREAD, A
 from shardproof.harness.ledger import Event
 from shardproof.harness.outcome.merging import Outcomes
 from shardproof.harness.protocols import CaseLike, Subject
-from shardproof.harness.running.judging import judged
-from shardproof.harness.running.proof import NEED_REPEAT
-from shardproof.harness.running.trials.reference import Reference, reference_of
-from shardproof.harness.running.trials.repeating import with_repeat
-from shardproof.harness.running.trials.runs import recorded
-from shardproof.harness.running.trials.trial import Trial
+from shardproof.harness.running.trials.runs import judge_case, record_case, repeat_plainly
+from shardproof.harness.running.trials.trial import Reference, Trial, reference_of
 from shardproof.harness.subject import NamedSubject, answered, named, offers
 from shardproof.harness.verdicts.verdict import FAIL, PASS
 
@@ -132,8 +129,8 @@ def _undisturbed(trial: Trial, checks: Mapping[str, Check]) -> _Undisturbed:
     if not passing:
         raise RequestError(f"case {trial.text!r}: no check passes undisturbed, so none can notice a fault")
     return _Undisturbed(
-        events=evidence.events,
-        outcomes=evidence.outcomes,
+        events=evidence.run.calls.events,
+        outcomes=evidence.run.outcomes,
         checks=passing,
         delivered=dict(clean.delivered),
         seconds=time.perf_counter() - start_s,
@@ -147,10 +144,10 @@ def _on(trial: Trial, intervention: Intervention) -> Trial:
 
 def _examined(trial: Trial, checks: Mapping[str, Check], first_only: bool) -> tuple[Evidence, dict[str, Finding]]:
     """Findings of the checks; with `first_only` the run is repeated only when nothing has failed before."""
-    of_one_run = {name: check for name, check in checks.items() if name not in NEED_REPEAT}
-    evidence, findings = judged(trial, recorded(trial), of_one_run)
-    if NEED_REPEAT & set(checks) and not (first_only and _failed(findings)):
-        evidence, findings = judged(trial, with_repeat(trial, evidence), checks)
+    of_one_run = {name: check for name, check in checks.items() if Repeats not in records_of(check)}
+    evidence, findings = judge_case(trial, record_case(trial), of_one_run)
+    if needing(checks, Repeats) and not (first_only and _failed(findings)):
+        evidence, findings = judge_case(trial, replace(evidence, repeats=repeat_plainly(trial, evidence.run)), checks)
     return evidence, findings
 
 
@@ -190,5 +187,5 @@ def _tried(trial: Trial, fault: Fault, clean: _Undisturbed, first_only: bool) ->
     if delivered == clean.delivered:
         return FaultResult(fault=fault, equivalent=UNCHANGED)
     unread = all(clean.delivered[place] == delivered.get(place) for place in elsewhere)
-    unread = unread and same_outcomes(clean.outcomes, evidence.outcomes)
+    unread = unread and same_outcomes(clean.outcomes, evidence.run.outcomes)
     return FaultResult(fault=fault, equivalent=UNREAD if unread else "")

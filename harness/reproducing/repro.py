@@ -14,17 +14,17 @@ import pprint
 import zlib
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from shardproof.harness.checking.checks import CHECKS
-from shardproof.harness.checking.evidence import Evidence
-from shardproof.harness.checking.measures.distance import Truth
+from shardproof.harness.checking.measures.distance import TrueTensor
 from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS, kind_of
 from shardproof.harness.checking.measures.tolerance import least_rms, own_share
 from shardproof.harness.checking.measuring import compared, sizes_of
+from shardproof.harness.checking.records import Evidence, Run, Truth
 from shardproof.harness.diagnosing.causes.places import timeline
 from shardproof.harness.diagnosing.explained import repeat_command
 from shardproof.harness.engines.engine import Engine
@@ -32,12 +32,10 @@ from shardproof.harness.errors import MachineError, ProgramError
 from shardproof.harness.plain_case import PlainCase
 from shardproof.harness.protocols import CaseLike, Subject, case_text, without_saving
 from shardproof.harness.reproducing import repro_script
-from shardproof.harness.running.judging import judged
 from shardproof.harness.running.proof import prove
 from shardproof.harness.running.result import CaseResult
-from shardproof.harness.running.trials.reference import reference_of
-from shardproof.harness.running.trials.runs import recorded
-from shardproof.harness.running.trials.trial import Trial
+from shardproof.harness.running.trials.runs import judge_case, record_case
+from shardproof.harness.running.trials.trial import Trial, reference_of
 from shardproof.harness.subject import NamedSubject, named, refusal
 
 LARGEST = 2**14
@@ -120,26 +118,26 @@ def _failing(case: CaseLike, subject: NamedSubject, engine: Engine) -> str | Non
         return None
     trial = Trial(case=case, subject=subject, engine=engine, reference=reference_of(subject, engine))
     try:
-        evidence = recorded(trial)
+        evidence = record_case(trial)
     except ProgramError:
         return ""
     except MachineError:
         return None
-    evidence, _ = judged(trial, evidence, {name: CHECKS[name] for name in NUMERIC_KINDS})
-    shown = [name for name in _wrong(evidence) if name in evidence.truth]
+    evidence, _ = judge_case(trial, evidence, {name: CHECKS[name] for name in NUMERIC_KINDS})
+    shown = [name for name in _wrong(evidence.run, evidence.truth) if name in evidence.truth.tensors]
     if not shown:
         return None
-    small = [name for name in shown if evidence.truth[name].numel() <= LARGEST]
-    return small[0] if small else min(shown, key=lambda name: evidence.truth[name].numel())
+    small = [name for name in shown if evidence.truth.tensors[name].numel() <= LARGEST]
+    return small[0] if small else min(shown, key=lambda name: evidence.truth.tensors[name].numel())
 
 
-def _wrong(evidence: Evidence) -> list[str]:
+def _wrong(run: Run, truth: Truth) -> list[str]:
     """Returned names that are wrong or on which ranks disagree, in the order of training."""
-    returned = {name for outcome in evidence.outcomes for name in outcome}
-    torn = {flaw.name for flaw in evidence.merged.flaws}
-    known = timeline([name for name in evidence.truth if name in returned], evidence.case.steps)
-    rms = sizes_of(evidence)
-    return [name for name in known if name in torn or not compared(evidence, name, rms.get(kind_of(name), 0.0)).right]
+    returned = {name for outcome in run.outcomes for name in outcome}
+    torn = {flaw.name for flaw in run.merged.flaws}
+    known = timeline([name for name in truth.tensors if name in returned], run.case.steps)
+    rms = sizes_of(run, truth)
+    return [name for name in known if name in torn or not compared(run, truth, name, rms.get(kind_of(name), 0.0)).right]
 
 
 def _script(failure: SmallestFailure, subject: str, when: str, planted: Mapping[str, str]) -> str:
@@ -171,16 +169,16 @@ def _script(failure: SmallestFailure, subject: str, when: str, planted: Mapping[
 
 def _numbers(evidence: Evidence, name: str) -> dict[str, Any]:
     """The truth of one tensor and how far a right one may be from it."""
-    truth: Tensor = evidence.truth[name].double().contiguous()
-    true, kind = Truth.of(truth), sizes_of(evidence).get(kind_of(name), 0.0)
+    truth: Tensor = evidence.truth.tensors[name].double().contiguous()
+    true, kind = TrueTensor.of(truth), sizes_of(evidence.run, evidence.truth).get(kind_of(name), 0.0)
     # one that could not be merged is replaced by its truth: only its limits are needed
-    tensors = {name: evidence.truth[name], **evidence.merged.tensors}
-    limits = compared(replace(evidence, merged=replace(evidence.merged, tensors=tensors)), name, kind)
+    tensors = {name: evidence.truth.tensors[name], **evidence.run.tensors}
+    limits = compared(evidence.run.with_tensors(tensors), evidence.truth, name, kind)
     return {
         "shape": tuple(truth.shape),
         "measure": limits.measure,
         "allowed": limits.allowed,
-        "own": own_share(str(evidence.case.dtype)),
+        "own": own_share(str(evidence.run.case.dtype)),
         "scale": max(true.rms, least_rms(true, kind)),
         "truth": _packed(truth.numpy().tobytes()),
     }

@@ -14,7 +14,8 @@ from io import StringIO
 from multiprocessing.connection import Connection
 from typing import Any
 
-from shardproof.harness.checking.checks import CHECKS, LAWS, Check
+from shardproof.harness.checking.checks import CHECKS, LAWS, Check, needing, records_of
+from shardproof.harness.checking.records import Repeats, Run, Truth
 from shardproof.harness.diagnosing.diagnosis import BIT_FOR_BIT
 from shardproof.harness.diagnosing.needed_words import needed_words
 from shardproof.harness.diagnosing.tried_words import OutOfTime, Proved, confirmed
@@ -22,7 +23,6 @@ from shardproof.harness.diagnosing.words_text import NeededWords
 from shardproof.harness.errors import ShardproofError
 from shardproof.harness.protocols import CaseLike, case_text, without_saving
 from shardproof.harness.running.forked_process import forked
-from shardproof.harness.running.proof import NEED_REPEAT
 from shardproof.harness.running.request import Request
 from shardproof.harness.running.result import CaseResult
 from shardproof.harness.running.store import STOPPED, Store
@@ -38,7 +38,7 @@ _GRACE_S = 10.0
 """How much longer a case of an experiment may take, that began in time."""
 ENGINES = ("inproc", "pool", "dry")
 """Engines on which other cases than those of the request can be run."""
-_OF_CALLS = frozenset({"ledger", "groups", "waits"})
+_OF_CALLS = frozenset(CHECKS.keys() - needing(CHECKS, Run, Truth))
 """Checks that look at no number."""
 Proves = Callable[..., CaseResult]
 """Proves a case with these `checks` within `timeout_s`, without explaining what fails."""
@@ -252,5 +252,5 @@ def _checks(failed: Sequence[str]) -> Mapping[str, Check]:
     every = {**CHECKS, **LAWS}
     if failed and {*failed} <= _OF_CALLS:
         return {name: check for name, check in CHECKS.items() if name in _OF_CALLS}
-    once = {name: check for name, check in CHECKS.items() if name not in NEED_REPEAT}
+    once = {name: check for name, check in CHECKS.items() if Repeats not in records_of(check)}
     return once if {*failed} & {*once, "run"} else every

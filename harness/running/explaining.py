@@ -9,8 +9,9 @@ from dataclasses import replace
 from itertools import islice
 
 from shardproof.harness.checking.checks import examine
-from shardproof.harness.checking.evidence import Evidence, Finding
+from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.kinds import is_state, kind_of, step_of
+from shardproof.harness.checking.records import Evidence
 from shardproof.harness.diagnosing.causes.places import update_in_doubt
 from shardproof.harness.diagnosing.diagnosis import (
     Diagnosis,
@@ -24,12 +25,10 @@ from shardproof.harness.diagnosing.explained import failed_check, repeat_command
 from shardproof.harness.errors import error_text
 from shardproof.harness.mesh_axes import split_axes
 from shardproof.harness.protocols import CaseLike, without_saving
-from shardproof.harness.running.judging import judged
 from shardproof.harness.running.locating.beginnings import with_beginnings
 from shardproof.harness.running.locating.drawn import with_drawn_numbers
 from shardproof.harness.running.locating.wrong_module import with_wrong_module
-from shardproof.harness.running.trials.repeating import with_repeat
-from shardproof.harness.running.trials.runs import recorded
+from shardproof.harness.running.trials.runs import judge_case, record_case, repeat_plainly
 from shardproof.harness.running.trials.trial import Trial
 from shardproof.harness.subject import refusal
 from shardproof.harness.verdicts.facts import FailedCheck, Where
@@ -50,7 +49,7 @@ def with_explanations(
 
     Runs that differ may be all that is wrong, so the run is repeated unless it was.
     """
-    evidence = evidence if evidence.repeats else with_repeat(trial, evidence)
+    evidence = replace(evidence, repeats=evidence.repeats or repeat_plainly(trial, evidence.run))
     with trial.timed("checks"):
         context = {**examine(evidence), **findings}  # of activations too; findings made with control runs stay
     wrong = {name for finding in context.values() if finding.verdict == FAIL for name in finding.names}
@@ -58,9 +57,8 @@ def with_explanations(
     evidence = with_drawn_numbers(trial, evidence, wrong)
     evidence = with_wrong_module(trial, evidence, wrong)
     evidence = _with_other_sizes(trial, evidence, context)
-    return replace(
-        evidence, earlier=_ended_earlier(trial, evidence, wrong_names(evidence, faults_of(evidence, context)[0]))
-    ), context
+    first = wrong_names(evidence.run, evidence.truth, faults_of(evidence.run, context)[0])
+    return evidence.with_found(earlier=_ended_earlier(trial, evidence, first)), context
 
 
 def _ended_earlier(
@@ -70,7 +68,9 @@ def _ended_earlier(
 
     Parameters are returned behind the last step by subjects that return no state of others.
     """
-    steps = update_in_doubt(evidence, wrong[0], wrong) + 1 if wrong and evidence.located is None else 0
+    if not wrong or evidence.search.located is not None:
+        return None
+    steps = update_in_doubt(evidence.run, evidence.truth, wrong[0], wrong) + 1
     if not steps:
         return None
     try:
@@ -79,7 +79,7 @@ def _ended_earlier(
             return None
         other = replace(trial, case=case, seconds={}, problems={}, known={}, given={})
         with trial.timed("elsewhere"):
-            seen, findings = judged(other, recorded(other))
+            seen, findings = judge_case(other, record_case(other))
             failed = any(finding.verdict == FAIL for finding in findings.values())
             return with_explanations(other, seen, findings) if failed else (seen, findings)
     except Exception:  # a case that cannot be run shows nothing of the update
@@ -93,20 +93,20 @@ def _with_other_sizes(trial: Trial, evidence: Evidence, findings: Mapping[str, F
     except Exception:  # the diagnosis of every check will say why
         return evidence
     sizes = (size for cause in shared.causes for size in cause.follows)
-    first, steps, others = shared.first.name, evidence.case.steps, []
+    first, steps, others = shared.first.name, evidence.run.case.steps, []
     # a state after a later step is another one in every case
     later = steps > 1 if kind_of(first) == "param" else is_state(first) and step_of(first) > 0
     for word in () if later else dict.fromkeys(_WORDS.get(size, size) for size in sizes):
-        cases = _of_other_size(evidence.case, word, steps=max(step_of(first), 0) + 1)
+        cases = _of_other_size(evidence.run.case, word, steps=max(step_of(first), 0) + 1)
         others += list(islice((seen for case in cases if (seen := _elsewhere(trial, case, first))), 1))
-    return replace(evidence, others=tuple(others))
+    return evidence.with_found(others=tuple(others))
 
 
 def diagnosed(
     evidence: Evidence, findings: Mapping[str, Finding], context: Mapping[str, Finding], subject: str, options: str
 ) -> tuple[dict[str, Diagnosis], dict[str, FailedCheck]]:
     """Every failed check -> its diagnosis, and -> its record. A failure that cannot be explained stays one."""
-    diagnoses: dict[str, Diagnosis] = {}
+    case, diagnoses = evidence.run.case, dict[str, Diagnosis]()
     failures: dict[str, FailedCheck] = {}
     every = {**context, **findings}
     faults: list[Mapping[str, Finding]] = []
@@ -114,18 +114,18 @@ def diagnosed(
     for check, finding in findings.items():
         if finding.verdict == FAIL:
             try:
-                faults = faults or faults_of(evidence, every)
+                faults = faults or faults_of(evidence.run, every)
                 place = next(place for place, fault in enumerate(faults) if check in fault)
                 shared[place] = shared.get(place) or explanation_of(evidence, faults[place])
                 diagnosis = diagnose(evidence, faults[place], check, shared[place])
             except Exception as problem:
                 failures[check] = FailedCheck(
-                    where=Where(mode=evidence.case.mode, world_size=evidence.case.world_size),
-                    repeat=repeat_command(evidence.case, subject, options),
+                    where=Where(mode=case.mode, world_size=case.world_size),
+                    repeat=repeat_command(case, subject, options),
                     problem=f"{type(problem).__name__}: {problem}",
                 )
             else:
-                failures[check] = failed_check(diagnosis, finding, evidence, subject, options)
+                failures[check] = failed_check(diagnosis, finding, evidence.run, subject, options)
                 diagnoses[check] = diagnosis
     return diagnoses, failures
 
@@ -136,7 +136,7 @@ def _with_shares(trial: Trial, evidence: Evidence, wrong: Collection[str]) -> Ev
     if model is None or not {kind_of(name) for name in wrong} & _SHARED:
         return evidence
     try:
-        return replace(evidence, shares=trial.dense(model.shares, part="explained"))
+        return evidence.with_found(shares=trial.dense(model.shares, part="explained"))
     except Exception as problem:  # the failure stands; less of it is explained, and that is said
         trial.problems["explanation"] = f"the dense model raised while a cause was looked for: {error_text(problem)}"
         return evidence
@@ -149,8 +149,8 @@ def _elsewhere(trial: Trial, case: CaseLike, first: str) -> Evidence | None:
         if refusal(case, trial.subject):
             return None
         with trial.timed("elsewhere"):
-            seen = recorded(other)
-            return replace(seen, shares=other.dense(model.shares) if (model := trial.reference.model) else {})
+            seen = record_case(other)
+            return seen.with_found(shares=other.dense(model.shares) if (model := trial.reference.model) else {})
     except Exception:  # a case that cannot be run shows nothing of the factor
         return None
 

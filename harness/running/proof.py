@@ -1,24 +1,24 @@
 """Proof of one case: its runs, every check on them, and verdicts whose failures explain themselves.
 
-The subject runs recorded, and once more without anything around it where a check needs that (NEED_REPEAT).
+What is run follows from the records that the checks need: the subject recorded, once more without anything around it
+(`Repeats`), in other groupings (`Regroupings`), and the dense model (`Truth`).
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from shardproof.harness.checking.checks import CHECKS, LAWS, Check
-from shardproof.harness.checking.evidence import Finding
+from shardproof.harness.checking.checks import CHECKS, LAWS, Check, needing, records_of
+from shardproof.harness.checking.finding import Finding
+from shardproof.harness.checking.records import Regroupings, Repeats, Truth
 from shardproof.harness.engines.engine import Engine
 from shardproof.harness.engines.one_thread import one_thread
 from shardproof.harness.errors import MachineError, NoNumbers, NotComputed, ProgramError, ShardproofError
 from shardproof.harness.protocols import CaseLike, Subject, case_text
-from shardproof.harness.running.judging import judged
 from shardproof.harness.running.ranks.capacity import admit_ranks
 from shardproof.harness.running.result import CaseResult, verdict_on
-from shardproof.harness.running.trials.reference import Reference, reference_of
-from shardproof.harness.running.trials.runs import recorded
-from shardproof.harness.running.trials.trial import Trial, Truths
+from shardproof.harness.running.trials.runs import judge_case, record_case
+from shardproof.harness.running.trials.trial import Reference, Trial, Truths, reference_of
 from shardproof.harness.subject import (
     NamedSubject,
     Unanswered,
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
 _UNDECIDED = (NoNumbers, NotComputed)
 """Errors of an engine that could not run a program to its end: the program may be right."""
-NEED_REPEAT = frozenset({"determinism", "recording"})
-"""Checks that compare two runs, one recorded and one not."""
 
 
 def prove(
@@ -97,7 +95,7 @@ def prove(
     try:
         with one_thread():
             if not repeat:
-                checks = {name: check for name, check in checks.items() if name not in NEED_REPEAT}
+                checks = {name: check for name, check in checks.items() if Repeats not in records_of(check)}
             return _proved(trial, checks, options, explain=explain)
     except (ProgramError, MachineError) as error:
         return replace(ended_by(trial.case, trial.subject.name, error, options), seconds=trial.seconds)
@@ -105,20 +103,20 @@ def prove(
 
 def _proved(trial: Trial, checks: Mapping[str, Check], options: str, *, explain: bool) -> CaseResult:
     """Run, compare, and explain what failed."""
-    is_dry, repeat = trial.engine.name == "dry", bool(NEED_REPEAT & set(checks))
+    is_dry, compare = trial.engine.name == "dry", bool(needing(checks, Truth))
     if is_dry:
-        from shardproof.harness.running.trials.dry import dry_run_checked  # noqa: PLC0415
+        from shardproof.harness.running.trials.dry import check_dry_run  # noqa: PLC0415
 
-        evidence, findings = dry_run_checked(trial)
+        evidence, findings = check_dry_run(trial)
     else:
-        evidence = recorded(trial, repeat=repeat)
-        give_back(evidence.merged.tensors.values())
-        if LAWS.keys() & checks:
-            from shardproof.harness.running.trials.law_runs import regrouped  # noqa: PLC0415
+        evidence = record_case(trial, repeat=bool(needing(checks, Repeats)), compare=compare)
+        give_back(evidence.run.tensors.values())
+        if needing(checks, Regroupings):
+            from shardproof.harness.running.trials.law_runs import run_regroupings  # noqa: PLC0415
 
-            evidence = regrouped(trial, evidence)
+            evidence = replace(evidence, regroupings=run_regroupings(trial, evidence.truth))
         with trial.timed("checks"):
-            evidence, findings = judged(trial, evidence, checks)
+            evidence, findings = judge_case(trial, evidence, checks)
     failures: Mapping[str, FailedCheck] = {}
     diagnoses: Mapping[str, Diagnosis] = {}
     if explain or is_dry:
@@ -127,6 +125,8 @@ def _proved(trial: Trial, checks: Mapping[str, Check], options: str, *, explain:
         if failed and not is_dry:
             from shardproof.harness.running.explaining import with_explanations  # noqa: PLC0415
 
+            # a failure is explained beside the dense model, whatever its check needs
+            evidence = evidence if compare else record_case(trial)
             evidence, context = with_explanations(trial, evidence, findings)
         for check, problem in trial.problems.items():
             findings[check] = Finding(verdict=UNKNOWN, message=problem, notes=unchecked(check))

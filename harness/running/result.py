@@ -5,8 +5,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from shardproof.harness.checking.evidence import Evidence, Finding
+from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.kinds import kind_of
+from shardproof.harness.checking.records import Evidence
 from shardproof.harness.ledger import COLUMNS, Event
 from shardproof.harness.protocols import CaseLike, TermLike
 from shardproof.harness.run_folder import csv_text
@@ -69,12 +70,12 @@ class CaseResult:
     @property
     def events(self) -> tuple[Event, ...]:
         """The ledger of the recorded run."""
-        return self.evidence.events if self.evidence else ()
+        return self.evidence.run.calls.events if self.evidence else ()
 
     @property
     def expectation(self) -> tuple[TermLike, ...] | None:
         """The closed form that the ledger was held against."""
-        return self.evidence.expectation if self.evidence else None
+        return self.evidence.claims.expectation if self.evidence else None
 
     @property
     def verdict(self) -> str:
@@ -108,25 +109,25 @@ class StoredCase:
 def stored_part(result: CaseResult) -> StoredCase:
     """The part of a result that is stored."""
     case, evidence = result.case, result.evidence
-    ran, axes = (tuple(evidence.ran), evidence.axes) if evidence else ((), case.axes)
+    ran, axes = (tuple(evidence.run.calls.ran), evidence.claims.axes) if evidence else ((), case.axes)
     events, verdict, ledger = result.events, result.verdict, ledger_rows(result.events)
     tables, unplaced = list[_Table](), ""
     if evidence and result.diagnosis:
         from shardproof.harness.diagnosing.errors_by_place import ERROR_COLUMNS, error_rows  # noqa: PLC0415
 
         try:
-            errors = error_rows(evidence, result.text, result.diagnosis.first)
+            errors = error_rows(evidence.run, evidence.truth, result.text, result.diagnosis.first)
             tables.append(("errors.csv", ERROR_COLUMNS, errors))
         except Exception as problem:  # a strange tensor, which the verdicts report; the run goes on
             unplaced = f"{type(problem).__name__}: {problem}"
-    if evidence and evidence.spans:
+    if evidence and evidence.run.calls.spans:
         from shardproof.harness.recording.spans import SPAN_COLUMNS, span_row  # noqa: PLC0415
 
-        tables.append(("spans.csv", SPAN_COLUMNS, [span_row(result.text, span) for span in evidence.spans]))
-    if evidence and any(kind_of(name) == "routing" for name in evidence.merged.tensors):
+        tables.append(("spans.csv", SPAN_COLUMNS, [span_row(result.text, span) for span in evidence.run.calls.spans]))
+    if evidence and any(kind_of(name) == "routing" for name in evidence.run.tensors):
         from shardproof.harness.checking.routing_checks import LOAD_COLUMNS, load_rows  # noqa: PLC0415
 
-        tables.append(("experts.csv", LOAD_COLUMNS, list(load_rows(result.text, evidence))))
+        tables.append(("experts.csv", LOAD_COLUMNS, list(load_rows(result.text, evidence.run))))
     rows = summarize(result.text, case.mode, case.world_size, events, result.expectation, ran, axes)
     return StoredCase(
         text=result.text,
@@ -136,7 +137,7 @@ def stored_part(result: CaseResult) -> StoredCase:
         seconds=dict(result.seconds),
         ledger=ledger,
         rows=tuple(rows),
-        saved_bytes=tuple(evidence.saved_bytes) if evidence else (),
+        saved_bytes=tuple(evidence.run.calls.saved_bytes) if evidence else (),
         ran=ran,
         tables=tuple(table for table in tables if table[2]),
         unplaced=unplaced,

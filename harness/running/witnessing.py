@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shardproof.harness.checking.evidence import Finding
+from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.witness_checks import CHECK, finding, qualified, undisturbed, unseen
 from shardproof.harness.diagnosing.diagnosis import Diagnosis
 from shardproof.harness.diagnosing.witness_lines import diagnosed, failed_witnesses

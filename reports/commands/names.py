@@ -15,8 +15,7 @@ from shardproof.harness.ledger import shape_text
 from shardproof.harness.protocols import CaseLike
 from shardproof.harness.running.engines import engine_named
 from shardproof.harness.running.ranks.capacity import admit
-from shardproof.harness.running.trials.reference import reference_of
-from shardproof.harness.running.trials.trial import Trial
+from shardproof.harness.running.trials.trial import Trial, reference_of
 from shardproof.harness.subject import NamedSubject, case_of, compared_with, named, truth_of
 from shardproof.reports.printing.text import show_table, show_words
 from shardproof.reports.printing.text_tables import Table

@@ -5,15 +5,16 @@ row linear (w2) would be. Shapes are tiny, payloads in bytes.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardproof.harness.checking.checks import examine
-from shardproof.harness.checking.evidence import Evidence, Finding, merged_outcomes
+from shardproof.harness.checking.checks import Check, answer, examine
+from shardproof.harness.checking.finding import Finding
+from shardproof.harness.checking.records import Calls, Claims, Controls, Evidence, Repeats, Run, Truth, merged_outcomes
 from shardproof.harness.diagnosing.diagnosis import diagnose, explanation_of
 from shardproof.harness.diagnosing.explained import failed_check
 from shardproof.harness.ledger import Event, wire_bytes
@@ -24,6 +25,8 @@ from shardproof.harness.shard import Shard
 from shardproof.harness.terms import Term
 from shardproof.reference.case import Case
 
+_RECORDS = ("run", "calls", "truth", "controls", "claims", "search")
+"""Fields of records that are records themselves."""
 MODULES = ("embedding", "layers.0.mlp.w1", "layers.0.mlp.w2", "layers.0.mlp", "head")
 _SHAPES = {
     "embedding.tokens.weight": (12, 6),
@@ -104,26 +107,47 @@ def events(terms: Sequence[Any] = TERMS, world_size: int = 2) -> tuple[Event, ..
 
 
 def evidence(*ranks: Mapping[str, Any], repeat: Sequence[Mapping[str, Any]] | None = None, **changes: Any) -> Evidence:
-    """Right evidence; `ranks` replaces what the ranks returned, `changes` any other field."""
-    true = changes.pop("truth", truth())
-    if not ranks:
-        ranks = tuple(outcome_of(rank, true) for rank in range(2))
-    outcomes: Outcomes = [localize(rank) for rank in ranks]
+    """Right evidence; `ranks` replaces what the ranks returned, `changes` any field of a record (`but`).
+
+    `truth` is its tensors, `controls` its control runs, `orders` rank lists in place of the case's.
+    """
+    true, text = changes.pop("truth", truth()), changes.pop("case", case())
+    returned = ranks or [outcome_of(rank, true) for rank in range(2)]
+    outcomes: Outcomes = [localize(rank) for rank in returned]
     captured: Outcomes = changes.pop("captured", ())
-    repeats: tuple[Outcomes, ...] = ([localize(rank) for rank in (repeat or ranks)],)
-    fields: dict[str, Any] = {
-        "case": case(),
-        "outcomes": outcomes,
-        "captured": captured,
-        "merged": merged_outcomes(outcomes, captured, true),
-        "truth": true,
-        "controls": (),
-        "events": events(),
-        "expectation": TERMS,
-        "repeats": repeats,
-        "deviations": dict.fromkeys(_SHAPES, 1.0),
-    }
-    return Evidence(**{**fields, **changes})
+    right = Evidence(
+        run=Run(
+            calls=Calls(case=text, events=events()),
+            outcomes=outcomes,
+            captured=captured,
+            merged=merged_outcomes(outcomes, captured, true),
+        ),
+        truth=Truth(
+            tensors=true, controls=Controls(runs=changes.pop("controls", ())), init_std=dict.fromkeys(_SHAPES, 1.0)
+        ),
+        claims=Claims(axes={**text.axes, **changes.pop("orders", {})}, expectation=TERMS),
+        repeats=Repeats(runs=([localize(rank) for rank in repeat or returned],)),
+    )
+    return but(right, **changes)
+
+
+def but(seen: Evidence, **changes: Any) -> Evidence:
+    """The evidence with these fields of its records."""
+    left = dict(changes)
+
+    def changed(record: Any) -> Any:
+        names = [each.name for each in fields(record)]
+        inner = {name: changed(getattr(record, name)) for name in _RECORDS if name in names}
+        return replace(record, **inner, **{name: left.pop(name) for name in names if name in left})
+
+    made: Evidence = changed(seen)
+    assert not left, f"no record has the fields {[*left]}"
+    return made
+
+
+def answer_of(check: Check, seen: Evidence) -> Any:
+    """What a check finds in the records of this evidence."""
+    return answer(check, seen.records)
 
 
 def drawn(*shape: int, seed: int = 7) -> Tensor:
@@ -147,8 +171,8 @@ def told_by(found: Evidence, check: str = "") -> list[str]:
     findings = examine(found)
     first = next((name for name, finding in findings.items() if finding.verdict == "fail"), "")
     finding = findings[check := check or first]
-    failure = failed_check(diagnose(found, findings, check), finding, found, "my.module:subject")
-    return verdict_on(finding, str(found.case), check, failure).lines
+    failure = failed_check(diagnose(found, findings, check), finding, found.run, "my.module:subject")
+    return verdict_on(finding, str(found.run.case), check, failure).lines
 
 
 def named(findings: Mapping[str, Finding], verdict: str) -> set[str]:

@@ -122,12 +122,12 @@ def test_training_is_the_dense_models_and_every_byte_is_stated(prover: Prover, t
     if case.pp > 1:
         assert any(event.phase == "pipeline" for event in result.events)
     if table == "dropout":
-        masks = [name for name in result.evidence.merged.tensors if name.startswith("mask/")]
+        masks = [name for name in result.evidence.run.tensors if name.startswith("mask/")]
         assert len(masks) == case.steps * (1 + 3 * case.layers), "the embedding's, and three sites of every layer"
     if table == "experts":
         chosen = case.dp * case.micro * case.tokens * case.top_k
         for name in case.layers_with_experts:
-            rows_E = result.evidence.merged.tensors[f"routing/0/{name}.mlp"].sum((0, 1))
+            rows_E = result.evidence.run.tensors[f"routing/0/{name}.mlp"].sum((0, 1))
             assert int(rows_E.sum()) <= chosen if case.capacity else int(rows_E.sum()) == chosen, "tokens are conserved"
             if case.routing == "one":
                 assert int((rows_E == 0).sum()) == case.experts - case.top_k, "experts without tokens"

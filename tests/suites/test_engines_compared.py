@@ -15,6 +15,7 @@ from shardproof.harness.running.proof import prove
 from shardproof.harness.running.result import CaseResult
 from shardproof.reference.case import Case
 from shardproof.suites.session.engines import differences, drawn, unlike
+from tests.harness.toy_evidence import but
 
 CASE = Case.parse("mode=tp layers=1 hidden=16 heads=2 ffn=16 vocab=64 seq=8 micro=1 steps=1 tp=2")
 
@@ -34,7 +35,7 @@ def result() -> Iterator[CaseResult]:
 
 def with_events(result: CaseResult, *events: Any) -> CaseResult:
     assert result.evidence is not None
-    return replace(result, evidence=replace(result.evidence, events=events))
+    return replace(result, evidence=but(result.evidence, events=events))
 
 
 def test_what_differs_between_two_results_is_told(result: CaseResult) -> None:
@@ -46,7 +47,7 @@ def test_what_differs_between_two_results_is_told(result: CaseResult) -> None:
         (replace(result, verdicts=(replace(first, verdict="fail"), *others)), f"{first.check} is fail, not pass"),
         (replace(result, verdicts=(*others,)), f"{first.check} is None, not pass"),
         (with_events(result, *before), f"the ledger has {len(before)} events, not {len(before) + 1}"),
-        (replace(result, evidence=replace(result.evidence, expectation=())), "the expectation differs"),
+        (replace(result, evidence=but(result.evidence, expectation=())), "the expectation differs"),
     ):
         assert list(unlike(result, other)) == [told]
     assert set(COLUMNS) - set(REPEATABLE) == {"start_us", "duration_us", "caller"}, "all others are compared"

@@ -35,11 +35,11 @@ def distance(
     `slack`, of the same shape, is taken off the error of every element before anything is measured.
     A truth that is zero throughout, with no larger scale given, allows zero only. Empty tensors are equal.
     """
-    return distance_from(value, Truth.of(truth), least, own, slack)
+    return distance_from(value, TrueTensor.of(truth), least, own, slack)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Truth:
+class TrueTensor:
     """A truth, with what several comparisons need of it in float64: its largest element and its rms."""
 
     numbers: Tensor
@@ -47,7 +47,7 @@ class Truth:
     rms: float
 
     @classmethod
-    def of(cls, truth: Tensor) -> "Truth":
+    def of(cls, truth: Tensor) -> "TrueTensor":
         """Measures of this truth that comparisons need."""
         if truth.numel() > BLOCK:
             sums = _Sums()
@@ -61,7 +61,7 @@ class Truth:
 
 
 def distance_from(
-    value: Tensor, true: Truth, least: float, own: float = 0.0, slack: Tensor | None = None, factor: float = 1.0
+    value: Tensor, true: TrueTensor, least: float, own: float = 0.0, slack: Tensor | None = None, factor: float = 1.0
 ) -> Distance:
     """Distance of `factor` times the value, for a truth that several values are compared with.
 
@@ -73,7 +73,9 @@ def distance_from(
     return found or _at_once(value, true, least, own, slack, factor)
 
 
-def _at_once(value: Tensor, true: Truth, least: float, own: float, slack: Tensor | None, factor: float) -> Distance:
+def _at_once(
+    value: Tensor, true: TrueTensor, least: float, own: float, slack: Tensor | None, factor: float
+) -> Distance:
     t, rms = real(true.numbers), true.rms
     x = real(value) if factor == 1 else factor * real(value)
     if not math.isfinite(_largest(x)) or not math.isfinite(true.largest):
@@ -91,7 +93,7 @@ def _at_once(value: Tensor, true: Truth, least: float, own: float, slack: Tensor
 
 
 def _in_blocks(
-    value: Tensor, true: Truth, least: float, own: float, slack: Tensor | None, factor: float
+    value: Tensor, true: TrueTensor, least: float, own: float, slack: Tensor | None, factor: float
 ) -> Distance | None:
     """Distance by sums over blocks; None where squares or a scale would vanish or overflow."""
     scale, sums, outside, along = max(true.rms, least), _Sums(), 0.0, 0.0

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from shardproof.harness.checking.measures.distance import Distance, Truth, distance_from
+from shardproof.harness.checking.measures.distance import Distance, TrueTensor, distance_from
 from shardproof.harness.checking.measures.measured import (
     ABSOLUTE,
     EXACT,
@@ -69,14 +69,14 @@ class Controlled:
     For large tensors: what their control runs gave needs not be kept.
     """
 
-    true: Truth
+    true: TrueTensor
     least: float
     runs: tuple[Distance, ...] = ()
 
     @classmethod
     def of(cls, truth: Tensor, kind: float) -> "Controlled":
         """This truth before any control run; `kind` is the rms of its kind."""
-        true = Truth.of(truth)
+        true = TrueTensor.of(truth)
         return cls(true=true, least=least_rms(true, kind) if math.isfinite(true.largest) else 0.0)
 
     def against(self, controls: Sequence[Tensor]) -> "Controlled":
@@ -85,7 +85,7 @@ class Controlled:
         return replace(self, runs=(*self.runs, *found))
 
 
-def least_rms(true: Truth, kind: float) -> float:
+def least_rms(true: TrueTensor, kind: float) -> float:
     """The smallest rms to scale errors from this truth by, from the rms of its kind.
 
     The gradient of a key bias is zero in mathematics. The rounding of its terms is an error of 100 % relative to
@@ -109,8 +109,8 @@ def measure(
     lower: str = "",
     controls: Sequence[Tensor] = (),
     amplified: Sequence[Tensor] = (),
-    far: Controlled | None = None,
-    kinks: Sequence[Tensor] = (),
+    controlled: Controlled | None = None,
+    relu_flips: Sequence[Tensor] = (),
     slack: Tensor | None = None,
     kind: float = 0.0,
     summed: float = 0.0,
@@ -120,23 +120,25 @@ def measure(
     `kept`: the dtype that held the tensor where that is wider, such as float32 in a 16-bit case. The smallest limit is
     its. `lower`: the lowest dtype whose rounding control runs have, where that is lower than the run's.
 
-    `summed`: the relative error that the sums behind it have in theory, as if a control run had it. `far`: this truth
-    held against further control runs. `amplified`: control runs with CONTROL_FACTOR times as much rounding, whose
-    errors are allowed as they are. `kinks`: what a relu within rounding of zero may change, a tensor of the same shape
-    each. `slack`: what an optimizer may make of gradients within rounding of zero, by element.
+    `summed`: the relative error that the sums behind it have in theory, as if a control run had it. `controlled`: this
+    truth held against further control runs. `amplified`: control runs with CONTROL_FACTOR times as much rounding, whose
+    errors are allowed as they are. `relu_flips`: what a relu within rounding of zero may change, a tensor of the same
+    shape each. `slack`: what storing rounds, and what an optimizer may make of gradients within rounding of zero, by
+    element.
     """
     if not truth.is_floating_point() and not truth.is_complex():
         return _whole(name, value, truth, controls, amplified)
-    far = (far or Controlled.of(truth, kind)).against(controls)
-    true, least = far.true, far.least
-    if true.largest == 0 == least and not kinks and slack is None:
+    known = (controlled or Controlled.of(truth, kind)).against(controls)
+    true, least = known.true, known.least
+    if true.largest == 0 == least and not relu_flips and slack is None:
         return _beside_zeros(name, value, controls)
     own = own_share(kept or dtype)
     ceiling = CEILING if lower or dtype != "float64" else FLOAT64_CEILING
     found = distance_from(value, true, least, own, slack)
     theory = Distance(frobenius=summed, peak=summed * FLOOR_EPSILONS["peak"] / FLOOR_EPSILONS["frobenius"])
     bound = [distance_from(run, true, least) for run in amplified]
-    allowed = _allowed(dtype, kept or dtype, true, (*far.runs, theory), bound, [truth + kink for kink in kinks], least)
+    flipped = [truth + flip for flip in relu_flips]
+    allowed = _allowed(dtype, kept or dtype, true, (*known.runs, theory), bound, flipped, least)
     _, which = found.worstratio(allowed)
     error, limit = getattr(found, which), getattr(allowed, which)
     return Measured(
@@ -154,7 +156,7 @@ def measure(
 
 def _beside_zeros(name: str, value: Tensor, controls: Sequence[Tensor]) -> Measured:
     """A tensor whose truth is 0 throughout, and whose kind is."""
-    found, *known = (Truth.of(tensor).largest for tensor in (value, *controls))
+    found, *known = (TrueTensor.of(tensor).largest for tensor in (value, *controls))
     error = found if math.isfinite(found) else math.inf
     allowed = CONTROL_FACTOR * max((one if math.isfinite(one) else math.inf for one in known), default=0.0)
     return Measured(name=name, measure=ABSOLUTE, error=error, allowed=allowed, epsilons=error, elements=value.numel())
@@ -177,7 +179,7 @@ def _whole(
 def _allowed(
     dtype: str,
     kept: str,
-    true: Truth,
+    true: TrueTensor,
     honest: Sequence[Distance],
     bound: Sequence[Distance],
     kinked: Sequence[Tensor],
@@ -201,7 +203,7 @@ def _allowed(
 
 
 def _decidable(
-    ceiling: float, value: Tensor, true: Truth, least: float, own: float, slack: Tensor | None, allowed: Distance
+    ceiling: float, value: Tensor, true: TrueTensor, least: float, own: float, slack: Tensor | None, allowed: Distance
 ) -> bool:
     """Whether a factor of FACTORS on this tensor would be beyond the limits, and those below their ceiling."""
     if allowed.frobenius >= ceiling:

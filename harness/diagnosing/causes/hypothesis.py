@@ -10,8 +10,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from shardproof.harness.checking.evidence import Evidence, Finding
+from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.kinds import is_state, kind_of
+from shardproof.harness.checking.records import Evidence
 from shardproof.harness.diagnosing.causes.cause import Cause
 from shardproof.harness.differences import Difference
 
@@ -53,8 +54,8 @@ class Failure:
     @property
     def kind(self) -> str:
         """The kind of the first wrong tensor, by its name, or one of the words of this file."""
-        kind = kind_of(self.first)
-        if kind in ("logits", "loss", "grad_norm") and not self.first.endswith("/0") and self.evidence.states is None:
+        kind, from_start = kind_of(self.first), self.evidence.truth.controls.states is None
+        if kind in ("logits", "loss", "grad_norm") and not self.first.endswith("/0") and from_start:
             return LATER
         if kind == "loss" and "tokens/0" in self.numbers:
             return OF_TOKENS
@@ -68,18 +69,18 @@ class Failure:
     @property
     def torn(self) -> bool:
         """Whether ranks disagree on the first wrong tensor."""
-        return bool(self.first) and self.first not in self.evidence.merged.tensors
+        return bool(self.first) and self.first not in self.evidence.run.tensors
 
     @property
     def value(self) -> Tensor | None:
         """The first wrong tensor; None where ranks disagree on it."""
-        return self.evidence.merged.tensors.get(self.first)
+        return self.evidence.run.tensors.get(self.first)
 
     @property
     def whole(self) -> list[str]:
         """The first wrong name, with all wrong gradients if it is one, that ranks agree on; [] if not on the first."""
         names = self.alike if self.kind == "grad" else self.alike[:1]
-        return [] if self.torn else [name for name in names if name in self.evidence.merged.tensors]
+        return [] if self.torn else [name for name in names if name in self.evidence.run.tensors]
 
     def of_kind(self, kind: str) -> list[str]:
         """The wrong names of a kind."""
@@ -93,11 +94,11 @@ def of_values(find: Callable[[Evidence, Sequence[str]], list[Cause]]) -> Callabl
 
 def _as_judged(evidence: Evidence, names: Sequence[str]) -> Evidence:
     """The evidence with these tensors in the dtype by which they are judged, where they are kept in a wider one."""
-    dtypes = {name: getattr(torch, evidence.dtype_of(name)) for name in names}
-    tensors = {name: evidence.merged.tensors[name] for name in names if evidence.truth[name].is_floating_point()}
+    run = evidence.run
+    dtypes = {name: getattr(torch, run.dtype_of(name)) for name in names}
+    tensors = {name: run.tensors[name] for name in names if evidence.truth.tensors[name].is_floating_point()}
     wider = {n: t.to(dtypes[n]) for n, t in tensors.items() if torch.finfo(t.dtype).eps < torch.finfo(dtypes[n]).eps}
-    merged = replace(evidence.merged, tensors={**evidence.merged.tensors, **wider})
-    return replace(evidence, merged=merged) if wider else evidence
+    return replace(evidence, run=run.with_tensors({**run.tensors, **wider})) if wider else evidence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from shardproof.harness.checking.evidence import Evidence
 from shardproof.harness.checking.measures.kinds import is_state, kind_of, step_of
+from shardproof.harness.checking.records import Claims, Run, Truth
 from shardproof.harness.diagnosing.causes.proofs import share_left
 from shardproof.harness.outcome.blocks import Block
 from shardproof.harness.outcome.merging import Outcomes
@@ -80,59 +80,58 @@ def timeline(names: Sequence[str], steps: int) -> list[str]:
     return order + [name for name in names if name not in placed]
 
 
-def update_in_doubt(evidence: Evidence, name: str, wrong: Collection[str]) -> int:
+def update_in_doubt(run: Run, truth: Truth, name: str, wrong: Collection[str]) -> int:
     """The step whose update may be behind this first wrong name of the step after it; -1 where there is none.
 
     No update is in doubt where every parameter behind it was returned right, or logits, a loss or a norm of gradients
     after it. Tensors that were not returned show nothing. A step that is compared from the subject's own state is not
     behind a later one.
     """
-    known, step = {*evidence.merged.tensors} & {*evidence.truth}, 0
+    known, step = {*run.tensors} & {*truth.tensors}, 0
     if kind_of(name) in ("logits", "loss", "grad_norm", "routing", "param") or is_state(name):
-        step = place_of(name, evidence.case.steps).step
+        step = place_of(name, run.case.steps).step
     right = known - {*wrong}
-    parameters = {other.partition("/")[2] for other in evidence.truth if kind_of(other) in ("param", "grad")}
+    parameters = {other.partition("/")[2] for other in truth.tensors if kind_of(other) in ("param", "grad")}
     kept = parameters and all(f"param_after/{step - 1}/{parameter}" in right for parameter in parameters)
     followed = any(f"{kind}/{step}" in right for kind in ("logits", "loss", "grad_norm"))
-    return -1 if step < 1 or kept or followed or evidence.states is not None else step - 1
+    return -1 if step < 1 or kept or followed or truth.controls.states is not None else step - 1
 
 
-def wrong_ranks(evidence: Evidence, name: str) -> tuple[int, ...]:
+def wrong_ranks(run: Run, truth: Truth, name: str) -> tuple[int, ...]:
     """Ranks whose error exceeds a thousandth of the largest one; where errors are not finite, these ranks alone.
 
     The result is empty when all ranks are wrong, or when the tensor cannot be held against the truth.
     """
-    truth = evidence.truth.get(name)
-    if truth is None or not truth.is_floating_point() or not comparable(evidence, name):
+    true = truth.tensors.get(name)
+    if true is None or not true.is_floating_point() or not comparable(run, truth, name):
         return ()
     gaps = {
-        rank: max((_gap(block, truth) for block in blocks), default=0.0)
-        for rank, blocks in blocks_of(evidence, name).items()
+        rank: max((_gap(block, true) for block in blocks), default=0.0) for rank, blocks in blocks_of(run, name).items()
     }
     finite = [gap for gap in gaps.values() if math.isfinite(gap)]
     limit = 1e-3 * max(finite, default=0.0) if len(finite) == len(gaps) else max(finite, default=0.0)
     wrong = tuple(rank for rank, gap in gaps.items() if gap > limit)
-    return wrong if len(wrong) < len(evidence.outcomes) else ()
+    return wrong if len(wrong) < len(run.outcomes) else ()
 
 
-def ranks_apart(evidence: Evidence, names: Sequence[str]) -> tuple[set[int], set[int]]:
+def ranks_apart(run: Run, truth: Truth, names: Sequence[str]) -> tuple[set[int], set[int]]:
     """Ranks that hold one of these names wrong, and those that hold all of theirs right, as far as rounding shows.
 
     Ranks that hold no element of them are in neither; both are empty where a tensor cannot be held against the truth.
     """
     bad, judged = set[int](), set[int]()
     for name in names:
-        truth = evidence.truth.get(name)
-        if truth is None or not truth.is_floating_point() or not comparable(evidence, name):
+        true = truth.tensors.get(name)
+        if true is None or not true.is_floating_point() or not comparable(run, truth, name):
             return set(), set()
-        for rank, blocks in blocks_of(evidence, name).items():
+        for rank, blocks in blocks_of(run, name).items():
             if any(block.reduce_op for block in blocks):
                 return set(), set()
             if not any(block.local.numel() for block in blocks):
                 continue
-            limits = (share_left(block.local) * float(truth.double().abs().max()) for block in blocks)
+            limits = (share_left(block.local) * float(true.double().abs().max()) for block in blocks)
             judged.add(rank)
-            if any(_gap(block, truth) > limit for block, limit in zip(blocks, limits, strict=True)):
+            if any(_gap(block, true) > limit for block, limit in zip(blocks, limits, strict=True)):
                 bad.add(rank)
     return bad, judged - bad
 
@@ -145,48 +144,48 @@ def _gap(block: Block, truth: Tensor) -> float:
     return math.inf if math.isnan(gap) else gap
 
 
-def held_whole(evidence: Evidence, name: str) -> bool:
+def held_whole(run: Run, name: str) -> bool:
     """Whether every rank that holds this tensor holds all of it."""
     return all(
         sum(part.local.numel() for part in parts) == math.prod(parts[0].global_shape)
-        for parts in blocks_of(evidence, name).values()
+        for parts in blocks_of(run, name).values()
     )
 
 
-def comparable(evidence: Evidence, name: str) -> bool:
+def comparable(run: Run, truth: Truth, name: str) -> bool:
     """Whether every block of this name has the truth's full shape, and is floating-point exactly if the truth is.
 
     The result is True for a name without a truth.
     """
-    truth = evidence.truth.get(name)
-    if truth is None:
+    true = truth.tensors.get(name)
+    if true is None:
         return True
-    form = tuple(truth.shape), truth.is_floating_point()
+    form = tuple(true.shape), true.is_floating_point()
     return all(
         (block.global_shape, block.local.is_floating_point()) == form
-        for blocks in blocks_of(evidence, name).values()
+        for blocks in blocks_of(run, name).values()
         for block in blocks
     )
 
 
-def blocks_of(evidence: Evidence, name: str) -> dict[int, Sequence[Block]]:
+def blocks_of(run: Run, name: str) -> dict[int, Sequence[Block]]:
     """Rank -> its blocks of this name, returned or captured."""
-    sources: tuple[Outcomes, ...] = (evidence.outcomes, evidence.captured)
+    sources: tuple[Outcomes, ...] = (run.outcomes, run.captured)
     return {rank: by[name] for outcomes in sources for rank, by in enumerate(outcomes) if by.get(name)}
 
 
-def summable(evidence: Evidence, axis: str, name: str) -> bool:
+def summable(run: Run, claims: Claims, axis: str, name: str) -> bool:
     """Whether a sum over this axis once more would multiply this tensor.
 
     Equal parts on the ranks of a group would be multiplied, and so would parts of what a reduce-scatter over the axis
     gave. Ranks with other data (rows of an activation), or with other parts of a weight, would mix theirs.
     """
-    ranks = evidence.axes.get(axis, (tuple(range(evidence.case.world_size)),))[0]
-    blocks = blocks_of(evidence, name)
+    ranks = claims.axes.get(axis, (tuple(range(run.case.world_size)),))[0]
+    blocks = blocks_of(run, name)
     regions = [tuple(block.region for block in blocks[rank]) for rank in ranks if rank in blocks]
     if len(set(regions)) <= 1:
         return True
     if kind_of(name) in ("act", "act_grad", "logits"):
         return len({tuple(region[0] for region in of_rank) for of_rank in regions}) == 1
-    summed = any(event.op == "reduce_scatter" and event.axis == axis for event in evidence.events)
+    summed = any(event.op == "reduce_scatter" and event.axis == axis for event in run.calls.events)
     return summed and kind_of(name) != "init"

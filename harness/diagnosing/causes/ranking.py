@@ -5,16 +5,14 @@ numbers from them. A cause that leaves more of a wrong tensor than its check all
 """
 
 from collections.abc import Iterable
-from dataclasses import replace
 
-from shardproof.harness.checking.evidence import Evidence
 from shardproof.harness.checking.measures.kinds import kind_of
 from shardproof.harness.checking.measures.tolerance import own_share
 from shardproof.harness.checking.measuring import compared, sizes_of
+from shardproof.harness.checking.records import Evidence
 from shardproof.harness.diagnosing.causes.cause import Cause
 from shardproof.harness.diagnosing.causes.hypothesis import Failure, Hypothesis
 from shardproof.harness.diagnosing.causes.proofs import Explained
-from shardproof.harness.outcome.merging import Merged
 
 
 def best(failure: Failure, hypotheses: Iterable[Hypothesis], left_out: frozenset[str] = frozenset()) -> list[Cause]:
@@ -49,16 +47,17 @@ def _allowed(evidence: Evidence, cause: Cause) -> bool:
     True for causes of one rank's part, of a step's movement, or of where the truth is 0 and has no size to measure by.
     A prediction that states how much it may leave (`Explained.left`) is one of a hypothesis with a limit of its own.
     """
-    tensors = evidence.merged.tensors
+    tensors = evidence.run.tensors
     whole = (proof for proof in cause.proof if isinstance(proof, Explained) and proof.left is None)
     spoken = ((name, proof) for proof in whole for name in proof.names if name in tensors)
     name, proof = next(((n, p) for n, p in spoken if p.value.shape == tensors[n].shape), ("", None))
     if proof is None or not bool(proof.truth.any()):
         return True
-    truth, guess = evidence.truth[name].double(), proof.guess.double()
+    truth, guess = evidence.truth.tensors[name].double(), proof.guess.double()
     left = proof.value.double() - guess
-    left = left.where(left.abs() > own_share(evidence.dtype_of(name)) * guess.abs(), 0.0)
+    left = left.where(left.abs() > own_share(evidence.run.dtype_of(name)) * guess.abs(), 0.0)
     corrected = truth + left / max(1.0, float(guess.norm() / truth.norm()))
-    merged = Merged(tensors={**tensors, name: corrected.to(proof.value.dtype)}, flaws=evidence.merged.flaws)
-    alike = sizes_of(evidence, [other for other in evidence.truth if kind_of(other) == kind_of(name)])
-    return compared(replace(evidence, merged=merged), name, alike.get(kind_of(name), 0.0)).right
+    run = evidence.run.with_tensors({**tensors, name: corrected.to(proof.value.dtype)})
+    alike = [other for other in evidence.truth.tensors if kind_of(other) == kind_of(name)]
+    size = sizes_of(run, evidence.truth, alike).get(kind_of(name), 0.0)
+    return compared(run, evidence.truth, name, size).right

@@ -3,8 +3,8 @@
 import torch
 
 from shardproof.harness.checking.call_checks import lists_text, strays
-from shardproof.harness.checking.evidence import Evidence
 from shardproof.harness.checking.measures.kinds import kind_of
+from shardproof.harness.checking.records import Run, Search
 from shardproof.harness.diagnosing.causes.cause import Cause, reported
 from shardproof.harness.diagnosing.causes.hypothesis import STATE, Failure
 from shardproof.harness.diagnosing.hypotheses.stated import first_stated
@@ -27,13 +27,13 @@ _COUNTED = {
 def over_other_ranks(failure: Failure) -> list[Cause]:
     """The first axis whose calls ran over ranks that it does not have, with the rank lists seen and the legal ones."""
     evidence = failure.evidence
-    stray_calls = strays(evidence)
+    stray_calls = strays(evidence.run.calls, evidence.claims)
     if not stray_calls:
         return []
     axis = stray_calls[0].axis
     seen = lists_text(event.group for event in stray_calls if event.axis == axis)
     words = f"calls named {axis} run over the ranks {seen}; the rank lists of axis {axis} are "
-    return [reported("wrong_group", words + lists_text(evidence.axes[axis]), stray_calls)]
+    return [reported("wrong_group", words + lists_text(evidence.claims.axes[axis]), stray_calls)]
 
 
 def behind_a_check(failure: Failure) -> list[Cause]:
@@ -44,7 +44,8 @@ def behind_a_check(failure: Failure) -> list[Cause]:
     parted, check = failure.parted, first_stated(failure)
     if parted is None:
         return []
-    from_there = [bool(parted.caller) and work.caller.startswith(parted.caller) for work in failure.evidence.unwaited]
+    unwaited = failure.evidence.run.calls.unwaited
+    from_there = [bool(parted.caller) and work.caller.startswith(parted.caller) for work in unwaited]
     lost = check == "waits" and parted.kind == "extra" and bool(from_there) and all(from_there)
     cause = _blamed(parted)
     return [cause] if lost or (check == "merge" and failure.call_first and cause.id == "wrong_group") else []
@@ -53,7 +54,7 @@ def behind_a_check(failure: Failure) -> list[Cause]:
 def in_lower_precision(failure: Failure) -> list[Cause]:
     """The differing call, where it sends in the lower precision that ranks round to."""
     parted = failure.parted
-    if parted is None or parted.found is None or parted.found.dtype not in failure.evidence.island:
+    if parted is None or parted.found is None or parted.found.dtype not in failure.evidence.search.low_precision_op:
         return []
     return [_blamed(parted)] if _other_payload(parted) else []
 
@@ -112,7 +113,8 @@ def _may_cause(failure: Failure, parted: Difference) -> bool:
     Of a module that never ran, and of parameters without a gradient, more is missing than a call.
     """
     evidence, output = failure.evidence, f"act/{parted.line.region}"
-    never_ran = parted.line.phase == "forward" and output in evidence.truth and output not in evidence.returned
+    unreturned = evidence.truth.tensors.keys() - evidence.run.returned
+    never_ran = parted.line.phase == "forward" and output in unreturned
     detached = parted.line.phase != "forward" and bool(unused(failure))
     fewer = parted.kind == "missing" or _other_payload(parted)
     summed = parted.line.phase == "grad_sync" and failure.wrong[:1] and failure.wrong[0].startswith("loss/")
@@ -122,9 +124,10 @@ def _may_cause(failure: Failure, parted: Difference) -> bool:
 def unused(failure: Failure) -> list[Cause]:
     """The cause of parameters that stay as they were, and of which no rank returned a gradient as of others."""
     evidence = failure.evidence
-    names = [name for name in evidence.truth if kind_of(name) == "grad"]
-    lost = [name for name in names if name not in evidence.returned and _stays(evidence, name.removeprefix("grad/"))]
-    if not lost or evidence.returned.isdisjoint(names):
+    names = [name for name in evidence.truth.tensors if kind_of(name) == "grad"]
+    run, search = evidence.run, evidence.search
+    lost = [n for n in names if n not in run.returned and _stays(run, search, n.removeprefix("grad/"))]
+    if not lost or run.returned.isdisjoint(names):
         return []
     listed = f"{', '.join(lost[:3])}{' ...' * (len(lost) > 3)}"
     words = f"no rank returned {listed}, and the parameters did not move"
@@ -136,6 +139,6 @@ def unused_before_sums(failure: Failure) -> list[Cause]:
     return unused(failure) if failure.kind in _AFTER_GRADIENTS else []
 
 
-def _stays(evidence: Evidence, parameter: str) -> bool:
-    value, start = evidence.merged.tensors.get(f"param/{parameter}"), evidence.shares.get(f"start/{parameter}")
+def _stays(run: Run, search: Search, parameter: str) -> bool:
+    value, start = run.tensors.get(f"param/{parameter}"), search.shares.get(f"start/{parameter}")
     return value is not None and start is not None and torch.equal(value.double(), start.double())

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from shardproof.harness.checking.evidence import Evidence
 from shardproof.harness.checking.measures.kinds import kind_of
+from shardproof.harness.checking.records import Run, Truth
 from shardproof.harness.diagnosing.causes.cause import Cause, claimed
 from shardproof.harness.diagnosing.causes.hypothesis import LATER, STATE, VALUES, Failure, Hypothesis, of_values
 from shardproof.harness.diagnosing.causes.places import blocks_of, comparable
@@ -22,16 +22,16 @@ OVERLAP = 0.5
 """Share of a part that must lie inside the tensor at the other place."""
 
 
-def from_regions(evidence: Evidence, name: str) -> list[Cause]:
+def from_regions(run: Run, truth: Truth, name: str) -> list[Cause]:
     """Whether every wrong block of a tensor holds what belongs to another place along one dim."""
-    if not comparable(evidence, name):
+    if not comparable(run, truth, name):
         return []
-    blocks = [(rank, block) for rank, of_rank in blocks_of(evidence, name).items() for block in of_rank]
-    truth = evidence.truth[name].double()
-    for dim in range(truth.dim()):
+    blocks = [(rank, block) for rank, of_rank in blocks_of(run, name).items() for block in of_rank]
+    true = truth.tensors[name].double()
+    for dim in range(true.dim()):
         starts = sorted({block.region[dim][0] for _, block in blocks})
-        wrong = [(rank, block) for rank, block in blocks if _wrong(block, truth)]
-        places = [there for _, block in wrong if (there := _elsewhere(name, block, dim, starts, truth))]
+        wrong = [(rank, block) for rank, block in blocks if _wrong(block, true)]
+        places = [there for _, block in wrong if (there := _elsewhere(name, block, dim, starts, true))]
         if len(starts) > 1 and wrong and len(places) == len(wrong):
             (rank, block), (start, _) = wrong[0], places[0]
             words = f"along dim {dim} rank {rank} holds what lies at {start}, where {block.region[dim][0]} is meant"
@@ -60,21 +60,21 @@ def _elsewhere(name: str, block: Block, dim: int, starts: Sequence[int], truth: 
     return None
 
 
-def in_other_places(evidence: Evidence, name: str) -> list[Cause]:
+def in_other_places(run: Run, truth: Truth, name: str) -> list[Cause]:
     """Whether the right numbers stand in wrong places."""
-    value, axes = evidence.merged.tensors.get(name), split_axes(evidence.case)
+    value, axes = run.tensors.get(name), split_axes(run.case)
     if value is None:
         return []
     if kind_of(name) == "logits":
-        axes |= {"data ranks and micro-batches": axes.get("dp", 1) * evidence.case.micro}
-    return from_patterns(value, evidence.truth[name], axes, _other_steps(evidence, name), name)
+        axes |= {"data ranks and micro-batches": axes.get("dp", 1) * run.case.micro}
+    return from_patterns(value, truth.tensors[name], axes, _other_steps(truth, name), name)
 
 
-def _other_steps(evidence: Evidence, name: str) -> dict[str, Tensor]:
+def _other_steps(truth: Truth, name: str) -> dict[str, Tensor]:
     """Truths of the same kind and another step: what a stale tensor would equal."""
     kind, _, rest = name.partition("/")
-    alike = [other for other in evidence.truth if rest.isdigit() and other != name and kind_of(other) == kind]
-    return {other: evidence.truth[other] for other in alike}
+    alike = [other for other in truth.tensors if rest.isdigit() and other != name and kind_of(other) == kind]
+    return {other: truth.tensors[other] for other in alike}
 
 
 def _stale_norm(failure: Failure) -> list[Cause]:
@@ -82,18 +82,19 @@ def _stale_norm(failure: Failure) -> list[Cause]:
     value, name = failure.value, failure.first
     if value is None or kind_of(name) != "grad_norm":
         return []
-    return from_patterns(value, failure.evidence.truth[name], {}, _other_steps(failure.evidence, name), name)
+    truth = failure.evidence.truth
+    return from_patterns(value, truth.tensors[name], {}, _other_steps(truth, name), name)
 
 
 HYPOTHESES = (
     Hypothesis(
         predicts="the right numbers in other places, those of another step, or zero",
-        causes=of_values(lambda evidence, names: in_other_places(evidence, names[0])),
+        causes=of_values(lambda evidence, names: in_other_places(evidence.run, evidence.truth, names[0])),
         kinds=VALUES,
     ),
     Hypothesis(
         predicts="every wrong block is what belongs to another place",
-        causes=lambda failure: from_regions(failure.evidence, failure.first),
+        causes=lambda failure: from_regions(failure.evidence.run, failure.evidence.truth, failure.first),
         kinds=VALUES | {STATE},
     ),
     Hypothesis(predicts="the norm of another step", causes=_stale_norm, kinds=frozenset({"grad_norm", LATER})),

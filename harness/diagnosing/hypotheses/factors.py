@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from shardproof.harness.checking.evidence import Evidence
 from shardproof.harness.checking.measures.kinds import kind_of
+from shardproof.harness.checking.records import Claims, Evidence, Run, Truth
 from shardproof.harness.diagnosing.causes.cause import Cause, claimed
 from shardproof.harness.diagnosing.causes.hypothesis import OF_TOKENS, VALUES, Failure, Hypothesis, of_values
 from shardproof.harness.diagnosing.causes.places import summable
@@ -53,7 +53,7 @@ class _Guess:
 
     def factor(self, evidence: Evidence) -> float:
         """Factor in this case."""
-        return _counts(evidence).get(self.size, 1.0) ** self.power
+        return _counts(evidence.run, evidence.truth).get(self.size, 1.0) ** self.power
 
 
 def factor_of(value: Tensor, truth: Tensor) -> float | None:
@@ -70,8 +70,10 @@ def from_factor(evidence: Evidence, names: Sequence[str], beside: Sequence[str] 
     `beside` are all wrong gradients, where they are to share it too.
     """
     every = [*names, *beside]
-    values = {name: evidence.merged.tensors[name] for name in every if name in evidence.merged.tensors}
-    known = [factor for n, value in values.items() if (factor := factor_of(value, evidence.truth[n])) is not None]
+    values = {name: evidence.run.tensors[name] for name in every if name in evidence.run.tensors}
+    known = [
+        factor for n, value in values.items() if (factor := factor_of(value, evidence.truth.tensors[n])) is not None
+    ]
     if not known or len(known) < len(every):
         return []
     near = max(_NEAR, *(share_left(value) for value in values.values()))
@@ -79,8 +81,8 @@ def from_factor(evidence: Evidence, names: Sequence[str], beside: Sequence[str] 
     predicted = tuple(
         Explained(
             value=value,
-            truth=evidence.truth[name],
-            guess=known[0] * evidence.truth[name].double(),
+            truth=evidence.truth.tensors[name],
+            guess=known[0] * evidence.truth.tensors[name].double(),
             names=(name,),
             fitted=int(name == names[0]),
         )
@@ -88,10 +90,9 @@ def from_factor(evidence: Evidence, names: Sequence[str], beside: Sequence[str] 
     )
     wrong = "it and all wrong gradients are" if beside else "it is" if len(names) == 1 else "all are"
     relation = f"{wrong} {times(known[0])} the truth"
-    guesses = _guesses(evidence, names)
-    return _decided(
-        evidence, guesses, known[0], relation, near, lambda other: _factor_in(other, names[0]), lambda _: predicted
-    )
+    guesses = _guesses(evidence.run, evidence.claims, names)
+    measure: Measure = lambda other: _factor_in(other.run, other.truth, names[0])  # noqa: E731
+    return _decided(evidence, guesses, known[0], relation, near, measure, lambda _: predicted)
 
 
 def meaning_of(
@@ -101,18 +102,18 @@ def meaning_of(
 
     `measure` finds the factor in another case. A sum or mean too many would show from the first step on.
     """
-    sizes = () if step else (*_sizes(evidence), "micro")
+    sizes = () if step else (*_sizes(evidence.run), "micro")
     guesses = [_Guess(size=size, power=power) for size in sizes for power in (1, -1)]
     return _decided(evidence, guesses, factor, relation, near, measure, predict)
 
 
-def _factor_in(other: Evidence, name: str) -> float | None:
+def _factor_in(run: Run, truth: Truth, name: str) -> float | None:
     """The factor on this tensor in another case; 1 where it is right."""
-    value, truth = other.merged.tensors.get(name), other.truth.get(name)
-    if value is None or truth is None or value.shape != truth.shape:
+    value, true = run.tensors.get(name), truth.tensors.get(name)
+    if value is None or true is None or value.shape != true.shape:
         return None
-    error = float((value.double() - truth.double()).norm())
-    return 1.0 if error <= SINGLE * float(truth.double().norm()) else factor_of(value, truth)
+    error = float((value.double() - true.double()).norm())
+    return 1.0 if error <= SINGLE * float(true.double().norm()) else factor_of(value, true)
 
 
 def _equal(one: float, other: float, near: float) -> bool:
@@ -131,56 +132,57 @@ def _decided(
     """The cause of the guesses that the factor fits here and in other cases; else that of a constant factor."""
     if independent(proof.truth for proof in predict(factor)) < FEWEST_OF_A_FACTOR:
         return []
-    counts = _counts(evidence)
+    counts = _counts(evidence.run, evidence.truth)
     fitting = [g for g in guesses if counts.get(g.size, 1) > 1 and _equal(g.factor(evidence), factor, near)]
-    seen = [(other, there) for other in evidence.others if (there := measure(other)) is not None]
+    seen = [(other, there) for other in evidence.search.others if (there := measure(other)) is not None]
     wide = max(near, SINGLE)
     left = [g for g in fitting if all(_equal(there, g.factor(other), wide) for other, there in seen)]
     stays = all(_equal(there, factor, wide) for _, there in seen)
     follows = tuple(dict.fromkeys(g.size for g in left or fitting))
     elsewhere = [
-        f"{there:.4g} where {_label(other, size)}"
+        f"{there:.4g} where {_label(other.run, other.truth, size)}"
         for other, there in seen
         for size in follows
-        if _counts(other).get(size) != counts.get(size)
+        if _counts(other.run, other.truth).get(size) != counts.get(size)
     ]
     shown = f" ({', '.join(elsewhere)})" if elsewhere else ""
     if seen and stays and left:  # sizes that no legal case changes are left, and a constant fits as well
         large = [g for g in left if counts[g.size] >= _LARGE]
         left, shown = large or left, "" if large else UNDECIDED
     if left:
-        which = " or ".join(dict.fromkeys(_POWERS[g.power].format(_label(evidence, g.size)) for g in left))
+        labels = {g.size: _label(evidence.run, evidence.truth, g.size) for g in left}
+        which = " or ".join(dict.fromkeys(_POWERS[g.power].format(labels[g.size]) for g in left))
         return claimed("size_factor", f"{relation}, which is {which}{shown}", *predict(factor), follows=follows)
     if fitting and seen and not stays:
         return []
     return claimed("constant_factor", f"{relation}{shown}", *predict(factor), follows=follows)
 
 
-def _label(evidence: Evidence, size: str) -> str:
-    return f"{size}={_counts(evidence).get(size, 1):g}"
+def _label(run: Run, truth: Truth, size: str) -> str:
+    return f"{size}={_counts(run, truth).get(size, 1):g}"
 
 
-def _guesses(evidence: Evidence, names: Sequence[str]) -> list[_Guess]:
+def _guesses(run: Run, claims: Claims, names: Sequence[str]) -> list[_Guess]:
     """Origins of a factor on these tensors: sums and means over axes, numbers of micro-batches and tokens."""
-    sizes = _sizes(evidence)
-    sums = [axis for axis in sizes if all(summable(evidence, axis, name) for name in names)]
+    sizes = _sizes(run)
+    sums = [axis for axis in sizes if all(summable(run, claims, axis, name) for name in names)]
     forward = kind_of(names[0]) in ("act", "logits", "init")
     found = [_Guess(size=s, power=power) for power in _POWERS for s in (sums if forward or power > 0 else sizes)]
     both = () if forward else ("micro", _TOKENS)
     return [*found, *(_Guess(size=size, power=power) for size in both for power in (1, -1))]
 
 
-def _sizes(evidence: Evidence) -> list[str]:
+def _sizes(run: Run) -> list[str]:
     """Axes that split something, and all ranks where they are more than those of any axis."""
-    sizes = split_axes(evidence.case)
-    return [*sizes] if evidence.case.world_size in sizes.values() else [*sizes, _ALL]
+    sizes = split_axes(run.case)
+    return [*sizes] if run.case.world_size in sizes.values() else [*sizes, _ALL]
 
 
-def _counts(evidence: Evidence) -> dict[str, float]:
+def _counts(run: Run, truth: Truth) -> dict[str, float]:
     """Every size that a factor may come from; axes that split nothing are not among them."""
-    counts: dict[str, float] = {**split_axes(evidence.case), _ALL: evidence.case.world_size}
-    tokens = evidence.truth.get("tokens/0")
-    return counts | {"micro": evidence.case.micro} | ({} if tokens is None else {_TOKENS: float(tokens)})
+    counts: dict[str, float] = {**split_axes(run.case), _ALL: run.case.world_size}
+    tokens = truth.tensors.get("tokens/0")
+    return counts | {"micro": run.case.micro} | ({} if tokens is None else {_TOKENS: float(tokens)})
 
 
 def _per_step(failure: Failure) -> list[Cause]:
@@ -189,12 +191,14 @@ def _per_step(failure: Failure) -> list[Cause]:
     A constant factor that implies another whole number of tokens is left out: tokens may be counted otherwise.
     """
     evidence, names = failure.evidence, failure.alike
-    gradients, first = failure.of_kind("grad"), evidence.merged.tensors.get(names[0])
+    gradients, first = failure.of_kind("grad"), evidence.run.tensors.get(names[0])
     causes = from_factor(evidence, names)
     if not causes and gradients and names[0].endswith("/0"):  # gradients are those of the first step
         causes = from_factor(evidence, names[:1], gradients)
-    if causes and causes[0].id == "constant_factor" and first is not None and "tokens" in evidence.shares:
-        count = float(evidence.shares["tokens"].sum() * evidence.truth[names[0]].double() / first.double())
+    if causes and causes[0].id == "constant_factor" and first is not None and "tokens" in evidence.search.shares:
+        count = float(
+            evidence.search.shares["tokens"].sum() * evidence.truth.tensors[names[0]].double() / first.double()
+        )
         causes = [] if math.isclose(count, round(count), rel_tol=1e-6) else causes
     return causes
 

@@ -12,9 +12,9 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from shardproof.harness.checking.evidence import Evidence
 from shardproof.harness.checking.mask_checks import ALARM, KIND, flat, holders, hypergeometric, same_samples
 from shardproof.harness.checking.measures.kinds import kind_of
+from shardproof.harness.checking.records import Claims, Run
 from shardproof.harness.diagnosing.causes.cause import Cause, reported
 from shardproof.harness.diagnosing.causes.hypothesis import Failure
 from shardproof.harness.verdicts.verdict import FAIL
@@ -29,19 +29,20 @@ def from_masks(failure: Failure) -> list[Cause]:
     The truth knows of masks nothing but what the ranks drew.
     """
     evidence, found = failure.evidence, failure.findings.get("masks")
-    if found is not None and found.verdict == FAIL and evidence.mask_draws and evidence.mask_draws.anew:
+    if found is not None and found.verdict == FAIL and evidence.run.mask_draws and evidence.run.mask_draws.anew:
         words = "recomputation drew masks that its forward did not draw"
-        return [reported("other_numbers", words, evidence.mask_draws.anew)]
+        return [reported("other_numbers", words, evidence.run.mask_draws.anew)]
     first = next((name for name in failure.wrong if kind_of(name) == KIND), "")
-    if not first or not (evidence.torn or any(kind_of(name) == KIND for name in evidence.given)):
+    truth = evidence.truth
+    if not first or not (truth.unmergeable or any(kind_of(name) == KIND for name in truth.from_ranks)):
         return []
-    return (list(_one_stream(evidence, first)) or list(_own_streams(evidence, first)))[:1]
+    return (list(_one_stream(evidence.run, evidence.claims, first)) or list(_own_streams(evidence.run, first)))[:1]
 
 
-def _one_stream(evidence: Evidence, name: str) -> Iterator[Cause]:
+def _one_stream(run: Run, claims: Claims, name: str) -> Iterator[Cause]:
     """An axis over which all shards of the same samples have one mask."""
-    by_rank = holders(evidence, name)
-    for axis, groups in evidence.axes.items():
+    by_rank = holders(run, name)
+    for axis, groups in claims.axes.items():
         pairs = [(a, b) for group in groups for a, b in combinations([r for r in group if r in by_rank], 2)]
         masks = [(flat(by_rank[a]), flat(by_rank[b])) for a, b in pairs if same_samples(by_rank[a], by_rank[b])]
         if masks and all(torch.equal(one, other) and _could_differ(one, other) for one, other in masks):
@@ -49,10 +50,10 @@ def _one_stream(evidence: Evidence, name: str) -> Iterator[Cause]:
             yield reported("other_numbers", words, pairs)
 
 
-def _own_streams(evidence: Evidence, name: str) -> Iterator[Cause]:
+def _own_streams(run: Run, name: str) -> Iterator[Cause]:
     """Replicas whose masks are as unlike as those of different streams."""
     by_region: dict[tuple[object, ...], list[tuple[int, Tensor]]] = {}
-    for rank, outcome in enumerate(evidence.full_outcomes):
+    for rank, outcome in enumerate(run.full_outcomes):
         if outcome.get(name):
             place = tuple(block.region for block in outcome[name])
             by_region.setdefault(place, []).append((rank, flat(outcome[name])))

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from shardproof.harness.checking.evidence import Evidence
 from shardproof.harness.checking.measures.kinds import kind_of
+from shardproof.harness.checking.records import Evidence, Run
 from shardproof.harness.diagnosing.causes.cause import Cause, claimed
 from shardproof.harness.diagnosing.causes.hypothesis import OTHER, Failure, Hypothesis
 from shardproof.harness.diagnosing.causes.places import blocks_of, held_whole
@@ -31,14 +31,14 @@ _LEFT = 1e-3
 def from_norms(failure: Failure) -> list[Cause]:
     """Causes of a norm of the first step that counts gradients too often or leaves them out."""
     evidence, name = failure.evidence, failure.first
-    squares = {n: float(t.double().square().sum()) for n, t in evidence.truth.items() if kind_of(n) == "grad"}
+    squares = {n: float(t.double().square().sum()) for n, t in evidence.truth.tensors.items() if kind_of(n) == "grad"}
     total = math.sqrt(sum(squares.values()))
-    truth = evidence.truth[name].double()
+    truth = evidence.truth.tensors[name].double()
     if not squares or truth.numel() != 1 or not math.isclose(float(truth), total, rel_tol=_NEAR):
         return []
-    own = {rank: math.sqrt(square) for rank, square in _own_squares(evidence).items()}
-    numbers = {rank: float(by[0].local) for rank, by in blocks_of(evidence, name).items()}
-    value = evidence.merged.tensors.get(name)
+    own = {rank: math.sqrt(square) for rank, square in _own_squares(evidence.run).items()}
+    numbers = {rank: float(by[0].local) for rank, by in blocks_of(evidence.run, name).items()}
+    value = evidence.run.tensors.get(name)
     if value is None and all(math.isclose(x, own.get(rank, 0.0), rel_tol=_OWN) for rank, x in numbers.items()):
         return _claimed(name, total, numbers, own, "each rank's norm is that of its own parts")
     for words, norms in _before_sums(evidence):
@@ -63,7 +63,7 @@ def _claimed(
     return claimed("norm_members", words, proof)
 
 
-def _own_squares(evidence: Evidence) -> dict[int, float]:
+def _own_squares(run: Run) -> dict[int, float]:
     """Rank -> the sum of squares of what it returned of gradients, of terms of a sum as they are."""
     return {
         rank: sum(
@@ -72,17 +72,17 @@ def _own_squares(evidence: Evidence) -> dict[int, float]:
             for block in blocks
             if kind_of(name) == "grad"
         )
-        for rank, outcome in enumerate(evidence.outcomes)
+        for rank, outcome in enumerate(run.outcomes)
     }
 
 
 def _before_sums(evidence: Evidence) -> Iterator[tuple[str, Mapping[int, float]]]:
     """Every rank's norm of its gradients as backward left them, or of what the ranks of an axis had: (words, norms)."""
-    for squares in zip(*(one.tolist() for one in evidence.unsummed), strict=False):
+    for squares in zip(*(one.tolist() for one in evidence.search.unsummed), strict=False):
         words = "it is the norm of gradients before they are summed over ranks"
         yield f"{words}, on each rank of its own", {rank: math.sqrt(square) for rank, square in enumerate(squares)}
-        for axis in split_axes(evidence.case):
-            over = {rank: ranks for ranks in evidence.axes.get(axis, ()) for rank in ranks}
+        for axis in split_axes(evidence.run.case):
+            over = {rank: ranks for ranks in evidence.claims.axes.get(axis, ()) for rank in ranks}
             norms = {rank: math.sqrt(sum(squares[r] for r in ranks)) for rank, ranks in over.items()}
             yield f"{words}, added up over {axis}", norms
 
@@ -95,8 +95,8 @@ def _counted_otherwise(
     A group of gradients is left out, counted once a rank of an axis, divided by these ranks, or counted twice. Or the
     norm is that of one rank's parts, or of all that ranks of an axis hold, replicas and all.
     """
-    axes = split_axes(evidence.case)
-    world = {} if evidence.case.world_size in axes.values() else {"all ranks": evidence.case.world_size}
+    axes = split_axes(evidence.run.case)
+    world = {} if evidence.run.case.world_size in axes.values() else {"all ranks": evidence.run.case.world_size}
     for rank, norm in own.items():
         yield f"it is the norm of rank {rank}'s own parts", norm
     total = sum(squares.values())
@@ -111,41 +111,41 @@ def _counted_otherwise(
             yield f"it leaves out {what}", math.sqrt(max(total - square, 0.0))
             yield f"it counts {what} twice", math.sqrt(total + square)
     for axis in (*axes, *world):
-        ranks = evidence.axes[axis][0] if axis in axes else tuple(own)
+        ranks = evidence.claims.axes[axis][0] if axis in axes else tuple(own)
         yield f"it adds up what {axis} ranks hold, replicas too", math.hypot(*(own[r] for r in ranks if r in own))
 
 
 def _groups(evidence: Evidence, names: Sequence[str]) -> dict[str, frozenset[str]]:
     """Gradients that code may count alike, in words: by who holds what of them, one by one, by name, by dims."""
-    whole = {name for name in names if held_whole(evidence, name)}
+    whole = {name for name in names if held_whole(evidence.run, name)}
     groups = {
         "what every rank holds whole": whole,
         "what is split over ranks": {*names} - whole,
         "everything": {*names},
     }
-    for axis in split_axes(evidence.case):
-        lists = evidence.axes.get(axis, ((),))
-        alike = {name for name in names if all(_same_part(evidence, name, ranks) for ranks in lists)}
+    for axis in split_axes(evidence.run.case):
+        lists = evidence.claims.axes.get(axis, ((),))
+        alike = {name for name in names if all(_same_part(evidence.run, name, ranks) for ranks in lists)}
         groups[f"what ranks of {axis} hold alike"], groups[f"what is split over {axis}"] = alike, {*names} - alike
         for place in range(len(lists[0])):
             holds = {rank for ranks in lists for rank in ranks[place : place + 1]}
             groups[f"what {axis} rank {place} alone holds"] = {
-                name for name in names if set() < {*blocks_of(evidence, name)} <= holds
+                name for name in names if set() < {*blocks_of(evidence.run, name)} <= holds
             }
     groups |= {name: {name} for name in names}
     for name in names:
         groups.setdefault(re.sub(r"\.\d+\.", ".*.", name), set()).add(name)
         groups.setdefault(f"every {name.rpartition('.')[2]}", set()).add(name)
-    vectors = {name for name in names if evidence.truth[name].dim() < 2}
+    vectors = {name for name in names if evidence.truth.tensors[name].dim() < 2}
     groups |= {"every vector (norms and biases)": vectors, "every matrix": {*names} - vectors}
     groups |= {"every vector that is split over ranks": vectors - whole, "every vector held whole": vectors & whole}
     first = {frozenset(group): what for what, group in reversed(groups.items()) if group}
     return {what: group for group, what in reversed(first.items())}
 
 
-def _same_part(evidence: Evidence, name: str, ranks: Sequence[int]) -> bool:
+def _same_part(run: Run, name: str, ranks: Sequence[int]) -> bool:
     """Whether these ranks, as far as they hold it, hold the same part of a tensor."""
-    blocks = blocks_of(evidence, name)
+    blocks = blocks_of(run, name)
     return len({tuple(block.region for block in blocks[rank]) for rank in ranks if rank in blocks}) <= 1
 
 

@@ -170,7 +170,7 @@ HYPOTHESES = (
     Hypothesis(
         predicts="the truth, rounded to a shorter dtype",
         causes=of_values(
-            lambda evidence, names: rounded(evidence.merged.tensors[names[0]], evidence.truth[names[0]], names[0])
+            lambda seen, names: rounded(seen.run.tensors[names[0]], seen.truth.tensors[names[0]], names[0])
         ),
         kinds=VALUES | {STATE},
     ),

@@ -36,11 +36,11 @@ _NEAR = 1e-6
 def from_replicas(failure: Failure) -> list[Cause]:
     """The causes of the first torn tensor whose truth is more than rounding beside the others of its kind."""
     evidence = failure.evidence
-    axes = {axis: evidence.axes[axis] for axis in split_axes(evidence.case) if axis in evidence.axes}
-    torn = [name for name in failure.alike if name not in evidence.merged.tensors] if failure.torn else []
-    sizes = {name: float(evidence.truth[name].double().norm()) for name in torn}
+    axes = {axis: evidence.claims.axes[axis] for axis in split_axes(evidence.run.case) if axis in evidence.claims.axes}
+    torn = [name for name in failure.alike if name not in evidence.run.tensors] if failure.torn else []
+    sizes = {name: float(evidence.truth.tensors[name].double().norm()) for name in torn}
     for name in torn:
-        truth, blocks = evidence.truth[name], blocks_of(evidence, name)
+        truth, blocks = evidence.truth.tensors[name], blocks_of(evidence.run, name)
         causes = _not_finite(blocks, truth, name) or _drift(blocks, truth, name)
         causes = causes or never_reduced(blocks, truth, axes, name)
         if causes or sizes[name] > LITTLE * max(sizes.values()):

@@ -46,11 +46,11 @@ def of_checks(failure: Failure) -> list[Cause]:
 def _part_as_whole(failure: Failure) -> list[Cause]:
     """Whether the first name whose shape is not the truth's was returned as if one rank's part were all of it."""
     evidence = failure.evidence
-    flawed = {flaw.name for flaw in evidence.merged.flaws if flaw.kind == "shape"}
-    name = next((name for name in failure.wrong if name in flawed and name in evidence.truth), "")
-    true = tuple(evidence.truth[name].shape) if name else ()
-    shapes = {block.global_shape for blocks in blocks_of(evidence, name).values() for block in blocks} - {true}
-    for axis, size in split_axes(evidence.case).items() if name else ():
+    flawed = {flaw.name for flaw in evidence.run.merged.flaws if flaw.kind == "shape"}
+    name = next((name for name in failure.wrong if name in flawed and name in evidence.truth.tensors), "")
+    true = tuple(evidence.truth.tensors[name].shape) if name else ()
+    shapes = {block.global_shape for blocks in blocks_of(evidence.run, name).values() for block in blocks} - {true}
+    for axis, size in split_axes(evidence.run.case).items() if name else ():
         for dim, length in enumerate(true):
             if shapes == {(*true[:dim], length // size, *true[dim + 1 :])}:
                 words = f"1 of {size} parts along dim {dim} ({axis}) told as the whole: return Shard(local, offsets, "
@@ -71,22 +71,22 @@ def _failed(failure: Failure, checks: Collection[str]) -> list[str]:
 
 def rounded_on_ranks(failure: Failure) -> list[Cause]:
     """Rounding to a lower precision that does not happen on one rank."""
-    island = failure.evidence.island
-    words = f"explained by rounding to {island}; the case is in {failure.evidence.case.dtype}"
+    island = failure.evidence.search.low_precision_op
+    words = f"explained by rounding to {island}; the case is in {failure.evidence.run.case.dtype}"
     words += f", and on one rank the subject does not round so; {MEANT}"
     return [reported("shorter_dtype", words, island)] if island else []
 
 
 def beginnings(failure: Failure) -> list[Cause]:
     """Samples, or initial values, of the ranks that are others than those of the truth, or of each other."""
-    samples, start = failure.evidence.other_samples, failure.evidence.other_start
+    samples, start = failure.evidence.search.other_samples, failure.evidence.search.other_start
     known = [("other_samples", samples), ("other_start", start)]
     return [reported(id, words, words) for id, words in known if words][:1]
 
 
 def drawn(failure: Failure) -> list[Cause]:
     """Numbers that the ranks draw and the dense model does not."""
-    numbers = failure.evidence.drawn
+    numbers = failure.evidence.search.drawn
     words = f"{numbers}, so nothing behind it can agree: switch that off for the proof, or seed it by the "
     words += "numbers of the samples (case.samples), on ranks and truth"
     return [reported("other_numbers", words, numbers)] if numbers else []

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardproof.harness.checking.evidence import Evidence
 from shardproof.harness.checking.measures.kinds import kind_of
+from shardproof.harness.checking.records import Evidence, Run, Search, Truth
 from shardproof.harness.diagnosing.causes.cause import Cause, claimed
 from shardproof.harness.diagnosing.causes.hypothesis import OF_TOKENS, Failure, Hypothesis
 from shardproof.harness.diagnosing.causes.places import blocks_of
@@ -31,33 +31,34 @@ def from_shares(evidence: Evidence, wrong: Sequence[str], before: str = "") -> l
 
     `before`: a wrong gradient of an activation that comes before them, and may be explained too.
     """
-    names = [name for name in wrong if kind_of(name) == "grad" and name in evidence.shares]
-    if not names or evidence.shares["tokens"].numel() == 1:
+    names = [name for name in wrong if kind_of(name) == "grad" and name in evidence.search.shares]
+    if not names or evidence.search.shares["tokens"].numel() == 1:
         return []
-    whole = [name for name in names if name in evidence.merged.tensors]
-    tokens = evidence.shares["tokens"]
+    whole = [name for name in names if name in evidence.run.tensors]
+    tokens = evidence.search.shares["tokens"]
     if whole:
-        fit = _fitted(evidence, [(name, evidence.merged.tensors[name], ()) for name in whole])
-        dtypes = (getattr(torch, evidence.dtype_of(name)) for name in whole)  # gradients may be kept in a wider dtype
+        fit = _fitted(evidence.truth, evidence.search, [(name, evidence.run.tensors[name], ()) for name in whole])
+        # gradients may be kept in a wider dtype
+        dtypes = (getattr(torch, evidence.run.dtype_of(name)) for name in whole)
         near = max(CLOSE, *(share_left(torch.empty(0, dtype=dtype)) for dtype in dtypes))
         if fit is None:
             return _own_in_part(evidence, whole)
         if _alike(fit[0].flatten(), near):
             return []
-        return _of_weights(fit[0], tokens, fit[1], *_of_activation(evidence, fit[0], before))
+        return _of_weights(fit[0], tokens, fit[1], *_of_activation(evidence.run, evidence.truth, fit[0], before))
     return _by_rank(evidence, names, tokens)
 
 
-def _of_activation(evidence: Evidence, weights: Tensor, name: str) -> list[Explained]:
+def _of_activation(run: Run, truth: Truth, weights: Tensor, name: str) -> list[Explained]:
     """The gradient of an activation, which is that of every data rank's first micro-batch, by these weights."""
-    value, truth = evidence.merged.tensors.get(name), evidence.truth.get(name)
-    if value is None or truth is None or kind_of(name) != "act_grad" or not truth.dim():
+    value, true = run.tensors.get(name), truth.tensors.get(name)
+    if value is None or true is None or kind_of(name) != "act_grad" or not true.dim():
         return []
-    if truth.shape[0] % len(weights):
+    if true.shape[0] % len(weights):
         return []
-    rows = truth.double().chunk(len(weights))
+    rows = true.double().chunk(len(weights))
     guess = torch.cat([weight * own for weight, own in zip(weights[:, 0], rows, strict=True)])
-    explained = Explained(value=value, truth=truth, guess=guess, left=LEFT, names=(name,))
+    explained = Explained(value=value, truth=true, guess=guess, left=LEFT, names=(name,))
     return [explained] if explained.holds else []
 
 
@@ -65,21 +66,21 @@ def _own_in_part(evidence: Evidence, names: Sequence[str]) -> list[Cause]:
     """Whether every element that is wrong in these gradients is one data rank's own sum."""
     parts = []
     for name in names:
-        x, t = evidence.merged.tensors[name].double(), evidence.truth[name].double()
-        either = torch.cat([t[None], evidence.shares[name].sum(1)])
+        x, t = evidence.run.tensors[name].double(), evidence.truth.tensors[name].double()
+        either = torch.cat([t[None], evidence.search.shares[name].sum(1)])
         nearest = (either - x).abs().argmin(0, keepdim=True)
         parts.append(Explained(value=x, truth=t, guess=either.gather(0, nearest)[0], names=(name,)))
     words = "what is wrong in it is one data rank's own sum"
-    return claimed("not_summed", words, *parts) if len(evidence.shares["tokens"]) > 1 else []
+    return claimed("not_summed", words, *parts) if len(evidence.search.shares["tokens"]) > 1 else []
 
 
 def _by_rank(evidence: Evidence, names: Sequence[str], tokens: Tensor) -> list[Cause]:
     """Causes of gradients that differ between ranks: every rank's own is fitted."""
     weights: dict[int, Tensor] = {}
     fits = []
-    for rank in range(len(evidence.outcomes)):
-        blocks = [(name, b.local, b.region) for name in names for b in blocks_of(evidence, name).get(rank, ())]
-        found = _fitted(evidence, blocks)
+    for rank in range(len(evidence.run.outcomes)):
+        blocks = [(name, b.local, b.region) for name in names for b in blocks_of(evidence.run, name).get(rank, ())]
+        found = _fitted(evidence.truth, evidence.search, blocks)
         if found is None:
             return []
         weights[rank] = found[0]
@@ -88,7 +89,7 @@ def _by_rank(evidence: Evidence, names: Sequence[str], tokens: Tensor) -> list[C
     spoken = tuple(dict.fromkeys(name for each in fits for name in each.names))
     taken = sum(each.fitted for each in fits)  # one proof for all ranks: some may be right
     fit = Explained(value=value, truth=truth, guess=guess, left=LEFT, names=spoken, fitted=taken)
-    rows = {rank: place_of_rank(evidence.axes, "dp", rank) for rank in weights}
+    rows = {rank: place_of_rank(evidence.claims.axes, "dp", rank) for rank in weights}
     own = torch.stack([w.mean() * tokens[rows[rank]].sum() for rank, w in weights.items()])
     scales = torch.stack([w.mean() for w in weights.values()])
     if all(_alike(w.flatten()) for w in weights.values()) and _alike(own) and not _alike(scales):
@@ -104,18 +105,18 @@ Part = tuple[str, Tensor, tuple[tuple[int, int], ...]]
 """(name, values, their region in the full tensor; () for all of it)."""
 
 
-def _fitted(evidence: Evidence, parts: Sequence[Part]) -> tuple[Tensor, Explained] | None:
+def _fitted(truth: Truth, search: Search, parts: Sequence[Part]) -> tuple[Tensor, Explained] | None:
     """Weights [dp, micro] whose weighted sum of the shares is these values, and the proof; None when none fit.
 
     Equal weights win; where shares hang together, other weights would be some of many.
     """
-    grid = evidence.shares["tokens"].shape
+    grid = search.shares["tokens"].shape
     rows, values, truths = [], [], []
     for name, value, region in parts:
         cut = tuple(slice(a, b) for a, b in region)
-        rows.append(evidence.shares[name][(slice(None), slice(None), *cut)].flatten(0, 1).flatten(1)[:, :MOST])
+        rows.append(search.shares[name][(slice(None), slice(None), *cut)].flatten(0, 1).flatten(1)[:, :MOST])
         values.append(value.double().flatten()[:MOST])
-        truths.append(evidence.truth[name].double()[cut].flatten()[:MOST])
+        truths.append(truth.tensors[name].double()[cut].flatten()[:MOST])
     if not rows:
         return None
     shares, x, t = torch.cat(rows, 1).t(), torch.cat(values), torch.cat(truths)
@@ -166,7 +167,7 @@ def _by_own_tokens(weights: Tensor, tokens: Tensor) -> bool:
 def _sums(failure: Failure) -> list[Cause]:
     """Causes in the sums of the wrong gradients; of all of them first, where ranks disagree on the first wrong one."""
     evidence, wrong = failure.evidence, failure.of_kind("grad")
-    every = [name for name in evidence.truth if kind_of(name) == "grad"] if failure.torn else []
+    every = [name for name in evidence.truth.tensors if kind_of(name) == "grad"] if failure.torn else []
     return from_shares(evidence, every) or from_shares(evidence, wrong, failure.first)
 
 

@@ -15,8 +15,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shardproof.harness.checking.evidence import Evidence
 from shardproof.harness.checking.measures.kinds import kind_of, step_of
+from shardproof.harness.checking.records import Evidence, Run, Truth
 from shardproof.harness.diagnosing.causes.cause import Cause, claimed
 from shardproof.harness.diagnosing.causes.hypothesis import LATER, STATE, Failure, Hypothesis
 from shardproof.harness.diagnosing.causes.places import blocks_of
@@ -59,20 +59,20 @@ class Moved:
         return self.truth - self.before
 
 
-def of_kind(evidence: Evidence, wrong: Sequence[str], kind: str, step: int) -> Iterator[tuple[str, str]]:
+def of_kind(run: Run, wrong: Sequence[str], kind: str, step: int) -> Iterator[tuple[str, str]]:
     """(name, parameter) of the wrong states of a kind after this step; the last one's parameters are `param/`."""
     for name in wrong:
         if name.startswith(f"{kind}_after/{step}/"):
             yield name, name.split("/", 2)[2]
-        elif name.startswith(f"{kind}/") and step == evidence.case.steps - 1:
+        elif name.startswith(f"{kind}/") and step == run.case.steps - 1:
             yield name, name.partition("/")[2]
 
 
 def before_step(evidence: Evidence, kind: str, step: int, parameter: str) -> Tensor | None:
     """The full state of a parameter before this step: moments begin as zeros. None when it is not known."""
     if step:
-        return evidence.merged.tensors.get(f"{kind}_after/{step - 1}/{parameter}")
-    start = evidence.shares.get(f"start/{parameter}", evidence.initial.get(parameter))
+        return evidence.run.tensors.get(f"{kind}_after/{step - 1}/{parameter}")
+    start = evidence.search.shares.get(f"start/{parameter}", evidence.truth.initial.get(parameter))
     return start if kind == "param" or start is None else torch.zeros_like(start)
 
 
@@ -80,14 +80,14 @@ def moved(evidence: Evidence, wrong: Sequence[str], kind: str, step: int) -> Mov
     """The wrong states of a kind after this step; None when there are none whose state before is known."""
     rows: list[dict[str, Tensor | None]] = []
     states = []
-    for name, parameter in of_kind(evidence, wrong, kind, step):
-        before, value = before_step(evidence, kind, step, parameter), evidence.merged.tensors.get(name)
+    for name, parameter in of_kind(evidence.run, wrong, kind, step):
+        before, value = before_step(evidence, kind, step, parameter), evidence.run.tensors.get(name)
         if before is None or value is None:
             continue
         now = before_step(evidence, "param", step, parameter)
         earlier = before_step(evidence, "param", step - 1, parameter) if step else None
         last = None if now is None or earlier is None else now.double() - earlier.double()
-        truth, slack = evidence.truth[name].double(), evidence.slack.get(name)
+        truth, slack = evidence.truth.tensors[name].double(), evidence.truth.controls.adam_bound.get(name)
         row = {"value": value, "truth": truth, "before": before, "parameter": now, "last": last}
         sure = ... if slack is None else slack.double() <= LOOSE * (truth - before.double()).abs()
         rows.append({part: None if t is None else t.double()[sure].flatten() for part, t in row.items()})
@@ -125,7 +125,7 @@ def fitted(value: Tensor, truth: Tensor, other: Tensor) -> tuple[float, float] |
 def _number(failure: Failure) -> int:
     """The first step with a wrong state or norm, the last one for parameters."""
     if failure.kind != LATER and kind_of(failure.first) == "param":
-        return failure.evidence.case.steps - 1
+        return failure.evidence.run.case.steps - 1
     return max(step_of(failure.first), 0)
 
 
@@ -204,7 +204,7 @@ def _updates(failure: Failure) -> list[Cause]:
 def _right_norm(failure: Failure) -> bool:
     """Whether the norm of the step's gradients was returned, and is right: they hold none of another step."""
     norm = f"grad_norm/{_number(failure)}"
-    return norm in failure.evidence.merged.tensors and norm not in failure.wrong
+    return norm in failure.evidence.run.tensors and norm not in failure.wrong
 
 
 def _factor_of_updates(other: Evidence, names: Sequence[str]) -> float | None:
@@ -219,9 +219,9 @@ def _factor_of_updates(other: Evidence, names: Sequence[str]) -> float | None:
 def _not_taken(failure: Failure) -> list[Cause]:
     """Wrong parameters that stay where they were before the step or before the first one, all of them or some."""
     evidence, step = failure.evidence, _number(failure)
-    names = list(of_kind(evidence, failure.numbers, "param", step))
-    names = names or list(of_kind(evidence, failure.numbers, "param", evidence.case.steps - 1))
-    tensors = evidence.merged.tensors
+    names = list(of_kind(evidence.run, failure.numbers, "param", step))
+    names = names or list(of_kind(evidence.run, failure.numbers, "param", evidence.run.case.steps - 1))
+    tensors = evidence.run.tensors
     for first in dict.fromkeys((step, 0)) if not any(_wrong(failure, kind) for kind in _MOMENTS) else ():
         befores = {n: before_step(evidence, "param", first, parameter) for n, parameter in names}
         known = {n: then for n, then in befores.items() if then is not None}
@@ -232,22 +232,23 @@ def _not_taken(failure: Failure) -> list[Cause]:
         if same:
             named = "the parameters" if len(same) == len(names) else ", ".join([*same][:3]) + " ..." * (len(same) > 3)
             proofs = (
-                Explained(value=tensors[n], truth=evidence.truth[n], guess=t, names=(n,)) for n, t in same.items()
+                Explained(value=tensors[n], truth=evidence.truth.tensors[n], guess=t, names=(n,))
+                for n, t in same.items()
             )
             return claimed("never_updated", f"{named}: as before {when}", *proofs)
-        if known and (causes := _still_on_ranks(evidence, known, when)):
+        if known and (causes := _still_on_ranks(evidence.run, evidence.truth, known, when)):
             return causes
     return []
 
 
-def _still_on_ranks(evidence: Evidence, befores: Mapping[str, Tensor], when: str) -> list[Cause]:
+def _still_on_ranks(run: Run, truth: Truth, befores: Mapping[str, Tensor], when: str) -> list[Cause]:
     """Ranks on which every wrong parameter stays where it was, and nothing else is wrong anywhere."""
     stays, moves = dict[int, Explained](), set[int]()
     for name, before in befores.items():
-        truth = evidence.truth[name].double()
-        for rank, blocks in blocks_of(evidence, name).items():
+        full = truth.tensors[name].double()
+        for rank, blocks in blocks_of(run, name).items():
             for block in blocks:
-                value, true, then = block.local.double(), block.part_of(truth), block.part_of(before.double())
+                value, true, then = block.local.double(), block.part_of(full), block.part_of(before.double())
                 if torch.equal(value, then) and not torch.equal(then, true):
                     stays[rank] = Explained(value=value, truth=true, guess=then, names=(name,))
                 elif float((value - true).norm()) <= NEAR * float((true - then).norm()):
@@ -265,16 +266,17 @@ def _not_zeroed(failure: Failure) -> list[Cause]:
 
     Which factor each parameter's has depends on what sums over ranks it went through again.
     """
-    evidence, step = failure.evidence, _number(failure) if failure.kind != LATER else failure.evidence.case.steps - 1
-    kinds = (kind for kind in ("exp_avg", "param") if any(of_kind(evidence, failure.numbers, kind, step)))
+    evidence = failure.evidence
+    step = _number(failure) if failure.kind != LATER else evidence.run.case.steps - 1
+    kinds = (kind for kind in ("exp_avg", "param") if any(of_kind(evidence.run, failure.numbers, kind, step)))
     proofs = []
     for name, parameter in (
-        of_kind(evidence, failure.numbers, next(kinds, ""), step) if step and not _right_norm(failure) else ()
+        of_kind(evidence.run, failure.numbers, next(kinds, ""), step) if step and not _right_norm(failure) else ()
     ):
-        value, old = evidence.merged.tensors.get(name), evidence.truth.get(f"grad/{parameter}")
+        value, old = evidence.run.tensors.get(name), evidence.truth.tensors.get(f"grad/{parameter}")
         if value is None or old is None or independent([old]) < FEWEST_OF_A_FACTOR:
             return []
-        truth = evidence.truth[name].double()
+        truth = evidence.truth.tensors[name].double()
         share = times((value.double() - truth).flatten(), old.double().flatten())
         if share is None:
             return []

@@ -14,8 +14,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from shardproof.harness.checking.evidence import Located
 from shardproof.harness.checking.measures.many_tensors import kind_rms
+from shardproof.harness.checking.records import Located
 from shardproof.harness.diagnosing.placing.alignments import AGREES, DIFFERS, UNKNOWN, Factors, Fit, TrueTensor, fit
 from shardproof.harness.diagnosing.placing.counterparts import as_declared, plainly, same_modules, stages
 from shardproof.harness.ledger import Event

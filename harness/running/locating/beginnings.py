@@ -8,14 +8,14 @@ share them out. Sizes of gradients are noted as well, as backward leaves them on
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardproof.harness.checking.evidence import Evidence
+from shardproof.harness.checking.records import Evidence, Truth
 from shardproof.harness.diagnosing.causes.proofs import last_bits
 from shardproof.harness.errors import ShardproofError, ranks_text
 from shardproof.harness.outcome.blocks import Block
@@ -106,7 +106,7 @@ class _Gradients:
 def with_beginnings(trial: Trial, evidence: Evidence, wrong: Collection[str]) -> Evidence:
     """Evidence with how samples and initial values of the ranks differ from those of their truth; else as it is."""
     own, case, samples = trial.reference.own, trial.case, ""
-    if not wrong or evidence.torn:
+    if not wrong or evidence.truth.unmergeable:
         return evidence
     try:
         with trial.timed("located"):
@@ -117,7 +117,8 @@ def with_beginnings(trial: Trial, evidence: Evidence, wrong: Collection[str]) ->
     except ShardproofError:  # a subject that takes no other case: its errors stand
         return evidence
     squares = tuple(outcome[_SQUARES][0].local for outcome in ranks)
-    return replace(evidence, other_samples=samples, other_start=_other_start(ranks, evidence), unsummed=squares)
+    start = _other_start(ranks, evidence.truth)
+    return evidence.with_found(other_samples=samples, other_start=start, unsummed=squares)
 
 
 def _run(trial: Trial, case: CaseLike) -> Outcomes:
@@ -200,9 +201,9 @@ class _Begun:
         return not any(_equal(local, true) for local in self.every)
 
 
-def _other_start(ranks: Outcomes, evidence: Evidence) -> str:
+def _other_start(ranks: Outcomes, truth: Truth) -> str:
     """The first parameter that begins on a rank as another part of itself, or with other numbers, in words."""
-    found, initial = list(_begun(ranks)), evidence.initial
+    found, initial = list(_begun(ranks)), truth.initial
     known = [one for one in found if one.name in initial and initial[one.name].shape == one.block.global_shape]
     right = [(one.rank, one.name, one.block.part_of(initial[one.name])) for one in known]
     wrong = [  # a value that belongs to another parameter is not this one's, whose own was not seen

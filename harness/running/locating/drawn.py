@@ -6,11 +6,10 @@ none, so its ranks are looked at only where the random streams of the process we
 """
 
 from collections.abc import Collection
-from dataclasses import replace
 from functools import partial
 
-from shardproof.harness.checking.evidence import Evidence
 from shardproof.harness.checking.measures.kinds import is_state, kind_of
+from shardproof.harness.checking.records import Evidence
 from shardproof.harness.errors import ShardproofError
 from shardproof.harness.protocols import CaseLike, case_text, without_saving
 from shardproof.harness.recording.capturing.operator_probes import DrawnNumbers, Numbers, Probed
@@ -28,26 +27,26 @@ def with_drawn_numbers(trial: Trial, evidence: Evidence, wrong: Collection[str])
 
     The evidence stays where a forward was compared and is right, or where the runs cannot be looked at.
     """
-    compared = [name for name in evidence.truth if name in evidence.returned]
+    compared = [name for name in evidence.truth.tensors if name in evidence.run.returned]
     forward = {name for name in compared if kind_of(name) not in _LATER and not is_state(name)}
     own = trial.reference.own
     untouched = not own and not getattr(trial.engine, "drew", True)
-    drawn_by_ranks = evidence.given and evidence.mask_draws is None  # and returned: by whatever operators they drew
-    if evidence.torn or drawn_by_ranks or untouched or not wrong or (forward and not forward & set(wrong)):
+    truth, dropout = evidence.truth, evidence.run.mask_draws is None
+    drawn_by_ranks = truth.from_ranks and dropout  # and returned: by whatever operators they drew
+    if truth.unmergeable or drawn_by_ranks or untouched or not wrong or (forward and not forward & set(wrong)):
         return evidence
-    dropout = evidence.mask_draws is None
     try:
         with trial.timed("located"):
             ranks = _of_ranks(trial, trial.case, dropout)
             if not own and not any(one.forward for one in ranks):
                 return evidence
             differences = _differences(ranks, _of_truth(trial, dropout))
-            for other in evidence.regrouped:
+            for other in evidence.regroupings.runs if evidence.regroupings else ():
                 case = trial.case.but(**other.sizes, **without_saving(trial.case))
                 differences = differences or _differences(
                     ranks, _of_ranks(trial, case, dropout), f"a run with {other.words}"
                 )
-            return replace(evidence, drawn=differences)
+            return evidence.with_found(drawn=differences)
     except ShardproofError:  # a program that a dispatch mode disturbs: its errors stand
         return evidence
 

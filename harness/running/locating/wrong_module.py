@@ -11,8 +11,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shardproof.harness.checking.evidence import Evidence
 from shardproof.harness.checking.measures.kinds import is_state, kind_of, step_of
+from shardproof.harness.checking.records import Evidence, Truth
 from shardproof.harness.diagnosing.placing.modules_by_name import Watched, located
 from shardproof.harness.engines.rank_environment import rank_device
 from shardproof.harness.errors import error_text
@@ -21,8 +21,7 @@ from shardproof.harness.protocols import CaseLike, Subject
 from shardproof.harness.recording.capturing.module_calls import CallCapture, ModuleCalls, TensorCopy
 from shardproof.harness.running.ranks.capacity import memory_bytes
 from shardproof.harness.running.ranks.execution import RankTask, sendable
-from shardproof.harness.running.trials.reference import Function
-from shardproof.harness.running.trials.trial import Trial
+from shardproof.harness.running.trials.trial import Function, Trial
 from shardproof.harness.running.truth.own import EXACT, InParts, PartialSums, one_rank
 from shardproof.harness.subject import ALONE, called, kept_per_rank, session
 
@@ -44,9 +43,10 @@ def with_wrong_module(trial: Trial, evidence: Evidence, wrong: Collection[str]) 
     first_forward = (name for name in wrong if kind_of(name) not in _LATER and not is_state(name))
     forward = any(step_of(name) <= 0 for name in first_forward)
     backward = any(kind_of(name) == "grad" for name in wrong)
-    if evidence.torn or not (forward or backward) or any(kind_of(name) == "act" for name in evidence.returned):
+    activations = any(kind_of(name) == "act" for name in evidence.run.returned)
+    if evidence.truth.unmergeable or not (forward or backward) or activations:
         return evidence
-    needed = _COPIES * sum(evidence.saved_bytes) * trial.case.micro
+    needed = _COPIES * sum(evidence.run.calls.saved_bytes) * trial.case.micro
     if needed > memory_bytes() // 2:
         rule = f"its run would hold about {needed / 2**30:.3g} GiB of what modules return"
         trial.problems["explanation"] = f"the first wrong module was not looked for: {rule}; legal: smaller sizes"
@@ -55,7 +55,7 @@ def with_wrong_module(trial: Trial, evidence: Evidence, wrong: Collection[str]) 
         with trial.timed("located"):
             modules = modules_of(trial, evidence)
             found = None if modules is None else located(modules, forward=forward, backward=backward)
-            return replace(evidence, located=found)
+            return evidence.with_found(located=found)
     except Exception as problem:  # the verdict stands; only its place is less exact
         trial.problems["explanation"] = f"the first wrong module could not be looked for: {error_text(problem)}"
         return evidence
@@ -66,17 +66,17 @@ def modules_of(trial: Trial, evidence: Evidence) -> Watched | None:
 
     Raises what the engine raises, and RequestError when the truth cannot be computed.
     """
-    truth, controls, first_call = _truths(trial, evidence)
+    truth, controls, first_call = _truths(trial, evidence.truth)
     if not truth.outputs:
         return None
     return Watched(
         ranks=_ranks(trial, trial.case, trial.subject.sent),
         truth=truth,
-        axes=evidence.axes,
-        dtype=evidence.lowest or evidence.dtype,
+        axes=evidence.claims.axes,
+        dtype=evidence.run.lower.dtype or evidence.run.dtype,
         controls=controls,
         first_call=first_call,
-        events=evidence.events,
+        events=evidence.run.calls.events,
     )
 
 
@@ -94,12 +94,12 @@ def _ranks(trial: Trial, case: CaseLike, subject: str | Subject) -> list[ModuleC
         return run(_beside, call, case, capture, device, per_rank=kept_per_rank(call))
 
 
-def _truths(trial: Trial, evidence: Evidence) -> tuple[ModuleCalls, list[ModuleCalls], bool]:
+def _truths(trial: Trial, truth: Truth) -> tuple[ModuleCalls, list[ModuleCalls], bool]:
     """The modules of the truth and of its control runs, and whether they are those of the first micro-batch alone."""
     names, case, low = trial.reference, trial.case, trial.case.dtype != EXACT
     named = {} if names.own else trial.true()
     if any(kind_of(name) == "act" for name in named):
-        runs = evidence.controls
+        runs = truth.controls.runs
         if low and not any(kind_of(name) == "act" for run in runs for name in run):
             runs = (trial.dense(names.control, part="control"),)
         return _of_names(named), [_of_names(run) for run in runs], True

@@ -3,19 +3,21 @@
 from collections.abc import Sequence
 from typing import cast
 
-from shardproof.harness.checking.checks import examine
-from shardproof.harness.checking.dry_checks import DRY_CHECKS
-from shardproof.harness.checking.evidence import Evidence, Finding, merged_outcomes
+from shardproof.harness.checking.call_checks import order
+from shardproof.harness.checking.checks import CHECKS, examine, needing
+from shardproof.harness.checking.finding import Finding
+from shardproof.harness.checking.records import Calls, Claims, DryRun, Evidence, Run, Truth, merged_outcomes
 from shardproof.harness.engines.engine import Unwaited
 from shardproof.harness.engines.shapes.dry import DryEngine
 from shardproof.harness.ledger import Event
 from shardproof.harness.predicting.dry_run import DryRank, dry_run, representatives
 from shardproof.harness.predicting.meter import hidden
-from shardproof.harness.running.trials.statements import expectation_of, orders_of
+from shardproof.harness.running.trials.runs import expectation_of, orders_of
 from shardproof.harness.running.trials.trial import Trial
+from shardproof.harness.verdicts.facts import Note, NoteKind, unchecked
 
 
-def dry_run_checked(trial: Trial) -> tuple[Evidence, dict[str, Finding]]:
+def check_dry_run(trial: Trial) -> tuple[Evidence, dict[str, Finding]]:
     """The evidence of one recorded run on the ranks that stand for all, and the findings that it allows.
 
     There is no truth, no outcome, no second run.
@@ -24,20 +26,26 @@ def dry_run_checked(trial: Trial) -> tuple[Evidence, dict[str, Finding]]:
     ranks, places = representatives(case.axes, case.world_size)
     with trial.timed("recorded"):
         run = dry_run(case, trial.subject.call, engine, ranks, text=trial.text, timeout_s=trial.timeout_s)
-    evidence = Evidence(
+    calls = Calls(
         case=case,
-        merged=merged_outcomes((), (), {}),
         events=tuple(event for rank in run for event in rank.events),
-        expectation=expectation_of(trial),
         unwaited=tuple(_unwaited(rank, event) for rank in run for event in rank.unwaited),
         saved_bytes=tuple(rank.saved_bytes for rank in run),
-        ran=ranks,
-        orders=orders_of(trial),
         hidden=frozenset((rank.rank, ticket) for rank in run for ticket in hidden(rank.stretches)),
-        notes=(_memory(run), *_left_out(len(ranks), places, case.world_size)),
+        ran=ranks,
+    )
+    numbers = tuple(needing(CHECKS, Run, Truth))
+    notes = (
+        Note(kind=NoteKind.NOT_ANSWERED, names=numbers, reason="the dry engine has shapes and no numbers"),
+        *unchecked(*_left_out(len(ranks), places, case.world_size)),
+    )
+    evidence = Evidence(
+        run=Run(calls=calls, merged=merged_outcomes((), (), {})),
+        claims=Claims(axes={**case.axes, **orders_of(trial)}, expectation=expectation_of(trial)),
+        dry=DryRun(memory=_memory(run), notes=notes),
     )
     with trial.timed("checks"):
-        return evidence, examine(evidence, DRY_CHECKS)
+        return evidence, examine(evidence, {**CHECKS, "order": order})
 
 
 def _unwaited(rank: DryRank, event: Event) -> Unwaited:

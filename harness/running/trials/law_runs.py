@@ -10,12 +10,12 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from shardproof.harness.checking.evidence import Evidence, Regrouped
 from shardproof.harness.checking.measures.distance import distance, real
 from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS, kind_of, step_of
 from shardproof.harness.checking.measures.measured import Measured, epsilon
 from shardproof.harness.checking.measures.tolerance import CONTROL_FACTOR, FLOOR_EPSILONS, LEAP
 from shardproof.harness.checking.measuring import INITIAL, ROUNDING
+from shardproof.harness.checking.records import Regrouped, Regroupings, Truth
 from shardproof.harness.errors import ProgramError, RequestError
 from shardproof.harness.mesh_axes import SAME_SAMPLES
 from shardproof.harness.outcome.merging import merge
@@ -37,15 +37,15 @@ _LARGEST = 8
 """Ranks of a grouping, where the case itself has fewer."""
 
 
-def regrouped(trial: Trial, evidence: Evidence) -> Evidence:
-    """Evidence with up to _GROUPINGS runs of the same global batch, grouped otherwise (`groupings`).
+def run_regroupings(trial: Trial, truth: Truth) -> Regroupings | None:
+    """Up to _GROUPINGS runs of the same global batch, grouped otherwise (`groupings`); None where there is none.
 
     Only in float64, or in another dtype of a subject that refuses it. An unfinished run is no failure.
     """
-    if evidence.given or evidence.torn:  # another grouping draws other numbers
-        return evidence
+    if truth.from_ranks or truth.unmergeable:  # another grouping draws other numbers
+        return None
     found = tuple(_run(trial, sizes, case) for sizes, case in groupings(trial.case, trial.subject))
-    return replace(evidence, regrouped=found)
+    return Regroupings(runs=found) if found else None
 
 
 def _run(trial: Trial, sizes: dict[str, int], case: CaseLike) -> Regrouped:
@@ -126,8 +126,8 @@ _MANY = 16
 """Elements of a tensor of which some may differ and not most."""
 
 
-def with_first_forward(trial: Trial, evidence: Evidence) -> Evidence:
-    """Evidence with the tensor of the dense model's first forward that is furthest off in float32.
+def with_first_forward(trial: Trial, truth: Truth) -> Truth:
+    """The truth with the tensor of the dense model's first forward that is furthest off in float32.
 
     As it is for the decoder, and where the dense model has no float32 run, or no forward to compare. A dense model that
     draws its weights in the case's dtype is another model in float32 than in float64. Other numbers come of the same
@@ -142,42 +142,39 @@ def with_first_forward(trial: Trial, evidence: Evidence) -> Evidence:
     Where the difference came from one operator (harness.running.truth.of_dtype), the function depends on the dtype, and
     the truth is that in the case's dtype.
     """
-    names = [name for name, tensor in evidence.truth.items() if _of_first_forward(name) and tensor.is_floating_point()]
-    own = trial.reference.own
-    if not names or not own or evidence.case.dtype == "float64":
-        return evidence
-    run = evidence.controls[0] if evidence.case.dtype == DTYPE and evidence.controls else _lower(trial, parts=2)
-    truth = {name: evidence.truth[name] for name in names if _fits(run, name, evidence.truth)}
-    gaps = {name: distance(run[name], truth[name]).frobenius for name in truth if truth[name].any()}
-    allowed = dict.fromkeys(
-        gaps, max(FLOOR_EPSILONS["peak"] * epsilon(DTYPE), CONTROL_FACTOR * _theory(evidence.truth))
-    )
+    names = [n for n, tensor in truth.tensors.items() if _of_first_forward(n) and tensor.is_floating_point()]
+    own, dtype = trial.reference.own, trial.case.dtype
+    if not names or not own or dtype == "float64":
+        return truth
+    run = truth.controls.runs[0] if dtype == DTYPE and truth.controls.runs else _lower(trial, parts=2)
+    true = {name: truth.tensors[name] for name in names if _fits(run, name, truth.tensors)}
+    gaps = {name: distance(run[name], true[name]).frobenius for name in true if true[name].any()}
+    theory = CONTROL_FACTOR * _theory(truth.tensors)
+    allowed = dict.fromkeys(gaps, max(FLOOR_EPSILONS["peak"] * epsilon(DTYPE), theory))
     for parts in PERTURBED:
         if all(gaps[name] <= allowed[name] for name in gaps):
             break
         other = _lower(trial, parts=parts)
         for name in gaps:
-            between = distance(other[name], run[name]).frobenius if _fits(other, name, truth) else math.inf
+            between = distance(other[name], run[name]).frobenius if _fits(other, name, true) else math.inf
             allowed[name] = max(allowed[name], LEAP * between)
     off = [name for name in gaps if gaps[name] > allowed[name]]
-    if not gaps or any(not _mostly(run[name], truth[name], allowed[name]) for name in off):
-        return evidence
+    if not gaps or any(not _mostly(run[name], true[name], allowed[name]) for name in off):
+        return truth
     worst = max(gaps, key=lambda name: gaps[name] / allowed[name])
-    unit = epsilon(evidence.case.dtype)
-    found = Measured(
-        name=worst, measure="frobenius", error=gaps[worst], allowed=allowed[worst], epsilons=gaps[worst] / unit
-    )
-    evidence = replace(evidence, first_forward=found)
+    epsilons = gaps[worst] / epsilon(dtype)
+    found = Measured(name=worst, measure="frobenius", error=gaps[worst], allowed=allowed[worst], epsilons=epsilons)
+    truth = replace(truth, first_forward=found)
     if found.right:
-        return evidence
+        return truth
     operator = differing_operator(_forward(trial, own, "float64"), _forward(trial, own, DTYPE), found.error)
     if not operator:
-        return evidence
+        return truth
     mine = trial.computed(trial.reference.control, part="control", parts=1)
-    known = [name for name in evidence.truth if _fits(mine, name, evidence.truth) and bool(mine[name].isfinite().all())]
-    truth = {**evidence.truth, **{name: mine[name].to(evidence.truth[name].dtype) for name in known}}
+    known = [n for n in truth.tensors if _fits(mine, n, truth.tensors) and bool(mine[n].isfinite().all())]
+    tensors = {**truth.tensors, **{name: mine[name].to(truth.tensors[name].dtype) for name in known}}
     begun = {name.removeprefix(INITIAL): mine[name].double() for name in mine if name.startswith(INITIAL)}
-    return replace(evidence, truth=truth, initial=begun, of_dtype=operator)
+    return replace(truth, tensors=tensors, initial=begun, of_dtype=operator)
 
 
 def _forward(trial: Trial, own: OwnTruth, dtype: str) -> Sequence[OperatorStep]:

@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from shardproof.harness.checking.checks import LAWS, Check, examine
-from shardproof.harness.checking.evidence import Evidence, Finding, merged_outcomes
+from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS, is_state, kind_of, step_of
 from shardproof.harness.checking.measures.measured import Measured, epsilon
 from shardproof.harness.checking.measures.tolerance import CONTROL_FACTOR
 from shardproof.harness.checking.measuring import MOVED
+from shardproof.harness.checking.records import Calls, Evidence, LowerPrecision, Run, Truth, merged_outcomes
 from shardproof.harness.errors import MachineError, ProgramError, RequestError
 from shardproof.harness.outcome.blocks import Block
 from shardproof.harness.outcome.merging import Outcomes
@@ -48,7 +49,7 @@ _USUAL = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stated:
+class DeclaredPrecision:
     """The lower precision that a subject states: its dtypes, and where it comes from."""
 
     dtypes: frozenset[str]
@@ -80,52 +81,55 @@ def wrong_of(findings: Mapping[str, Finding]) -> list[Measured]:
     return [measured for finding in findings.values() for measured in finding.wrong]
 
 
-def stated(trial: Trial, evidence: Evidence) -> Stated | None:
+def declared_precision(trial: Trial, calls: Calls) -> DeclaredPrecision | None:
     """The lower precision that the subject states for this case; None without one.
 
     Calls in a lower dtype are read from the ledger: nothing is sent so without a call of that dtype.
     """
     dtypes = lower_dtypes(trial.case, trial.subject)
     wire = dtypes.get("wire_dtype", "")
-    if wire and not any(event.dtype == wire and event.group_size > 1 for event in evidence.events):
+    if wire and not any(event.dtype == wire and event.group_size > 1 for event in calls.events):
         del dtypes["wire_dtype"]
     words = " and ".join(f"{name}={dtype}" for name, dtype in dtypes.items())
-    return Stated(dtypes=frozenset(dtypes.values()), origin=f"the subject states {words}") if dtypes else None
+    origin = f"the subject states {words}"
+    return DeclaredPrecision(dtypes=frozenset(dtypes.values()), origin=origin) if dtypes else None
 
 
-def as_stated(trial: Trial, found: Found, checks: Mapping[str, Check], precision: Stated) -> Found:
+def rejudge_declared(trial: Trial, found: Found, checks: Mapping[str, Check], precision: DeclaredPrecision) -> Found:
     """The findings, of tensors beyond the case's own limits by the effect of the precision that the subject states."""
     if not wrong_of(found[1]):
         return found
     seen, again = _by_effect(trial, found, checks, precision.dtypes)
     return seen, {
-        name: finding if finding is found[1][name] else _noted(finding, seen, precision.origin)
+        name: finding if finding is found[1][name] else _with_note(finding, seen.run, precision.origin)
         for name, finding in again.items()
     }
 
 
-def as_unseen(trial: Trial, found: Found, checks: Mapping[str, Check]) -> Found:
+def rejudge_unseen(trial: Trial, found: Found, checks: Mapping[str, Check]) -> Found:
     """The findings, where the truth computes out of torch's sight, by what rounding does to the ranks' own tensors.
 
     Control runs of such a truth do not round there: nothing shows how far rounding takes a right result but the ranks.
     """
     evidence, findings = found
     own = trial.reference.own
-    if evidence.dtype == "float64" or own is None or not own.unseen.get(trial.text) or not wrong_of(findings):
+    if evidence.run.dtype == "float64" or own is None or not own.unseen.get(trial.text) or not wrong_of(findings):
         return found
-    seen, again = _by_effect(trial, found, checks, {evidence.dtype})
+    seen, again = _by_effect(trial, found, checks, {evidence.run.dtype})
     words = "the truth computes outside of torch, so the ranks show how far rounding goes"
-    return seen, {name: one if one is findings[name] else _noted(one, seen, words) for name, one in again.items()}
+    return seen, {
+        name: one if one is findings[name] else _with_note(one, seen.run, words) for name, one in again.items()
+    }
 
 
-def as_found(trial: Trial, found: Found, checks: Mapping[str, Check]) -> Found:
+def rejudge_detected(trial: Trial, found: Found, checks: Mapping[str, Check]) -> Found:
     """The findings by the effect of the lower precision that the ranks compute with, where that may explain them."""
     evidence, findings = found
-    own_dtype, wrong = evidence.case.dtype, wrong_of(findings)
+    own_dtype, wrong = evidence.run.case.dtype, wrong_of(findings)
     largest = max((one.error for one in wrong if kind_of(one.name) not in MOVED), default=0.0)  # a step may be noise
     share = _USUAL if trial.verdict_alone else 1.0
     looked_for = {dtype for dtype in narrower(own_dtype) if largest <= share * _LARGEST[dtype]}
-    if not wrong or not looked_for or _stored_shorter(evidence, wrong, looked_for):
+    if not wrong or not looked_for or _stored_shorter(evidence.run, evidence.truth, wrong, looked_for):
         return found
     constants = not _same_constants(trial)
     islands = [one for one in _islands(trial, trial.case, constants) if one.dtype in looked_for]
@@ -137,7 +141,7 @@ def as_found(trial: Trial, found: Found, checks: Mapping[str, Check]) -> Found:
     words = f"the {own_dtype} case uses {lowest}"
     seen, again = _by_effect(trial, found, checks, {island.dtype for island in own or islands})
     if not own:
-        return (evidence if wrong_of(again) else replace(evidence, island=str(lowest))), findings
+        return (evidence if wrong_of(again) else evidence.with_found(low_precision_op=str(lowest))), findings
     changed = {}
     for name, finding in again.items():
         if finding is findings[name]:
@@ -146,7 +150,7 @@ def as_found(trial: Trial, found: Found, checks: Mapping[str, Check]) -> Found:
             rule = f"within the limits of {lowest}; no case on one rank shows whether the model has it too"
             changed[name] = Finding(verdict=UNKNOWN, message=f"{findings[name].message}, {rule}")
         else:
-            changed[name] = _noted(finding, seen, words)
+            changed[name] = _with_note(finding, seen.run, words)
     return seen, changed
 
 
@@ -158,47 +162,49 @@ def _by_effect(trial: Trial, found: Found, checks: Mapping[str, Check], dtypes: 
         for name, finding in findings.items()
         if finding.wrong and name in checks and (name in NUMERIC_KINDS or name in LAWS)
     }
-    beyond = frozenset(measured.name for name in again for measured in findings[name].wrong)
-    moved = [_effect(trial, evidence, beyond, frozenset(dtypes), 1 + run, 1.0) for run in range(MOVED_RUNS)]
-    more = [
-        _effect(trial, evidence, beyond, frozenset(dtypes), MOVED_RUNS + 1 + run, CONTROL_FACTOR)
-        for run in range(AMPLIFIED_RUNS)
-    ]
+    names = frozenset(measured.name for name in again for measured in findings[name].wrong)
+    effect = partial(_effect, trial, evidence.run, evidence.truth, names, frozenset(dtypes))
+    moved = [effect(1 + number, 1.0) for number in range(MOVED_RUNS)]
+    more = [effect(MOVED_RUNS + 1 + number, CONTROL_FACTOR) for number in range(AMPLIFIED_RUNS)]
+    controls = evidence.truth.controls
+    controls = replace(controls, runs=(*controls.runs, *moved), amplified=(*controls.amplified, *more))
     seen = replace(
         evidence,
-        controls=(*evidence.controls, *moved),
-        amplified=(*evidence.amplified, *more),
-        beyond=beyond,
-        lowest=max(dtypes, key=epsilon),
+        run=replace(evidence.run, lower=LowerPrecision(dtype=max(dtypes, key=epsilon), names=names)),
+        truth=replace(evidence.truth, controls=controls),
     )
     return seen, {**findings, **examine(seen, again)}
 
 
 def _effect(
-    trial: Trial, evidence: Evidence, names: frozenset[str], dtypes: frozenset[str], seed: int, factor: float
+    trial: Trial, run: Run, truth: Truth, names: frozenset[str], dtypes: frozenset[str], seed: int, factor: float
 ) -> dict[str, Tensor]:
     """These tensors of the truth, as far from it as the ranks' own are moved by rounding to these dtypes.
 
     Values that parameters had before are among them. A tensor is left out where this is not known. The program may not
     bear a dispatch mode, or the tensor is no full one then.
     """
-    watch = any(name in rank for rank in evidence.captured for name in names)
+    watch = any(name in rank for rank in run.captured for name in names)
     call = _Moved(trial.subject, dtypes, seed, factor)
     try:
         with trial.timed("again"):
-            run = trial.run(call, watch=watch)
+            moved = trial.run(call, watch=watch)
     except (ProgramError, MachineError):
         return {}
-    captured = tuple({name: rank[name] for name in rank if name in names} for rank in run.captured)
-    values = merged_outcomes(_agreed(run.outcomes), _agreed(captured), evidence.truth).tensors
-    own, truth = evidence.merged.tensors, evidence.truth
-    wanted = [name for name in values if name in truth and (name in names or kind_of(name) in MOVED)]
+    captured = tuple({name: rank[name] for name in rank if name in names} for rank in moved.captured)
+    values = merged_outcomes(
+        _with_equal_replicas(moved.outcomes), _with_equal_replicas(captured), truth.tensors
+    ).tensors
+    own, tensors = run.tensors, truth.tensors
+    wanted = [name for name in values if name in tensors and (name in names or kind_of(name) in MOVED)]
     return {
-        name: truth[name] + (values[name].to(truth[name]) - own[name].to(truth[name])) for name in wanted if name in own
+        name: tensors[name] + (values[name].to(tensors[name]) - own[name].to(tensors[name]))
+        for name in wanted
+        if name in own
     }
 
 
-def _agreed(outcomes: Outcomes) -> Outcomes:
+def _with_equal_replicas(outcomes: Outcomes) -> Outcomes:
     """The outcomes with what several ranks hold as the first of them has it: replicas are moved each by itself."""
     first: dict[tuple[object, ...], Block] = {}
     agreed = []
@@ -208,13 +214,13 @@ def _agreed(outcomes: Outcomes) -> Outcomes:
     return tuple(agreed)
 
 
-def _noted(finding: Finding, seen: Evidence, words: str) -> Finding:
+def _with_note(finding: Finding, run: Run, words: str) -> Finding:
     """The finding with what its limits do not show."""
-    note = Note(kind=NoteKind.LOWER_PRECISION, names=(seen.lowest,), reason=words)
+    note = Note(kind=NoteKind.LOWER_PRECISION, names=(run.lower.dtype,), reason=words)
     return replace(finding, notes=(*finding.notes, note))
 
 
-def _stored_shorter(evidence: Evidence, wrong: Sequence[Measured], dtypes: set[str]) -> bool:
+def _stored_shorter(run: Run, truth: Truth, wrong: Sequence[Measured], dtypes: set[str]) -> bool:
     """Whether the first step is right in the case's dtype, and a later state or a gradient was rounded when stored.
 
     Rounded to be sent counts too. Each of its numbers is one of such a dtype, and the truth's are not. No arithmetic of
@@ -225,15 +231,15 @@ def _stored_shorter(evidence: Evidence, wrong: Sequence[Measured], dtypes: set[s
     first = {one.name for one in wrong if in_first_step(one.name)} - states
     for dtype in dtypes:
         kept = states if dtype == "float32" else states | gradients
-        if first <= kept and any(_only_in(evidence, name, getattr(torch, dtype)) for name in kept):
+        if first <= kept and any(_only_in(run, truth, name, getattr(torch, dtype)) for name in kept):
             return True
     return False
 
 
-def _only_in(evidence: Evidence, name: str, short: torch.dtype) -> bool:
+def _only_in(run: Run, truth: Truth, name: str, short: torch.dtype) -> bool:
     """Whether each number of a tensor is one of this dtype, and those of the truth are not."""
-    own, truth = evidence.merged.tensors[name], evidence.truth.get(name)
-    return truth is not None and own.equal(own.to(short).to(own)) and not truth.equal(truth.to(short).to(truth))
+    own, true = run.tensors[name], truth.tensors.get(name)
+    return true is not None and own.equal(own.to(short).to(own)) and not true.equal(true.to(short).to(true))
 
 
 def in_first_step(name: str) -> bool:

@@ -1,7 +1,18 @@
-"""Limits of rounding: control runs, steps from the subject's own states, Adam's slack.
+"""The findings of a run: what first looks wrong is looked at again by all that is known of rounding, then judged.
 
-Each function adds to the evidence of a run what limits are made of (harness.checking.measures.tolerance); none
-of them judges.
+In float64 every tensor is first compared with training from the start, which rounding leaves alone (1e-13) unless
+training amplifies it. Where the first step agrees and a later one does not:
+
+1. Every step is compared with the dense model's step from the subject's own state before it, with what Adam may make
+   of gradients within rounding of zero. What is beyond that is wrong.
+2. When nothing is, training from the start still counts for every tensor for which it is well conditioned: control runs
+   of it allow no more than CONDITIONED. With Adam it never is: full steps are made out of rounding.
+
+In lower precision every step is compared from the subject's own state at once. No error that
+rounding may explain is called wrong before more control runs were made.
+
+Tensors beyond these limits are judged again where the case computes or sends in a lower precision
+(harness.running.trials.lower_precision).
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -9,13 +20,25 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from shardproof.harness.checking.evidence import Evidence
-from shardproof.harness.checking.measures.kinds import is_state, kind_of, step_of
+from shardproof.harness.checking.checks import LAWS, Check, examine
+from shardproof.harness.checking.finding import Finding
+from shardproof.harness.checking.measures.distance import distance
+from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS, is_state, kind_of, step_of
 from shardproof.harness.checking.measures.measured import Measured
-from shardproof.harness.checking.measures.tolerance import FLOAT64_CEILING, Controlled
+from shardproof.harness.checking.measures.tolerance import CONTROL_FACTOR, FLOAT64_CEILING, Controlled
 from shardproof.harness.checking.measuring import compared, movement, sizes_of
-from shardproof.harness.running.trials.reference import Function
-from shardproof.harness.running.trials.trial import Trial
+from shardproof.harness.checking.records import Evidence, Run, Truth
+from shardproof.harness.running.trials.law_runs import with_first_forward
+from shardproof.harness.running.trials.lower_precision import (
+    Found,
+    declared_precision,
+    in_first_step,
+    rejudge_declared,
+    rejudge_detected,
+    rejudge_unseen,
+    wrong_of,
+)
+from shardproof.harness.running.trials.trial import Function, Trial
 from shardproof.harness.running.truth.control_modes import AMPLIFIED
 from shardproof.harness.torch_internals.memory import give_back
 
@@ -31,35 +54,36 @@ _LARGE = 2**20
 """Elements of a tensor that is not kept of every control run."""
 
 
-def stepwise(trial: Trial, evidence: Evidence) -> Evidence:
-    """Evidence with every step of the truth begun at the subject's own state before it, where all were returned.
+def step_from_states(trial: Trial, run: Run, truth: Truth) -> Truth:
+    """The truth with every step begun at the subject's own state before it, where all were returned.
 
-    Adam's slack of rounding in one step is added too. Else the evidence stays. In lower precision with a first control
+    What Adam makes of rounding in one step is added too. Else the truth stays. In lower precision with a first control
     run too, one step at a time where the truth is.
     """
     names = trial.reference
-    if evidence.states is not None:
-        return evidence
-    states = _states(trial, evidence) if names.model else None
-    controls = (_stepped(trial, names.control, states),) if evidence.dtype != "float64" else ()
+    if truth.controls.states is not None:
+        return truth
+    states = _states(trial, run) if names.model else None
+    runs = (_stepped(trial, names.control, states),) if run.dtype != "float64" else ()
+    controls = replace(truth.controls, runs=runs, distances={})
     if states is None:
-        return replace(evidence, controls=controls, far={})
-    truth = trial.computed(names.truth, states=states) if states else trial.dense(names.truth)
-    known = {name: truth.get(name, tensor) for name, tensor in evidence.truth.items()}
-    stepped = replace(evidence, truth=known, controls=controls, far={}, states=states)
-    return replace(stepped, slack=_slack(trial, states, truth, controls))
+        return replace(truth, controls=controls)
+    stepped = trial.computed(names.truth, states=states) if states else trial.dense(names.truth)
+    known = {name: stepped.get(name, tensor) for name, tensor in truth.tensors.items()}
+    bound = _adam_bound(trial, states, stepped, runs)
+    return replace(truth, tensors=known, controls=replace(controls, states=states, adam_bound=bound))
 
 
-def _states(trial: Trial, evidence: Evidence) -> dict[str, Tensor] | None:
+def _states(trial: Trial, run: Run) -> dict[str, Tensor] | None:
     """The subject's states after all steps but the last, {} where there is one step; None when one is missing."""
     steps = trial.case.steps
     before = [n for n in trial.dense(trial.reference.truth) if is_state(n) and step_of(n) < steps - 1]
-    if steps > 1 and (not before or any(name not in evidence.merged.tensors for name in before)):
+    if steps > 1 and (not before or any(name not in run.tensors for name in before)):
         return None
-    return {name: evidence.merged.tensors[name] for name in before}
+    return {name: run.tensors[name] for name in before}
 
 
-def _slack(
+def _adam_bound(
     trial: Trial, states: Mapping[str, Tensor], truth: Mapping[str, Tensor], controls: Sequence[Mapping[str, Tensor]]
 ) -> Mapping[str, Tensor]:
     model = trial.reference.model
@@ -67,76 +91,81 @@ def _slack(
         return model.adam_slack(trial.case, states, truth, controls) if model else {}
 
 
-def doubtful(trial: Trial, evidence: Evidence, wrong: Collection[Measured]) -> bool:
+def may_be_rounding(trial: Trial, run: Run, wrong: Collection[Measured]) -> bool:
     """Whether rounding may explain something that is wrong, or all of it where only the verdict counts.
 
     In float64 only errors that are as small as noise can be.
     """
-    doubts = [evidence.dtype != "float64" or measured.error < FLOAT64_CEILING for measured in wrong]
+    doubts = [run.dtype != "float64" or measured.error < FLOAT64_CEILING for measured in wrong]
     return bool(doubts) and (all(doubts) if trial.verdict_alone else any(doubts))
 
 
-def controlled(trial: Trial, evidence: Evidence, wrong: Collection[Measured]) -> Evidence:
-    """Evidence with MORE_PARTS control runs more, for one may be lucky, and what a relu's kink may change.
+def add_controls(trial: Trial, run: Run, truth: Truth, wrong: Collection[Measured]) -> Truth:
+    """The truth with MORE_PARTS control runs more, for one may be lucky, and what a relu may flip.
 
     Of large tensors there are only as many as it takes until nothing of this is wrong: each costs as much as the ranks.
     Where something is still just beyond its limit, all of them may have been lucky, and there are FURTHER_PARTS. Then
     a choice may have fallen otherwise, so a truth of the subject's own is AMPLIFIED. Choices of our dense
-    model are bounded by kinks and slack.
+    model are bounded by what relu flips and Adam's bound.
     """
-    names, states, truth = trial.reference, evidence.states, evidence.truth
+    names, states, before = trial.reference, truth.controls.states, truth.tensors
     for parts in MORE_PARTS:
-        evidence = _with_control_run(trial, evidence, parts)
-        if evidence.far and _furthest(evidence, wrong) <= 1:
+        truth = _with_control_run(trial, run, truth, parts)
+        if truth.controls.distances and _find_furthest(run, truth, wrong) <= 1:
             break
     for parts in FURTHER_PARTS:
-        if not 1 < _furthest(evidence, wrong) <= NEAR:
+        if not 1 < _find_furthest(run, truth, wrong) <= NEAR:
             break
-        evidence = _with_control_run(trial, evidence, parts)
-    if names.own is not None and _furthest(evidence, wrong) > 1:
+        truth = _with_control_run(trial, run, truth, parts)
+    controls = truth.controls
+    if names.own is not None and _find_furthest(run, truth, wrong) > 1:
         runs = (trial.dense(names.control, part="control", parts=parts) for parts in AMPLIFIED)
-        evidence = replace(evidence, amplified=tuple(runs))
+        controls = replace(controls, amplified=tuple(runs))
     model = names.model
-    kinks = tuple(_stepped(trial, model.kinks, states, side=side) for side in (1, -1)) if model else ()
-    slack = {} if states is None else _slack(trial, states, {**trial.dense(names.truth), **truth}, evidence.controls)
-    return replace(evidence, kinks=kinks, slack=slack)
+    flips = tuple(_stepped(trial, model.kinks, states, side=side) for side in (1, -1)) if model else ()
+    every = {} if states is None else {**trial.dense(names.truth), **before}
+    bound = {} if states is None else _adam_bound(trial, states, every, controls.runs)
+    return replace(truth, controls=replace(controls, relu_flips=flips, adam_bound=bound))
 
 
-def _with_control_run(trial: Trial, evidence: Evidence, parts: int) -> Evidence:
-    give_back(evidence.truth.values())
-    controls = *evidence.controls, _stepped(trial, trial.reference.control, evidence.states, parts=parts)
-    return measured_apart(trial, replace(evidence, controls=controls))
+def _with_control_run(trial: Trial, run: Run, truth: Truth, parts: int) -> Truth:
+    give_back(truth.tensors.values())
+    another = _stepped(trial, trial.reference.control, truth.controls.states, parts=parts)
+    controls = replace(truth.controls, runs=(*truth.controls.runs, another))
+    return shed_large_controls(trial, run, replace(truth, controls=controls))
 
 
-def _furthest(evidence: Evidence, wrong: Collection[Measured]) -> float:
+def _find_furthest(run: Run, truth: Truth, wrong: Collection[Measured]) -> float:
     """The largest error of what was wrong, in units of what the control runs allow by now."""
     kinds = {kind_of(measured.name) for measured in wrong}
-    rms = sizes_of(evidence, [name for name in evidence.truth if kind_of(name) in kinds])
-    return max((compared(evidence, one.name, rms.get(kind_of(one.name), 0.0)).ratio for one in wrong), default=0.0)
+    rms = sizes_of(run, truth, [name for name in truth.tensors if kind_of(name) in kinds])
+    return max((compared(run, truth, one.name, rms.get(kind_of(one.name), 0.0)).ratio for one in wrong), default=0.0)
 
 
-def measured_apart(trial: Trial, evidence: Evidence) -> Evidence:
-    """Evidence without the large tensors of its control runs: of them only how far they are from the truth.
+def shed_large_controls(trial: Trial, run: Run, truth: Truth) -> Truth:
+    """The truth without the large tensors of its control runs: of them only how far they are from it.
 
     As it is where other groupings are held against control runs too.
     """
-    tensors = [pair for run in evidence.controls for pair in run.items() if kind_of(pair[0]) in _OF_PARAMETERS]
+    runs = truth.controls.runs
+    tensors = [pair for control in runs for pair in control.items() if kind_of(pair[0]) in _OF_PARAMETERS]
     names = {name for name, tensor in tensors if tensor.numel() > _LARGE and tensor.is_floating_point()}
     if not names or trial.reference.own:
-        return evidence
-    truth, far = evidence.truth, dict(evidence.far)
-    kinds = {} if far else sizes_of(evidence, [name for name in truth if kind_of(name) in _OF_PARAMETERS])
-    for name in names & truth.keys():
-        moved = movement(evidence, name)
-        true, runs = truth[name], [run[name] for run in evidence.controls if name in run]
+        return truth
+    distances = dict(truth.controls.distances)
+    parameters = [name for name in truth.tensors if kind_of(name) in _OF_PARAMETERS]
+    kinds = {} if distances else sizes_of(run, truth, parameters)
+    for name in names & truth.tensors.keys():
+        moved = movement(run, truth, name)
+        true, found = truth.tensors[name], [control[name] for control in runs if name in control]
         if moved is not None:
-            true, runs = moved.truth, list(moved.controls)
-        known = far.get(name) or Controlled.of(true, kinds.get(kind_of(name), 0.0))
-        far[name] = known.against(runs)
+            true, found = moved.truth, list(moved.controls)
+        known = distances.get(name) or Controlled.of(true, kinds.get(kind_of(name), 0.0))
+        distances[name] = known.against(found)
     for asked in [asked for asked in trial.known if asked[0] == trial.reference.control]:
         del trial.known[asked]
-    kept = tuple({name: run[name] for name in run if name not in names} for run in evidence.controls)
-    return replace(evidence, controls=kept, far=far)
+    kept = tuple({name: control[name] for name in control if name not in names} for control in runs)
+    return replace(truth, controls=replace(truth.controls, runs=kept, distances=distances))
 
 
 def control_run(trial: Trial) -> Mapping[str, Tensor]:
@@ -151,3 +180,73 @@ def _stepped(
     if states:
         return trial.computed(function, part="control", states=states, **words)
     return trial.dense(function, part="control", **words)
+
+
+Findings = dict[str, Finding]
+CONDITIONED = 1e-8
+"""Training from the start is well conditioned for a tensor for which control runs of it allow no more than this."""
+
+
+def recheck(trial: Trial, evidence: Evidence, checks: Mapping[str, Check], findings: Findings | None = None) -> Found:
+    """Findings of these checks, and the evidence with every control run that they came to need.
+
+    `findings`: of the evidence as it is, in float64.
+    """
+    precision = declared_precision(trial, evidence.run.calls)
+    found = rejudge_unseen(trial, _judge(trial, evidence, checks, findings), checks)
+    return (
+        rejudge_detected(trial, found, checks)
+        if precision is None
+        else rejudge_declared(trial, found, checks, precision)
+    )
+
+
+def _judge(trial: Trial, evidence: Evidence, checks: Mapping[str, Check], findings: Findings | None = None) -> Found:
+    run = evidence.run
+    if run.dtype != "float64":
+        truth = step_from_states(trial, run, evidence.truth)
+        evidence = replace(evidence, truth=with_first_forward(trial, truth) if "truth" in checks else truth)
+        findings = None
+    findings = findings or examine(evidence, checks)
+    wrong = wrong_of(findings)
+    if may_be_rounding(trial, run, wrong):
+        evidence = replace(evidence, truth=shed_large_controls(trial, run, evidence.truth))
+    truth = evidence.truth
+    if truth.controls.states is not None or not wrong or any(in_first_step(measured.name) for measured in wrong):
+        return _with_more_controls(trial, evidence, findings, checks)
+    stepped = replace(evidence, truth=step_from_states(trial, run, truth))
+    if stepped.truth.controls.states is None:
+        return _with_more_controls(trial, evidence, findings, checks)
+    one_step = _with_more_controls(trial, stepped, _judge_again(stepped, findings, checks), checks)
+    conditioned = (_is_conditioned(trial, truth, measured.name) for measured in wrong)
+    if wrong_of(one_step[1]) or stepped.truth.controls.adam_bound or not any(conditioned):
+        return one_step
+    from_start = _with_more_controls(trial, evidence, findings, checks)
+    return from_start if any(m.allowed <= CONDITIONED for m in wrong_of(from_start[1])) else one_step
+
+
+def _is_conditioned(trial: Trial, truth: Truth, name: str) -> bool:
+    """Whether the first control run of training from the start stays near enough for this tensor."""
+    control, true = control_run(trial), truth.tensors
+    return name in control and CONTROL_FACTOR * distance(control[name], true[name]).frobenius <= CONDITIONED
+
+
+def _with_more_controls(
+    trial: Trial, evidence: Evidence, findings: dict[str, Finding], checks: Mapping[str, Check]
+) -> Found:
+    """The findings with more control runs, where rounding may explain what is wrong."""
+    wrong = wrong_of(findings)
+    if not may_be_rounding(trial, evidence.run, wrong):
+        return evidence, findings
+    evidence = replace(evidence, truth=add_controls(trial, evidence.run, evidence.truth, wrong))
+    return evidence, _judge_again(evidence, findings, checks)
+
+
+def _judge_again(
+    evidence: Evidence, findings: Mapping[str, Finding], checks: Mapping[str, Check]
+) -> dict[str, Finding]:
+    """The findings with those that compare numbers made anew; of large tensors those that found something wrong."""
+    numbers = {name: checks[name] for name in findings if name in NUMERIC_KINDS or name in LAWS}
+    if evidence.truth.controls.distances:
+        numbers = {name: check for name, check in numbers.items() if findings[name].wrong}
+    return {**findings, **examine(evidence, numbers)}

@@ -1,50 +1,103 @@
-"""The recorded run of one case and its dense model, as evidence; the plain run is `repeating` beside this file.
+"""The records of one case: the recorded run, the plain run where it is needed, and the dense model; then its findings.
 
 The dense model is computed after the ranks' runs unless these need it: both at once in float64 could fill the memory.
+A statement of the subject that its own code fails to make is noted as a problem of the check that needs it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
-from shardproof.harness.checking.evidence import Evidence, merged_outcomes
+from shardproof.harness.checking.checks import CHECKS, Check, examine, needing
+from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.kinds import comparable, kind_of
+from shardproof.harness.checking.records import Calls, Claims, Evidence, Repeats, Run, Truth, merged_outcomes
+from shardproof.harness.checking.repeats import same_outcomes
 from shardproof.harness.errors import ShardproofError
 from shardproof.harness.outcome.merging import Merged, Outcomes, against, held_once
-from shardproof.harness.running.trials.repeating import with_repeat
-from shardproof.harness.running.trials.statements import asked, deviations_of, expectation_of, orders_of
+from shardproof.harness.protocols import Axes, TermLike
 from shardproof.harness.running.trials.trial import Trial
-from shardproof.harness.subject import deviating, left_out
+from shardproof.harness.subject import Unanswered, deviating, deviations, left_out, orders, stated
 from shardproof.harness.torch_internals.memory import give_back
 
 if TYPE_CHECKING:
     from shardproof.harness.checking.measures.stated_deviations import Deviations
 
+T = TypeVar("T")
+
+
+def expectation_of(trial: Trial) -> tuple[TermLike, ...] | None:
+    """The subject's closed form, None when it states none; a closed form that raises is noted as a problem."""
+    return ask_subject(trial, "expectation", lambda: stated(trial.case, trial.subject.call), None)
+
+
+def orders_of(trial: Trial) -> Axes:
+    """The subject's own rank orders, none when it states none; rank lists that are none are noted as a problem."""
+    return ask_subject(trial, "groups", lambda: orders(trial.case, trial.subject.call), {})
+
+
+def deviations_of(trial: Trial) -> Mapping[str, float]:
+    """Statements of the subject, or else the reference, about initial values."""
+    none: Mapping[str, float] = {}
+    own = ask_subject(trial, "initial_values", lambda: deviations(trial.case, trial.subject.call), none)
+    model = trial.reference.model
+    return own or (model.initial_deviations(trial.case) if model else {})
+
+
+def ask_subject(trial: Trial, check: str, ask: Callable[[], T], without: T) -> T:
+    """Statement of the subject about itself; `without`, and a problem of this check, when its own code fails."""
+    try:
+        return ask()
+    except Unanswered as problem:  # no verdict on the run, and it must not read as if nothing were stated
+        trial.problems[check] = str(problem)
+        return without
+
+
 GIVEN = "mask", "init"
 """Kinds of tensors (dropout masks, initial weights) that a truth may take from the ranks instead of drawing its own."""
 
 
-def recorded(trial: Trial, *, repeat: bool = False) -> Evidence:
-    """The evidence of one recorded run beside the dense model, of a plain one too with `repeat`; no control runs.
+def record_case(trial: Trial, *, repeat: bool = False, compare: bool = True) -> Evidence:
+    """The records of one recorded run beside the dense model, of a plain one too with `repeat`; no control runs.
 
-    `trial.reference` is the dense model: `own` where the subject brings one, else `model`, our decoder. Raises
-    RequestError when the dense model cannot be computed, and what the engine raises.
+    `trial.reference` is the dense model: `own` where the subject brings one, else `model`, our decoder. Without
+    `compare` it is not computed. Raises RequestError when the dense model cannot be computed, and what the engine
+    raises.
     """
+    if not compare:
+        return _with_repeats(trial, _record(trial, {}, (), compare=False), repeat)
     kinds = _kinds(trial)
     if kinds or trial.reference.own:  # the truth needs what ranks drew, or the subject has a truth of its own: first
-        evidence = _recorded(trial, {} if kinds else trial.true(), kinds)
-        return with_repeat(trial, evidence) if repeat else evidence
+        return _with_repeats(trial, _record(trial, {} if kinds else trial.true(), kinds), repeat)
     try:
-        evidence = _recorded(trial, {}, ())
-        evidence = with_repeat(trial, evidence) if repeat else evidence
+        evidence = _with_repeats(trial, _record(trial, {}, ()), repeat)
     except ShardproofError:
         trial.true()  # a case that the dense model refuses is refused, whatever its ranks do
         raise
     true = trial.true()
-    compared = comparable(true, evidence.outcomes)
-    return replace(evidence, merged=against(evidence.merged, true), truth=compared, initial=trial.initial(compared))
+    compared = comparable(true, evidence.run.outcomes)
+    run = replace(evidence.run, merged=against(evidence.run.merged, true))
+    return replace(evidence, run=run, truth=replace(evidence.truth, tensors=compared, initial=trial.initial(compared)))
+
+
+def repeat_plainly(trial: Trial, run: Run) -> Repeats:
+    """The outcome of a run in which nothing is recorded or captured, and of another one where its bits differ.
+
+    It must give the bits of the recorded run. It takes time, so it is made only when a check or a diagnosis needs it.
+    """
+    with trial.timed("plain"):
+        plain = trial.run(trial.subject.call, name=trial.subject.address)
+    if same_outcomes(run.outcomes, plain.outcomes):
+        return Repeats(runs=(run.outcomes,))  # rather than the same once more
+    with trial.timed("again"):  # tells a subject that is not deterministic from a recording that disturbs it
+        again = trial.run(trial.subject.call, name=trial.subject.address)
+    return Repeats(runs=(plain.outcomes, again.outcomes))
+
+
+def _with_repeats(trial: Trial, evidence: Evidence, repeat: bool) -> Evidence:
+    return replace(evidence, repeats=repeat_plainly(trial, evidence.run)) if repeat else evidence
 
 
 def _kinds(trial: Trial) -> tuple[str, ...]:
@@ -55,12 +108,12 @@ def _kinds(trial: Trial) -> tuple[str, ...]:
     return model.given_kinds(trial.case) if model else ()
 
 
-def _recorded(trial: Trial, truth: Mapping[str, Tensor], kinds: Sequence[str]) -> Evidence:
-    """The evidence of one recorded run beside this truth, or beside one that takes these kinds of tensors from it."""
-    case, own, torn = trial.case, trial.reference.own, False
+def _record(trial: Trial, truth: Mapping[str, Tensor], kinds: Sequence[str], *, compare: bool = True) -> Evidence:
+    """The records of one recorded run beside this truth, or beside one that takes these kinds of tensors from it."""
+    case, own, torn = trial.case, trial.reference.own if compare else None, False
+    axes, expectation = {**trial.case.axes, **orders_of(trial)}, expectation_of(trial)
     draws = own.draws.get(trial.text, ()) if own and not own.takes_given else ()
     masks: Outcomes = ()
-    deviates, expectation = _deviates(trial), expectation_of(trial)
     hides = any(getattr(term, "hidden", False) for term in expectation or ())
     how: dict[str, Any] = {"record": True, "watch": True, "overlap": hides}
     drawn, problem = None, ""
@@ -70,7 +123,7 @@ def _recorded(trial: Trial, truth: Mapping[str, Tensor], kinds: Sequence[str]) -
 
         with trial.timed("recorded"):
             run = trial.run(WithMasks(trial.subject), **how)
-        ranks = masks_of(case, {**case.axes, **orders_of(trial)}, draws, run.outcomes)
+        ranks = masks_of(case, axes, draws, run.outcomes)
         returned, masks, drawn, problem = ranks.outcomes, ranks.masks, ranks.draws, ranks.problem
         del ranks
     else:
@@ -81,43 +134,43 @@ def _recorded(trial: Trial, truth: Mapping[str, Tensor], kinds: Sequence[str]) -
         trial.problems["masks"], truth, torn = problem, {}, True
     elif kinds or draws:
         merged = merged_outcomes(returned, masks, {} if draws else truth)
-        truth, torn = _given(trial, kinds or GIVEN, merged)
+        truth, torn = _truth_from_ranks(trial, kinds or GIVEN, merged)
     if run.problem:
         trial.problems["activations"] = run.problem
-    captured = _captured(run.captured, masks, truth if own else None)
+    captured = _add_masks(run.captured, masks, truth if own else None)
     compared = comparable(truth, returned)
-    orders, model = orders_of(trial), trial.reference.model
-    declared: tuple[str, ...] = asked(trial, "coverage", lambda: left_out(trial.subject), ())
+    model = trial.reference.model
+    declared: tuple[str, ...] = ask_subject(trial, "coverage", lambda: left_out(trial.subject), ())
     merged = merged_outcomes(returned, captured, truth)
     outcomes, captured = held_once(returned, merged), held_once(captured, merged)
     run = replace(run, outcomes=(), captured=())
     del returned
     give_back(merged.tensors.values())
-    return Evidence(
+    calls = Calls(
         case=case,
-        outcomes=outcomes,
-        captured=captured,
-        merged=merged,
-        truth=compared,
-        initial=trial.initial(compared),
         events=run.events,
-        expectation=expectation,
         unwaited=run.unwaited,
-        spans=run.spans,
         saved_bytes=run.saved_bytes,
         hidden=run.hidden,
-        orders=orders,
-        unread=model.unread_rows(case) if model else (),
-        declared=declared,
-        given=tuple(trial.given),
-        deviations=deviations_of(trial) if any(kind_of(name) == "init" for name in merged.tensors) else {},
-        mask_draws=drawn,
-        torn=torn,
-        deviates=deviates,
+        spans=run.spans,
+    )
+    return Evidence(
+        run=Run(calls=calls, merged=merged, outcomes=outcomes, captured=captured, mask_draws=drawn),
+        truth=Truth(
+            tensors=compared,
+            initial=trial.initial(compared),
+            unread=model.unread_rows(case) if model and compare else (),
+            from_ranks=tuple(trial.given),
+            unmergeable=torn,
+            init_std=deviations_of(trial) if any(kind_of(name) == "init" for name in merged.tensors) else {},
+        ),
+        claims=Claims(
+            axes=axes, expectation=expectation, declared=declared, known_differences=_known_differences(trial)
+        ),
     )
 
 
-def _captured(captured: Outcomes, masks: Outcomes, own: Mapping[str, Tensor] | None) -> Outcomes:
+def _add_masks(captured: Outcomes, masks: Outcomes, own: Mapping[str, Tensor] | None) -> Outcomes:
     """The activations and the masks of every rank; a truth of the subject's `own` knows only those that it returns."""
     if own is not None:
         captured = tuple({name: rank[name] for name in rank if name in own} for rank in captured)
@@ -126,7 +179,7 @@ def _captured(captured: Outcomes, masks: Outcomes, own: Mapping[str, Tensor] | N
     return tuple({**a, **b} for a, b in zip(captured, masks, strict=True))
 
 
-def _deviates(trial: Trial) -> "Deviations | None":
+def _known_differences(trial: Trial) -> "Deviations | None":
     """How the subject states that tensors deviate from the truth."""
     stated = deviating(trial.case, trial.subject)
     if not stated:
@@ -139,7 +192,7 @@ def _deviates(trial: Trial) -> "Deviations | None":
     )
 
 
-def _given(trial: Trial, kinds: Sequence[str], merged: Merged) -> tuple[Mapping[str, Tensor], bool]:
+def _truth_from_ranks(trial: Trial, kinds: Sequence[str], merged: Merged) -> tuple[Mapping[str, Tensor], bool]:
     """The truth computed from what the ranks drew, and whether there is none because those tensors do not merge.
 
     The truth is then what did merge.
@@ -149,3 +202,23 @@ def _given(trial: Trial, kinds: Sequence[str], merged: Merged) -> tuple[Mapping[
     if any(kind_of(flaw.name) in kinds for flaw in merged.flaws):
         return dict(trial.given), True
     return {**trial.dense(trial.reference.truth), **trial.given}, False
+
+
+def judge_case(
+    trial: Trial, evidence: Evidence, checks: Mapping[str, Check] = CHECKS
+) -> tuple[Evidence, dict[str, Finding]]:
+    """Findings of these checks, and the evidence with the control runs that they needed.
+
+    Tensors that look wrong, or are in a lower precision, are compared again beside control runs of the dense model.
+    These show how far rounding alone takes a right result.
+    """
+    findings = None
+    if not needing(checks, Truth):
+        return evidence, examine(evidence, checks)
+    if evidence.truth.unmergeable or evidence.run.dtype == "float64":
+        findings = examine(evidence, checks)
+        if evidence.truth.unmergeable or not any(finding.wrong for finding in findings.values()):
+            return evidence, findings
+    from shardproof.harness.running.trials.rounding import recheck  # noqa: PLC0415
+
+    return recheck(trial, evidence, checks, findings)

@@ -16,7 +16,7 @@ from itertools import permutations
 import torch
 from torch import Tensor
 
-from shardproof.harness.checking.evidence import MaskDraws
+from shardproof.harness.checking.records import MaskDraws
 from shardproof.harness.mesh_axes import PIPELINE, SAME_SAMPLES, SLICES, place_of_rank
 from shardproof.harness.outcome.blocks import Block
 from shardproof.harness.protocols import Axes, CaseLike

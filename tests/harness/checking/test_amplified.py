@@ -19,7 +19,7 @@ from shardproof.harness.checking.measuring import compared
 from shardproof.harness.checking.numeric_checks import numeric
 from shardproof.harness.running.result import CaseResult
 from shardproof.harness.running.trials import rounding
-from shardproof.harness.running.trials.reference import Reference, decoder
+from shardproof.harness.running.trials.trial import Reference, decoder
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 from shardproof.parallel.subject import subject
 from shardproof.reference.case import Case
@@ -91,7 +91,7 @@ def test_what_an_optimizer_makes_of_gradients_leaps_where_these_do() -> None:
     def wrong(got: dict[str, torch.Tensor], control: float, norm: dict[str, torch.Tensor] | None = None) -> list[str]:
         case, controls = case_of("steps=6 micro=1 dtype=bfloat16"), (moments(control) | (norm or {}),)
         seen = evidence(got, truth=got | moments(1.0), controls=controls, case=case)
-        return [name for name in got if compared(seen, name, 1.0).wrong]
+        return [name for name in got if compared(seen.run, seen.truth, name, 1.0).wrong]
 
     assert wrong(moments(6.0), 1.0) == ["exp_avg_after/5/w", "exp_avg_sq_after/5/w"]
     assert not wrong(moments(6.0), 1.2), "rounding alone may change the gradient by half"
@@ -161,7 +161,9 @@ def test_the_side_of_an_element_within_rounding_of_zero_is_no_failure_and_a_fact
     assert result.verdict == (PASS if reference.model else FAIL)
     found, name = result.evidence, "grad/layers.1.mlp.w1.weight"
     assert found is not None
-    doubled = dataclasses.replace(found.merged, tensors={**found.merged.tensors, name: 2 * found.merged.tensors[name]})
-    gradients = numeric("parameter_gradients")(dataclasses.replace(found, merged=doubled))
+    merged = found.run.merged
+    doubled = dataclasses.replace(merged, tensors={**merged.tensors, name: 2 * merged.tensors[name]})
+    run = dataclasses.replace(found.run, merged=doubled)
+    gradients = numeric("parameter_gradients")(run, found.truth, found.claims)
     assert gradients is not None and gradients.verdict == FAIL
     assert name in gradients.names

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardproof.harness.checking.call_checks import groups, overlap
 from shardproof.harness.checking.checks import CHECKS, examine
-from shardproof.harness.checking.evidence import Finding
+from shardproof.harness.checking.finding import Finding
 from shardproof.harness.engines.engine import Engine
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.engines.threads.matcher import CollectiveMatcher
@@ -28,7 +28,7 @@ from shardproof.reference.case import Case
 from shardproof.reference.training import subject as dense
 from tests.harness.noted import reasons_of
 from tests.harness.proofs import verdict_of
-from tests.harness.toy_evidence import TERMS, events, evidence
+from tests.harness.toy_evidence import TERMS, answer_of, events, evidence
 from tests.harness.toy_subjects import Changed
 
 STRIDED = {"tp": ((0, 2), (1, 3)), "dp": ((0, 1), (2, 3))}
@@ -162,8 +162,8 @@ def test_as_many_calls_as_promised_must_be_hidden_on_every_rank() -> None:
     left_out = tuple(event for event in events() if event.region != "embedding")
     assert verdict(set(), events=left_out) == PASS  # a missing call is the ledger's
     # Nothing is asked without a promise or a measurement.
-    assert overlap(evidence(hidden=frozenset())) is None
-    assert overlap(evidence(expectation=tuple(replace(term, hidden=True) for term in TERMS))) is None
+    assert answer_of(overlap, evidence(hidden=frozenset())) is None
+    assert answer_of(overlap, evidence(expectation=tuple(replace(term, hidden=True) for term in TERMS))) is None
 
 
 def test_products_are_counted_on_the_ranks_thread_and_nothing_stays() -> None:

@@ -1,22 +1,31 @@
 """Every check passes on right evidence and fails on planted wrong evidence; broken checks are unknown, never a pass."""
 
+import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from shardproof.harness.checking.call_checks import split_share
-from shardproof.harness.checking.checks import CHECKS, examine
-from shardproof.harness.checking.evidence import Evidence, Finding
+from shardproof.harness.checking.checks import CHECKS, Check, examine, needing
+from shardproof.harness.checking.finding import Finding
+from shardproof.harness.checking.records import Calls, Claims, DryRun, Evidence, Regroupings, Repeats, Run, Truth
 from shardproof.harness.engines.engine import Unwaited
+from shardproof.harness.errors import RequestError
 from shardproof.harness.outcome.blocks import Block, localize
+from shardproof.harness.running.trials.trial import decoder
 from shardproof.harness.shard import Shard
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
+from tests import ROOT
 from tests.harness.noted import names_of, reasons_of
-from tests.harness.toy_evidence import case, events, evidence, named, outcome_of, planted, truth
+from tests.harness.proofs import proved
+from tests.harness.toy_evidence import but, case, events, evidence, named, outcome_of, planted, truth
 
+SUBJECT = "shardproof.parallel.subject:subject"
 W1, BIAS = "layers.0.mlp.w1.weight", "layers.0.mlp.w2.bias"
 
 
@@ -60,7 +69,7 @@ def test_a_name_that_the_truth_does_not_know_is_no_pass_and_the_nearest_one_is_t
     finding = examine(evidence(*(outcome_of(rank, slip) for rank in range(2))), COVERAGE)["coverage"]
     assert finding.verdict == UNKNOWN
     assert f"params/{BIAS} (param/{BIAS}?)" in finding.message and f"params/{BIAS}" in names_of(finding)
-    own = replace(evidence(), captured=(localize({"act/my_module": torch.ones(2)}),) * 2)
+    own = but(evidence(), captured=(localize({"act/my_module": torch.ones(2)}),) * 2)
     assert examine(own, COVERAGE)["coverage"].verdict == PASS, "a module of its own"
 
 
@@ -88,7 +97,8 @@ def test_runs_that_differ_without_recording_are_not_deterministic() -> None:
     third = [outcome_of(rank, {**truth(), "loss/0": truth()["loss/0"] + 2e-15}) for rank in range(2)]
     shaky = evidence(repeat=other)
     assert named(examine(shaky), FAIL) == {"determinism"}
-    shaky = replace(shaky, repeats=(*shaky.repeats, [localize(rank) for rank in third]))
+    assert shaky.repeats
+    shaky = but(shaky, repeats=Repeats(runs=(*shaky.repeats.runs, [localize(rank) for rank in third])))
     findings = examine(shaky)
     assert named(findings, FAIL) == {"determinism"}
     words = "loss/0 on rank 0 differs between two runs of the same case: in 1"
@@ -152,13 +162,73 @@ def test_works_that_nobody_waits_for_fail_and_waited_ones_pass() -> None:
 
 
 def test_an_exception_inside_a_check_is_unknown_with_its_text() -> None:
-    def broken(_: Evidence) -> Finding:
+    def broken(run: Run) -> Finding:
         raise ZeroDivisionError("no such thing")
 
     findings = examine(evidence(), {"broken": broken, "merge": CHECKS["merge"]})
     assert findings["broken"].verdict == UNKNOWN
     assert findings["broken"].message == "the check itself failed: ZeroDivisionError: no such thing"
     assert findings["merge"].verdict == PASS
+
+
+def test_a_check_reads_the_records_that_its_signature_names_and_is_not_run_without_one() -> None:
+    read = list[object]()
+
+    def ordered(claims: Claims, calls: Calls, truth: Truth | None = None) -> None:
+        read.extend((claims, calls, truth))
+
+    def regrouped(regroupings: Regroupings) -> Finding:
+        return Finding(verdict=FAIL, message=str(regroupings))
+
+    def mistyped(seen: Evidence) -> Finding:
+        return Finding(verdict=PASS, message=str(seen))
+
+    seen: Evidence = evidence()
+    checks: dict[str, Check] = {"ordered": ordered, "regrouped": regrouped, "mistyped": mistyped}
+    findings = examine(seen, checks)
+    assert read == [seen.claims, seen.run.calls, seen.truth]
+    assert named(findings, UNKNOWN) == {*findings} == {"mistyped"}
+    assert "seen of the check" in findings["mistyped"].message and "legal: Calls, Run, " in findings["mistyped"].message
+    examine(replace(seen, dry=DryRun(memory="")), checks)
+    assert read[3:] == [seen.claims, seen.run.calls, None], "a dry run has no truth"
+    of_calls = {name for name in CHECKS if name not in needing(CHECKS, Run, Truth)}
+    assert of_calls == {"ledger", "groups", "waits", "overlap"}
+    assert set(needing(CHECKS, Repeats)) == {"determinism", "recording"}
+
+
+def test_the_example_of_the_page_on_design_is_a_check() -> None:
+    page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    (code,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def shares" in block)
+    made = {**globals(), "Counter": Counter}
+    exec(code, made)  # noqa: S102  (a page of this project)
+    checks = {"shares": made["shares"]}
+    assert examine(evidence(), checks) == {}, "of two ranks one always sends half"
+    four = case("mode=tp tp=4 kv_heads=4 seq=16")
+    assert examine(evidence(case=four, events=events(world_size=4)), checks)["shares"].verdict == PASS
+    ledger = events(world_size=4)
+    more = [replace(call, wire_bytes=9 * call.wire_bytes) if call.rank == 1 else call for call in ledger]
+    found = examine(evidence(case=four, events=tuple(more)), checks)["shares"]
+    assert (found.verdict, found.ranks) == (FAIL, (1,))
+
+
+def test_the_dense_model_is_computed_only_where_a_check_needs_it_or_a_failure_is_explained() -> None:
+    """Its truth cannot be computed here, so every other case ends in an error."""
+
+    def refused(*_: Any, **__: Any) -> Mapping[str, Any]:
+        raise ValueError("no truth")
+
+    words = "mode=tp tp=2 layers=1 micro=1 steps=1"
+    prove = partial(proved, SUBJECT, reference=replace(decoder(), truth=refused))
+    ledger, loss = ({name: CHECKS[name]} for name in ("ledger", "forward"))
+    for dtype in ("float64", "float32"):
+        right = prove(case(f"{words} dtype={dtype}"), checks=ledger)
+        assert right.verdict == PASS and [*right.seconds] == ["recorded", "checks"]
+        with pytest.raises(RequestError, match="no truth"):
+            prove(case(f"{words} dtype={dtype}"), checks=loss)
+    wrong = {"ledger": CHECKS["ledger"], "never": lambda: Finding(verdict=FAIL, message="it never holds")}
+    assert prove(case(words), checks=wrong, explain=False).verdict == FAIL
+    with pytest.raises(RequestError, match="no truth"):
+        prove(case(words), checks=wrong)
 
 
 def test_captured_activations_are_checked_like_returned_ones() -> None:

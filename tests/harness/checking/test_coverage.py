@@ -12,8 +12,9 @@ from torch import Tensor
 
 from shardproof.harness.checking.checks import examine
 from shardproof.harness.checking.coverage import coverage
-from shardproof.harness.checking.evidence import Evidence, Finding
+from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.numeric_checks import numeric
+from shardproof.harness.checking.records import Evidence
 from shardproof.harness.diagnosing.diagnosis import explanation_of
 from shardproof.harness.errors import RequestError
 from shardproof.harness.ledger import NO_UPDATE
@@ -27,6 +28,7 @@ from shardproof.reference.training import subject as dense
 from shardproof.reports.stored.frames import load
 from shardproof.reports.stored.unchecked import unchecked_notes
 from tests.harness.noted import names_of
+from tests.harness.toy_evidence import case as toy_case
 from tests.harness.toy_evidence import drawn, evidence, outcome_of, planted, truth
 from tests.harness.toy_evidence import named as given_by
 from tests.harness.toy_subjects import LoopEngine, Stating
@@ -37,7 +39,8 @@ W1, W2, BIAS = (f"layers.0.mlp.{leaf}" for leaf in ("w1.weight", "w2.weight", "w
 def answer(*missing: str, declared: tuple[str, ...] = (), **more: torch.Tensor) -> Finding:
     """Coverage of a subject that returns all but these names."""
     values = {name: tensor for name, tensor in truth().items() if name not in missing} | more
-    return coverage(evidence(*(outcome_of(rank, values) for rank in range(2)), declared=declared))
+    seen = evidence(*(outcome_of(rank, values) for rank in range(2)), declared=declared)
+    return coverage(seen.run, seen.truth, seen.claims)
 
 
 def test_a_gap_in_a_kind_is_unknown_and_says_what_to_return_or_declare() -> None:
@@ -112,13 +115,13 @@ def gradients(names: list[str]) -> dict[str, Tensor]:
 
 def in_bfloat16(true: dict[str, Tensor], undecided: list[str], returned: dict[str, Tensor], **more: Any) -> Evidence:
     """Evidence of a case in bfloat16 in which a control run is far from the truth for these names."""
-    case = evidence().case.but(dtype="bfloat16")
+    case = toy_case().but(dtype="bfloat16")
     control = {name: -tensor if name in undecided else tensor for name, tensor in true.items()}
     return planted(returned, truth=true, case=case, controls=(control,), **more)
 
 
 def found_by(check: str, seen: Evidence) -> Finding:
-    found = numeric(check)(seen)
+    found = numeric(check)(seen.run, seen.truth, seen.claims)
     assert found is not None
     return found
 
@@ -151,7 +154,7 @@ def test_what_is_left_out_on_purpose_and_what_is_never_returned_counts_among_all
     seen = evidence(*(outcome_of(rank, returned) for rank in range(2)), declared=("grad/*.bias",))
     found = found_by("parameter_gradients", seen)
     assert found.decided == {"grad": (3, 4)}
-    assert coverage(seen).decided == {"logits": (0, 2), "act": (0, 5), "act_grad": (0, 5)}
+    assert coverage(seen.run, seen.truth, seen.claims).decided == {"logits": (0, 2), "act": (0, 5), "act_grad": (0, 5)}
     forward = found_by("forward", seen)
     assert (forward.verdict, forward.decided) == (PASS, {"loss": (2, 2)}), "none was returned"
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from shardproof.harness.checking.checks import examine
-from shardproof.harness.checking.evidence import Finding
+from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.laws import broken_laws
 from shardproof.harness.checking.ledger_checks import module_order
 from shardproof.harness.differences import but_for_bytes, differences
@@ -77,8 +77,9 @@ def test_an_expected_call_that_no_recorder_sees_is_unseen_and_never_missing() ->
     assert repr(RING).endswith('carrier="user_buffer")')
 
     # Modules stand in forward order, with and without a truth.
-    assert module_order(evidence())[: len(MODULES)] == MODULES
-    assert module_order(evidence(truth={"loss/0": evidence().truth["loss/0"]})) == ("embedding", "layers.0.mlp.w2")
+    right = evidence()
+    assert module_order(right.run.calls, right.claims, right.truth)[: len(MODULES)] == MODULES
+    assert module_order(right.run.calls, right.claims, None) == ("embedding", "layers.0.mlp.w2")
 
 
 def test_without_expectation_the_laws_are_checked_and_an_empty_one_is_one() -> None:

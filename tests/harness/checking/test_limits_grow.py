@@ -6,16 +6,17 @@ The grid of sizes that users train is run in the profile `deep`, its corners alw
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import cast
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shardproof.harness.checking.evidence import Evidence
 from shardproof.harness.checking.measures.measured import Measured, epsilon
 from shardproof.harness.checking.measuring import compared, error_of_sums, tokens_of
+from shardproof.harness.checking.records import Calls, Run, Truth
+from shardproof.harness.outcome.merging import Merged
 from shardproof.harness.running.truth.control_modes import partial_sums
 from shardproof.harness.verdicts.verdict import PASS
 from shardproof.reference.case import Case
@@ -72,21 +73,9 @@ def judged(kind: str, name: str, value: Tensor, truth: Tensor, dtype: str, token
     """The tensor by what is known without any control run."""
     name = f"{kind}/{name}"
     known = {name: truth, "tokens/0": torch.tensor(tokens)}
-    case, merged = SimpleNamespace(dtype=dtype, steps=1, micro=1), SimpleNamespace(tensors={name: value})
-    stated = {"dtype": dtype, "dtype_of": lambda _: dtype, "lower": None, "beyond": frozenset()}
-    bare = SimpleNamespace(
-        case=case,
-        merged=merged,
-        truth=known,
-        controls=(),
-        far={},
-        kinks=(),
-        slack={},
-        amplified=(),
-        initial={},
-        **stated,
-    )
-    return compared(cast(Evidence, bare), name, 0.0)
+    case: Any = SimpleNamespace(dtype=dtype, steps=1, micro=1)
+    run = Run(calls=Calls(case=case), merged=Merged(tensors={name: value}, flaws=()))
+    return compared(run, Truth(tensors=known), name, 0.0)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

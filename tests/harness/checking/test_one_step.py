@@ -13,28 +13,27 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardproof.harness.checking.evidence import Evidence
 from shardproof.harness.checking.measures.kinds import kind_of
 from shardproof.harness.checking.measures.many_tensors import kind_rms
 from shardproof.harness.checking.measures.measured import Measured
 from shardproof.harness.checking.measures.tolerance import FACTORS
 from shardproof.harness.checking.measuring import compared
+from shardproof.harness.checking.records import Run, Truth
 from shardproof.harness.diagnosing.causes.places import place_of
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.errors import RequestError
 from shardproof.harness.outcome.merging import Merged
-from shardproof.harness.running.judging import judged
 from shardproof.harness.running.result import CaseResult
 from shardproof.harness.running.trials import rounding
 from shardproof.harness.running.trials.rounding import (
     FURTHER_PARTS,
     MORE_PARTS,
     NEAR,
-    controlled,
-    measured_apart,
-    stepwise,
+    add_controls,
+    shed_large_controls,
+    step_from_states,
 )
-from shardproof.harness.running.trials.runs import recorded
+from shardproof.harness.running.trials.runs import judge_case, record_case
 from shardproof.harness.running.trials.trial import Trial
 from shardproof.harness.subject import named
 from shardproof.parallel.subject import subject
@@ -162,8 +161,8 @@ CASE = Case.parse(TINY + "mode=tp tp=2 dtype=float32 seq=8 micro=1 steps=1")
 NAME = "grad/layers.0.attention.wo.weight"
 
 
-def measured(evidence: Evidence, name: str = NAME) -> Measured:
-    return compared(evidence, name, kind_rms(evidence.truth).get(kind_of(name), 0.0))
+def measured(run: Run, truth: Truth, name: str = NAME) -> Measured:
+    return compared(run, truth, name, kind_rms(truth.tensors).get(kind_of(name), 0.0))
 
 
 def test_distances_of_large_tensors_allow_what_the_tensors_do_and_control_runs_are_as_many_as_it_takes(
@@ -171,18 +170,20 @@ def test_distances_of_large_tensors_allow_what_the_tensors_do_and_control_runs_a
 ) -> None:
     monkeypatch.setattr(rounding, "_LARGE", 16)
     trial = Trial(case=CASE, subject=named(subject), engine=engine)
-    whole = stepwise(trial, recorded(trial))
-    apart = measured_apart(trial, whole)
-    assert NAME in apart.far and NAME in whole.controls[0]
-    assert not any(name in run for run in apart.controls for name in apart.far)
-    assert all(measured(apart, name) == measured(whole, name) for name in apart.far)
+    seen = record_case(trial)
+    whole = step_from_states(trial, seen.run, seen.truth)
+    apart = shed_large_controls(trial, seen.run, whole)
+    distances = apart.controls.distances
+    assert NAME in distances and NAME in whole.controls.runs[0]
+    assert not any(name in control for control in apart.controls.runs for name in distances)
+    assert all(measured(seen.run, apart, name) == measured(seen.run, whole, name) for name in distances)
     every = len((*MORE_PARTS, *FURTHER_PARTS))
     for factor, near, runs in ((1.0, NEAR, 1), (2.0, NEAR, len(MORE_PARTS)), (2.0, 1e9, every)):
         monkeypatch.setattr(rounding, "NEAR", near)
-        tensors = {**apart.merged.tensors, NAME: factor * apart.merged.tensors[NAME]}
-        evidence = replace(apart, merged=replace(apart.merged, tensors=tensors))
-        found = controlled(trial, evidence, [measured(evidence)])
-        assert len(found.far[NAME].runs) == len(found.controls) == 1 + runs
+        tensors = {**seen.run.tensors, NAME: factor * seen.run.tensors[NAME]}
+        run = seen.run.with_tensors(tensors)
+        found = add_controls(trial, run, apart, [measured(run, apart)]).controls
+        assert len(found.distances[NAME].runs) == len(found.runs) == 1 + runs
 
 
 def test_control_runs_that_were_all_lucky_are_not_believed_at_once() -> None:
@@ -208,16 +209,17 @@ CASES = (
 def test_a_tensor_times_a_factor_fails_or_is_undecided(text: str, engine: InprocEngine) -> None:
     """On the evidence of our subject, with everything that the checks came to need."""
     trial = Trial(case=Case.parse(text), subject=named(subject), engine=engine)
-    evidence = judged(trial, recorded(trial))[0]
-    rms = kind_rms(evidence.truth)
+    evidence = judge_case(trial, record_case(trial))[0]
+    run, truth = evidence.run, evidence.truth
+    rms = kind_rms(truth.tensors)
     undecided = set()
-    for name in (name for name, tensor in evidence.truth.items() if tensor.is_floating_point()):
-        clean = compared(evidence, name, rms[kind_of(name)])
+    for name in (name for name, tensor in truth.tensors.items() if tensor.is_floating_point()):
+        clean = compared(run, truth, name, rms[kind_of(name)])
         assert clean.right, name
         if not clean.decidable:
             undecided.add(name)
         for factor in FACTORS if clean.decidable else ():
-            tensors = {**evidence.merged.tensors, name: evidence.merged.tensors[name] * factor}
-            wrong = replace(evidence, merged=Merged(tensors=tensors, flaws=()))
-            assert not compared(wrong, name, rms[kind_of(name)]).right, (name, factor)
-    assert len(undecided) <= 0.2 * len(evidence.truth), undecided
+            tensors = {**run.tensors, name: run.tensors[name] * factor}
+            wrong = replace(run, merged=Merged(tensors=tensors, flaws=()))
+            assert not compared(wrong, truth, name, rms[kind_of(name)]).right, (name, factor)
+    assert len(undecided) <= 0.2 * len(truth.tensors), undecided

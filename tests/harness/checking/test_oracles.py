@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 
 from shardproof.harness.checking.checks import CHECKS, examine
-from shardproof.harness.checking.evidence import Evidence, Finding
+from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.mask_checks import binomial, hypergeometric, masks
 from shardproof.harness.checking.measures.kinds import kind_of
+from shardproof.harness.checking.records import Evidence, Repeats
 from shardproof.harness.engines.engine import Unwaited
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.outcome.blocks import localize
 from shardproof.harness.running.proof import prove
-from shardproof.harness.running.trials.reference import decoder
+from shardproof.harness.running.trials.trial import decoder
 from shardproof.harness.shard import Shard
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 from shardproof.reference.case import Case
@@ -40,7 +41,8 @@ def _nudged(tensor: Tensor) -> Tensor:
 
 def repeated(*runs: dict[str, Tensor]) -> Evidence:
     seen = evidence()
-    return replace(seen, repeats=tuple([localize(outcome_of(rank, run)) for rank in range(2)] for run in runs))
+    outcomes = tuple([localize(outcome_of(rank, run)) for rank in range(2)] for run in runs)
+    return replace(seen, repeats=Repeats(runs=outcomes))
 
 
 def torn() -> Evidence:
@@ -165,9 +167,8 @@ def looked_at(*ranks: dict[str, Tensor], dim: int = 1, **changes: Any) -> Findin
             outcome[name] = Shard(mask, offsets, tuple(size))
         outcomes.append(outcome)
     names = tuple(ranks[0])
-    found = masks(evidence(*outcomes, **{"case": CASE, "truth": {}, "given": names, **changes}))
-    assert found is not None
-    return found
+    seen = evidence(*outcomes, **{"case": CASE, "truth": {}, "from_ranks": names, **changes})
+    return masks(seen.run, seen.truth, seen.claims)
 
 
 NAME, NEXT = "mask/0/embedding", "mask/1/embedding"
@@ -195,10 +196,10 @@ def test_a_mask_that_is_drawn_twice_or_by_two_stages_fails() -> None:
     assert (found.verdict, found.names, found.ranks) == (FAIL, (NEXT,), (1,))
     assert "a mask was drawn twice" in found.message
     stages = case("mode=tp tp=1 pp=2 layers=2 seq=16 dropout=0.25 random=stateful")
-    found = looked_at({NAME: drawn(1)}, {NEXT: drawn(1)}, case=stages, given=(NAME, NEXT))
+    found = looked_at({NAME: drawn(1)}, {NEXT: drawn(1)}, case=stages, from_ranks=(NAME, NEXT))
     assert (found.verdict, found.names, found.ranks) == (FAIL, (NEXT,), (0, 1))
     assert f"{NEXT} on rank 1 (draw 1) is that of {NAME} on rank 0 (draw 0)" in found.message
-    assert looked_at({NAME: drawn(1)}, {NEXT: drawn(2)}, case=stages, given=(NAME, NEXT)).verdict == PASS
+    assert looked_at({NAME: drawn(1)}, {NEXT: drawn(2)}, case=stages, from_ranks=(NAME, NEXT)).verdict == PASS
 
 
 OTHER_RATE = "elements on rank 0, and its rate of dropout is 0.25"
@@ -228,6 +229,6 @@ def test_masks_that_the_dense_model_knows_are_compared_bit_for_bit() -> None:
     whole = torch.cat([drawn(1), drawn(2)], 1)
     wrong = drawn(2)
     wrong[3, 7, 19] = ~wrong[3, 7, 19]
-    assert looked_at({NAME: drawn(1)}, {NAME: drawn(2)}, truth={NAME: whole}, given=()).verdict == PASS
-    found = looked_at({NAME: drawn(1)}, {NAME: wrong}, truth={NAME: whole}, given=())
+    assert looked_at({NAME: drawn(1)}, {NAME: drawn(2)}, truth={NAME: whole}, from_ranks=()).verdict == PASS
+    found = looked_at({NAME: drawn(1)}, {NAME: wrong}, truth={NAME: whole}, from_ranks=())
     assert (found.verdict, found.names) == (FAIL, (NAME,))

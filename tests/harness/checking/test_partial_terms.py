@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardproof.harness.checking.checks import CHECKS, examine
-from shardproof.harness.checking.evidence import Finding
+from shardproof.harness.checking.finding import Finding
 from shardproof.harness.differences import differences
 from shardproof.harness.ledger import Event
 from shardproof.harness.protocols import TermLike

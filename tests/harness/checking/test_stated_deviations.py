@@ -181,7 +181,8 @@ def test_a_rank_must_issue_what_its_coordinates_select() -> None:
     assert {len([e for e in result.events if e.rank == rank]) for rank in (0, 1, 2, 3)} == {2}
     assert result.evidence is not None
     for at, ranks in (({"dp": 0}, (0, 1)), ({}, (0, 1, 2, 3)), ({"dp": 2, "tp": 1}, (4,))):
-        found = examine(replace(result.evidence, expectation=tuple(terms(at))), OF_CALLS)["ledger"]
+        claims = replace(result.evidence.claims, expectation=tuple(terms(at)))
+        found = examine(replace(result.evidence, claims=claims), OF_CALLS)["ledger"]
         assert (found.verdict, found.ranks) == (FAIL, ranks)
 
 

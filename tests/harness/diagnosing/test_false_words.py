@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardproof.harness.checking.checks import examine
-from shardproof.harness.checking.evidence import Evidence
+from shardproof.harness.checking.records import Evidence
 from shardproof.harness.diagnosing.causes import ranking
 from shardproof.harness.diagnosing.causes.cause import Cause, claimed
 from shardproof.harness.diagnosing.causes.proofs import Explained, NotFinite, Rounded, times
@@ -165,7 +165,7 @@ def test_no_cause_contradicts_the_numbers_of_random_evidence(
 
 def contradicted(cause: Cause, found: Evidence, values: Values) -> None:
     """Asserts that this cause speaks of tensors of the evidence, and that they are as its words and predictions say."""
-    true = [t.double().flatten() for t in found.truth.values() if t.is_floating_point()]
+    true = [t.double().flatten() for t in found.truth.tensors.values() if t.is_floating_point()]
     for proof in cause.proof:
         if isinstance(proof, Explained):
             error, left = (float((proof.value.double() - t.double()).norm()) for t in (proof.truth, proof.guess))
@@ -180,7 +180,7 @@ def contradicted(cause: Cause, found: Evidence, values: Values) -> None:
         assert number != 1, cause.words
         spoken = values if factor[1] == "all are" else {found_first(cause, found): Tensor()}
         for name in spoken:
-            x, t = found.merged.tensors[name].double(), found.truth[name].double()
+            x, t = found.run.tensors[name].double(), found.truth.tensors[name].double()
             assert float((x - number * t).norm()) <= 0.1 * float((x - t).norm()), cause.words
         assert cause.id != "size_factor" or abs(number) in (0.25, 0.5, 2.0, 4.0), cause.words  # of tp=2 alone
 
@@ -189,7 +189,7 @@ def found_first(cause: Cause, found: Evidence) -> str:
     """The tensor that a cause of one tensor speaks of."""
     (proof,) = cause.proof
     assert isinstance(proof, Explained)
-    return next(name for name, tensor in found.merged.tensors.items() if torch.equal(tensor, proof.value))
+    return next(name for name, tensor in found.run.tensors.items() if torch.equal(tensor, proof.value))
 
 
 def test_the_property_fails_where_predictions_are_not_tested(monkeypatch: pytest.MonkeyPatch) -> None:

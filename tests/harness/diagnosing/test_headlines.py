@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from shardproof.harness.checking.checks import examine
+from shardproof.harness.checking.records import Repeats
 from shardproof.harness.diagnosing.diagnosis import explanation_of
 from shardproof.harness.shard import Shard
 from shardproof.reports.stored.failures import bugs
@@ -51,7 +52,7 @@ def test_replicas_that_rounding_sets_apart_do_not_explain_a_gross_error() -> Non
     assert gross[4].startswith("causes: it is 5 x the truth")
     assert drift[3].startswith("first:  loss in step 0: loss/0")
     assert drift[4].startswith("causes: every rank's is right but for its last bits")
-    alone = told_by(replace(planted(wrong), repeats=(seen.outcomes,)), "determinism")
+    alone = told_by(replace(planted(wrong), repeats=Repeats(runs=(seen.run.outcomes,))), "determinism")
     assert alone[4].startswith("causes: two runs of the same ranks") and "apart by" in alone[2]
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardproof.harness.checking.evidence import Evidence
+from shardproof.harness.checking.records import Evidence
 from tests.harness.toy_evidence import case, drawn, ids_of, planted, told_by, truth
 
 BIAS, NORM, TABLE = "grad/layers.0.mlp.w2.bias", "grad_norm/0", "init/embedding.tokens.weight"

@@ -1,7 +1,7 @@
 """The first place that went wrong, causes that a ledger shows, and causes of a wrong step of an optimizer."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardproof.harness.checking.checks import examine
-from shardproof.harness.checking.evidence import Evidence
+from shardproof.harness.checking.records import Evidence
 from shardproof.harness.diagnosing.diagnosis import diagnose
 from shardproof.harness.diagnosing.first_place import first_place
 from shardproof.harness.diagnosing.rank_causes import by_numbers
@@ -17,7 +17,19 @@ from shardproof.harness.ledger import Event
 from shardproof.harness.shard import Shard
 from shardproof.harness.verdicts.facts import First
 from shardproof.harness.verdicts.verdict import FAIL
-from tests.harness.toy_evidence import altered, case, drawn, events, evidence, ids_of, planted, told_by, truth, without
+from tests.harness.toy_evidence import (
+    altered,
+    but,
+    case,
+    drawn,
+    events,
+    evidence,
+    ids_of,
+    planted,
+    told_by,
+    truth,
+    without,
+)
 
 NAMES = ("layers.0.mlp.w1.weight", "layers.0.mlp.w2.bias")
 ADAM, SGD = "mode=tp tp=2 seq=16 optimizer=adamw lr=0.01", "mode=tp tp=2 seq=16 lr=0.1"
@@ -206,12 +218,12 @@ def test_the_earlier_of_tensor_and_event_is_the_first_place() -> None:
         return diagnose(seen, examine(seen), check).first
 
     grad, lost = planted({W1: truth()[W1] * 2}), without(events(), phase="backward", region="head")
-    both = replace(grad, events=lost)
+    both = but(grad, events=lost)
     assert first_of(grad, "parameter_gradients").region == "layers.0.mlp.w1"
     first = first_of(both, "parameter_gradients")  # a gradient may be wrong because of a call in backward
     assert (first.phase, first.region, first.name) == ("backward", "head", W1)
     act = planted({"act/head": truth()["act/head"] * 2})
-    first = first_of(replace(act, events=lost), "activations")  # what backward lacks did not make an activation wrong
+    first = first_of(but(act, events=lost), "activations")  # what backward lacks did not make an activation wrong
     assert (first.phase, first.region, first.name) == ("forward", "head", "act/head")
     assert first.event.startswith("missing event in backward of head")
 
@@ -243,6 +255,6 @@ def test_a_call_made_otherwise_has_a_cause(wrong: tuple[Event, ...], cause: str)
 def test_what_is_sent_in_a_shorter_dtype_is_told_by_its_call() -> None:
     """The ledger names the call that rounds; where numbers of that dtype entered arithmetic follows from it."""
     called = altered(events(), 0, dtype="float32", payload_bytes=192)
-    seen = planted({W1: truth()[W1] * 2}, events=called, island="float32, which enters at model.py:7")
+    seen = planted({W1: truth()[W1] * 2}, events=called, low_precision_op="float32, which enters at model.py:7")
     assert ids_of(seen) == ["wrong_call"]
-    assert ids_of(replace(seen, events=events())) == ["shorter_dtype"]
+    assert ids_of(but(seen, events=events())) == ["shorter_dtype"]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardproof.harness.checking.evidence import Evidence
+from shardproof.harness.checking.records import Evidence
 from shardproof.harness.diagnosing import rank_causes
 from shardproof.harness.diagnosing.causes.cause import Cause, claimed  # noqa: F401  (the example of a page uses it)
 from shardproof.harness.diagnosing.causes.hypothesis import Failure, Hypothesis, of_values
@@ -121,7 +121,7 @@ def test_odd_evidence_ends_in_no_cause_and_in_no_exception() -> None:
     clips = case("mode=tp tp=2 seq=16 micro=1 clip=0.5 steps=1")
     assert rank_causes.by_numbers(planted({norm: torch.tensor(1e200, dtype=torch.float64)}), [norm]) == []
     for slack in ({}, {parameter: torch.full((8, 6), 1.0).double()}):  # all of the update may be rounding
-        seen = planted({parameter: RIGHT[parameter] + drawn(8, 6)}, shares=start, slack=slack, case=clips)
+        seen = planted({parameter: RIGHT[parameter] + drawn(8, 6)}, shares=start, adam_bound=slack, case=clips)
         assert rank_causes.by_numbers(seen, [parameter]) == []
     without = {name: tensor for name, tensor in RIGHT.items() if name != W1}
     seen = planted({parameter: RIGHT[parameter] + drawn(8, 6)}, truth=without, shares=start)

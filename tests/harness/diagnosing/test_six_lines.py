@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shardproof.harness.checking.checks import examine
-from shardproof.harness.checking.evidence import Evidence
+from shardproof.harness.checking.records import Evidence
 from shardproof.harness.diagnosing.diagnosis import ended, explanation_of
 from shardproof.harness.diagnosing.explained import failed_run, repeat_command
 from shardproof.harness.errors import Desynchronised, Position, RankCrashed, RankDied, RankRaised, Stalled, TimeLimit

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardproof.harness.checking.evidence import Evidence
+from shardproof.harness.checking.records import Evidence
 from shardproof.harness.diagnosing.hypotheses.sums import from_shares
 from shardproof.harness.diagnosing.rank_causes import by_numbers
 from shardproof.harness.outcome.blocks import localize
 from shardproof.harness.outcome.merging import Outcomes
-from tests.harness.toy_evidence import case, drawn, evidence, outcome_of, planted, truth
+from tests.harness.toy_evidence import but, case, drawn, evidence, outcome_of, planted, truth
 
 W1, BIAS = "grad/layers.0.mlp.w1.weight", "grad/layers.0.mlp.w2.bias"
 TOKENS = torch.tensor([[3.0, 5.0], [4.0, 8.0]], dtype=torch.float64)
@@ -31,8 +31,9 @@ def counting(*weights: Tensor, shares: Tensor = SHARES[W1]) -> Evidence:
     true = {**truth(), W1: weighted(torch.ones(2, 2))}
     outcomes: Outcomes = [localize({W1: weighted(w)}) for w in by_rank]
     seen = evidence(case=case("mode=tp tp=2 dp=2 seq=16"), truth=true)
-    merged = {W1: weighted(by_rank[0])} if len(weights) == 1 else {}
-    return replace(seen, outcomes=outcomes, shares={**SHARES, W1: shares}, merged=replace(seen.merged, tensors=merged))
+    tensors = {W1: weighted(by_rank[0])} if len(weights) == 1 else {}
+    merged = replace(seen.run.merged, tensors=tensors)
+    return but(seen, outcomes=outcomes, shares={**SHARES, W1: shares}, merged=merged)
 
 
 LOCAL = TOKENS.sum() / TOKENS.sum(1)
@@ -60,10 +61,10 @@ def test_what_a_gradient_counts_otherwise_is_told(seen: Evidence, cause: str, wo
 def test_what_is_no_sum_of_shares_tells_nothing() -> None:
     assert from_shares(counting(torch.ones(2, 2), torch.full((2, 2), 1 + 2.0**-40)), [W1]) == []  # rounding
     seen = counting(torch.tensor([[0.25, 0.5], [0.25, 0.5]]))
-    halved = replace(seen, shares={**SHARES, "tokens": torch.tensor([[6.0, 3.0], [6.0, 3.0]])})
+    halved = but(seen, shares={**SHARES, "tokens": torch.tensor([[6.0, 3.0], [6.0, 3.0]])})
     assert [told.id for told in from_shares(halved, [W1])] == ["unequal_shares"]  # equal products are no division
     assert from_shares(counting(torch.full((2, 2), 0.5)), [W1]) == []  # a factor, which is another pattern's
-    assert from_shares(replace(counting(torch.ones(2, 2)), shares={}), [W1]) == []
+    assert from_shares(but(counting(torch.ones(2, 2)), shares={}), [W1]) == []
 
 
 def test_equal_weights_win_where_micro_batches_repeat_each_other() -> None:
@@ -77,10 +78,10 @@ def test_equal_weights_win_where_micro_batches_repeat_each_other() -> None:
 def test_a_part_that_was_not_summed_is_told() -> None:
     """Rows that hold the second data rank's own sum, as after a copy that was left out."""
     found = counting(torch.ones(2, 2))
-    true, own = found.truth[W1], SHARES[W1][1].sum(0)
+    true, own = found.truth.tensors[W1], SHARES[W1][1].sum(0)
 
     def told(value: Tensor) -> list[tuple[str, str]]:
-        torn = replace(found, merged=replace(found.merged, tensors={W1: value}))
+        torn = but(found, merged=replace(found.run.merged, tensors={W1: value}))
         return [(cause.id, cause.words.partition(",")[0]) for cause in from_shares(torn, [W1])]
 
     ((known, words),) = told(torch.cat([true[:5], own[5:]]))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardproof.harness.checking.evidence import Evidence
+from shardproof.harness.checking.records import Evidence
 from shardproof.harness.diagnosing.causes.cause import Cause, claimed
 from shardproof.harness.diagnosing.causes.proofs import Explained
 from shardproof.harness.diagnosing.causes.ranking import within_limits
@@ -21,7 +21,19 @@ from shardproof.harness.engines.engine import Unwaited
 from shardproof.harness.outcome.blocks import blocks, localize
 from shardproof.harness.protocols import Axes
 from shardproof.harness.shard import Shard
-from tests.harness.toy_evidence import TERMS, a_term, case, drawn, events, evidence, ids_of, outcome_of, planted, truth
+from tests.harness.toy_evidence import (
+    TERMS,
+    a_term,
+    but,
+    case,
+    drawn,
+    events,
+    evidence,
+    ids_of,
+    outcome_of,
+    planted,
+    truth,
+)
 
 LINEAR, TABLE = "act/layers.0.mlp.w2", "act/embedding"
 OUTER, INNER = "act/layers.0.mlp", "act/layers.0.mlp.w1"
@@ -58,15 +70,20 @@ def parts_of(name: str, full: Tensor, starts: tuple[int, ...], places: tuple[int
         size = min(starts[1], full.shape[1] - start)
         local = torch.nn.functional.pad(full, (0, size))[:, place : place + size]
         outcomes.append(localize({name: Shard(local, (0, start), tuple(full.shape))}))
-    return replace(seen_with({}), outcomes=outcomes, truth={name: full})
+    return but(seen_with({}), outcomes=outcomes, tensors={name: full})
 
 
 def test_a_part_that_holds_another_place_is_told_also_when_parts_are_unequal() -> None:
     full = drawn(4, 7)
-    (cause,) = from_regions(parts_of("grad/x", full, (0, 4), (0, 0)), "grad/x")
+
+    def found(places: tuple[int, int]) -> list[Cause]:
+        seen = parts_of("grad/x", full, (0, 4), places)
+        return from_regions(seen.run, seen.truth, "grad/x")
+
+    (cause,) = found((0, 0))
     assert cause.id == "other_part" and "rank 1 holds what lies at 0, where 4 is meant" in cause.words
-    assert from_regions(parts_of("grad/x", full, (0, 4), (0, 4)), "grad/x") == []
-    assert from_regions(parts_of("grad/x", full, (0, 4), (0, 1)), "grad/x") == []  # no part begins there
+    assert found((0, 4)) == []
+    assert found((0, 1)) == []  # no part begins there
 
 
 def test_calls_too_many_that_nobody_waits_for_are_told_as_calls_too_many() -> None:
@@ -154,8 +171,8 @@ def test_tensors_behind_the_first_one_need_not_be_as_near() -> None:
         table = {OF_W2: 2 * truth()[OF_W2] + first, W1: 2 * truth()[W1] + second}
         proof = (Explained(value=table[n], truth=truth()[n], guess=2 * truth()[n], names=(n,)) for n in (OF_W2, W1))
         causes, found = claimed("size_factor", "both are 2 x the truth", *proof), seen_with(table)
-        merged = replace(found.merged, tensors={**found.merged.tensors, **table})
-        assert [cause.id for cause in within_limits(replace(found, merged=merged), causes)] == told
+        merged = replace(found.run.merged, tensors={**found.run.tensors, **table})
+        assert [cause.id for cause in within_limits(but(found, merged=merged), causes)] == told
 
 
 def test_an_element_is_measured_by_its_own_predicted_size() -> None:
@@ -168,7 +185,7 @@ def test_an_element_is_measured_by_its_own_predicted_size() -> None:
     short = {n: t.bfloat16() if t.is_floating_point() else t for n, t in {**known, name: value}.items()}
     text = case("mode=tp tp=2 seq=16 dtype=bfloat16")
     found = planted(short, truth=known, case=text)
-    proof = Explained(value=found.merged.tensors[name], truth=true, guess=guess)
+    proof = Explained(value=found.run.tensors[name], truth=true, guess=guess)
     assert within_limits(found, claimed("other_part", "it is shifted", proof))
 
 

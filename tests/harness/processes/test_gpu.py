@@ -119,7 +119,7 @@ def test_every_witness_sees_what_the_recorder_saw_on_nccl(tool: str, tmp_path: P
     with PoolEngine() as pool:
         result = prove(case, NAME, pool, device="cuda")
     assert result.evidence is not None
-    said = told.judged(case, result.evidence.events, None)
+    said = told.judged(case, result.events, None)
     assert said.verdict.verdict == "pass", said.verdict.message
 
 

@@ -13,7 +13,7 @@ from shardproof.harness.verdicts.verdict import PASS
 from shardproof.reference.case import Case
 from tests.harness.noted import reasons_of
 from tests.harness.recording.toy_calls import recorded
-from tests.harness.toy_evidence import evidence
+from tests.harness.toy_evidence import answer_of, evidence
 
 STEPS, MICRO, LR = 3, 2, 0.1
 DATA, REDUCED = ("broadcast", "data"), ("all_reduce", "grad_sync")
@@ -129,7 +129,7 @@ def test_micro_batches_without_any_update_are_one_step_and_a_note_says_so() -> N
     events = recorded(loop(nothing))
     assert {e.step for e in events} == {0}
     assert all(NO_UPDATE in e.doubts for e in events)
-    found = ledger(evidence(case=Case.parse("mode=tp tp=2 steps=3"), events=events, expectation=None))
+    found = answer_of(ledger, evidence(case=Case.parse("mode=tp tp=2 steps=3"), events=events, expectation=None))
     assert found is not None
     assert (found.verdict, NO_UPDATE in reasons_of(found)) == (PASS, True)
 

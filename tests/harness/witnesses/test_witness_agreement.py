@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shardproof.harness.checking.evidence import Finding
+from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.witness_checks import CHECK, finding
 from shardproof.harness.diagnosing.witness_lines import diagnosed, failed_witnesses
 from shardproof.harness.ledger import Event

@@ -80,7 +80,7 @@ def test_a_skipped_step_changes_nothing_on_any_rank(prover: Prover) -> None:
     """At 2**32 every step overflows: parameters stay bit for bit, two skips use up patience, the third halves."""
     result = proved(prover, f"{SIZES} mode=tp-sp tp=3 dp=2 {ONE_LAYER} zero=1 scaler=dynamic")
     assert result.evidence is not None
-    merged = result.evidence.merged.tensors
+    merged = result.evidence.run.tensors
     assert [merged[f"skipped/{step}"].item() for step in range(3)] == [1, 1, 1]
     assert [merged[f"loss_scale/{step}"].item() for step in range(3)] == [2.0**32, 2.0**32, 2.0**31]
     for name in shapes(result.case if isinstance(result.case, Case) else Case()):

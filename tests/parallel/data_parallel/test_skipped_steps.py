@@ -33,7 +33,7 @@ BEHIND_SKIPS = (
 def test_a_step_is_skipped_where_rounding_has_no_say(prover: Prover, words: str, skipped: list[int]) -> None:
     result = proved(prover, words)
     assert result.evidence is not None
-    assert [result.evidence.merged.tensors[f"skipped/{step}"].item() for step in range(3)] == skipped
+    assert [result.evidence.run.tensors[f"skipped/{step}"].item() for step in range(3)] == skipped
 
 
 @pytest.mark.parametrize("bug", of_file("tests/loss_scales"), ids=lambda bug: bug.name)

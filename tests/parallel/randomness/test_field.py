@@ -16,7 +16,7 @@ from shardproof.parallel.randomness.streams import CONTEXT_STRIDE, EXPERT, MODEL
 from shardproof.reference.case import Case
 from shardproof.reference.model.field import philox4x32
 from shardproof.reference.model.parameters import drawn as drawn_of
-from tests.harness.toy_evidence import evidence
+from tests.harness.toy_evidence import answer_of, evidence
 from tests.parallel.case_tables import TABLES
 
 KNOWN = (
@@ -156,7 +156,7 @@ def test_equal_shards_and_wrong_deviations_are_named() -> None:
     def found(*parts: torch.Tensor, right: float = 0.02) -> tuple[str, str]:
         rows = sum(len(part) for part in parts)
         ranks = [{"init/w": Shard(part, (40 * rank, 0), (rows, 30))} for rank, part in enumerate(parts)]
-        finding = initial_values(evidence(*ranks, truth={}, given=("init/w",), deviations={"w": right}))
+        finding = answer_of(initial_values, evidence(*ranks, truth={}, from_ranks=("init/w",), init_std={"w": right}))
         return finding.verdict, finding.message
 
     assert found(one, other)[0] == PASS
@@ -166,4 +166,5 @@ def test_equal_shards_and_wrong_deviations_are_named() -> None:
     assert verdict == FAIL and message.endswith("which must be 0.03")
     assert found(one, other, right=0.0)[1].endswith("and begins as a constant")
     shared = [{"init/w": Shard(part, (0, 0), (40, 30))} for part in (one[:20], one)]  # a head that two ranks hold
-    assert initial_values(evidence(*shared, truth={}, given=("init/w",), deviations={"w": 0.02})).verdict == PASS
+    seen = evidence(*shared, truth={}, from_ranks=("init/w",), init_std={"w": 0.02})
+    assert answer_of(initial_values, seen).verdict == PASS

@@ -182,7 +182,9 @@ HARM: dict[str, Callable[[bytes], bytes]] = {
     "ragged": lambda data: data + b"x," * 40 + b"\n",
     "not json": lambda data: b"not json\n" + data,
     "a list": lambda data: b"[1]\n",
-    "a worst that is none": lambda data: b'{"case": "mode=tp", "check": "forward", "verdict": "pass", "statement": "", "worst": [1]}\n',
+    "a worst that is none": lambda data: (
+        b'{"case": "mode=tp", "check": "forward", "verdict": "pass", "statement": "", "worst": [1]}\n'
+    ),
 }
 HARMED = {
     "ledger.csv": ("junk", "other columns", "words for numbers", "ragged"),

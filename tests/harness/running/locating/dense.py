@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardproof.harness.running.trials.reference import Reference
+from shardproof.harness.running.trials.trial import Reference
 from shardproof.reference.case import Case
 
 

@@ -18,7 +18,7 @@ from shardproof.harness.diagnosing.diagnosis import Diagnosis
 from shardproof.harness.engines.engine import Engine
 from shardproof.harness.running.proof import prove
 from shardproof.harness.running.result import CaseResult
-from shardproof.harness.running.trials.reference import decoder
+from shardproof.harness.running.trials.trial import decoder
 from shardproof.reference.case import Case
 from tests.harness.running.locating.dense import REFERENCE
 

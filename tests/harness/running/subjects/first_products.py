@@ -123,9 +123,9 @@ def digest_of(result: CaseResult) -> str:
 def _parts(result: CaseResult) -> Iterator[bytes]:
     assert result.evidence is not None, result.verdicts
     outcomes: list[Mapping[str, Any]] = [
-        *result.evidence.outcomes,
-        result.evidence.truth,
-        result.evidence.merged.tensors,
+        *result.evidence.run.outcomes,
+        result.evidence.truth.tensors,
+        result.evidence.run.tensors,
     ]
     for outcome in outcomes:
         for name, value in sorted(outcome.items()):

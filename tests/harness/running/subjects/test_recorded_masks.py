@@ -29,8 +29,8 @@ def message(result: Any, check: str) -> str:
 def test_numbers_are_the_truths_with_the_masks_of_the_ranks(case: str, truth: str) -> None:
     result = proved("shardproof.suites.subjects.dropout:subject", case, truth=truth)
     assert failed(result) == set()
-    assert result.evidence is not None and result.evidence.mask_draws is not None
-    assert len(result.evidence.given) == 2 * 3 * result.case.axis_sizes["dp"] * 2  # type: ignore[attr-defined]
+    assert result.evidence is not None and result.evidence.run.mask_draws is not None
+    assert len(result.evidence.truth.from_ranks) == 2 * 3 * result.case.axis_sizes["dp"] * 2  # type: ignore[attr-defined]
     assert "the dense model was given them" in message(result, "masks")
 
 
@@ -121,7 +121,7 @@ class Wrapped:
 def test_unmodified_data_parallel_programs(wrap: Any) -> None:
     result = proved(Wrapped(wrap), "dp=3")
     assert failed(result) == set()
-    assert result.evidence is not None and len(result.evidence.given) == 3 * 2 * 3
+    assert result.evidence is not None and len(result.evidence.truth.from_ranks) == 3 * 2 * 3
 
 
 class OfDTensors:

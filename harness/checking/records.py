@@ -1,0 +1,323 @@
+"""The records of a case, by how long they live: what the ranks left, what is true, what is claimed, what was searched.
+
+    Calls         what the recorder saw of the ranks: the ledger, waits, bytes; a dry run has it too
+    Run           what the ranks left: their calls, and every tensor that they returned or that was captured
+    Repeats       what they returned in runs that nothing recorded
+    Truth         the tensors of the dense model, and how far rounding takes a right result from them
+    Claims        what the subject states of the case
+    Regroupings   the same global batch in other groupings
+    DryRun        what only a run without numbers can say
+    Search        what was looked for behind a failure; no check reads it
+
+A check names in its signature those that it reads, and `checks.examine` hands them over. `Evidence` is all of them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from shardproof.harness.checking.finding import Finding
+from shardproof.harness.checking.measures.measured import Measured
+from shardproof.harness.engines.engine import Unwaited
+from shardproof.harness.ledger import Event
+from shardproof.harness.outcome.merging import Flaw, Merged, Outcomes, against, merge
+from shardproof.harness.protocols import Axes, CaseLike, TermLike
+from shardproof.harness.verdicts.facts import Note
+
+if TYPE_CHECKING:
+    from shardproof.harness.checking.measures.stated_deviations import Deviations
+    from shardproof.harness.checking.measures.tolerance import Controlled
+    from shardproof.harness.recording.spans import RankSpan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calls:
+    """What the recorder saw of the ranks of a case.
+
+    events       the ledger, all ranks
+    unwaited     asynchronous calls that were never waited for
+    saved_bytes  by rank, the most that autograd held for backward; empty when not measured
+    hidden       (rank, call index) of calls that were waited for only after a product; None when not measured
+    spans        when the ranks of a pipeline computed; empty where ranks took turns
+    ran          the ranks that were run, in the order of `saved_bytes`; empty when it was all of them
+    """
+
+    case: CaseLike
+    events: tuple[Event, ...] = ()
+    unwaited: tuple[Unwaited, ...] = ()
+    saved_bytes: tuple[int, ...] = ()
+    hidden: frozenset[tuple[int, int]] | None = None
+    spans: "tuple[RankSpan, ...]" = ()
+    ran: tuple[int, ...] = ()
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that were run."""
+        return self.ran or tuple(range(self.case.world_size))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskDraws:
+    """Masks of dropout that were recorded as torch drew them: rates by name.
+
+    `anew` are those drawn in backward, as the user's line and the rank: recomputation that does not repeat its forward.
+    """
+
+    rates: Mapping[str, float]
+    anew: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowerPrecision:
+    """The lowest dtype below the case's own that the ranks compute or send in, "" where nothing is judged by it.
+
+    `names` are the tensors that are judged by it: its rounding is in them.
+    """
+
+    dtype: str = ""
+    names: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What the ranks left in the recorded run.
+
+    outcomes    by rank, what the subject returned
+    captured    by rank, activations, their gradients and dropout masks captured from outside; empty when none were
+    merged      the full tensors and flaws of both, held against the truth's shapes
+    mask_draws  what is known of masks that were recorded; None where the subject returned them, or there are none
+    lower       the lower precision that was found in these tensors
+    returned    every name that any rank returned or from which it was captured; follows from the above
+    """
+
+    calls: Calls
+    merged: Merged
+    outcomes: Outcomes = ()
+    captured: Outcomes = ()
+    mask_draws: MaskDraws | None = None
+    lower: LowerPrecision = LowerPrecision()
+    returned: frozenset[str] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "returned", frozenset().union(*self.outcomes, *self.captured))
+
+    @property
+    def case(self) -> CaseLike:
+        """The case that was run."""
+        return self.calls.case
+
+    @property
+    def dtype(self) -> str:
+        """The case's dtype."""
+        return self.calls.case.dtype
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The full tensors by name."""
+        return self.merged.tensors
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> "Run":
+        """The same run with these full tensors."""
+        return replace(self, merged=replace(self.merged, tensors=tensors))
+
+    @property
+    def full_outcomes(self) -> Outcomes:
+        """By rank, what was returned and what was captured beside it."""
+        outside = self.captured or [{}] * len(self.outcomes)
+        return tuple({**a, **b} for a, b in zip(outside, self.outcomes, strict=True))
+
+    def dtype_of(self, name: str) -> str:
+        """The lowest dtype whose rounding is in this tensor, as far as that was looked for."""
+        return self.lower.dtype if self.lower.dtype and name in self.lower.names else self.dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repeats:
+    """Outcomes of further runs of the case that nothing recorded."""
+
+    runs: tuple[Outcomes, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Controls:
+    """How far rounding alone takes a right result from the truth, as runs of the dense model show it.
+
+    runs        tensors of control runs in the run dtype; for float64 only where an error is beyond the limit
+    amplified   the same with CONTROL_FACTOR times as much rounding; empty until an error needs them
+    distances   name -> how far control runs are from the truth, of tensors so large that they are not kept
+    adam_bound  name -> how far every element may be off because Adam follows rounding; empty for other optimizers
+    relu_flips  name -> what a relu within rounding of zero may change; empty until an error needs it
+    states      the subject's own states from which the steps of truth and controls began, by name; None when every
+                step of theirs began where their own last one ended
+    """
+
+    runs: tuple[Mapping[str, Tensor], ...] = ()
+    amplified: tuple[Mapping[str, Tensor], ...] = ()
+    distances: "Mapping[str, Controlled]" = field(default_factory=dict)
+    adam_bound: Mapping[str, Tensor] = field(default_factory=dict)
+    relu_flips: tuple[Mapping[str, Tensor], ...] = ()
+    states: Mapping[str, Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Truth:
+    """What the dense model has.
+
+    tensors        name -> full tensor
+    initial        parameter -> its value before the first step; empty where that is not known
+    controls       how far a right result may be from it
+    of_dtype       the operator by which the dense model is another function in every dtype, in words; then the tensors
+                   are those in the case's dtype. "" where there is none
+    first_forward  the tensor of its first forward that is furthest off in float32; None where that was not looked at
+                   (harness.running.trials.law_runs)
+    unread         rows of tables that the data of the case never look up, in words of the reference
+    from_ranks     names of tensors that it was given of the outcome and does not check; empty where it knows all
+    unmergeable    whether there is no truth, since tensors of the ranks that it needs do not merge
+    init_std       standard deviations of initial values by parameter, as the reference states them; 0 is a constant
+    """
+
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    initial: Mapping[str, Tensor] = field(default_factory=dict)
+    controls: Controls = field(default_factory=Controls)
+    of_dtype: str = ""
+    first_forward: Measured | None = None
+    unread: tuple[str, ...] = ()
+    from_ranks: tuple[str, ...] = ()
+    unmergeable: bool = False
+    init_std: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claims:
+    """What the subject states of a case.
+
+    axes               axis -> the rank lists of its groups: the case's, or the subject's own where it states them
+    expectation        the closed form of the ledger, None when the subject has none
+    declared           patterns of names that the subject leaves out on purpose
+    known_differences  how tensors deviate from the truth by design; None where they do not
+    """
+
+    axes: Axes
+    expectation: tuple[TermLike, ...] | None = None
+    declared: tuple[str, ...] = ()
+    known_differences: "Deviations | None" = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Regrouped:
+    """A run of the same global batch with these `sizes` of dp, micro, ...: its merged `tensors`.
+
+    `flaws` are of tensors that make no full one; `problem` is why the subject did not finish it.
+    """
+
+    sizes: Mapping[str, int]
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    flaws: tuple[Flaw, ...] = ()
+    problem: str = ""
+
+    @property
+    def words(self) -> str:
+        """The grouping as words of a case."""
+        return " ".join(f"{word}={size}" for word, size in self.sizes.items())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Regroupings:
+    """Runs of the same global batch in other groupings, one at least."""
+
+    runs: tuple[Regrouped, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DryRun:
+    """What a run without numbers says beside its calls: what the fullest rank holds, and what is left unchecked."""
+
+    memory: str
+    notes: tuple[Note, ...] = ()
+
+
+RECORDS = (Calls, Run, Repeats, Truth, Claims, Regroupings, DryRun)
+"""The records that a check may read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Located:
+    """The first module that differs from the truth's, found without a declared layout: a place, never a verdict.
+
+    `phase` is "forward" or "backward", `module` its path ("" is the model itself), `words` how it shows. `summed` is
+    the axis over which its tensors are partial sums. Else `shown` are the wrong tensor and the truth's, one pair for
+    each layout that its shape allows.
+    """
+
+    phase: str
+    module: str
+    words: str
+    summed: str = ""
+    shown: tuple[tuple[Tensor, Tensor], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """What was looked for behind a failure.
+
+    shares            what was computed with the dense model (DenseModelLike.shares)
+    others            evidence of the same subject in cases that differ in one size, where a cause needs them
+    earlier           evidence and findings of the same case ended before the first wrong step, where states after a
+                      step were not returned; None where that run was not needed or could not be made
+    located           the first wrong module, when it was looked for without a declared layout
+    low_precision_op  where a lower precision enters on several ranks alone, if it explains what is wrong; else ""
+    drawn             numbers that ranks drew in forward and the truth did not, in words; "" where there are none
+    other_samples     how the samples of the ranks differ from those of the truth, in words; "" where they do not
+    other_start       a parameter that a rank begins with other values than the truth, in words; "" without one
+    unsummed          by rank, the sum of squares of its gradients after each that backward added to, before any sum
+                      over ranks
+    """
+
+    shares: Mapping[str, Tensor] = field(default_factory=dict)
+    others: "tuple[Evidence, ...]" = ()
+    earlier: "tuple[Evidence, Mapping[str, Finding]] | None" = None
+    located: Located | None = None
+    low_precision_op: str = ""
+    drawn: str = ""
+    other_samples: str = ""
+    other_start: str = ""
+    unsummed: tuple[Tensor, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """All records of one case; those of runs that were not made are None."""
+
+    run: Run
+    claims: Claims
+    truth: Truth = field(default_factory=Truth)
+    search: Search = field(default_factory=Search)
+    repeats: Repeats | None = None
+    regroupings: Regroupings | None = None
+    dry: DryRun | None = None
+
+    @property
+    def records(self) -> tuple[object, ...]:
+        """The records that checks may read: a run without numbers left calls alone."""
+        numbers = () if self.dry else (self.run, self.truth)
+        made = (self.run.calls, self.claims, *numbers, self.repeats, self.regroupings, self.dry)
+        return tuple(record for record in made if record is not None)
+
+    def with_found(self, **found: Any) -> "Evidence":
+        """The same with these fields of its search."""
+        return replace(self, search=replace(self.search, **found))
+
+
+def merged_outcomes(
+    outcomes: Outcomes, captured: Outcomes, truth: Mapping[str, Tensor], known: Mapping[str, Tensor] | None = None
+) -> Merged:
+    """The full tensors of what the ranks returned and what was captured from them; a returned name comes first.
+
+    `known`: full tensors that the same outcomes gave before, which are not merged again.
+    """
+    both = [{**from_outside, **mine} for mine, from_outside in zip(outcomes, captured, strict=False)]
+    outside = frozenset[str]().union(*captured)
+    kept = {name: tensor for name, tensor in (known or {}).items() if name not in outside}
+    return against(merge(both or outcomes, kept), truth)
