@@ -19,6 +19,7 @@ from shardproof.harness.errors import RequestError
 from shardproof.harness.outcome.blocks import Block, localize
 from shardproof.harness.running.trials.trial import decoder
 from shardproof.harness.shard import Shard
+from shardproof.harness.verdicts.facts import NoteKind
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 from tests import ROOT
 from tests.harness.noted import names_of, reasons_of
@@ -45,7 +46,7 @@ def whole() -> dict[str, Any]:
 def test_right_evidence_passes_every_check() -> None:
     findings = examine(evidence())
     assert named(findings, PASS) == set(findings) == ASKED
-    assert all(not finding.notes for finding in findings.values())
+    assert [note.kind for finding in findings.values() for note in finding.notes] == [NoteKind.SPLIT_SHARE]
 
 
 def test_a_count_in_bfloat16_fails_tokens_alone_and_both_counts_are_named() -> None:
