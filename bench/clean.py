@@ -32,8 +32,8 @@ from bench.foreign_cases import DTYPES as DTYPES_OF_FOREIGN
 from bench.foreign_cases import Drawn, drawn_cases
 from shardproof.harness.checking.evidence import UNKNOWN
 from shardproof.harness.dense_model import SUBJECT
-from shardproof.harness.engines.threads.heap import resident_bytes
 from shardproof.harness.engines.threads.inproc import InprocEngine
+from shardproof.harness.engines.threads.rank_threads import resident_bytes
 from shardproof.harness.errors import RequestError, ShardproofError
 from shardproof.harness.interpreter import COLLECTED_AFTER
 from shardproof.harness.running.proof import prove

@@ -23,8 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardproof.harness.engines.calls.operators import MESSAGES, communicates
-from shardproof.harness.engines.calls.reading import OperatorCall, reader, tensors_in
+from shardproof.harness.engines.calls.operators import MESSAGES, OperatorCall, communicates, reader, tensors_in
 from shardproof.harness.errors import MachineError
 from shardproof.harness.ledger import OTHER, Call, Observer, notify_waited
 from shardproof.harness.torch_internals.backends import fake_group

@@ -17,8 +17,8 @@ from shardproof.harness.checking.evidence import FAIL, PASS, Evidence, Finding
 from shardproof.harness.checking.repeats import same_outcomes
 from shardproof.harness.engines.engine import Engine
 from shardproof.harness.engines.faults.disturbance import Disturbance
-from shardproof.harness.engines.one_thread import one_thread
-from shardproof.harness.engines.threads.intervention import Intervened, Intervention
+from shardproof.harness.engines.rank_environment import one_thread
+from shardproof.harness.engines.threads.inproc import Intervened, Intervention
 from shardproof.harness.errors import MachineError, ProgramError, RequestError, TimeLimit
 from shardproof.harness.faults import Fault, RankCallIndex, Target, faults_of
 from shardproof.harness.injecting.equivalence import RULES, UNCHANGED, UNREAD, Answer, Rule, proof_of

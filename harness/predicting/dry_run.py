@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from shardproof.harness.engines.engine import RunRequest
-from shardproof.harness.engines.shapes.dry import DryEngine
+from shardproof.harness.engines.threads.dry import DryEngine
 from shardproof.harness.ledger import Event
 from shardproof.harness.predicting.meter import Meter, Stretch
 from shardproof.harness.protocols import CaseLike, Subject

@@ -17,7 +17,7 @@ first micro-batch on then. Units: bytes, FLOPs; bytes of calls are payloads of o
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from shardproof.harness.engines.shapes.dry import DryEngine
+from shardproof.harness.engines.threads.dry import DryEngine
 from shardproof.harness.errors import RequestError
 from shardproof.harness.mesh_axes import PIPELINE, first_pipeline, stage_count
 from shardproof.harness.predicting.dry_run import dry_run

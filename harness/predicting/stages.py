@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
 
-from shardproof.harness.engines.shapes.dry import DryEngine
+from shardproof.harness.engines.threads.dry import DryEngine
 from shardproof.harness.errors import NotComputed
 from shardproof.harness.ledger import Event
 from shardproof.harness.mesh_axes import first_pipeline

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from shardproof.harness.engines.calls.callers import Caller
-from shardproof.harness.engines.calls.reading import OperatorCall
+from shardproof.harness.engines.calls.operators import OperatorCall
 from shardproof.harness.engines.interposer import Interposer
 from shardproof.harness.ledger import Call
 from shardproof.harness.programs.handles import Handles, is_given

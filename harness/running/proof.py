@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from shardproof.harness.checking.checks import CHECKS, LAWS, Check
 from shardproof.harness.checking.evidence import FAIL, SKIP, UNKNOWN, Finding, Verdict
 from shardproof.harness.engines.engine import Engine
-from shardproof.harness.engines.one_thread import one_thread
+from shardproof.harness.engines.rank_environment import one_thread
 from shardproof.harness.errors import MachineError, NoNumbers, NotComputed, ProgramError, ShardproofError
 from shardproof.harness.protocols import CaseLike, Subject, case_text
 from shardproof.harness.running.judging import judged

@@ -32,10 +32,9 @@ import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore
 
 from shardproof.harness.engines.interposer import observing
-from shardproof.harness.engines.one_thread import ONE_THREAD
 from shardproof.harness.engines.processes.rank_program import run_rank
 from shardproof.harness.engines.processes.workers import Worker
-from shardproof.harness.engines.rank_environment import rank_device
+from shardproof.harness.engines.rank_environment import ONE_THREAD, rank_device
 from shardproof.harness.errors import MachineError
 from shardproof.harness.ledger import Event
 from shardproof.harness.outcome.blocks import Block, localize

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardproof.bugs.planting import planted
 from shardproof.harness.checking.evidence import FAIL, PASS
-from shardproof.harness.engines.shapes.dry import DryEngine
+from shardproof.harness.engines.threads.dry import DryEngine
 from shardproof.harness.predicting.figures import EQUAL
 from shardproof.harness.predicting.forecast import forecast
 from shardproof.harness.running.result import CaseResult

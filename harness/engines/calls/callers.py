@@ -1,4 +1,4 @@
-"""Where in the user's code a call came from: outside torch, the harness and the library, which is Python's own.
+"""Where in the user's code a call or an exception came from: outside torch, the harness and Python's own library.
 
 `caller_at` is the innermost line. `issued_at`, for collectives, passes over functions that only communicate for others.
 These are the innermost file, when its function was handed a tensor by another file (`all_reduce(x, group)`). Then come
@@ -24,6 +24,7 @@ import typing_extensions
 from torch.autograd import function, graph
 from torch.nn.modules import module
 
+from shardproof.harness.errors import error_text, install_text
 from shardproof.harness.torch_internals.autograd import BACKWARD
 from shardproof.harness.torch_internals.groups import FUNCTIONAL
 
@@ -154,3 +155,26 @@ def shortened(filename: str) -> str:
     """A file name as reports print it: relative when the file is below the working folder, else in full."""
     path = Path(filename)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else filename
+
+
+def behind(error: BaseException) -> str:
+    """A clause for the message of an exception that a rank raised, "" where nothing stands behind it.
+
+    "; its cause is ValueError: 4 entries for 2 parameters, at buckets.py:7 in fill" where it was raised from others.
+    """
+    inner = _innermost(error)
+    place = raised_at(inner.__traceback__)
+    cause = "" if inner is error else f"; its cause is {error_text(inner)}" + (f", at {place}" if place else "")
+    advice = install_text(inner)
+    return cause + (f"; {advice}" if advice else "")
+
+
+def _innermost(error: BaseException) -> BaseException:
+    """The first of the exceptions that led to this one, as Python prints them: those it hides are left out."""
+    seen = {id(error)}
+    while True:
+        before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        if before is None or id(before) in seen:
+            return error
+        seen.add(id(before))
+        error = before

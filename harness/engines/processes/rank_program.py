@@ -22,11 +22,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from shardproof.harness.engines.calls.callers import raised_at
-from shardproof.harness.engines.calls.raised import behind
+from shardproof.harness.engines.calls.callers import behind, raised_at
 from shardproof.harness.engines.engine import Program
-from shardproof.harness.engines.one_thread import use_one_thread
-from shardproof.harness.engines.rank_environment import environment_of, in_environment, require_own_world
+from shardproof.harness.engines.rank_environment import (
+    environment_of,
+    in_environment,
+    require_own_world,
+    use_one_thread,
+)
 from shardproof.harness.errors import error_text
 from shardproof.harness.torch_internals.world import redirected
 

@@ -9,9 +9,8 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shardproof.harness.engines.calls.callers import caller_of, is_user, issued_at, raised_at
-from shardproof.harness.engines.calls.desync import RootCause, position_in_call
-from shardproof.harness.engines.calls.raised import behind
+from shardproof.harness.engines.calls.callers import behind, caller_of, is_user, issued_at, raised_at
+from shardproof.harness.engines.calls.pending import RootCause, position_in_call
 from shardproof.harness.engines.threads.matcher import CollectiveMatcher
 from shardproof.harness.engines.threads.rank_threads import Stillness
 from shardproof.harness.engines.threads.scheduler import RankStatus, Scheduler

@@ -20,8 +20,8 @@ from types import FrameType
 
 import torch
 
+from shardproof.harness.engines.threads.rank_state import PerRankState
 from shardproof.harness.engines.threads.rank_threads import Aborted, RankThread, Stillness, nothing, taken_lock
-from shardproof.harness.engines.threads.state.rank_state import PerRankState
 from shardproof.harness.torch_internals.compiler import is_compiler
 
 _GRACE_S = 0.5

@@ -119,7 +119,7 @@ def sendable(task: RankTask) -> RankTask:
 def perform(rank: int, task: RankTask) -> Execution:
     """Run the subject on this rank, which has its process for itself, as the task says."""
     from shardproof.harness.engines.interposer import observing  # noqa: PLC0415
-    from shardproof.harness.engines.threads.state.module_state import own_state  # noqa: PLC0415
+    from shardproof.harness.engines.threads.rank_state import own_state  # noqa: PLC0415
 
     leave_unloaded()
     subject = task.call

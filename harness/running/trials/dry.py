@@ -7,7 +7,7 @@ from shardproof.harness.checking.checks import examine
 from shardproof.harness.checking.dry_checks import DRY_CHECKS
 from shardproof.harness.checking.evidence import Evidence, Finding, merged_outcomes
 from shardproof.harness.engines.engine import Unwaited
-from shardproof.harness.engines.shapes.dry import DryEngine
+from shardproof.harness.engines.threads.dry import DryEngine
 from shardproof.harness.ledger import Event
 from shardproof.harness.predicting.dry_run import DryRank, dry_run, representatives
 from shardproof.harness.predicting.meter import hidden

@@ -11,9 +11,9 @@ from typing import NoReturn
 
 import pytest
 
-from shardproof.harness.engines.processes.exit_status import ProcessEnd, process_end
 from shardproof.harness.engines.processes.launched import torchrun
-from shardproof.harness.engines.processes.launched.agent import (
+from shardproof.harness.engines.processes.launched.rendezvous import Launched
+from shardproof.harness.engines.processes.launched.torchrun import (
     CALLS,
     END,
     KILL,
@@ -21,14 +21,14 @@ from shardproof.harness.engines.processes.launched.agent import (
     RUN,
     START,
     WHERE,
+    LaunchedWorkers,
     Progress,
     relay,
 )
-from shardproof.harness.engines.processes.launched.rendezvous import Launched
-from shardproof.harness.engines.processes.launched.torchrun import LaunchedWorkers
 from shardproof.harness.engines.processes.messages import RunOrder, Standing, WorkerReport, packed_report
 from shardproof.harness.engines.processes.rank_program import RankResult
 from shardproof.harness.engines.processes.supervisor import Supervisor
+from shardproof.harness.engines.processes.workers import ProcessEnd, process_end
 from shardproof.harness.errors import MachineError, RankCrashed, RankDied, RankRaised, RequestError, Stalled, TimeLimit
 
 NUMBER = 7

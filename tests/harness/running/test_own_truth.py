@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import shardproof
-from shardproof.harness.engines.shapes.dry import DryEngine
+from shardproof.harness.engines.threads.dry import DryEngine
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.errors import RequestError
 from shardproof.harness.injecting.equivalence import UNREAD

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardproof.harness.checking.evidence import PASS, UNKNOWN
-from shardproof.harness.engines.shapes.dry import DryEngine
+from shardproof.harness.engines.threads.dry import DryEngine
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.ledger import OTHER
 from shardproof.harness.running.proof import prove

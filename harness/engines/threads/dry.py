@@ -22,14 +22,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardproof.harness.engines.calls.callers import raised_at
-from shardproof.harness.engines.calls.raised import behind
+from shardproof.harness.engines.calls.callers import behind, raised_at
 from shardproof.harness.engines.engine import Engine, RunRequest
 from shardproof.harness.engines.interposer import Interposer
-from shardproof.harness.engines.one_thread import one_thread
-from shardproof.harness.engines.rank_environment import environment_of, in_environment
+from shardproof.harness.engines.rank_environment import environment_of, in_environment, one_thread
+from shardproof.harness.engines.threads.rank_state import own_state
 from shardproof.harness.engines.threads.rank_threads import RankThread, nothing
-from shardproof.harness.engines.threads.state.module_state import own_state
 from shardproof.harness.errors import NoNumbers, NotComputed, Position, RankRaised, RequestError, TimeLimit, error_text
 from shardproof.harness.ledger import Observer
 from shardproof.harness.torch_internals.backends import fake_store
