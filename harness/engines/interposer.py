@@ -28,8 +28,8 @@ from shardproof.harness.errors import MachineError
 from shardproof.harness.ledger import OTHER, Call, Observer, notify_waited
 from shardproof.harness.torch_internals.backends import fake_group
 from shardproof.harness.torch_internals.compiler import leave_uncompiled
+from shardproof.harness.torch_internals.dispatch import BACKEND_SELECT, Add, has_kernel, kernels, operator_names
 from shardproof.harness.torch_internals.lookup import tested_span
-from shardproof.harness.torch_internals.operators import BACKEND_SELECT, Add, has_kernel, kernels, operator_names
 
 _KEY = "BackendSelect"
 _UNFOLLOWED = (*MESSAGES, OTHER)

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 from torch import Tensor
 
-from shardproof.harness.shard import check_inside
-from shardproof.harness.torch_internals.groups import waited
+from shardproof.harness.protocols import check_inside
+from shardproof.harness.torch_internals.world import waited
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

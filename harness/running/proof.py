@@ -29,8 +29,8 @@ from shardproof.harness.subject import (
     refusal,
     truth_of,
 )
+from shardproof.harness.torch_internals.autograd import give_back
 from shardproof.harness.torch_internals.compiler import leave_unloaded
-from shardproof.harness.torch_internals.memory import give_back
 
 if TYPE_CHECKING:
     from shardproof.harness.diagnosing.diagnosis import Diagnosis

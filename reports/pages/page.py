@@ -15,8 +15,7 @@ from typing import Any
 import pandas as pd
 from markupsafe import Markup
 
-from shardproof.harness.cases import read_case
-from shardproof.harness.dense_model import SUBJECT
+from shardproof.harness.dense_model import SUBJECT, read_case
 from shardproof.harness.resolve import resolve
 from shardproof.reports.pages import drawings, opening
 from shardproof.reports.pages.drawings import Node, by_module, last_micro_batch, timeline, tree

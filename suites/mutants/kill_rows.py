@@ -17,9 +17,8 @@ from shardproof.harness.dense_model import SUBJECT
 from shardproof.harness.diagnosing.diagnosis import Diagnosis
 from shardproof.harness.engines.engine import Engine
 from shardproof.harness.faults import Fault
-from shardproof.harness.injecting.equivalence import UNCHANGED, UNREAD
 from shardproof.harness.injecting.kill_matrix import AND_MORE, MISLEADING, NO, NONE, RIGHT, YES, Kill
-from shardproof.harness.injecting.survey import FaultResult, survey, unproved
+from shardproof.harness.injecting.survey import UNCHANGED, UNREAD, FaultResult, survey, unproved
 from shardproof.harness.protocols import CaseLike
 from shardproof.harness.running.experiments import Failed, words_needed
 from shardproof.harness.running.proof import prove

@@ -19,7 +19,7 @@ from shardproof.harness.diagnosing.six_lines import explain
 from shardproof.harness.ledger import Event, wire_bytes
 from shardproof.harness.outcome.blocks import localize
 from shardproof.harness.outcome.merging import Outcomes
-from shardproof.harness.shard import Shard
+from shardproof.harness.protocols import Shard
 from shardproof.harness.terms import Term
 from shardproof.reference.case import Case
 

@@ -20,9 +20,8 @@ from shardproof.bugs.planting import planted, replaced
 from shardproof.harness.checking.evidence import PASS
 from shardproof.harness.outcome.merging import merge
 from shardproof.harness.plain_case import Vocabulary
-from shardproof.harness.protocols import without_saving
+from shardproof.harness.protocols import Shard, without_saving
 from shardproof.harness.running.ranks.execution import execute
-from shardproof.harness.shard import Shard
 from shardproof.harness.subject import named
 from shardproof.parallel.subject import subject
 from shardproof.reference.case import Case

@@ -26,7 +26,7 @@ from torch.nn.modules import module
 
 from shardproof.harness.errors import error_text, install_text
 from shardproof.harness.torch_internals.autograd import BACKWARD
-from shardproof.harness.torch_internals.groups import FUNCTIONAL
+from shardproof.harness.torch_internals.world import FUNCTIONAL
 
 _LIBRARY = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib")})
 _INSTALLED = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("purelib", "platlib")})

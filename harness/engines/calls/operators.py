@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from shardproof.harness.engines.calls.signature import REDUCE_OPS, Signature, call_of, dtype_text, member_of, shapes_of
 from shardproof.harness.ledger import OTHER, Call
-from shardproof.harness.torch_internals.operators import arguments_of
+from shardproof.harness.torch_internals.dispatch import arguments_of
 from shardproof.harness.torch_internals.world import ranks_of
 
 MESSAGES = ("send", "recv")

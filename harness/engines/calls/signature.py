@@ -22,7 +22,7 @@ from torch.utils import checkpoint
 
 from shardproof.harness.ledger import Call, shape_text
 from shardproof.harness.torch_internals.autograd import function_context
-from shardproof.harness.torch_internals.groups import Pending, waited
+from shardproof.harness.torch_internals.world import Pending, waited
 
 _MOVES = ("all_to_all", "reduce_scatter")
 """Ops whose gradient goes back as another call (harness.checking.laws)."""

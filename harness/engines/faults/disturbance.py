@@ -26,7 +26,7 @@ from shardproof.harness.faults import Fault, RankCallIndex
 from shardproof.harness.ledger import Call, Observer
 from shardproof.harness.outcome.merging import bits_of
 from shardproof.harness.torch_internals.autograd import unversioned
-from shardproof.harness.torch_internals.modes import unseen
+from shardproof.harness.torch_internals.dispatch import unseen
 
 
 class CompletedCall(NamedTuple):

@@ -33,7 +33,7 @@ from shardproof.harness.engines.threads.scheduler import Scheduler
 from shardproof.harness.ledger import Observer
 from shardproof.harness.outcome.merging import same_bits
 from shardproof.harness.torch_internals.autograd import version_of
-from shardproof.harness.torch_internals.modes import unseen
+from shardproof.harness.torch_internals.dispatch import unseen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

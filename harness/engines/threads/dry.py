@@ -4,7 +4,7 @@ A rank sees a world of any size and communicates with no other: a collective ret
 their order and their bytes are those of a real run as long as the program reads no number. A program that does ends in
 NoNumbers. The ranks run in this process, each in a thread, so that a run that does not end is given up. Every call is
 seen by the interposer, at the dispatcher. A call of functional collectives on meta tensors reaches no group unless a
-`harness.predicting.meter.Meter` is entered.
+`harness.predicting.dry_run.Meter` is entered.
 
 Source: torch's backend "fake" (harness.torch_internals.backends).
 """
@@ -30,8 +30,7 @@ from shardproof.harness.engines.threads.rank_state import own_state
 from shardproof.harness.engines.threads.rank_threads import RankThread, nothing
 from shardproof.harness.errors import NoNumbers, NotComputed, Position, RankRaised, RequestError, TimeLimit, error_text
 from shardproof.harness.ledger import Observer
-from shardproof.harness.torch_internals.backends import fake_store
-from shardproof.harness.torch_internals.meta_device import meta_device
+from shardproof.harness.torch_internals.backends import fake_store, meta_device
 
 _REFUSED = re.compile(
     r"meta tensor|meta device|meta kernel|device[^\n]*\bmeta\b|\bmeta\b[^\n]*device|register_meta|'meta' backend"

@@ -48,8 +48,13 @@ from shardproof.harness.errors import (
 )
 from shardproof.harness.ledger import Observer
 from shardproof.harness.torch_internals.compiler import leave_uncompiled, share_compiled
-from shardproof.harness.torch_internals.modes import keep_device_guard
-from shardproof.harness.torch_internals.operators import BACKEND_SELECT, has_kernel, kernels, operator_names
+from shardproof.harness.torch_internals.dispatch import (
+    BACKEND_SELECT,
+    has_kernel,
+    keep_device_guard,
+    kernels,
+    operator_names,
+)
 from shardproof.harness.torch_internals.world import leave_world, rank_tables
 
 _KEY = "BackendSelect"

@@ -36,8 +36,7 @@ from shardproof.harness.engines.calls.signature import Signature, address_of, ca
 from shardproof.harness.engines.engine import Unwaited
 from shardproof.harness.engines.threads.scheduler import Scheduler
 from shardproof.harness.ledger import Call, Observer, notify_waited
-from shardproof.harness.torch_internals.groups import answers_torch
-from shardproof.harness.torch_internals.world import rank_tables
+from shardproof.harness.torch_internals.world import answers_torch, rank_tables
 
 
 @dataclass(slots=True, eq=False)

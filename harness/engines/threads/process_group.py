@@ -36,7 +36,7 @@ from shardproof.harness.engines.calls.signature import (
     sized,
 )
 from shardproof.harness.engines.threads.matcher import COMPLETE, BatchedWorks, CollectiveMatcher, RankCall, Work
-from shardproof.harness.torch_internals.groups import answers_torch
+from shardproof.harness.torch_internals.world import answers_torch
 
 _TorchGroup: Any = dist.ProcessGroup
 """Untyped on purpose: torch's stubs declare overloads that no Python subclass can match."""

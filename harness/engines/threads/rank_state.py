@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from shardproof.harness.errors import RequestError, error_text
-from shardproof.harness.torch_internals.memory import generator_address
+from shardproof.harness.torch_internals.autograd import generator_address
 
 _WORDS = 624
 _BYTES = 4 * (1 + _WORDS)

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from shardproof.harness.engines.rank_environment import use_one_thread
-from shardproof.harness.torch_internals.modes import switches
+from shardproof.harness.torch_internals.dispatch import switches
 from shardproof.harness.torch_internals.world import in_world_of, not_waited_for, rank_tables
 
 _C = ctypes.CDLL(None)

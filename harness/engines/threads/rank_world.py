@@ -26,13 +26,13 @@ from shardproof.harness.engines.rank_environment import environment_of, meeting_
 from shardproof.harness.engines.threads.matcher import CollectiveMatcher
 from shardproof.harness.engines.threads.process_group import InprocGroup
 from shardproof.harness.engines.threads.rank_threads import followed
-from shardproof.harness.torch_internals.meshes import kept_apart
 from shardproof.harness.torch_internals.world import (
     Maker,
     Tables,
     by_thread,
     group_of_ranks,
     groups_made_by,
+    kept_apart,
     rank_tables,
     redirected,
     register,

@@ -22,7 +22,7 @@ from shardproof.harness.errors import RequestError, error_text
 from shardproof.harness.outcome.blocks import localize
 from shardproof.harness.protocols import CaseLike, Subject
 from shardproof.harness.recording.annotations import TOOL
-from shardproof.harness.recording.capturing.module_outputs import Capture
+from shardproof.harness.recording.capturing.module_calls import Capture
 from shardproof.harness.recording.measures import Overlap, SavedActivations
 from shardproof.harness.recording.recorder import Recorder
 from shardproof.harness.resolve import resolve
@@ -30,7 +30,7 @@ from shardproof.harness.running.ranks.output import rank_output
 from shardproof.harness.running.ranks.watching import Execution, Localized, Watching
 from shardproof.harness.subject import called, kept_per_rank, named_axes, offers, session
 from shardproof.harness.torch_internals.compiler import leave_unloaded
-from shardproof.harness.torch_internals.modes import deterministic_on
+from shardproof.harness.torch_internals.dispatch import deterministic_on
 
 if TYPE_CHECKING:
     from shardproof.harness.recording.ranges import Ranges

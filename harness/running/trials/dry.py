@@ -9,8 +9,7 @@ from shardproof.harness.checking.evidence import Evidence, Finding, merged_outco
 from shardproof.harness.engines.engine import Unwaited
 from shardproof.harness.engines.threads.dry import DryEngine
 from shardproof.harness.ledger import Event
-from shardproof.harness.predicting.dry_run import DryRank, dry_run, representatives
-from shardproof.harness.predicting.meter import hidden
+from shardproof.harness.predicting.dry_run import DryRank, dry_run, hidden, representatives
 from shardproof.harness.running.trials.statements import expectation_of, orders_of
 from shardproof.harness.running.trials.trial import Trial
 

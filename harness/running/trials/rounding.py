@@ -17,7 +17,7 @@ from shardproof.harness.checking.measuring import compared, movement, sizes_of
 from shardproof.harness.running.trials.reference import Function
 from shardproof.harness.running.trials.trial import Trial
 from shardproof.harness.running.truth.control_modes import AMPLIFIED
-from shardproof.harness.torch_internals.memory import give_back
+from shardproof.harness.torch_internals.autograd import give_back
 
 MORE_PARTS = (1, 2, 3, 4, 5, 6, 7, 8)
 """Into how many partial sums the further control runs cut their sums; 1 adds the micro-batches in reverse only."""

@@ -17,7 +17,7 @@ from shardproof.harness.running.trials.repeating import with_repeat
 from shardproof.harness.running.trials.statements import asked, deviations_of, expectation_of, orders_of
 from shardproof.harness.running.trials.trial import Trial
 from shardproof.harness.subject import deviating, left_out
-from shardproof.harness.torch_internals.memory import give_back
+from shardproof.harness.torch_internals.autograd import give_back
 
 if TYPE_CHECKING:
     from shardproof.harness.checking.measures.stated_deviations import Deviations
@@ -65,7 +65,7 @@ def _recorded(trial: Trial, truth: Mapping[str, Tensor], kinds: Sequence[str]) -
     how: dict[str, Any] = {"record": True, "watch": True, "overlap": hides}
     drawn, problem = None, ""
     if draws:
-        from shardproof.harness.recording.capturing.dropout_masks import WithMasks  # noqa: PLC0415
+        from shardproof.harness.recording.capturing.drawn_values import WithMasks  # noqa: PLC0415
         from shardproof.harness.running.truth.joint_masks import masks_of  # noqa: PLC0415
 
         with trial.timed("recorded"):

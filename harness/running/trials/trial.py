@@ -22,7 +22,7 @@ from shardproof.harness.running.ranks.execution import execute
 from shardproof.harness.running.ranks.watching import Execution
 from shardproof.harness.running.trials.reference import Function, Reference, decoder
 from shardproof.harness.subject import NamedSubject
-from shardproof.harness.torch_internals.memory import out_of_memory
+from shardproof.harness.torch_internals.autograd import out_of_memory
 
 _LATE_S = 0.5
 """How much later than its limit a body is interrupted, so that an engine in it ends first, which can say more."""

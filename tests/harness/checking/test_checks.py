@@ -12,7 +12,7 @@ from shardproof.harness.checking.checks import CHECKS, examine
 from shardproof.harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding
 from shardproof.harness.engines.engine import Unwaited
 from shardproof.harness.outcome.blocks import Block, localize
-from shardproof.harness.shard import Shard
+from shardproof.harness.protocols import Shard
 from tests.harness.toy_evidence import case, events, evidence, named, outcome_of, planted, truth
 
 W1, BIAS = "layers.0.mlp.w1.weight", "layers.0.mlp.w2.bias"

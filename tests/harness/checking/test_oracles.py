@@ -20,9 +20,9 @@ from shardproof.harness.checking.measures.kinds import kind_of
 from shardproof.harness.engines.engine import Unwaited
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.outcome.blocks import localize
+from shardproof.harness.protocols import Shard
 from shardproof.harness.running.proof import prove
 from shardproof.harness.running.trials.reference import decoder
-from shardproof.harness.shard import Shard
 from shardproof.reference.case import Case
 from shardproof.reference.training import subject as dense
 from tests.harness.toy_evidence import TERMS, case, evidence, named, outcome_of, planted, truth

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardproof.harness.checking.evidence import FAIL, PASS, UNKNOWN
 from shardproof.harness.checking.routing_checks import balance
-from shardproof.harness.shard import Shard
+from shardproof.harness.protocols import Shard
 from shardproof.reports.commands.cli import main
 from tests.harness.proofs import proved
 

@@ -11,7 +11,7 @@ import torch
 
 from shardproof.harness.checking.checks import examine
 from shardproof.harness.diagnosing.diagnosis import explanation_of
-from shardproof.harness.shard import Shard
+from shardproof.harness.protocols import Shard
 from shardproof.reports.stored.failures import bugs
 from tests.harness.diagnosing.test_six_lines import W1, six
 from tests.harness.toy_evidence import (

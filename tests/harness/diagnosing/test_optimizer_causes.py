@@ -14,7 +14,7 @@ from shardproof.harness.diagnosing.diagnosis import diagnose
 from shardproof.harness.diagnosing.first_place import First, first_place
 from shardproof.harness.diagnosing.rank_causes import by_numbers
 from shardproof.harness.ledger import Event
-from shardproof.harness.shard import Shard
+from shardproof.harness.protocols import Shard
 from tests.harness.toy_evidence import altered, case, drawn, events, evidence, ids_of, planted, told_by, truth, without
 
 NAMES = ("layers.0.mlp.w1.weight", "layers.0.mlp.w2.bias")

@@ -13,11 +13,10 @@ from shardproof.harness.checking.checks import CHECKS
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.errors import RequestError
 from shardproof.harness.faults import KINDS, Fault, faults_of, softmax_shift
-from shardproof.harness.injecting.equivalence import UNREAD, proof_of
-from shardproof.harness.injecting.survey import FaultResult, survey, unproved
+from shardproof.harness.injecting.survey import UNREAD, FaultResult, proof_of, survey, unproved
 from shardproof.harness.plain_case import Vocabulary
+from shardproof.harness.protocols import Shard
 from shardproof.harness.running.ranks.execution import execute
-from shardproof.harness.shard import Shard
 from shardproof.harness.subject import case_of, named
 from shardproof.parallel.subject import subject
 from shardproof.reference.case import Case

@@ -17,13 +17,13 @@ from shardproof.harness.torch_internals.autograd import (
     has_hooks,
     next_number,
     number_of,
+    storage_id,
     unversioned,
     version_of,
     when_backward_ends,
 )
 from shardproof.harness.torch_internals.compiler import _COMPILER, _never_compiled, leave_unloaded
-from shardproof.harness.torch_internals.memory import storage_id
-from shardproof.harness.torch_internals.modes import DispatchMode, copy_each, modes_are_on, switches, unseen
+from shardproof.harness.torch_internals.dispatch import DispatchMode, copy_each, modes_are_on, switches, unseen
 from tests.harness.shapes.probe import Probe, probe
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardproof.harness.errors import MachineError
-from shardproof.harness.torch_internals import autograd, compiler, lookup, memory, modes, world
+from shardproof.harness.torch_internals import autograd, compiler, dispatch, lookup, world
 from shardproof.harness.torch_internals.lookup import found
 from shardproof.reports.commands import cli
 from tests.harness.recording.toy_calls import recorded
@@ -113,18 +113,18 @@ def test_a_loss_in_a_function_is_no_metric(monkeypatch: pytest.MonkeyPatch, func
 
 
 def test_fallbacks_do_what_they_stand_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(modes, "_copy_each", None)
+    monkeypatch.setattr(dispatch, "_copy_each", None)
     outputs = [torch.zeros(2), torch.zeros(3)]
-    modes.copy_each(outputs, [torch.ones(2), torch.full((3,), 2.0)])
+    dispatch.copy_each(outputs, [torch.ones(2), torch.full((3,), 2.0)])
     assert [output.tolist() for output in outputs] == [[1.0, 1.0], [2.0, 2.0, 2.0]]
-    monkeypatch.setattr(modes, "_keys_included", None)
-    assert modes.switches() != modes.switches()
+    monkeypatch.setattr(dispatch, "_keys_included", None)
+    assert dispatch.switches() != dispatch.switches()
     monkeypatch.setattr(autograd, "_unversioned", None)
     tensor = torch.ones(1)
     with autograd.unversioned((tensor,)):
         tensor.add_(1)
     assert tensor.item() == 2.0
-    assert memory.generator_address(torch.Generator()) is not None
+    assert autograd.generator_address(torch.Generator()) is not None
     code = sys._getframe().f_code
     monkeypatch.setattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy", None)
     with pytest.raises(TypeError):

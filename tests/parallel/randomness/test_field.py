@@ -8,7 +8,7 @@ import torch
 
 from shardproof.harness.checking.evidence import FAIL, PASS
 from shardproof.harness.checking.state_checks import initial_values
-from shardproof.harness.shard import Shard
+from shardproof.harness.protocols import Shard
 from shardproof.parallel.communication.layout import Cut, Placement
 from shardproof.parallel.randomness.field import philox
 from shardproof.parallel.randomness.initial import initial, streams_of

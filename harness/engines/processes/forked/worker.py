@@ -30,8 +30,8 @@ from shardproof.harness.engines.processes.flight_recorder import FlightRecorder
 from shardproof.harness.engines.processes.messages import RunOrder, WorkerReport, packed_report, unpacked
 from shardproof.harness.engines.processes.rank_program import result_of, seed_streams, world
 from shardproof.harness.errors import error_text
+from shardproof.harness.torch_internals.dispatch import not_deterministic
 from shardproof.harness.torch_internals.lookup import standing
-from shardproof.harness.torch_internals.modes import not_deterministic
 from shardproof.harness.torch_internals.world import Maker, groups_made_by
 
 _Key = tuple[str, int, tuple[int, ...]]
