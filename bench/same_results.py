@@ -19,8 +19,8 @@ import pandas as pd
 
 from shardproof.harness.ledger import REPEATABLE
 from shardproof.reference.language.modes import MODES
+from shardproof.suites.drawing.profiles import sampled
 from shardproof.suites.drawing.strategies import every_word
-from shardproof.suites.session.sampling import sampled
 
 ROOT = Path(__file__).resolve().parents[1]
 _KEYS = {"outcome": ["case", "rank"], "verdict": ["case", "check"], "ledger": ["case"]}

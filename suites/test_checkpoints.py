@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shardproof.harness.plain_case import PlainCase
 from shardproof.harness.protocols import CaseLike
-from shardproof.suites.drawing.layouts import elsewhere
+from shardproof.suites.drawing.own_cases import elsewhere
 from shardproof.suites.session.prover import Prover
 
 EXAMPLES = max(1, settings().max_examples // 8)

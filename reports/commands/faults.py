@@ -36,8 +36,8 @@ from shardproof.reports.printing.text import (
 from shardproof.reports.printing.text_tables import Table
 from shardproof.reports.stored.files import MATRIX, RunFolderError, csv_table, environment_of
 
-KILLING = "shardproof.suites.killing.matrix"
-_SCRIPTS = "shardproof.suites.killing.scripts:scripts"
+KILLING = "shardproof.suites.killing"
+_SCRIPTS = "shardproof.suites.killing:scripts"
 _PROCESSES = 2
 
 

@@ -17,9 +17,9 @@ from shardproof.harness.running.proof import prove
 from shardproof.harness.running.result import CaseResult
 from shardproof.harness.subject import NamedSubject
 from shardproof.reference.case import Case
+from shardproof.suites.drawing.profiles import sampled
 from shardproof.suites.drawing.strategies import cases
 from shardproof.suites.session.request import chosen_modes
-from shardproof.suites.session.sampling import sampled
 
 WORLDS = (2, 3, 4)
 """World sizes to draw from: real processes share the machine's cores."""

@@ -34,8 +34,7 @@ from shardproof.reference.case import Case
 from shardproof.reference.features import PARTS
 from shardproof.reports.options.request import default_cases
 from shardproof.suites.drawing.own_cases import around
-from shardproof.suites.drawing.pairwise import rows
-from shardproof.suites.drawing.strategies import cases
+from shardproof.suites.drawing.strategies import cases, rows
 from shardproof.suites.session.request import world_sizes
 
 _ENOUGH = 50

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from bench.cells import DEFECT, PASSED, Cell, System, cells
-from bench.systems import CANNOT, CHECKS, FAILED, PAGE, judged, key, stored_on
+from bench.systems import CANNOT, CHECKS, DEFECT, FAILED, PAGE, PASSED, Cell, System, cells, judged, key, stored_on
 from tests import ROOT
 
 CELLS = list(cells())

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.when_lines import Statement, false_statements, statements
+from bench.blind import Statement, false_statements, statements
 from shardproof.harness.checking.evidence import FAIL
 from shardproof.harness.diagnosing.failure_lines import line_of
 from shardproof.harness.engines.threads.inproc import InprocEngine
@@ -14,8 +14,7 @@ from shardproof.harness.running.proof import prove
 from shardproof.harness.subject import named
 from shardproof.reference.case import Case
 from shardproof.suites.mutants.catalogue import MUTANTS
-from shardproof.suites.mutants.draws import showing
-from shardproof.suites.mutants.mutant import Mutant
+from shardproof.suites.mutants.mutant import Mutant, showing
 from tests.deep import deep
 from tests.harness.proofs import ran
 

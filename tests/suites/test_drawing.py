@@ -6,9 +6,8 @@ from hypothesis import strategies as st
 
 from shardproof.reference.case import Case
 from shardproof.reference.language.modes import MODES
-from shardproof.suites.drawing.sizes import HIDDEN, TOKENS, large
-from shardproof.suites.drawing.strategies import NOT_DRAWN, every_word
-from shardproof.suites.session.sampling import sampled
+from shardproof.suites.drawing.profiles import sampled
+from shardproof.suites.drawing.strategies import HIDDEN, NOT_DRAWN, TOKENS, every_word, large
 
 
 def test_large_cases_have_up_to_16384_tokens_or_hidden_2048_in_every_dtype() -> None:

@@ -19,8 +19,7 @@ from typing import Any
 import pytest
 
 from bench import systems
-from bench.cells import System, cells
-from bench.systems import CHECKS, NOT_RUN
+from bench.systems import CHECKS, NOT_RUN, System, cells
 from shardproof.harness.checking.evidence import FAIL, PASS
 from shardproof.harness.engines.engine import Engine
 from shardproof.harness.engines.processes.forked.pool import PoolEngine

@@ -14,11 +14,18 @@ from shardproof.reference.case import Case
 from shardproof.reference.case.variants import VARIANTS
 from shardproof.reference.features import PARTS
 from shardproof.reference.language.modes import MODES
-from shardproof.suites.mutants.catalogue import FAMILIES, HELD_BACK, MUTANTS, UNSEEN, VARIANT_ROWS
-from shardproof.suites.mutants.draws import showing
+from shardproof.suites.mutants.catalogue import (
+    FAMILIES,
+    HELD_BACK,
+    KNOWN,
+    MUTANTS,
+    SHOWN_BY,
+    UNSEEN,
+    VARIANT_ROWS,
+    main,
+)
 from shardproof.suites.mutants.kill_rows import mutant_killed
-from shardproof.suites.mutants.known import KNOWN, SHOWN_BY, main
-from shardproof.suites.mutants.mutant import Mutant, holds
+from shardproof.suites.mutants.mutant import Mutant, holds, showing
 from shardproof.suites.session.prover import Prover
 from tests import ROOT
 from tests.project import nodes_of

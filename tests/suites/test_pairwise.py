@@ -26,9 +26,8 @@ from shardproof.harness.subject import named
 from shardproof.parallel.subject import subject
 from shardproof.reference.case import Case
 from shardproof.reference.language.modes import MODES
-from shardproof.suites.drawing.layouts import elsewhere
-from shardproof.suites.drawing.pairwise import rows
-from shardproof.suites.drawing.strategies import cases
+from shardproof.suites.drawing.own_cases import elsewhere
+from shardproof.suites.drawing.strategies import cases, rows
 from shardproof.suites.session.prover import Prover
 from shardproof.suites.test_checkpoints import goes_on
 from shardproof.suites.test_equivalence import apart

@@ -14,12 +14,10 @@ from shardproof.reference.case import Case
 from shardproof.reference.case.domains import domains
 from shardproof.reference.features import FEATURES, PARTS
 from shardproof.reference.language.words import declared
-from shardproof.suites.drawing.pairwise import rows
-from shardproof.suites.drawing.profiles import PROFILES
-from shardproof.suites.drawing.strategies import cases, every_word, modes_with
+from shardproof.suites.drawing.profiles import PROFILES, sampled
+from shardproof.suites.drawing.strategies import cases, every_word, modes_with, rows
 from shardproof.suites.mutants.catalogue import MUTANTS
-from shardproof.suites.mutants.draws import work
-from shardproof.suites.session.sampling import sampled
+from shardproof.suites.mutants.mutant import work
 
 MODES_OF = {
     "experts": ["tp", "tp-sp", "mtp", "msp", "fsp", "isp"],

@@ -1,6 +1,6 @@
 """Toys for the tests of faults: a kill matrix without a run, and subjects whose collectives are disturbed.
 
-The seam of the matrix is that of `suites.killing.matrix`; its rows are made by hand. The subjects compute the dense
+The seam of the matrix is that of `suites.killing`; its rows are made by hand. The subjects compute the dense
 model on every rank. `needed` needs what it sums, and the result of `blind` is seen by no check. `silent` calls nothing,
 and the ranks of `parted` part.
 """

@@ -20,7 +20,7 @@ from shardproof.reference.case.default_cases import default_cases
 from shardproof.reference.language import modes
 from shardproof.reference.language.modes import MODES
 from shardproof.reports.commands import cli
-from shardproof.suites.killing.matrix import disturbed
+from shardproof.suites.killing import disturbed
 from tests import ROOT
 from tests.parallel.schemes import toy_scheme
 from tests.parallel.schemes.toy_scheme import TOY

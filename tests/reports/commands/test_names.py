@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.cells import cells
+from bench.systems import cells
 from shardproof.harness.subject import named
 from shardproof.reference.case import Case
 from shardproof.reference.training.subject import truth

@@ -4,11 +4,14 @@ Our own subject gets every mutant and variant in every mode that can host it, an
 source is not ours to change, gets the faults. `quick` takes one mode a mutant, another one for each, and few faults. A
 collective is known from the ledger of an undisturbed run. Every fault of it must be killed by a check or proved
 equivalent: the others are redundant traffic or a blind spot.
+
+`scripts` are planted bugs that stand alone: shrunk to a small case, the right values inside, plain torch around it.
 """
 
+import difflib
 import itertools
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
@@ -16,19 +19,22 @@ from multiprocessing import get_context
 
 import torch
 
+from shardproof.bugs.anchors import source_of
 from shardproof.harness.dense_model import SUBJECT
 from shardproof.harness.engines.engine import Engine
-from shardproof.harness.errors import ProgramError, RankDied, RequestError
+from shardproof.harness.errors import MachineError, ProgramError, RankDied, RequestError
 from shardproof.harness.faults import Fault, faults_of
 from shardproof.harness.protocols import CaseLike, case_text
+from shardproof.harness.reproducing.repro import emit
 from shardproof.harness.running.engines import engine_named
 from shardproof.harness.running.ranks.capacity import admit
 from shardproof.harness.running.ranks.execution import execute
-from shardproof.harness.subject import NamedSubject, claims, own_cases, refusal
+from shardproof.harness.subject import NamedSubject, claims, named, own_cases, refusal
 from shardproof.reference.case import Case
 from shardproof.suites.mutants.catalogue import HELD_BACK, MUTANTS, VARIANT_ROWS
-from shardproof.suites.mutants.field import in_field
+from shardproof.suites.mutants.field import FIELD, in_field
 from shardproof.suites.mutants.kill_rows import Killed, faults_killed, mutant_killed
+from shardproof.suites.mutants.mutant import Mutant, showing
 
 _SMALL = (
     "layers=1 hidden=16 heads=4 kv_heads=4 ffn=32 seq=8 batch=2 micro=2 steps=2 lr=0.1 mode={mode} tp=2 dp=3",
@@ -277,3 +283,53 @@ def _of_mode(
     for plan in plans:
         for _, faults in itertools.groupby(plan.faults, key=lambda fault: fault.target):
             yield Collective(mode=mode, case=plan.case, faults=tuple(faults))
+
+
+_TRIES = 4
+"""Cases in which a wrong tensor is looked for: the smallest two that are drawn of each mode, until there are these."""
+
+
+def scripts(name: str, *, field: bool = False) -> Iterator[tuple[str, str, str]]:
+    """(name, text of the script, "") of this bug, or of "all" that are not held back; without text, why there is none.
+
+    With `field` of those of public issues. Raises RequestError for a name that no open mutant or variant has.
+    """
+    known = {row.name: row for row in (FIELD if field else (*MUTANTS, *VARIANT_ROWS))}
+    if name != "all" and name not in known:
+        near = difflib.get_close_matches(name, known, 5, 0.0)
+        which = "is no open mutant or variant" + (" of a public issue" if field else "")
+        raise RequestError(f"emit-repro={name}: {which}; legal: all {' '.join(near)} ...")
+    return _scripts(list(known.values()) if name == "all" else [known[name]])
+
+
+def _scripts(rows: list[Mutant]) -> Iterator[tuple[str, str, str]]:
+    with engine_named("inproc") as engine:
+        for row in rows:
+            text, why = "", row.equivalent or "the dense model has it too" * row.is_shared
+            if not why:
+                try:
+                    text = _script(row, engine)
+                except MachineError as error:  # one that takes too long does not cost the others theirs
+                    why = error.cause
+            yield row.name, text, "" if text else why or "no returned tensor is wrong in small cases"
+
+
+def _script(row: Mutant, engine: Engine) -> str:
+    """The script of the first drawn case that fails, "" when none shows a wrong tensor."""
+    sources = row.sources()
+    cases = (case for mode in row.modes for case in showing(row, mode)[:2])
+    with row.subject() as subject:
+        given = NamedSubject(name=SUBJECT, call=named(subject).call, address=SUBJECT if subject == SUBJECT else "")
+        for case in itertools.islice(cases, _TRIES):
+            if text := emit(case, given, engine, planted=sources):
+                return text.replace('"""', f'"""{row.name}: {row.stands_for}\n\n{_diff(sources)}\n', 1)
+    return ""
+
+
+def _diff(sources: Mapping[str, str]) -> str:
+    """The changes as a patch, for the docstring of a script."""
+    lines: list[str] = []
+    for module, text in sources.items():
+        path = f"{module.replace('.', '/')}.py"
+        lines += difflib.unified_diff(source_of(module).splitlines(), text.splitlines(), path, path, "", "", 1, "")
+    return "\n".join(lines).replace("\\", "\\\\").replace('"""', '\\"\\"\\"')
