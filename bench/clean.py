@@ -40,8 +40,8 @@ from shardproof.harness.running.proof import prove
 from shardproof.harness.subject import named
 from shardproof.reference.case import Case
 from shardproof.reference.features import PARTS
-from shardproof.suites.drawing.profiles import sampled
-from shardproof.suites.drawing.strategies import every_word, large, modes_with
+from shardproof.suites.drawing.profiles import draw_samples
+from shardproof.suites.drawing.strategies import every_word, large_cases, modes_with
 from shardproof.suites.session.request import chosen_modes
 
 DTYPES = ("any", "float64", "float32", "bfloat16", "float16")
@@ -148,8 +148,8 @@ def cases_of(mode: str, share: int, part: Part) -> list[Case]:
     fixed |= {"steps": part.steps} if part.steps else {}
     fixed |= {"needs": part.needs} if part.needs else {}
     first_seed = part.first_seed * 1000 + part.number
-    usual = sampled(every_word(mode, **fixed), share - many, first_seed)
-    return usual + sampled(large(mode, **fixed), many, first_seed)
+    usual = draw_samples(every_word(mode, **fixed), share - many, first_seed)
+    return usual + draw_samples(large_cases(mode, **fixed), many, first_seed)
 
 
 def _alarms(drawn: Drawn, timeout_s: float, engine: InprocEngine) -> list[Alarm] | None:

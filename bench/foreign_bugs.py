@@ -49,8 +49,8 @@ from shardproof.harness.running.proof import prove
 from shardproof.harness.running.ranks.execution import execute
 from shardproof.harness.running.result import CaseResult
 from shardproof.harness.subject import NamedSubject, claims, named, refusal
-from shardproof.suites.drawing.own_cases import around
-from shardproof.suites.drawing.profiles import sampled
+from shardproof.suites.drawing.own_cases import cases_around
+from shardproof.suites.drawing.profiles import draw_samples
 
 DTYPES = ("float64", "float32", "bfloat16")
 SUBJECTS = tuple(sorted(module.name for module in pkgutil.iter_modules(foreign.__path__)))
@@ -88,9 +88,9 @@ def _cases_of(name: str, share: int, first_seed: int, dtype: str) -> list[Drawn]
     modes = claims(subject).modes
     of_dtypes = []
     for place, (known, many) in enumerate(shares.items()):
-        of_modes = [around(subject, mode, {"dtype": known}) for mode in modes]
+        of_modes = [cases_around(subject, mode, {"dtype": known}) for mode in modes]
         legal = st.one_of(of_modes).filter(lambda case: not refusal(case, subject))
-        of_dtypes.append(sampled(legal, many, 1000 * first_seed + place))
+        of_dtypes.append(draw_samples(legal, many, 1000 * first_seed + place))
     return [Drawn(subject, case) for case in _in_turn(of_dtypes)]
 
 

@@ -71,7 +71,7 @@ class Row(NamedTuple):
     us_per_event: float | None = None
 
 
-def interleaved(runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+def run_in_turns(runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
     """Seconds of every run in every round; the runs take turns, so that the machine's mood meets all of them."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
@@ -123,7 +123,7 @@ def engine_rows(engine: InprocEngine, world_size: int, rounds: int, peers: Mappi
             runs[name] = partial(peer, world_size, sizes, full, x, dy)
         except (ImportError, RuntimeError, TypeError, AttributeError) as error:
             refused.append(Row(f"{name}, {world_size} ranks", math.nan, "ms", f"refuses it: {error}", math.nan))
-    best = {name: min(times) for name, times in interleaved(runs, rounds).items()}
+    best = {name: min(times) for name, times in run_in_turns(runs, rounds).items()}
     bare_s = best.pop("bare")
     rows = [Row(f"{name}, {world_size} ranks", s * 1e3, "ms", "bare ranks", s / bare_s) for name, s in best.items()]
     return rows + refused
@@ -146,7 +146,7 @@ def _recorder_row(engine: InprocEngine, rounds: int) -> Row:
     def off() -> None:
         engine.run(rank_program, 2, sizes, full, x, dy, world_size=2)
 
-    seconds = interleaved({"off": off, "on": on}, 3 * rounds)
+    seconds = run_in_turns({"off": off, "on": on}, 3 * rounds)
     ratios = [on_s / off_s for on_s, off_s in zip(seconds["on"], seconds["off"], strict=True)]
     value = statistics.median(seconds["on"]) * 1e3
     return Row("recording, 2 ranks", value, "ms", "not recording", statistics.median(ratios))
@@ -168,7 +168,7 @@ def _example_rows(engine: InprocEngine, world_size: int, rounds: int, spawns: in
             "engine": lambda: example(engine, world_size, 0),
             "pool": lambda: pooled_example(pool, world_size, 0, ALLOWED_ERROR),
         }
-        seconds = interleaved(runs, rounds)
+        seconds = run_in_turns(runs, rounds)
     seconds["spawn"] = [spawned_example(world_size, seed, ALLOWED_ERROR) for seed in range(spawns)]
     rates = {name: 1 / statistics.median(times) for name, times in seconds.items()}
     return [
@@ -196,7 +196,7 @@ def _refused_row(rounds: int) -> Row:
         name: partial(subprocess.run, [sys.executable, *words], check=False, capture_output=True)
         for name, words in commands.items()
     }
-    best = {name: min(times) for name, times in interleaved(runs, rounds).items()}
+    best = {name: min(times) for name, times in run_in_turns(runs, rounds).items()}
     return Row("refused request", best["refused"] * 1e3, "ms", "python -c pass", best["refused"] / best["pass"])
 
 

@@ -57,7 +57,7 @@ def _name(requirement: str) -> str:
     return re.split(r"[^\w.-]", requirement)[0].lower()
 
 
-def ended(command: Sequence[str], limit_s: float = _LIMIT_S, folder: Path | None = None) -> str:
+def run_to_end(command: Sequence[str], limit_s: float = _LIMIT_S, folder: Path | None = None) -> str:
     """Run a command in a folder to its end: "" when it succeeded, else its exit status and last lines. `timeout` ends
     it and what it started.
     """
@@ -116,7 +116,7 @@ class Cell(NamedTuple):
     kept: bool = True
 
 
-def cells() -> Iterator[Cell]:
+def read_cells() -> Iterator[Cell]:
     """Every cell, system by system."""
     for block in TABLE.read_text("utf-8").split("\n# ")[1:]:
         heading, *rows = block.splitlines()
@@ -189,7 +189,7 @@ def interpreter(system: System, folder: Path) -> tuple[str, str]:
     own = str(place / "bin" / "python")
     if not (place / "ready").exists():
         print(f"{system.name}: {place} is made", flush=True)
-        if why := next(filter(None, map(ended, install(path, place, system.packages))), ""):
+        if why := next(filter(None, map(run_to_end, install(path, place, system.packages))), ""):
             return "", why
         (place / "ready").touch()
     asked = [own, "-c", f"import importlib.metadata as m; print(m.version({system.package!r}))"]
@@ -220,12 +220,12 @@ def run(group: Sequence[Cell], stored: dict[tuple[str, ...], Ledger], python: st
         if row["verdict"] == PASSED and done.returncode and cell.expected == PASSED:
             again.append(cell)
         else:
-            yield judged(cell, row, [one for one in verdicts if one["case"] == row["case"]], stored.get(key(cell)))
+            yield judge_cell(cell, row, [one for one in verdicts if one["case"] == row["case"]], stored.get(key(cell)))
     if again:
         yield from run(again, stored, python)
 
 
-def judged(cell: Cell, row: dict[str, Any], verdicts: Sequence[dict[str, Any]], stored: Ledger | None) -> Seen:
+def judge_cell(cell: Cell, row: dict[str, Any], verdicts: Sequence[dict[str, Any]], stored: Ledger | None) -> Seen:
     """The result of a cell and why: from the row of its case, its verdicts by check and the ledger of earlier runs."""
     bad = [line for one in verdicts if one["verdict"] != PASSED for line in str(one["message"]).splitlines()]
     named = [line for line in bad if line.startswith(("what:", "first:"))]
@@ -279,7 +279,7 @@ def page(seen: Sequence[Seen], took: dict[System, tuple[str, float]], absent: di
         below[system.name] = "\n".join(_section(mine))
     for system, why in absent.items():
         rows.setdefault(system.name, f"| {system.name} | {' '.join(system.packages)} | {NOT_RUN}: {why} | | | |")
-    names = [name for name in dict.fromkeys(cell.system.name for cell in cells()) if name in rows]
+    names = [name for name in dict.fromkeys(cell.system.name for cell in read_cells()) if name in rows]
     table = ["| system | version | pass | known defect | cannot run | s |", "|---|---|---|---|---|---|"]
     table += [rows[name] for name in names]
     texts = [f"## {name}\n\n{below[name].strip()}" for name in names if name in below]
@@ -310,9 +310,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--accept", action="store_true", help="take calls and bytes as they are now")
     parser.add_argument("--environments", type=Path, default=ROOT / "build" / "systems", metavar="FOLDER", help=_FOLDER)
     asked = parser.parse_args(arguments)
-    chosen = [cell for cell in cells() if asked.only.lower() in cell.system.name.lower() and cell.quick >= asked.quick]
+    chosen = [
+        cell for cell in read_cells() if asked.only.lower() in cell.system.name.lower() and cell.quick >= asked.quick
+    ]
     if not chosen:
-        legal = ", ".join(dict.fromkeys(cell.system.name for cell in cells()))
+        legal = ", ".join(dict.fromkeys(cell.system.name for cell in read_cells()))
         print(f"--only {asked.only}: no system has this in its name; legal: {legal}", file=sys.stderr)
         return 2
     stored = {} if asked.accept else stored_on(PAGE)

@@ -11,18 +11,19 @@ equivalent: the others are redundant traffic or a blind spot.
 import difflib
 import itertools
 import pickle
+import traceback
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
-
-import torch
+from multiprocessing.connection import Connection
 
 from shardproof.bugs.anchors import source_of
 from shardproof.harness.dense_model import SUBJECT
 from shardproof.harness.engines.engine import Engine
-from shardproof.harness.errors import MachineError, ProgramError, RankDied, RequestError
+from shardproof.harness.engines.processes.workers import ProcessEnd, Worker, receive
+from shardproof.harness.engines.rank_environment import use_one_thread
+from shardproof.harness.errors import MachineError, ProgramError, RankDied, RequestError, ShardproofError
 from shardproof.harness.faults import Fault, faults_of
 from shardproof.harness.protocols import CaseLike, case_text
 from shardproof.harness.reproducing.repro import emit
@@ -34,7 +35,7 @@ from shardproof.reference.case import Case
 from shardproof.suites.mutants.catalogue import HELD_BACK, MUTANTS, VARIANT_ROWS
 from shardproof.suites.mutants.field import FIELD, in_field
 from shardproof.suites.mutants.kill_rows import Killed, faults_killed, mutant_killed
-from shardproof.suites.mutants.mutant import Mutant, showing
+from shardproof.suites.mutants.mutant import Mutant, cases_showing
 
 _SMALL = (
     "layers=1 hidden=16 heads=4 kv_heads=4 ffn=32 seq=8 batch=2 micro=2 steps=2 lr=0.1 mode={mode} tp=2 dp=3",
@@ -78,7 +79,7 @@ class KillPlan:
         return len(self.faults) or 1
 
 
-def planned(
+def plan_kills(
     subject: NamedSubject,
     *,
     quick: bool,
@@ -102,11 +103,11 @@ def planned(
     if cases:
         plans = _of_cases(subject, cases, quick, only, timeout_s)
     else:
-        plans = planted(quick=quick, only=only, field=field) if subject.name == SUBJECT else []
+        plans = plan_planted(quick=quick, only=only, field=field) if subject.name == SUBJECT else []
         if only != "held-back" and not field:
             with engine_named("inproc") as engine:
                 for mode in claims(subject).modes:
-                    plans += disturbed(subject, mode, engine, quick=quick, timeout_s=timeout_s, dtype=dtype)
+                    plans += plan_disturbed(subject, mode, engine, quick=quick, timeout_s=timeout_s, dtype=dtype)
         if not plans and only == "held-back":
             rule = f"has no held-back mutants; legal: {SUBJECT}, or leave out --held-back"
             raise RequestError(f"subject={subject.name}: {rule}")
@@ -128,14 +129,16 @@ def _of_cases(
         if reason := refusal(case, subject):
             raise RequestError(f"case {case_text(case)!r}: {subject.name} does not take it: {reason}; legal: another")
     with engine_named("inproc") as engine:
-        plans = [disturbed(subject, case.mode, engine, quick=quick, only=case, timeout_s=timeout_s) for case in cases]
+        plans = [
+            plan_disturbed(subject, case.mode, engine, quick=quick, only=case, timeout_s=timeout_s) for case in cases
+        ]
     if not any(plans):
         rule = "its ranks issue no collective, so there is nothing to disturb"
         raise RequestError(f"case {case_text(cases[0])!r}: {rule}; legal: a case of two or more ranks")
     return list(itertools.chain.from_iterable(plans))
 
 
-def planted(*, quick: bool, only: str = "", field: bool = False) -> list[KillPlan]:
+def plan_planted(*, quick: bool, only: str = "", field: bool = False) -> list[KillPlan]:
     """The mutants and variants of our own subject, all of them or `only` the held-back or the open ones.
 
     With `field` those of public issues, beside their twins.
@@ -152,7 +155,7 @@ def planted(*, quick: bool, only: str = "", field: bool = False) -> list[KillPla
     return plans
 
 
-def disturbed(
+def plan_disturbed(
     subject: NamedSubject,
     mode: str,
     engine: Engine,
@@ -199,36 +202,52 @@ def _parts(faults: Sequence[Fault]) -> Iterator[tuple[Fault, ...]]:
     yield from [part] if part else []
 
 
-def kills(plans: Sequence[KillPlan], subject: NamedSubject, *, processes: int = 1) -> Iterator[Killed]:
+def run_kills(plans: Sequence[KillPlan], subject: NamedSubject, *, processes: int = 1) -> Iterator[Killed]:
     """The rows of these plans, each as soon as it is known; from several processes in no fixed order.
 
-    Raises RankDied when a process ends by force.
+    Raises RankDied when a process ends.
     """
     if processes == 1:
         with engine_named("inproc") as engine:
             for plan in plans:
                 yield from _killed(plan, subject, engine)
         return
-    # Spawned, not forked: a fork would copy locks that the threads of an engine hold.
-    pool = ProcessPoolExecutor(processes, mp_context=get_context("spawn"), initializer=_one_thread)
-    sent = pickle.dumps(subject)  # read where an error is caught: not by the pool itself, which would break
+    start, sent = get_context("spawn"), pickle.dumps(subject)  # a fork would copy locks that the threads of an engine hold
+    waiting, workers = deque(plans), [Worker(start, _serve_plans, sent) for _ in plans[:processes]]
     try:
-        for done in as_completed([pool.submit(_in_a_process, plan, sent) for plan in plans]):
-            yield from done.result()
-    except BrokenProcessPool as problem:
-        raise RankDied(f"a process of the kill matrix ended by force: {problem}", ranks=(), positions=()) from problem
+        at_work = {worker: worker for worker in workers}
+        for worker in workers:
+            worker.send(pickle.dumps(waiting.popleft()))
+        while at_work:
+            for worker, message in receive(at_work, None):
+                if isinstance(message, ProcessEnd):
+                    raise RankDied(f"a process of the kill matrix ended: {message.words}", ranks=(), positions=())
+                rows = pickle.loads(message)
+                if isinstance(rows, Exception):
+                    raise rows
+                if waiting:
+                    worker.send(pickle.dumps(waiting.popleft()))
+                else:
+                    del at_work[worker]
+                yield from rows
     finally:
-        pool.shutdown(cancel_futures=True)
+        for worker in workers:
+            worker.close()
 
 
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-def _in_a_process(plan: KillPlan, sent: bytes) -> list[Killed]:
-    subject: NamedSubject = pickle.loads(sent)
+def _serve_plans(pipe: Connection, _memory: int, sent: bytes) -> None:
+    """The life of a process of the matrix: the rows of each plan that comes, or the error that ended them."""
+    use_one_thread()
     with engine_named("inproc") as engine:
-        return _killed(plan, subject, engine)
+        while True:
+            plan = pickle.loads(pipe.recv_bytes())
+            try:
+                answer: object = _killed(plan, pickle.loads(sent), engine)
+            except ShardproofError as error:
+                answer = error
+            except Exception:  # whatever importing a user's module raises
+                answer = RuntimeError(f"a process of the kill matrix raised:\n{traceback.format_exc()}")
+            pipe.send(answer)
 
 
 def _killed(plan: KillPlan, subject: NamedSubject, engine: Engine) -> list[Killed]:
@@ -274,7 +293,7 @@ def _of_mode(
         yield Collective(mode=mode, refused=reason)
         return
     try:
-        plans = disturbed(subject, mode, engine, quick=quick, only=only, timeout_s=timeout_s)
+        plans = plan_disturbed(subject, mode, engine, quick=quick, only=only, timeout_s=timeout_s)
     except ProgramError as error:
         yield Collective(mode=mode, problem=f"the subject does not finish undisturbed:\n{error}")
         return
@@ -317,7 +336,7 @@ def _scripts(rows: list[Mutant]) -> Iterator[tuple[str, str, str]]:
 def _script(row: Mutant, engine: Engine) -> str:
     """The script of the first drawn case that fails, "" when none shows a wrong tensor."""
     sources = row.sources()
-    cases = (case for mode in row.modes for case in showing(row, mode)[:2])
+    cases = (case for mode in row.modes for case in cases_showing(row, mode)[:2])
     with row.subject() as subject:
         given = NamedSubject(name=SUBJECT, call=named(subject).call, address=SUBJECT if subject == SUBJECT else "")
         for case in itertools.islice(cases, _TRIES):

@@ -171,7 +171,7 @@ def survey(
         return [_result(trial, fault, clean, rules, first_only) for fault in asked]
 
 
-def unproved(results: Iterable[FaultResult]) -> list[Unproved]:
+def unproved_collectives(results: Iterable[FaultResult]) -> list[Unproved]:
     """The targets whose loss on every rank no check notices, by the results of their faults."""
     by_target: dict[Target, dict[str, FaultResult]] = {}
     for result in results:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from shardproof.harness.recording.annotations import Override
 from shardproof.harness.torch_internals.autograd import version_of
-from shardproof.harness.torch_internals.lookup import standing
+from shardproof.harness.torch_internals.lookup import replace_attribute
 
 Look = tuple[tuple[bytes | int, ...], ...]
 """Of each parameter, in the order in which they were first seen: some of its elements, or its version counter."""
@@ -341,7 +341,7 @@ class Graphs:
 
 
 @contextmanager
-def graphs_watched(lane: Callable[[], Any]) -> Iterator[None]:
+def watch_graphs(lane: Callable[[], Any]) -> Iterator[None]:
     """While entered, captures and replays are reported to the lane of the thread that makes them: a ThreadWatch."""
     owner = torch.cuda.CUDAGraph
     before = {name: vars(owner)[name] for name in ("capture_begin", "capture_end", "replay") if name in vars(owner)}
@@ -374,5 +374,5 @@ def graphs_watched(lane: Callable[[], Any]) -> Iterator[None]:
     made = {function.__name__: function for function in (capture_begin, capture_end, replay)}
     with ExitStack() as undo:
         for name, original in before.items():
-            undo.enter_context(standing(owner, name, functools.wraps(original)(made[name])))
+            undo.enter_context(replace_attribute(owner, name, functools.wraps(original)(made[name])))
         yield

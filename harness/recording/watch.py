@@ -47,7 +47,7 @@ from shardproof.harness.recording.observations import (
     Looks,
     Stepped,
     Stepping,
-    graphs_watched,
+    watch_graphs,
 )
 from shardproof.harness.torch_internals.autograd import (
     BACKWARD,
@@ -69,7 +69,7 @@ _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 _SAVES = os.path.join(_TORCH, "distributed", "checkpoint", "")
 
 
-def around(frame: FrameType | None, *, in_backward: bool) -> tuple[tuple[CodeType, int] | None, bool, int]:
+def surroundings(frame: FrameType | None, *, in_backward: bool) -> tuple[tuple[CodeType, int] | None, bool, int]:
     """The caller in user code; in backward also whether checkpointing runs a function again, and the outer node.
 
     The outer node is the node of another backward whose own backward started this one; OUTSIDE when there is none. The
@@ -107,7 +107,7 @@ def quiet_since(frame: FrameType | None, until: CodeType) -> bool:
     return True
 
 
-def kept_by(frame: FrameType | None) -> tuple[bool, bool]:
+def kept_by_torch(frame: FrameType | None) -> tuple[bool, bool]:
     """(whether torch saves or loads a checkpoint or a state_dict, whether it makes a full copy of a DTensor).
 
     Looked at are torch's own frames up to the user's line: `torch.distributed.checkpoint`, `state_dict` and its like.
@@ -183,12 +183,12 @@ class ThreadWatch:
                     parameter = running.variable
         elif self.depth and self.bare is not False and not _grad() and self._outer_is_bare():
             quiet = quiet_since(frame, WATCHING)
-        caller, again, outer = around(frame, in_backward=task != OUTSIDE and not self.depth)
+        caller, again, outer = surroundings(frame, in_backward=task != OUTSIDE and not self.depth)
         ticket = next(self.tickets)
         if self.emit is not None:
             override, lane, copies = overridden(), self.number, False
             if task == OUTSIDE and not self.depth:
-                saves, copies = kept_by(frame)
+                saves, copies = kept_by_torch(frame)
                 override = ("checkpoint", override[1]) if saves and override[0] is None else override
             look = self.looks.at() if self.looks.on and task == OUTSIDE and not self.depth else ()
             marked = self.graphs.mark(ticket, call, caller)
@@ -217,7 +217,7 @@ class OfRank(NamedTuple):
     graphs: Graphs
 
 
-def watching(
+def reporting_call(
     local: threading.local,
     adopt: Callable[[], ThreadWatch | None],
     arrival: Callable[[ThreadWatch, int], Callable[[object], None]],
@@ -266,7 +266,7 @@ def watching(
     return call
 
 
-WATCHING = defined_in(watching)
+WATCHING = defined_in(reporting_call)
 not_compiled(WATCHING)
 
 
@@ -301,9 +301,9 @@ class Watch:
         self._installed = ExitStack()
 
     def __enter__(self) -> Self:
-        watched = partial(watching, self._local, self._adopt, self._arrival)
+        watched = partial(reporting_call, self._local, self._adopt, self._arrival)
         self._installed.enter_context(called_by(watched))
-        self._installed.enter_context(graphs_watched(self._mine))
+        self._installed.enter_context(watch_graphs(self._mine))
         self._installed.callback(register_optimizer_step_pre_hook(self._stepping).remove)
         self._installed.callback(register_optimizer_step_post_hook(self._stepped).remove)
         return self

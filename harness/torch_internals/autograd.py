@@ -16,15 +16,15 @@ from torch.autograd import graph
 from torch.autograd.function import Function, FunctionCtx
 from torch.optim.optimizer import Optimizer
 
-from shardproof.harness.torch_internals.lookup import found
+from shardproof.harness.torch_internals.lookup import find_name
 
 _RECORDING = "recording"
 
-current_task: Callable[[], int] = found(torch._C, "_current_graph_task_id", _RECORDING)
+current_task: Callable[[], int] = find_name(torch._C, "_current_graph_task_id", _RECORDING)
 """The graph task that runs in this thread, -1 outside of backward. Uses torch._C._current_graph_task_id."""
-current_node: Callable[[], Any] = found(torch._C, "_current_autograd_node", _RECORDING)
+current_node: Callable[[], Any] = find_name(torch._C, "_current_autograd_node", _RECORDING)
 """The autograd node that runs in this thread, or None. Uses torch._C._current_autograd_node."""
-next_number: Callable[[], int] = found(getattr(torch._C, "_autograd", None), "_get_sequence_nr", _RECORDING)
+next_number: Callable[[], int] = find_name(getattr(torch._C, "_autograd", None), "_get_sequence_nr", _RECORDING)
 """The sequence number of this thread's next autograd node. Uses torch._C._autograd._get_sequence_nr."""
 
 
@@ -138,7 +138,7 @@ _unversioned: Any = getattr(torch.autograd, "_unsafe_preserve_version_counter", 
 
 
 @contextmanager
-def unversioned(tensors: tuple[Tensor, ...]) -> Iterator[None]:
+def without_version(tensors: tuple[Tensor, ...]) -> Iterator[None]:
     """Writes to these tensors do not count as changes. Uses torch.autograd._unsafe_preserve_version_counter.
 
     Where it is missing they count, and autograd may refuse a tensor that a fault of shardproof's own has overwritten.

@@ -30,7 +30,7 @@ from shardproof.harness.torch_internals.dispatch import (
     kernels,
     operator_names,
 )
-from shardproof.harness.torch_internals.lookup import found, lacking, standing
+from shardproof.harness.torch_internals.lookup import find_name, lacking_error, replace_attribute
 
 _internals: Any = torch._C._distributed_c10d
 _WAITS = ("wait", "synchronize", "block_current_stream", "get_future", "get_future_result")
@@ -46,7 +46,7 @@ def fake_store() -> Any:
         # Importing it registers the backend, for every kind of device.
         from torch.testing._internal.distributed import fake_pg  # noqa: PLC0415
     except ImportError as problem:
-        raise lacking("the dry engine", "torch.testing._internal.distributed.fake_pg") from problem
+        raise lacking_error("the dry engine", "torch.testing._internal.distributed.fake_pg") from problem
     return fake_pg.FakeStore()
 
 
@@ -58,7 +58,7 @@ def fake_group() -> dist.ProcessGroup:
     """
     kind = getattr(_internals, "FakeProcessGroup", None)
     if kind is None:
-        raise lacking("recording on real backends", "torch._C._distributed_c10d.FakeProcessGroup")
+        raise lacking_error("recording on real backends", "torch._C._distributed_c10d.FakeProcessGroup")
     group = dist.ProcessGroup(dist.HashStore(), 0, 1)
     backend = kind._create_internal(0, 1)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, backend)
@@ -73,7 +73,7 @@ def waits_of_fakes(waited_for: Callable[[int], None]) -> Iterator[None]:
     """
     kind: Any = getattr(_internals, "FakeWork", None)
     if kind is None:
-        raise lacking("timelines of dry runs", "torch._C._distributed_c10d.FakeWork")
+        raise lacking_error("timelines of dry runs", "torch._C._distributed_c10d.FakeWork")
     with _telling(kind, ("wait",), waited_for):
         yield
 
@@ -101,11 +101,11 @@ def _telling(kind: Any, names: Iterable[str], waited_for: Callable[[int], None])
     with ExitStack() as undo:
         for name in names:
             if hasattr(kind, name):
-                undo.enter_context(standing(kind, name, wrapped(getattr(kind, name))))
+                undo.enter_context(replace_attribute(kind, name, wrapped(getattr(kind, name))))
         yield
 
 
-default_store: Any = found(c10d, "_get_default_store", "waiting for all ranks without a call")
+default_store: Any = find_name(c10d, "_get_default_store", "waiting for all ranks without a call")
 """The store over which the ranks of the world met. Uses distributed_c10d._get_default_store."""
 
 
@@ -152,10 +152,10 @@ def meta_device() -> Iterator[None]:
         def backend(group: dist.ProcessGroup, device: torch.device) -> Any:
             return backend_of(group, torch.device("cpu") if torch.device(device).type == "meta" else device)
 
-        stack.enter_context(standing(dist.ProcessGroup, "_get_backend", backend))
+        stack.enter_context(replace_attribute(dist.ProcessGroup, "_get_backend", backend))
         if not hasattr(torch, "meta"):
             like_cpu = SimpleNamespace(**{**vars(torch.cpu), "current_device": lambda: 0})
-            stack.enter_context(standing(torch, "meta", like_cpu))
+            stack.enter_context(replace_attribute(torch, "meta", like_cpu))
         yield
 
 

@@ -16,13 +16,13 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardproof.harness.torch_internals.compiler import Eager
-from shardproof.harness.torch_internals.lookup import found
+from shardproof.harness.torch_internals.lookup import find_name
 
 _RECORDING = "recording on real backends"
 _GROUP = "c10d.ProcessGroup"
 
-_all_names: Callable[[], list[str]] = found(torch._C, "_dispatch_get_all_op_names", _RECORDING)
-has_kernel: Callable[[str, str], bool] = found(torch._C, "_dispatch_has_kernel_for_dispatch_key", _RECORDING)
+_all_names: Callable[[], list[str]] = find_name(torch._C, "_dispatch_get_all_op_names", _RECORDING)
+has_kernel: Callable[[str, str], bool] = find_name(torch._C, "_dispatch_has_kernel_for_dispatch_key", _RECORDING)
 """Whether "namespace::operator" has a kernel at a key. torch._C._dispatch_has_kernel_for_dispatch_key."""
 
 FUSED: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
@@ -110,7 +110,7 @@ def dispatch_keys(key: str) -> Any:
     """The set of one dispatch key by its name: "CPU", or "CompositeExplicitAutograd", where functional collectives have
     the implementation that issues the call. Uses torch._C.DispatchKeySet and DispatchKey.
     """
-    return found(torch._C, "DispatchKeySet", "the dry engine")(getattr(_keys, key))
+    return find_name(torch._C, "DispatchKeySet", "the dry engine")(getattr(_keys, key))
 
 
 def end_functional(tensor: Tensor) -> None:
@@ -215,7 +215,7 @@ def keep_device_guard() -> None:
         getattr(torch._C, "_ensureCUDADeviceGuardSet", lambda: None)()
 
 
-def switches() -> tuple[Any, ...]:
+def thread_switches() -> tuple[Any, ...]:
     """Switches that a program can leave in a thread of torch: grad mode, function modes, autocast, inference mode.
 
     Uses torch._C._dispatch_tls_local_include_set and _exclude_set; where they are missing, an object that equals no

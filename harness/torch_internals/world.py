@@ -2,7 +2,7 @@
 
 torch keeps its groups in one object, `distributed_c10d._world`, and one registry of names. `by_thread` changes the
 object's class for a time, and has the registry kept per thread. The class answers each thread from its own tables and
-every other thread as before. `redirected` redirects torch's own functions inside torch's wrappers, so that names
+every other thread as before. `redirect_function` redirects torch's own functions inside torch's wrappers, so that names
 imported earlier are redirected as well. Groups and works of ours answer to torch's private names (`answers_torch`).
 
 Device meshes of ranks that are threads of one process are kept apart (`kept_apart`). Meshes of different ranks hold the
@@ -39,7 +39,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from shardproof.harness.errors import RequestError
-from shardproof.harness.torch_internals.lookup import lacking, standing
+from shardproof.harness.torch_internals.lookup import lacking_error, replace_attribute
 
 _Class = TypeVar("_Class", bound=type)
 _PRIVATE_NAMES = {
@@ -71,7 +71,7 @@ FUNCTIONAL = _functional_collectives.__file__
 """The file of torch's functions of functional collectives, which hand out such results."""
 
 
-def waited(tensor: Tensor) -> Tensor:
+def wait_pending(tensor: Tensor) -> Tensor:
     """The tensor; of a functional collective under way its result, waited for."""
     return tensor.trigger_wait() if isinstance(tensor, Pending) else tensor
 
@@ -125,7 +125,7 @@ def _of_thread(of_process: property, name: str) -> property:
 def _ranked_world() -> type:
     """The class of a world that answers a rank thread from its tables. Raises MachineError where torch lacks a part."""
     if missing := _missing():
-        raise lacking(_FEATURE, ", ".join(missing))
+        raise lacking_error(_FEATURE, ", ".join(missing))
     kind: Any = c10d._World
     return type("RankedWorld", (kind,), {name: _of_thread(getattr(kind, name), name) for name in _TABLES})
 
@@ -244,23 +244,23 @@ def groups_made_by(maker: Callable[[Maker, inspect.BoundArguments], tuple[Any, A
     """
     helper: Any = getattr(c10d, "_new_process_group_helper", None)
     if helper is None:
-        raise lacking("making groups", "distributed_c10d._new_process_group_helper")
+        raise lacking_error("making groups", "distributed_c10d._new_process_group_helper")
 
     @functools.wraps(helper)
     def made(*arguments: Any, **words: Any) -> Any:
         return maker(helper, _signature(helper).bind(*arguments, **words))
 
-    with standing(c10d, "_new_process_group_helper", made):
+    with replace_attribute(c10d, "_new_process_group_helper", made):
         yield
 
 
 @contextmanager
-def redirected(function: Callable[..., Any], replacement: Callable[..., Any]) -> Iterator[None]:
+def redirect_function(function: Callable[..., Any], replacement: Callable[..., Any]) -> Iterator[None]:
     """In the body, `function` is `replacement`, which is given the original first. Raises MachineError if it cannot."""
     cells: tuple[CellType, ...] = getattr(function, "__closure__", None) or ()  # of torch's logging wrapper
     cell = next((one for one in cells if getattr(one.cell_contents, "__name__", "") == function.__name__), None)
     if cell is None:
-        raise lacking("the world of an engine", f"wrapper that holds {function.__name__}")
+        raise lacking_error("the world of an engine", f"wrapper that holds {function.__name__}")
     original = cell.cell_contents
     cell.cell_contents = functools.update_wrapper(functools.partial(replacement, original), original)
     try:

@@ -28,7 +28,7 @@ _DRAWN: Mapping[str, st.SearchStrategy[Any]] = {
 }
 
 
-def around(subject: NamedSubject, mode: str, fixed: Mapping[str, Any]) -> st.SearchStrategy[PlainCase]:
+def cases_around(subject: NamedSubject, mode: str, fixed: Mapping[str, Any]) -> st.SearchStrategy[PlainCase]:
     """A strategy of cases of this mode with these fixed words. Raises RequestError for a strategy that is none."""
     own = draws(subject)
     if own is not None and not isinstance(own, st.SearchStrategy):
@@ -65,7 +65,7 @@ _OTHER = (1, 1, 2)
 """Sizes of every further axis of a mesh."""
 
 
-def elsewhere(case: CaseLike, subject: NamedSubject, worlds: tuple[int, ...], chosen: Random) -> CaseLike:
+def another_layout(case: CaseLike, subject: NamedSubject, worlds: tuple[int, ...], chosen: Random) -> CaseLike:
     """The case at another layout on as many ranks as one of these worlds has; itself where none is found."""
     samples = case.micro * getattr(case, "dp", 1)
     for _ in range(_TRIES):

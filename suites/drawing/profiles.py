@@ -1,6 +1,6 @@
 """Hypothesis profiles of the suites: how many cases every property draws in every mode. Derandomised on CI.
 
-`sampled` draws outside of a property: from a seed, without a database, without shrinking.
+`draw_samples` draws outside of a property: from a seed, without a database, without shrinking.
 """
 
 import os
@@ -39,7 +39,7 @@ def register() -> None:
 T = TypeVar("T")
 
 
-def sampled(strategy: st.SearchStrategy[T], count: int, first_seed: int) -> list[T]:
+def draw_samples(strategy: st.SearchStrategy[T], count: int, first_seed: int) -> list[T]:
     """`count` values of the strategy, the same for the same seed; the simplest one comes first, whatever the seed."""
     found: list[T] = []
 

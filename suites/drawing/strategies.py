@@ -4,10 +4,10 @@ Non-degenerate by construction: axes of unequal size, odd factors, several micro
 batch > 1, grouped heads, uneven masks. The reference draws biases and norm weights away from their defaults. Every draw
 is made in the driver, never inside a rank. Simple values come first, so that failures shrink to small cases.
 
-Some are of sizes that users train (`large`): many tokens in a step, or a wide model. Rounding grows with the number of
-terms of a sum, so what holds for a few dozen tokens says little of thousands. Boolean words come in rows (`rows`): six
-to eight of them have every pair of values of every two words. Words are true in different sets of n/2 of n rows, never
-in the first: any two meet in all four pairs of values (Kleitman and Spencer 1973).
+Some are of sizes that users train (`large_cases`): many tokens in a step, or a wide model. Rounding grows with the
+number of terms of a sum, so what holds for a few dozen tokens says little of thousands. Boolean words come in rows
+(`boolean_rows`): six to eight of them have every pair of values of every two words. Words are true in different sets of
+n/2 of n rows, never in the first: any two meet in all four pairs of values (Kleitman and Spencer 1973).
 """
 
 import itertools
@@ -275,7 +275,7 @@ _ROWS = 6
 """Enough for ten words: there are ten sets of three rows among five."""
 
 
-def rows(mode: str) -> tuple[Mapping[str, bool], ...]:
+def boolean_rows(mode: str) -> tuple[Mapping[str, bool], ...]:
     """The boolean words of cases of this mode, row by row; packed data have no attention mask (Megatron's dense one).
 
     A row in which both would be true is there twice, with one of them each.
@@ -307,7 +307,7 @@ _INNER = 4096
 
 
 @st.composite
-def large(draw: st.DrawFn, /, mode: str, **fixed: Any) -> Case:
+def large_cases(draw: st.DrawFn, /, mode: str, **fixed: Any) -> Case:
     """A case of this mode as `every_word` draws them, with many tokens or a wide model, and two steps at most."""
     case = draw(every_word(mode, **fixed))
     words = draw(_long(case) if draw(st.booleans(), label="many tokens") else _wide(case))

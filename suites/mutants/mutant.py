@@ -22,7 +22,7 @@ from shardproof.harness.dense_model import SUBJECT
 from shardproof.reference.case import Case, CaseError
 from shardproof.reference.case.conditions import broken
 from shardproof.reference.language.modes import MODES
-from shardproof.suites.drawing.profiles import PROFILES, sampled
+from shardproof.suites.drawing.profiles import PROFILES, draw_samples
 from shardproof.suites.drawing.strategies import cases
 
 EVERY = tuple(MODES)
@@ -87,7 +87,7 @@ _SEED = 20251121
 
 @cache  # a hundred suites and modes, asked for in turn
 def _drawn(mode: str, fixed: tuple[tuple[str, Any], ...]) -> tuple[Case, ...]:
-    found = sampled(cases(mode, **dict(fixed)), PROFILES["default"], _SEED)
+    found = draw_samples(cases(mode, **dict(fixed)), PROFILES["default"], _SEED)
     return tuple(sorted(dict.fromkeys(found), key=work))
 
 
@@ -96,7 +96,7 @@ def drawn(mode: str, fixed: Words) -> tuple[Case, ...]:
     return _drawn(mode, tuple(sorted(fixed.items())))
 
 
-def showing(mutant: Mutant, mode: str, dtype: str = "") -> tuple[Case, ...]:
+def cases_showing(mutant: Mutant, mode: str, dtype: str = "") -> tuple[Case, ...]:
     """The drawn cases of this mode that can show the mutant; of `dtype`, unless it shows in others alone."""
     if not dtype:
         return tuple(case for case in drawn(mode, mutant.suite) if mutant.shows(case))
@@ -104,7 +104,7 @@ def showing(mutant: Mutant, mode: str, dtype: str = "") -> tuple[Case, ...]:
         cases_of_dtype = drawn(mode, {"dtype": dtype, **mutant.suite})
     except CaseError:  # its property is about words that need another dtype
         cases_of_dtype = ()
-    return tuple(case for case in cases_of_dtype if mutant.shows(case)) or showing(mutant, mode)
+    return tuple(case for case in cases_of_dtype if mutant.shows(case)) or cases_showing(mutant, mode)
 
 
 def work(case: Case) -> int:

@@ -57,7 +57,7 @@ def kill(name: str, *killed_by: str, right: str = "", **fields: Any) -> Kill:
     return Kill(name=name, killed_by=killed_by, **usual | fields)
 
 
-def planned(_subject: NamedSubject, *, quick: bool, only: str = "", **_options: object) -> list[Plan]:
+def plan_kills(_subject: NamedSubject, *, quick: bool, only: str = "", **_options: object) -> list[Plan]:
     """Four rows, the last one a survivor unless it must be quick; of held-back mutants two others."""
     if only == "held-back":
         rows = [kill("secret", "replicas", right="no", held_back=True), kill("d", "merge", right="yes", held_back=True)]
@@ -70,7 +70,7 @@ def planned(_subject: NamedSubject, *, quick: bool, only: str = "", **_options: 
     return [Plan(row=row) for row in (rows if quick else [*rows, kill("c")])]
 
 
-def kills(plans: Sequence[Plan], subject: NamedSubject, *, processes: int) -> Iterator[Killed]:
+def run_kills(plans: Sequence[Plan], subject: NamedSubject, *, processes: int) -> Iterator[Killed]:
     """The rows as planned."""
     for number, plan in enumerate(plans):
         if subject.name == INTERRUPTED and number == 2:

@@ -54,7 +54,7 @@ class Caller(NamedTuple):
     @property
     def place(self) -> str:
         """The line as the ledger prints it: "file:line"."""
-        return f"{shortened(self.code.co_filename)}:{self.line}"
+        return f"{shorten_path(self.code.co_filename)}:{self.line}"
 
     def __str__(self) -> str:
         return f"{self.place} in {self.code.co_name}"
@@ -131,7 +131,7 @@ def caller_of(frame: FrameType | None) -> str:
     return str(caller_at(frame) or "")
 
 
-def raised_at(traceback: TracebackType | None) -> str:
+def place_raised(traceback: TracebackType | None) -> str:
     """The innermost user line that an exception passed through, as "file:line in function"; "" when there is none."""
     found = None
     while traceback is not None:
@@ -151,19 +151,19 @@ def is_user(filename: str) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def shortened(filename: str) -> str:
+def shorten_path(filename: str) -> str:
     """A file name as reports print it: relative when the file is below the working folder, else in full."""
     path = Path(filename)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else filename
 
 
-def behind(error: BaseException) -> str:
+def what_led_to(error: BaseException) -> str:
     """A clause for the message of an exception that a rank raised, "" where nothing stands behind it.
 
     "; its cause is ValueError: 4 entries for 2 parameters, at buckets.py:7 in fill" where it was raised from others.
     """
     inner = _innermost(error)
-    place = raised_at(inner.__traceback__)
+    place = place_raised(inner.__traceback__)
     cause = "" if inner is error else f"; its cause is {error_text(inner)}" + (f", at {place}" if place else "")
     advice = install_text(inner)
     return cause + (f"; {advice}" if advice else "")

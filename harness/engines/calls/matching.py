@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import NamedTuple
 
-from shardproof.harness.engines.calls.signature import NOT_KNOWN, Signature, described, difference, field_text
+from shardproof.harness.engines.calls.signature import NOT_KNOWN, Signature, describe_signature, difference, field_text
 from shardproof.harness.errors import ranks_text
 
 Channel = tuple[str, tuple[int, ...], str]
@@ -173,7 +173,7 @@ def differing_size(one: GroupCall, other: GroupCall) -> bool:
 
 def words_of(signature: Signature) -> str:
     """A signature in words, its op first."""
-    return f"{signature.op} {described(signature)}".strip()
+    return f"{signature.op} {describe_signature(signature)}".strip()
 
 
 def message_text(sender: int, sent: Signature, receiver: int, received: Signature) -> str:

@@ -79,7 +79,7 @@ class OperatorCall(NamedTuple):
     expects: tuple[Any, ...] = ()
 
 
-def reader(name: str, operator: Any) -> Callable[[Sequence[Any]], OperatorCall]:
+def make_reader(name: str, operator: Any) -> Callable[[Sequence[Any]], OperatorCall]:
     """A function from an operator's arguments to the call."""
     if name not in OPERATORS:
         return _from_schema(name, operator)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardproof.harness.engines.calls.arithmetic import Disagreement
 from shardproof.harness.engines.calls.matching import GroupCall, compare_calls, message_text, ranks_named
-from shardproof.harness.engines.calls.signature import Signature, described
+from shardproof.harness.engines.calls.signature import Signature, describe_signature
 from shardproof.harness.errors import Position, ranks_text
 
 _WORLD, _UNNAMED = "default_pg", "undefined"
@@ -294,7 +294,7 @@ def _missing(call: IssuedCall) -> list[int]:
 
 def _detail(call: IssuedCall) -> str:
     if not isinstance(call.event, PendingMessage):
-        return described(call.signature)
+        return describe_signature(call.signature)
     peer = "any rank" if call.event.peer == ANY else f"rank {call.group.ranks[call.event.peer]}"
     tag = f" tag {call.event.tag}" if call.event.tag else ""
-    return f"{described(call.signature)} {'to' if call.signature.op == 'send' else 'from'} {peer}{tag}"
+    return f"{describe_signature(call.signature)} {'to' if call.signature.op == 'send' else 'from'} {peer}{tag}"

@@ -22,7 +22,7 @@ from torch.utils import checkpoint
 
 from shardproof.harness.ledger import Call, shape_text
 from shardproof.harness.torch_internals.autograd import function_context
-from shardproof.harness.torch_internals.world import Pending, waited
+from shardproof.harness.torch_internals.world import Pending, wait_pending
 
 _MOVES = ("all_to_all", "reduce_scatter")
 """Ops whose gradient goes back as another call (harness.checking.laws)."""
@@ -129,7 +129,7 @@ def field_text(field: str, signature: Signature) -> str:
     return shape_text(signature.shapes) or "scalar" if field == "shapes" else str(getattr(signature, field))
 
 
-def described(signature: Signature) -> str:
+def describe_signature(signature: Signature) -> str:
     """A signature in short: "sum float32 4x8"; a root only where there is one, a form unless it is "single".
 
     Fields that are not known are left out.
@@ -183,7 +183,7 @@ class WrongArgument(ValueError, RuntimeError):
     """A call's argument that no rank can be right with. gloo raises RuntimeError, NCCL ValueError: this is both."""
 
 
-def checked(tensors: Any, *, layout: str = "contiguous") -> list[Tensor]:
+def check_tensors(tensors: Any, *, layout: str = "contiguous") -> list[Tensor]:
     """Plain tensors; a functional collective's pending output is waited for. Raises WrongArgument.
 
     `layout` is what gloo computes right with: tensors that are "contiguous"; "dense" ones, which are that but for the
@@ -192,7 +192,7 @@ def checked(tensors: Any, *, layout: str = "contiguous") -> list[Tensor]:
     plain = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     for i, tensor in enumerate(plain):
         if type(tensor) is not Tensor and isinstance(tensor, Pending):
-            plain[i] = waited(tensor)
+            plain[i] = wait_pending(tensor)
         if tensor.dtype not in _CARRIED:
             legal = "torch.view_as_real(tensor)" if tensor.is_complex() else "tensor.to(torch.int32)"
             raise WrongArgument(f"tensor of {tensor.dtype}: neither gloo nor NCCL carries it; legal: {legal}")
@@ -274,7 +274,7 @@ def member_of(what: str, member: int, size: int) -> int:
     return member
 
 
-def exchanged(
+def split_exchange(
     output: Tensor, source: Tensor, output_rows: Any, input_rows: Any, size: int
 ) -> tuple[Tensor, list[int], list[int]]:
     """Output of an all_to_all_single, and the rows of dim 0 for every peer: as given, else equal shares.
@@ -315,18 +315,18 @@ def _numbers(name: str, given: Any) -> list[int]:
     return [int(one) for one in given]
 
 
-def listed(given: Any) -> Any:
+def check_list(given: Any) -> Any:
     """The tensors of a list, or of the one list in a list: torch's functions pass this, its methods take that."""
     return given[0] if len(given) == 1 and not isinstance(given[0], Tensor) else given
 
 
-def sized(op: str, which: str, tensor: Tensor, numel: int, rule: str) -> None:
+def check_size(op: str, which: str, tensor: Tensor, numel: int, rule: str) -> None:
     """Raises WrongArgument unless the tensor has `numel` elements."""
     if tensor.numel() != numel:
         raise WrongArgument(f"{op} {which} of {tensor.numel()} elements: must have as many as {rule}, {numel}")
 
 
-def counted(op: str, which: str, tensors: Sequence[Any], count: int) -> None:
+def check_count(op: str, which: str, tensors: Sequence[Any], count: int) -> None:
     """Raises WrongArgument unless there are `count` tensors."""
     if len(tensors) != count:
         raise WrongArgument(f"{op} {which} of {len(tensors)} entries: must have {count}")

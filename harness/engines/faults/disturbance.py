@@ -25,7 +25,7 @@ from shardproof.harness.engines.threads.scheduler import Scheduler
 from shardproof.harness.faults import Fault, RankCallIndex
 from shardproof.harness.ledger import Call, Observer
 from shardproof.harness.outcome.merging import bits_of
-from shardproof.harness.torch_internals.autograd import unversioned
+from shardproof.harness.torch_internals.autograd import without_version
 from shardproof.harness.torch_internals.dispatch import unseen
 
 
@@ -66,7 +66,7 @@ def copy_operands(brought: Operands) -> Operands:
 
 def overwrite_tensors(outputs: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Write values of the same sizes; autograd does not count it as another change of the tensors."""
-    with unseen(), unversioned(tuple(outputs)):
+    with unseen(), without_version(tuple(outputs)):
         for output, value in zip(outputs, values, strict=True):
             output.copy_(value.reshape(output.shape))
 

@@ -6,8 +6,8 @@ rank's process ended; a rank raised (an exception that only reports that a peer 
 runs, sleeps or is stopped, or the time limit was reached while ranks were at work. Times are seconds; every wait is
 bounded.
 
-A rank that does not answer prints where it stands from a signal handler (`standings`). faulthandler needs neither the
-interpreter's lock nor memory, so it prints also while native code keeps the lock. Frames are innermost first.
+A rank that does not answer prints where it stands from a signal handler (`locate_workers`). faulthandler needs neither
+the interpreter's lock nor memory, so it prints also while native code keeps the lock. Frames are innermost first.
 """
 
 import os
@@ -57,7 +57,7 @@ _PROGRAM_FILE = rank_program.__file__
 _STEP_S = 0.01
 
 
-def standings(workers: Sequence[Worker], limit_s: float) -> list[Standing]:
+def locate_workers(workers: Sequence[Worker], limit_s: float) -> list[Standing]:
     """Where some ranks stand; unknown after the limit."""
     pids, files = [worker.pid for worker in workers], [worker.memory for worker in workers]
     for pid, file in zip(pids, files, strict=True):

@@ -27,9 +27,9 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import DupFd
 from typing import Any, NamedTuple, NoReturn, TextIO, TypeVar
 
-from shardproof.harness.engines.calls.callers import is_user, shortened
+from shardproof.harness.engines.calls.callers import is_user, shorten_path
 from shardproof.harness.engines.processes.flight_recorder import RECORDER_BYTES, Recording, anonymous_file
-from shardproof.harness.torch_internals.lookup import standing
+from shardproof.harness.torch_internals.lookup import replace_attribute
 
 OUR_STATUS = 70
 """The exit status of a rank's process that a bug of this package has ended: EX_SOFTWARE of sysexits.h."""
@@ -76,7 +76,7 @@ class StackLine(NamedTuple):
     function: str
 
     def __str__(self) -> str:
-        return f"{shortened(self.file)}:{self.line} in {self.function}"
+        return f"{shorten_path(self.file)}:{self.line} in {self.function}"
 
 
 class Worker:
@@ -103,7 +103,7 @@ class Worker:
             words = (inherited, other, _Memory(self.memory), leads, target, words)
             self.process = start.Process(target=_live, args=words, name="MainProcess")  # as programs find it elsewhere
             try:
-                with nullcontext() if forks else standing(spawn, "get_preparation_data", _preparation):
+                with nullcontext() if forks else replace_attribute(spawn, "get_preparation_data", _preparation):
                     self.process.start()
             except BaseException:
                 self._release()

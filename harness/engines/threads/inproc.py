@@ -32,7 +32,7 @@ from shardproof.harness.engines.rank_environment import one_thread
 from shardproof.harness.engines.threads.matcher import CollectiveMatcher, Race
 from shardproof.harness.engines.threads.rank_state import CallerStreams, PerRankState
 from shardproof.harness.engines.threads.rank_threads import Aborted, Heap, RankThread, RankThreads
-from shardproof.harness.engines.threads.rank_world import Enter, installed
+from shardproof.harness.engines.threads.rank_world import Enter, install_worlds
 from shardproof.harness.engines.threads.scheduler import RankStatus, RunEnd, Scheduler
 from shardproof.harness.errors import (
     Desynchronised,
@@ -87,9 +87,9 @@ class Unmapped:
 
 def _kernel_of(name: str, operator: Any) -> Callable[..., Any]:
     """The kernel of this operator of c10d, under a key by which the dispatcher selects a backend."""
-    from shardproof.harness.engines.calls.operators import reader  # noqa: PLC0415
+    from shardproof.harness.engines.calls.operators import make_reader  # noqa: PLC0415
 
-    read = reader(name, operator)
+    read = make_reader(name, operator)
 
     def kernel(keys: Any, *arguments: Any) -> Any:
         rank = rank_tables()
@@ -190,7 +190,7 @@ class InprocEngine(Engine):
             from shardproof.harness.engines.threads.rank_state import namespaces_of  # noqa: PLC0415
 
             places = namespaces_of(request.per_rank)
-        with one_thread(), installed() as enter, self._unmapped.recorded():
+        with one_thread(), install_worlds() as enter, self._unmapped.recorded():
             state = PerRankState(request.world_size, request.seed, places, self._streams)
             threads = self._threads.take(request.world_size)
             run = _Run(request, threads, state, observer, parts)

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from shardproof.harness.engines.rank_environment import use_one_thread
-from shardproof.harness.torch_internals.dispatch import switches
+from shardproof.harness.torch_internals.dispatch import thread_switches
 from shardproof.harness.torch_internals.world import in_world_of, not_waited_for, rank_tables
 
 _C = ctypes.CDLL(None)
@@ -128,7 +128,7 @@ class RankThread:
                 self._given.acquire()
                 if self._job is None:
                     break
-                last: Callable[[], None] = nothing
+                last: Callable[[], None] = do_nothing
                 use_one_thread()  # for every job: the program before may have chosen another number
                 try:
                     last = contextvars.Context().run(self._job)
@@ -174,7 +174,7 @@ def interrupt(thread: threading.Thread) -> None:
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(Aborted))
 
 
-def nothing(*_: object) -> None:
+def do_nothing(*_: object) -> None:
     """Nothing to call last."""
 
 
@@ -217,7 +217,7 @@ def _traces(own: dict[Any, Any]) -> tuple[Any, ...]:
 
     Autocast and inference mode show in the dispatch keys. Py_Repr is Python's own.
     """
-    return set(own) - {"Py_Repr"}, *switches()
+    return set(own) - {"Py_Repr"}, *thread_switches()
 
 
 _LOOKS = 20
@@ -227,7 +227,7 @@ _WAITS_IN = (threading.__file__, executors.__file__)
 
 
 @contextmanager
-def followed(left: Callable[[Any], None]) -> Iterator[None]:
+def follow_threads(left: Callable[[Any], None]) -> Iterator[None]:
     """Within it, threads that ranks start are in their worlds; `left(tables)` is called in each when it is done."""
     start, submit, started = threading.Thread.start, ThreadPoolExecutor.submit, list[threading.Thread]()
 

@@ -25,7 +25,7 @@ from torch.distributed import distributed_c10d as c10d
 from shardproof.harness.engines.rank_environment import environment_of, meeting_place, require_own_world
 from shardproof.harness.engines.threads.matcher import CollectiveMatcher
 from shardproof.harness.engines.threads.process_group import InprocGroup
-from shardproof.harness.engines.threads.rank_threads import followed
+from shardproof.harness.engines.threads.rank_threads import follow_threads
 from shardproof.harness.torch_internals.world import (
     Maker,
     Tables,
@@ -34,7 +34,7 @@ from shardproof.harness.torch_internals.world import (
     groups_made_by,
     kept_apart,
     rank_tables,
-    redirected,
+    redirect_function,
     register,
 )
 
@@ -125,7 +125,7 @@ class _Rank(Tables):
 
 
 @contextmanager
-def installed() -> Iterator[Enter]:
+def install_worlds() -> Iterator[Enter]:
     """Rank threads have their own worlds. Yields the function that each calls first: enter(matcher, rank, world_size).
 
     Raises RequestError when another run is active in this process, MachineError when this torch cannot do it.
@@ -133,11 +133,11 @@ def installed() -> Iterator[Enter]:
     meet_at = meeting_place(os.environ)
     with ExitStack() as undo:
         ranks = undo.enter_context(by_thread())
-        undo.enter_context(redirected(c10d.init_process_group, _init_process_group))
-        undo.enter_context(redirected(c10d.split_group, _split_group))
+        undo.enter_context(redirect_function(c10d.init_process_group, _init_process_group))
+        undo.enter_context(redirect_function(c10d.split_group, _split_group))
         undo.enter_context(groups_made_by(_new_group))
         undo.enter_context(kept_apart(lambda: getattr(_mine(), "rank", None)))
-        undo.enter_context(followed(lambda mine: mine.matcher.scheduler.hand_back(mine.rank)))
+        undo.enter_context(follow_threads(lambda mine: mine.matcher.scheduler.hand_back(mine.rank)))
         undo.enter_context(environ_by_rank(lambda: getattr(_mine(), "environ", None)))
         yield functools.partial(_enter, ranks, dist.HashStore(), meet_at)
 

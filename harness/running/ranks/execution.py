@@ -118,7 +118,7 @@ def sendable(task: RankTask) -> RankTask:
 
 def perform(rank: int, task: RankTask) -> Execution:
     """Run the subject on this rank, which has its process for itself, as the task says."""
-    from shardproof.harness.engines.interposer import observing  # noqa: PLC0415
+    from shardproof.harness.engines.interposer import observe_calls  # noqa: PLC0415
     from shardproof.harness.engines.threads.rank_state import own_state  # noqa: PLC0415
 
     leave_unloaded()
@@ -127,7 +127,7 @@ def perform(rank: int, task: RankTask) -> Execution:
     origin_s = task.origin_s if 0 <= past_s < _SAME_CLOCK_S else None
     with own_state(kept_per_rank(subject)), session(subject), deterministic_on(device), ExitStack() as entered:
         watching = _watching(task, subject, device, origin_s, entered)
-        with observing(watching.observer) if watching.observer else nullcontext(), watching.on_rank(rank):
+        with observe_calls(watching.observer) if watching.observer else nullcontext(), watching.on_rank(rank):
             outcome = called(subject, task.case, device)
         entered.close()
         execution, recorder = watching.execution([rank], [localize(outcome)]), watching.recorder
@@ -146,9 +146,9 @@ def _ranges() -> "Ranges | None":
     """The ranges for a tool that listens to this process; None when none does."""
     if not os.environ.get(TOOL):
         return None
-    from shardproof.harness.recording.ranges import attached  # noqa: PLC0415
+    from shardproof.harness.recording.ranges import attached_ranges  # noqa: PLC0415
 
-    return attached()
+    return attached_ranges()
 
 
 def _stopwatch(device: torch.device) -> "Stopwatch | None":

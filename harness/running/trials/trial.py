@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardproof.harness.checking.measures.kinds import kind_of
 from shardproof.harness.checking.measuring import MOVED
-from shardproof.harness.engines.calls.callers import is_user, shortened
+from shardproof.harness.engines.calls.callers import is_user, shorten_path
 from shardproof.harness.engines.engine import Engine
 from shardproof.harness.errors import MachineError, RequestError, TimeLimit, error_text
 from shardproof.harness.protocols import CaseLike, Subject, case_text
@@ -59,7 +59,7 @@ def _place(frame: FrameType | None) -> str:
     """The innermost line of the user's code: " at model.py:7 in forward"."""
     while frame and not is_user(frame.f_code.co_filename):
         frame = frame.f_back
-    return f" at {shortened(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}" if frame else ""
+    return f" at {shorten_path(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}" if frame else ""
 
 
 PARTS: Mapping[str, str] = {"truth": "the dense model", "control": "a control run of the dense model"}

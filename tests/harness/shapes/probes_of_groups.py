@@ -38,7 +38,7 @@ from shardproof.harness.torch_internals.world import (
     kept_apart,
     leave_world,
     rank_tables,
-    redirected,
+    redirect_function,
 )
 from tests.harness.shapes.probe import Probe, probe
 
@@ -148,7 +148,7 @@ def _names_its_arguments() -> bool:
 )
 def _is_redirected() -> bool:
     calls: list[str] = []
-    with redirected(dist.init_process_group, lambda _original, *words, **_named: calls.append(str(*words))):
+    with redirect_function(dist.init_process_group, lambda _original, *words, **_named: calls.append(str(*words))):
         dist.init_process_group("nothing")
     return calls == ["nothing"]
 

@@ -32,17 +32,17 @@ from shardproof.harness.engines.processes.messages import (
     RunOrder,
     Standing,
     WorkerReport,
-    packed,
-    packed_program,
-    unpacked,
+    pack_program,
+    pack_value,
+    unpack_value,
 )
-from shardproof.harness.engines.processes.supervisor import Supervisor, Workers, standings
+from shardproof.harness.engines.processes.supervisor import Supervisor, Workers, locate_workers
 from shardproof.harness.engines.processes.workers import ProcessEnd, Worker, receive
 from shardproof.harness.engines.rank_environment import ONE_THREAD
 from shardproof.harness.errors import MachineError
 from shardproof.harness.interpreter import boot
 from shardproof.harness.ledger import Observer
-from shardproof.harness.torch_internals.lookup import standing
+from shardproof.harness.torch_internals.lookup import replace_attribute
 
 _PRELOADED = (
     "torch.distributed.tensor",
@@ -79,7 +79,7 @@ class ForkServer(forkserver.ForkServer):
     def start(self, target: Callable[..., object]) -> Worker:
         """A new worker that calls `target`. Raises MachineError when none can be started."""
         try:
-            with standing(forkserver, "connect_to_new_process", self.connect_to_new_process):
+            with replace_attribute(forkserver, "connect_to_new_process", self.connect_to_new_process):
                 return Worker(multiprocessing.get_context("forkserver"), target, leads=True)
         except (EOFError, OSError, subprocess.TimeoutExpired) as problem:
             why = str(problem) if isinstance(problem, TimeoutError) else "it has ended; its messages are on stderr"
@@ -89,8 +89,8 @@ class ForkServer(forkserver.ForkServer):
         """Start it where it does not run. Its socket has no name from then on: it is reached by its descriptor."""
         resource_tracker.ensure_running()
         with (
-            standing(util, "spawnv_passfds", self._spawned),
-            standing(connection, "arbitrary_address", lambda _family: tempfile.mktemp(prefix="shardproof-")),
+            replace_attribute(util, "spawnv_passfds", self._spawned),
+            replace_attribute(connection, "arbitrary_address", lambda _family: tempfile.mktemp(prefix="shardproof-")),
         ):
             super().ensure_running()
         if not self._forkserver_address.startswith("/proc/"):
@@ -181,7 +181,7 @@ class PoolEngine(Engine):
     def run_request(self, request: RunRequest, observer: Observer | None) -> list[Any]:
         """The results by rank; see Engine.run."""
         self._require_open()
-        sent = packed_program(request, observer)
+        sent = pack_program(request, observer)
         self.unwaited = ()
         values, self.unwaited = self._pool.run(request, sent, self.alive)
         return values
@@ -292,7 +292,7 @@ class _ForkedWorkers(Workers):
     def start(self) -> bool:
         """Send every process its order."""
         for worker, rank in self._ranks.items():
-            worker.send(packed(replace(self._order, rank=rank)))
+            worker.send(pack_value(replace(self._order, rank=rank)))
         return True
 
     def listen(self, limit_s: float) -> None:
@@ -302,7 +302,7 @@ class _ForkedWorkers(Workers):
             if isinstance(message, ProcessEnd):
                 self.died[rank] = message
                 continue
-            report: WorkerReport = unpacked(message)
+            report: WorkerReport = unpack_value(message)
             if report.number == self._order.number:
                 self.reports[rank] = report
 
@@ -310,10 +310,10 @@ class _ForkedWorkers(Workers):
         """The stacks of the ranks, which their processes print on a signal."""
         pending = self.pending()
         workers = [worker for worker, rank in self._ranks.items() if rank in pending]
-        return dict(zip(pending, standings(workers, _ANSWER_S), strict=True))
+        return dict(zip(pending, locate_workers(workers, _ANSWER_S), strict=True))
 
     def release(self, *, failed: bool) -> None:
         """Let the ranks leave their worlds; those of a failed run are killed by the pool."""
         if not failed:
             for worker in self._ranks:
-                worker.send(packed(None))
+                worker.send(pack_value(None))

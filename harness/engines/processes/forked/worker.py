@@ -27,11 +27,11 @@ from torch.distributed import distributed_c10d as c10d
 
 from shardproof.harness.engines.interposer import Interposer
 from shardproof.harness.engines.processes.flight_recorder import FlightRecorder
-from shardproof.harness.engines.processes.messages import RunOrder, WorkerReport, packed_report, unpacked
+from shardproof.harness.engines.processes.messages import RunOrder, WorkerReport, pack_report, unpack_value
 from shardproof.harness.engines.processes.rank_program import result_of, seed_streams, world
 from shardproof.harness.errors import error_text
 from shardproof.harness.torch_internals.dispatch import not_deterministic
-from shardproof.harness.torch_internals.lookup import standing
+from shardproof.harness.torch_internals.lookup import replace_attribute
 from shardproof.harness.torch_internals.world import Maker, groups_made_by
 
 _Key = tuple[str, int, tuple[int, ...]]
@@ -64,7 +64,7 @@ class KeptGroups:
             self._wanted = (name, given["group_size"], ranks)
             if ranks and name.isdigit():
                 self._makes(name, ranks)
-            with standing(c10d, "ProcessGroupGloo", self._kept):
+            with replace_attribute(c10d, "ProcessGroupGloo", self._kept):
                 return original(*arguments.args, **arguments.kwargs)
 
         with groups_made_by(made):
@@ -85,7 +85,7 @@ class KeptGroups:
         return Kept
 
 
-def share(processors: Iterable[int], rank: int, world_size: int) -> frozenset[int]:
+def processors_of_rank(processors: Iterable[int], rank: int, world_size: int) -> frozenset[int]:
     """The processors of a rank: one of them when they are not more than the ranks, else all."""
     known = sorted(processors)
     return frozenset(known) if len(known) > world_size else frozenset({known[rank % len(known)]})
@@ -108,7 +108,7 @@ class CpuAffinity:
         """Run as this rank of `world_size`, where the system lets a process choose."""
         if sys.platform != "linux":
             return
-        wanted = share(self._processors, rank, world_size)
+        wanted = processors_of_rank(self._processors, rank, world_size)
         if wanted != self._now:
             self._now = wanted
             for thread in os.listdir("/proc/self/task"):
@@ -134,7 +134,7 @@ def serve_orders(pipe: Connection, memory: int) -> None:
     with Interposer(log=recorder) as interposer:
         worker = _Worker(pipe, recorder, interposer)
         while True:
-            order: RunOrder | None = unpacked(pipe.recv_bytes())
+            order: RunOrder | None = unpack_value(pipe.recv_bytes())
             if order is not None:
                 worker.run(order)
 
@@ -158,7 +158,7 @@ class _Worker:
         self._recorder.begin(order.number)
         imported, number = len(sys.modules), order.number
         try:
-            program, args = unpacked(order.program)
+            program, args = unpack_value(order.program)
         except Exception as problem:  # whatever importing a user's module raises
             self._report(WorkerReport(number=number, refused=error_text(problem)))
             return
@@ -205,7 +205,7 @@ class _Worker:
     def _report(self, report: WorkerReport) -> None:
         """Send how the run ended; end the process where the driver is gone."""
         try:
-            self._pipe.send_bytes(packed_report(report))
+            self._pipe.send_bytes(pack_report(report))
         except ConnectionError:
             os._exit(_ABANDONED)
 
