@@ -15,12 +15,13 @@ import traceback
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
+from functools import partial
 from multiprocessing.connection import Connection
 
 from shardproof.bugs.anchors import source_of
 from shardproof.harness.dense_model import SUBJECT
 from shardproof.harness.engines.engine import Engine
+from shardproof.harness.engines.processes.forked.pool import ForkServer, hash_seed
 from shardproof.harness.engines.processes.workers import ProcessEnd, Worker, receive
 from shardproof.harness.engines.rank_environment import use_one_thread
 from shardproof.harness.errors import MachineError, ProgramError, RankDied, RequestError, ShardproofError
@@ -212,14 +213,16 @@ def run_kills(plans: Sequence[KillPlan], subject: NamedSubject, *, processes: in
             for plan in plans:
                 yield from _killed(plan, subject, engine)
         return
-    start, sent = get_context("spawn"), pickle.dumps(subject)  # a fork would copy locks that the threads of an engine hold
-    waiting, workers = deque(plans), [Worker(start, _serve_plans, sent) for _ in plans[:processes]]
+    # Not forked from this process: a fork would copy locks that the threads of an engine hold.
+    server, target = ForkServer(hash_seed(0)), partial(_serve_plans, sent=pickle.dumps(subject))
+    waiting, workers = deque(plans), list[Worker]()
     try:
+        workers += (server.start(target) for _ in plans[:processes])
         at_work = {worker: worker for worker in workers}
         for worker in workers:
             worker.send(pickle.dumps(waiting.popleft()))
         while at_work:
-            for worker, message in receive(at_work, None):
+            for worker, message in list(receive(at_work, None)):
                 if isinstance(message, ProcessEnd):
                     raise RankDied(f"a process of the kill matrix ended: {message.words}", ranks=(), positions=())
                 rows = pickle.loads(message)
@@ -233,9 +236,10 @@ def run_kills(plans: Sequence[KillPlan], subject: NamedSubject, *, processes: in
     finally:
         for worker in workers:
             worker.close()
+        server.close()
 
 
-def _serve_plans(pipe: Connection, _memory: int, sent: bytes) -> None:
+def _serve_plans(pipe: Connection, _memory: int, *, sent: bytes) -> None:
     """The life of a process of the matrix: the rows of each plan that comes, or the error that ended them."""
     use_one_thread()
     with engine_named("inproc") as engine:

@@ -11,7 +11,7 @@ import pytest
 from shardproof.harness.dense_model import SUBJECT
 from shardproof.harness.diagnosing.causes.cause import reported as made
 from shardproof.harness.diagnosing.diagnosis import ended
-from shardproof.harness.errors import MachineError, RequestError
+from shardproof.harness.errors import MachineError, RankDied, RequestError
 from shardproof.harness.injecting.kill_matrix import figures, killed_alone
 from shardproof.harness.subject import cases_of, named
 from shardproof.reports.commands import faults
@@ -149,13 +149,16 @@ def test_another_subject_gets_the_faults_of_its_collectives_and_no_mutant() -> N
     assert all(row.killed or row.equivalent for row in rows), rows
 
 
-def test_processes_give_the_same_rows_as_one_and_one_that_ends_is_told() -> None:
-    plans = killing.plan_kills(THEIRS, quick=True)
-    few = [dataclasses.replace(plans[0], faults=(fault,)) for fault in plans[0].faults[:3]]
-    one, several = ([killed.row for killed in killing.run_kills(few, THEIRS, processes=count)] for count in (1, 2))
-    assert sorted(map(str, several)) == sorted(map(str, one)) or [row.name for row in several] != []
+def test_processes_share_the_rows_and_one_that_ends_is_told() -> None:
+    leaving = named("tests.suites.toy_faults:leaving")
+    (plan, *_) = killing.plan_kills(leaving, quick=True)
+    assert plan.case
+    plans = [dataclasses.replace(plan, faults=(fault,)) for fault in plan.faults[:2]]
+    plans += [dataclasses.replace(plan, case=plan.case.but(seed=9))]
+    rows = []
     with pytest.raises(RankDied, match="^a process of the kill matrix ended: its process ended with exit status 9$"):
-        list(killing.run_kills(few, named("tests.suites.toy_faults:leaves"), processes=2))
+        rows.extend(killed.row for killed in killing.run_kills(plans, leaving, processes=2))
+    assert rows and {row.name for row in rows} <= {str(fault) for fault in plan.faults[:2]}
 
 
 def test_what_options_add_is_disturbed_where_the_subject_says_what_it_refuses() -> None:
