@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from shardproof.harness.verdicts.words import labelled
-from shardproof.suites.killing.matrix import Collective
+from shardproof.suites.killing import Collective
 from shardproof.suites.mutants.kill_rows import Killed, faults_killed
 from shardproof.suites.session.prover import Prover
 

@@ -22,10 +22,9 @@ from shardproof.harness.engines.calls.callers import Caller
 from shardproof.harness.ledger import Call, Event, shape_text, wire_bytes
 from shardproof.harness.recording.attribution import Attribution
 from shardproof.harness.recording.lanes import Site
-from shardproof.harness.recording.module_watch import Emit
 from shardproof.harness.recording.naming import AxisNames
 from shardproof.harness.recording.observations import Entered, Issued, read
-from shardproof.harness.recording.watch import Watch
+from shardproof.harness.recording.watch import Emit, Watch
 
 if TYPE_CHECKING:
     from shardproof.harness.recording.ranges import Ranges

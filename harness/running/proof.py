@@ -12,7 +12,7 @@ from shardproof.harness.checking.checks import CHECKS, LAWS, Check, needing, rec
 from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.records import Regroupings, Repeats, Truth
 from shardproof.harness.engines.engine import Engine
-from shardproof.harness.engines.one_thread import one_thread
+from shardproof.harness.engines.rank_environment import one_thread
 from shardproof.harness.errors import MachineError, NoNumbers, NotComputed, ProgramError, ShardproofError
 from shardproof.harness.protocols import CaseLike, Subject, case_text
 from shardproof.harness.running.ranks.capacity import admit_ranks
@@ -29,8 +29,8 @@ from shardproof.harness.subject import (
     refusal,
     truth_of,
 )
+from shardproof.harness.torch_internals.autograd import give_back
 from shardproof.harness.torch_internals.compiler import leave_unloaded
-from shardproof.harness.torch_internals.memory import give_back
 from shardproof.harness.verdicts.facts import FailedCheck, unchecked
 from shardproof.harness.verdicts.verdict import FAIL, SKIP, UNKNOWN, Verdict
 

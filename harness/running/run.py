@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from shardproof.harness.cases import in_own_words
+from shardproof.harness.dense_model import in_own_words
 from shardproof.harness.errors import RequestError, ShardproofError
 from shardproof.harness.interpreter import interrupted_after
 from shardproof.harness.mesh_axes import stage_count

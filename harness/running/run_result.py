@@ -9,7 +9,7 @@ from shardproof.harness.running.request import Request
 from shardproof.harness.running.result import REFUSED, StoredCase, with_traceback
 from shardproof.harness.running.store import STOPPED, Store
 from shardproof.harness.subject import compared_with, truth_of
-from shardproof.harness.torch_internals.lookup import untested
+from shardproof.harness.torch_internals.lookup import untested_note
 from shardproof.harness.verdicts.verdict import FAIL, PASS, SKIP, UNKNOWN, Verdict
 
 _DRY = "dry: ranks had shapes and no numbers, so calls, bytes and their order were checked, and nothing else"
@@ -83,7 +83,7 @@ def run_result(
         path=store.path,
         verdicts=tuple(v for result in results for v in amended.get(result.text, result.verdicts)),
         exit_status=INTERRUPTED if STOPPED in store.notes else _exit_status(results),
-        notes=tuple(filter(None, (*store.notes, untested(), compared, *witnessed, *shared, repeated, not_run))),
+        notes=tuple(filter(None, (*store.notes, untested_note(), compared, *witnessed, *shared, repeated, not_run))),
     )
 
 

@@ -30,7 +30,7 @@ import torch
 from shardproof.harness.ledger import COLUMNS
 from shardproof.harness.run_folder import LAYOUT, csv_text, link_latest, new_run_folder, safe_name, writing
 from shardproof.harness.running.summary import SUMMARY_COLUMNS, SummaryRow
-from shardproof.harness.torch_internals.lookup import untested
+from shardproof.harness.torch_internals.lookup import untested_note
 from shardproof.harness.verdicts.stored_records import plain
 from shardproof.harness.verdicts.verdict import Verdict
 
@@ -144,7 +144,7 @@ def environment(command: Sequence[str], request: Mapping[str, object]) -> dict[s
 
     `note` is there when this version of torch was not tested, `commit` where the working directory is in a repository.
     """
-    note, commit = untested(torch.__version__), _commit()
+    note, commit = untested_note(torch.__version__), _commit()
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         with suppress(metadata.PackageNotFoundError):

@@ -15,8 +15,7 @@ from typing import Any
 import pandas as pd
 from markupsafe import Markup
 
-from shardproof.harness.cases import read_case
-from shardproof.harness.dense_model import SUBJECT
+from shardproof.harness.dense_model import SUBJECT, read_case
 from shardproof.harness.resolve import resolve
 from shardproof.harness.verdicts.verdict import UNKNOWN
 from shardproof.reports.pages import drawings, opening

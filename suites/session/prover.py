@@ -33,9 +33,8 @@ from shardproof.harness.verdicts.words import labelled
 from shardproof.reference.case import Case
 from shardproof.reference.features import PARTS
 from shardproof.reports.options.request import default_cases
-from shardproof.suites.drawing.own_cases import around
-from shardproof.suites.drawing.pairwise import rows
-from shardproof.suites.drawing.strategies import cases
+from shardproof.suites.drawing.own_cases import cases_around
+from shardproof.suites.drawing.strategies import boolean_rows, cases
 from shardproof.suites.session.request import world_sizes
 
 _ENOUGH = 50
@@ -134,7 +133,7 @@ class Prover:
         if foreign := [str(own.foreign(word, value)) for word, value in fixed.items() if not own.takes(word, value)]:
             pytest.skip(f"cases of {self.subject.name} cannot have {foreign[0]}")
         words = {word: value for word, value in where_known.items() if word in known and own.takes(word, value)}
-        case: CaseLike = data.draw(around(self.subject, mode, {**words, **fixed}), label="case")
+        case: CaseLike = data.draw(cases_around(self.subject, mode, {**words, **fixed}), label="case")
         if reason := self.refused(case):
             self.refusals.append(reason)
             self._reject()
@@ -153,7 +152,7 @@ class Prover:
         property begins with another one. A draw that is repeated (shrunk, from the database) has its row again.
         """
         test = os.environ.get("PYTEST_CURRENT_TEST", "")
-        every, drawn = rows(mode), self.rows.setdefault(test, {})
+        every, drawn = boolean_rows(mode), self.rows.setdefault(test, {})
         turn = data.draw(st.integers(0, 2**16 - 1), label="turn")
         row = data.draw(st.integers(0, len(every) - 1), label="row")
         if drawn.setdefault(row, turn) != turn and len(drawn) < len(every):

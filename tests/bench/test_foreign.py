@@ -4,7 +4,7 @@ import pytest
 
 from bench import clean
 from bench.clean import Part
-from bench.foreign_cases import SUBJECTS, Drawn, subject_of
+from bench.foreign_bugs import SUBJECTS, Drawn, subject_of
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.running.proof import prove
 from shardproof.harness.subject import case_of

@@ -20,8 +20,8 @@ from shardproof.harness.diagnosing.explained import failed_check
 from shardproof.harness.ledger import Event, wire_bytes
 from shardproof.harness.outcome.blocks import localize
 from shardproof.harness.outcome.merging import Outcomes
+from shardproof.harness.protocols import Shard
 from shardproof.harness.running.result import verdict_on
-from shardproof.harness.shard import Shard
 from shardproof.harness.terms import Term
 from shardproof.reference.case import Case
 

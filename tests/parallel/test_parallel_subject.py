@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardproof.bugs.planting import planted
-from shardproof.harness.engines.shapes.dry import DryEngine
+from shardproof.harness.engines.threads.dry import DryEngine
 from shardproof.harness.predicting.figures import EQUAL
 from shardproof.harness.predicting.forecast import forecast
 from shardproof.harness.running.result import CaseResult

@@ -19,17 +19,15 @@ from torch import Tensor
 from shardproof.bugs.planting import planted, replaced
 from shardproof.harness.outcome.merging import merge
 from shardproof.harness.plain_case import Vocabulary
-from shardproof.harness.protocols import without_saving
+from shardproof.harness.protocols import Shard, without_saving
 from shardproof.harness.running.ranks.execution import execute
-from shardproof.harness.shard import Shard
 from shardproof.harness.subject import named
 from shardproof.harness.verdicts.verdict import PASS
 from shardproof.parallel.subject import subject
 from shardproof.reference.case import Case
 from shardproof.reference.language.modes import MODES
-from shardproof.suites.drawing.layouts import elsewhere
-from shardproof.suites.drawing.pairwise import rows
-from shardproof.suites.drawing.strategies import cases
+from shardproof.suites.drawing.own_cases import another_layout
+from shardproof.suites.drawing.strategies import boolean_rows, cases
 from shardproof.suites.session.prover import Prover
 from shardproof.suites.test_checkpoints import goes_on
 from shardproof.suites.test_equivalence import apart
@@ -38,10 +36,10 @@ from tests.harness.own_words import Network, trained, weights
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_rows_have_every_pair_that_a_case_can_have(mode: str) -> None:
-    words = tuple(rows(mode)[0])
-    assert len(rows(mode)) <= 8
+    words = tuple(boolean_rows(mode)[0])
+    assert len(boolean_rows(mode)) <= 8
     for one, other in itertools.combinations(words, 2):
-        seen = {(row[one], row[other]) for row in rows(mode)}
+        seen = {(row[one], row[other]) for row in boolean_rows(mode)}
         impossible = {(True, True)} if {one, other} == {"packed", "attention_mask"} else set()
         assert seen == set(itertools.product((False, True), repeat=2)) - impossible, (one, other)
 
@@ -50,7 +48,7 @@ def test_the_rows_have_every_pair_that_a_case_can_have(mode: str) -> None:
 @settings(max_examples=3, database=None, phases=(Phase.generate,))
 @given(data=st.data())
 def test_a_case_has_the_words_of_its_row(mode: str, data: st.DataObject) -> None:
-    for row in rows(mode):
+    for row in boolean_rows(mode):
         case = data.draw(cases(mode, flags=row))
         meant = {word: value for word, value in row.items() if not (word == "attention_mask" and case.packed)}
         assert {word: getattr(case, word) for word in meant} == meant
@@ -77,7 +75,7 @@ def test_ten_draws_of_a_property_meet_every_row_and_another_property_draws_other
             monkeypatch.setenv("PYTEST_CURRENT_TEST", name)
             drawn = _ten_draws(prover, "isp")
             first.append(drawn[0])
-            for row in rows("isp"):
+            for row in boolean_rows("isp"):
                 assert any(all(getattr(case, word) == value for word, value in row.items()) for case in drawn), row
     assert first[0] != first[1]
 
@@ -164,7 +162,7 @@ WRONG = {
 def test_it_holds_for_a_subject_of_its_own_words(prover: Prover, tmp_path: Path, wrong: str) -> None:
     theirs = replace(prover, subject=named(Saving(wrong)))
     case = Vocabulary.of(Saving.words).parse("tp=2 dp=3 steps=1")
-    other = elsewhere(case, theirs.subject, prover.worlds, Random(2))
+    other = another_layout(case, theirs.subject, prover.worlds, Random(2))
     assert other.axes != case.axes and other.micro * len(other.axes["dp"][0]) == 6
     error, words = WRONG.get(wrong, (AssertionError, ""))
     with pytest.raises(error, match=words) if wrong else nullcontext():

@@ -14,12 +14,10 @@ from shardproof.reference.case import Case
 from shardproof.reference.case.domains import domains
 from shardproof.reference.features import FEATURES, PARTS
 from shardproof.reference.language.words import declared
-from shardproof.suites.drawing.pairwise import rows
-from shardproof.suites.drawing.profiles import PROFILES
-from shardproof.suites.drawing.strategies import cases, every_word, modes_with
+from shardproof.suites.drawing.profiles import PROFILES, draw_samples
+from shardproof.suites.drawing.strategies import boolean_rows, cases, every_word, modes_with
 from shardproof.suites.mutants.catalogue import MUTANTS
-from shardproof.suites.mutants.draws import work
-from shardproof.suites.session.sampling import sampled
+from shardproof.suites.mutants.mutant import work
 
 MODES_OF = {
     "experts": ["tp", "tp-sp", "mtp", "msp", "fsp", "isp"],
@@ -52,7 +50,7 @@ def drawn(part: str) -> list[Case]:
         case
         for number, mode in enumerate(modes_with(part))
         for words in ({}, {"dtype": "float64"})
-        for case in sampled(every_word(mode, worlds=(4, 6, 8), needs=(part,), **words), 12, number)
+        for case in draw_samples(every_word(mode, worlds=(4, 6, 8), needs=(part,), **words), 12, number)
     ]
 
 
@@ -85,14 +83,14 @@ def _lie_on_ranks_of_every_kind(found: list[Case]) -> None:
 
 
 def test_one_case_in_a_few_of_a_property_has_a_part_and_keeps_its_flags() -> None:
-    flags = rows("tp-sp")[-1]
-    found = sampled(cases("tp-sp", flags=flags, parts=tuple(PARTS), layers=2), 80, 0)
+    flags = boolean_rows("tp-sp")[-1]
+    found = draw_samples(cases("tp-sp", flags=flags, parts=tuple(PARTS), layers=2), 80, 0)
     assert {case.layers for case in found} == {2}
     assert all({word: getattr(case, word) for word in flags} == flags for case in found)
     with_a_part = [case for case in found if any(getattr(case, word) for word in PARTS.values())]
     assert len(found) / 10 < len(with_a_part) < len(found) / 2
-    assert not any(case.experts for case in sampled(cases("tp-sp"), 20, 0)), "those that were not asked for"
-    fixed = sampled(cases("tp-sp", parts=("experts",), experts=0), 20, 0)
+    assert not any(case.experts for case in draw_samples(cases("tp-sp"), 20, 0)), "those that were not asked for"
+    fixed = draw_samples(cases("tp-sp", parts=("experts",), experts=0), 20, 0)
     assert not any(case.experts for case in fixed), "a property that fixes it"
 
 
@@ -107,7 +105,7 @@ def test_a_campaign_asks_for_parts() -> None:
 def of_two_properties() -> list[Case]:
     """The number of cases that two properties draw in the profile `default`."""
     strategy = cases("tp-sp", parts=tuple(PARTS))
-    return [case for seed in range(2) for case in sampled(strategy, PROFILES["default"], seed)]
+    return [case for seed in range(2) for case in draw_samples(strategy, PROFILES["default"], seed)]
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,7 @@ from shardproof.pytest_options import OPTIONS
 from shardproof.reference.case import Case
 from shardproof.reports.commands import cli
 from shardproof.reports.stored.frames import load
-from shardproof.suites.session import step_summary
-from shardproof.suites.session.known_failures import Known, read
+from shardproof.suites.session.known_failures import Known, read, summary_markdown
 from shardproof.suites.session.ledger_gate import LedgerGate, file_of
 from shardproof.suites.session.prover import Prover
 from tests import ROOT
@@ -204,7 +203,7 @@ def test_junit_and_the_step_summary_hold_the_message(
     page = (pytester.path / "summary.md").read_text()
     assert page.startswith("### shardproof: 3 passed, 1 failed\n")
     assert "<summary>test_two.py::test_wrong[isp]</summary>" in page and "what:   grad differs" in page
-    long = step_summary.markdown({"failed": 500}, [("test", "x" * 10_000)] * 500, "about")
+    long = summary_markdown({"failed": 500}, [("test", "x" * 10_000)] * 500, "about")
     assert len(long.encode()) < 2**20, "no more than GitHub shows"
     assert long.endswith("more failures are in the log.\n")
 

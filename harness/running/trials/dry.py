@@ -8,10 +8,9 @@ from shardproof.harness.checking.checks import CHECKS, examine, needing
 from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.records import Calls, Claims, DryRun, Evidence, Run, Truth, merged_outcomes
 from shardproof.harness.engines.engine import Unwaited
-from shardproof.harness.engines.shapes.dry import DryEngine
+from shardproof.harness.engines.threads.dry import DryEngine
 from shardproof.harness.ledger import Event
-from shardproof.harness.predicting.dry_run import DryRank, dry_run, representatives
-from shardproof.harness.predicting.meter import hidden
+from shardproof.harness.predicting.dry_run import DryRank, dry_run, hidden, representatives
 from shardproof.harness.running.trials.runs import expectation_of, orders_of
 from shardproof.harness.running.trials.trial import Trial
 from shardproof.harness.verdicts.facts import Note, NoteKind, unchecked

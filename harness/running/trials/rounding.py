@@ -40,7 +40,7 @@ from shardproof.harness.running.trials.lower_precision import (
 )
 from shardproof.harness.running.trials.trial import Function, Trial
 from shardproof.harness.running.truth.control_modes import AMPLIFIED
-from shardproof.harness.torch_internals.memory import give_back
+from shardproof.harness.torch_internals.autograd import give_back
 
 MORE_PARTS = (1, 2, 3, 4, 5, 6, 7, 8)
 """Into how many partial sums the further control runs cut their sums; 1 adds the micro-batches in reverse only."""

@@ -17,8 +17,8 @@ from shardproof.harness.checking.records import Calls, Claims, DryRun, Evidence,
 from shardproof.harness.engines.engine import Unwaited
 from shardproof.harness.errors import RequestError
 from shardproof.harness.outcome.blocks import Block, localize
+from shardproof.harness.protocols import Shard
 from shardproof.harness.running.trials.trial import decoder
-from shardproof.harness.shard import Shard
 from shardproof.harness.verdicts.facts import NoteKind
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 from tests import ROOT

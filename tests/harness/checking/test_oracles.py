@@ -21,9 +21,9 @@ from shardproof.harness.checking.records import Evidence, Repeats
 from shardproof.harness.engines.engine import Unwaited
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.outcome.blocks import localize
+from shardproof.harness.protocols import Shard
 from shardproof.harness.running.proof import prove
 from shardproof.harness.running.trials.trial import decoder
-from shardproof.harness.shard import Shard
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 from shardproof.reference.case import Case
 from shardproof.reference.training import subject as dense

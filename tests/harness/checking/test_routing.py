@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardproof.harness.checking.routing_checks import balance
-from shardproof.harness.shard import Shard
+from shardproof.harness.protocols import Shard
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 from shardproof.reports.commands.cli import main
 from tests.harness.noted import reasons_of

@@ -10,7 +10,7 @@ import torch
 from shardproof.harness.checking.checks import examine
 from shardproof.harness.checking.records import Repeats
 from shardproof.harness.diagnosing.diagnosis import explanation_of
-from shardproof.harness.shard import Shard
+from shardproof.harness.protocols import Shard
 from shardproof.reports.stored.failures import bugs
 from tests.harness.diagnosing.test_six_lines import LOSS, W1
 from tests.harness.noted import failed

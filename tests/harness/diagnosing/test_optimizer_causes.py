@@ -14,7 +14,7 @@ from shardproof.harness.diagnosing.diagnosis import diagnose
 from shardproof.harness.diagnosing.first_place import first_place
 from shardproof.harness.diagnosing.rank_causes import by_numbers
 from shardproof.harness.ledger import Event
-from shardproof.harness.shard import Shard
+from shardproof.harness.protocols import Shard
 from shardproof.harness.verdicts.facts import First
 from shardproof.harness.verdicts.verdict import FAIL
 from tests.harness.toy_evidence import (

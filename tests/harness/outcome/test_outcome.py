@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardproof.harness.outcome.blocks import blocks, localize
 from shardproof.harness.outcome.merging import against, differing, merge, same_bits
-from shardproof.harness.shard import Shard
+from shardproof.harness.protocols import Shard
 
 
 def merged_from(*outcomes: Mapping[str, object]) -> tuple[Mapping[str, Tensor], list[tuple[str, str]]]:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from shardproof.harness.outcome.blocks import localize
 from shardproof.harness.outcome.merging import merge
-from shardproof.harness.shard import Shard
+from shardproof.harness.protocols import Shard
 
 
 @given(st.data())

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardproof.harness.engines.shapes.dry import DryEngine
+from shardproof.harness.engines.threads.dry import DryEngine
 from shardproof.harness.errors import RequestError
 from shardproof.harness.predicting.dry_run import dry_run
 from shardproof.harness.predicting.figures import EQUAL, mixed_adamw

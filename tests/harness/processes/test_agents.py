@@ -11,9 +11,9 @@ from typing import NoReturn
 
 import pytest
 
-from shardproof.harness.engines.processes.exit_status import ProcessEnd, process_end
 from shardproof.harness.engines.processes.launched import torchrun
-from shardproof.harness.engines.processes.launched.agent import (
+from shardproof.harness.engines.processes.launched.rendezvous import Launched
+from shardproof.harness.engines.processes.launched.torchrun import (
     CALLS,
     END,
     KILL,
@@ -21,14 +21,14 @@ from shardproof.harness.engines.processes.launched.agent import (
     RUN,
     START,
     WHERE,
+    LaunchedWorkers,
     Progress,
-    relay,
+    relay_orders,
 )
-from shardproof.harness.engines.processes.launched.rendezvous import Launched
-from shardproof.harness.engines.processes.launched.torchrun import LaunchedWorkers
-from shardproof.harness.engines.processes.messages import RunOrder, Standing, WorkerReport, packed_report
+from shardproof.harness.engines.processes.messages import RunOrder, Standing, WorkerReport, pack_report
 from shardproof.harness.engines.processes.rank_program import RankResult
 from shardproof.harness.engines.processes.supervisor import Supervisor
+from shardproof.harness.engines.processes.workers import ProcessEnd, process_end
 from shardproof.harness.errors import MachineError, RankCrashed, RankDied, RankRaised, RequestError, Stalled, TimeLimit
 
 NUMBER = 7
@@ -45,7 +45,7 @@ def test_an_agent_tells_that_its_worker_cannot_be_forked_and_knows_whether_rank_
     for word in (CALLS, LEAVE, START) if ordered else ():  # before START there is nobody who could answer
         link.send((word, NUMBER))
     link.send((END, 0)) if ordered else link.close()
-    assert relay(theirs, fork, place) is ordered
+    assert relay_orders(theirs, fork, place) is ordered
     if ordered:
         assert link.recv() == (NUMBER, Progress(end=ProcessEnd("no memory")))
 
@@ -54,7 +54,7 @@ Message = tuple[int, Progress]
 
 
 def answer(report: WorkerReport | None = None, number: int = NUMBER) -> Message:
-    return number, Progress() if report is None else Progress(report=packed_report(report))
+    return number, Progress() if report is None else Progress(report=pack_report(report))
 
 
 def ended(rank: int, value: object = None, error: BaseException | None = None, number: int = NUMBER) -> Message:

@@ -15,7 +15,13 @@ from multiprocessing.connection import Connection
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from shardproof.harness.engines.processes.launched.rendezvous import TORCHRUN_LINE, Launched, gather, join, launched
+from shardproof.harness.engines.processes.launched.rendezvous import (
+    TORCHRUN_LINE,
+    Launched,
+    gather_connections,
+    join_driver,
+    launched_world,
+)
 from shardproof.harness.errors import MachineError, RequestError
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "29500"}
@@ -29,21 +35,21 @@ SLURM = {
 
 
 def test_torchrun_says_where_a_process_stands() -> None:
-    place = launched(TORCHRUN)
+    place = launched_world(TORCHRUN)
     assert place == Launched(rank=3, world_size=4, local_rank=1, master_addr="10.0.0.7", master_port=29500)
     assert not place.drives
-    assert launched({**TORCHRUN, "RANK": "0"}).drives
+    assert launched_world({**TORCHRUN, "RANK": "0"}).drives
 
 
 def test_slurm_stands_for_what_torchrun_did_not_say() -> None:
-    place = launched(SLURM)
+    place = launched_world(SLURM)
     assert (place.rank, place.world_size, place.local_rank, place.master_addr) == (5, 8, 1, "gpu07")
     assert 1024 < place.master_port < 32768, "no port that the system hands out by itself"
-    assert place.master_port == launched({**SLURM, "SLURM_PROCID": "0"}).master_port
-    assert place.master_port != launched({**SLURM, "SLURM_JOB_ID": "123457"}).master_port
-    given = launched({**SLURM, "MASTER_ADDR": "there", "MASTER_PORT": "29501"})
+    assert place.master_port == launched_world({**SLURM, "SLURM_PROCID": "0"}).master_port
+    assert place.master_port != launched_world({**SLURM, "SLURM_JOB_ID": "123457"}).master_port
+    given = launched_world({**SLURM, "MASTER_ADDR": "there", "MASTER_PORT": "29501"})
     assert (given.master_addr, given.master_port) == ("there", 29501)
-    assert launched({**SLURM, **TORCHRUN}).rank == 3, "torchrun, which SLURM has started"
+    assert launched_world({**SLURM, **TORCHRUN}).rank == 3, "torchrun, which SLURM has started"
 
 
 @pytest.mark.parametrize(
@@ -51,7 +57,7 @@ def test_slurm_stands_for_what_torchrun_did_not_say() -> None:
     [("one", "one"), ("a,b", "a"), ("n[3]", "n3"), ("n[03-05]", "n03"), ("r1n[2,4]-ib,x", "r1n2-ib"), ("a-1,b", "a-1")],
 )
 def test_the_first_node_of_a_list(nodes: str, first: str) -> None:
-    assert launched({**SLURM, "SLURM_JOB_NODELIST": nodes}).master_addr == first
+    assert launched_world({**SLURM, "SLURM_JOB_NODELIST": nodes}).master_addr == first
 
 
 @pytest.mark.parametrize("missing", [*TORCHRUN, *SLURM])
@@ -59,7 +65,7 @@ def test_a_word_that_is_missing_is_named_beside_a_line_that_sets_it(missing: str
     words = TORCHRUN if missing in TORCHRUN else SLURM
     rest = {name: value for name, value in words.items() if name != missing}
     with pytest.raises(RequestError) as problem:
-        launched(rest)
+        launched_world(rest)
     assert str(problem.value).startswith(f"engine=torchrun: {missing} is not set")
     assert str(problem.value).endswith(f"legal: {TORCHRUN_LINE}")
 
@@ -76,7 +82,7 @@ def test_a_word_that_is_missing_is_named_beside_a_line_that_sets_it(missing: str
 )
 def test_a_word_that_cannot_be_is_refused_with_its_rule(name: str, value: str, rule: str) -> None:
     with pytest.raises(RequestError, match=rf"engine=torchrun: {name}={re.escape(value)} must be a {rule}"):
-        launched({**(TORCHRUN if name in TORCHRUN else SLURM), name: value})
+        launched_world({**(TORCHRUN if name in TORCHRUN else SLURM), name: value})
 
 
 def test_a_place_where_nobody_waits_is_a_failure_of_the_machine() -> None:
@@ -101,8 +107,8 @@ def beside(call: Callable[[], object]) -> threading.Thread:
 def test_every_rank_is_reached_by_its_number() -> None:
     store = HashStore()
     ours: dict[int, Connection] = {}
-    thread = beside(lambda: ours.update(gather(place(0), store, 5)))
-    theirs = {rank: join(place(rank), store, 5) for rank in (2, 1)}
+    thread = beside(lambda: ours.update(gather_connections(place(0), store, 5)))
+    theirs = {rank: join_driver(place(rank), store, 5) for rank in (2, 1)}
     thread.join(5)
     assert sorted(ours) == [1, 2]
     for rank in (1, 2):
@@ -123,12 +129,12 @@ def test_a_rank_that_does_not_come_is_named_in_time() -> None:
 
     def waits() -> None:
         with pytest.raises(MachineError) as problem:
-            gather(place(0), store, 0.3)
+            gather_connections(place(0), store, 0.3)
         problems.append(problem.value)
 
     start_s = time.perf_counter()
     thread = beside(waits)
-    joined = join(place(2), store, 5)
+    joined = join_driver(place(2), store, 5)
     thread.join(5)
     assert str(problems[0]) == "engine=torchrun: rank 1 did not join within 0.3 s"
     assert time.perf_counter() - start_s < 2
@@ -140,12 +146,12 @@ def test_a_rank_that_does_not_come_is_named_in_time() -> None:
 def test_a_stranger_is_not_let_in() -> None:
     store = HashStore()
     ours: dict[int, Connection] = {}
-    thread = beside(lambda: ours.update(gather(place(0, 2), store, 5)))
+    thread = beside(lambda: ours.update(gather_connections(place(0, 2), store, 5)))
     store.wait(["shardproof/control"])
     _, port, host = store.get("shardproof/control").decode().split()
     with socket.create_connection((host, int(port))) as stranger:
         stranger.sendall((36).to_bytes(4, "big") + b"\0" * 32 + (1).to_bytes(4, "big"))
-        joined = join(place(1, 2), store, 5)
+        joined = join_driver(place(1, 2), store, 5)
         thread.join(5)
         ours[1].send("hello")
         assert joined.recv() == "hello"
@@ -155,4 +161,4 @@ def test_a_stranger_is_not_let_in() -> None:
 
 def test_a_rank_0_that_never_opens_is_told_in_time() -> None:
     with pytest.raises(MachineError, match=r"rank 0 did not open the control channel within 0.1 s"):
-        join(place(1), HashStore(), 0.1)
+        join_driver(place(1), HashStore(), 0.1)

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardproof.bugs.planting import planted
-from shardproof.harness.cases import read_case
 from shardproof.harness.checking.checks import LAWS
+from shardproof.harness.dense_model import read_case
 from shardproof.harness.running.trials.law_runs import groupings
 from shardproof.harness.subject import case_of, named
 from shardproof.parallel.subject import subject as decoder

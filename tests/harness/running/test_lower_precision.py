@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from shardproof.harness.cases import read_case
+from shardproof.harness.dense_model import read_case
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.errors import RequestError
 from shardproof.harness.recording.capturing.operator_probes import NarrowProbe, Probed

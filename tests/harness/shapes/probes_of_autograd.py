@@ -17,13 +17,13 @@ from shardproof.harness.torch_internals.autograd import (
     has_hooks,
     next_number,
     number_of,
-    unversioned,
+    storage_id,
     version_of,
     when_backward_ends,
+    without_version,
 )
 from shardproof.harness.torch_internals.compiler import _COMPILER, _never_compiled, leave_unloaded
-from shardproof.harness.torch_internals.memory import storage_id
-from shardproof.harness.torch_internals.modes import DispatchMode, copy_each, modes_are_on, switches, unseen
+from shardproof.harness.torch_internals.dispatch import DispatchMode, copy_each, modes_are_on, thread_switches, unseen
 from tests.harness.shapes.probe import Probe, probe
 
 
@@ -104,7 +104,7 @@ def _sees_hooks() -> bool:
 def _counts_no_change() -> bool:
     tensor = torch.ones(1)
     before = version_of(tensor)
-    with unversioned((tensor,)):
+    with without_version((tensor,)):
         tensor.add_(1)
     return version_of(tensor) == before
 
@@ -168,10 +168,10 @@ def _hides() -> bool:
     otherwise="every rank gets a new thread, 0.3 ms each",
 )
 def _shows_switches() -> bool:
-    before = switches()
+    before = thread_switches()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        inside = switches()
-    return before == switches() != inside
+        inside = thread_switches()
+    return before == thread_switches() != inside
 
 
 @probe(

@@ -14,11 +14,15 @@ from torch.distributed import distributed_c10d as c10d
 from torch.nn import functional
 
 from shardproof.harness.errors import RequestError
-from shardproof.harness.torch_internals.backends import fake_group, fake_store, flight_record, waits_of_fakes
-from shardproof.harness.torch_internals.groups import _PRIVATE_NAMES
-from shardproof.harness.torch_internals.meshes import _RANKS, kept_apart
-from shardproof.harness.torch_internals.meta_device import fused_attention, meta_device
-from shardproof.harness.torch_internals.operators import (
+from shardproof.harness.torch_internals.backends import (
+    fake_group,
+    fake_store,
+    flight_record,
+    fused_attention,
+    meta_device,
+    waits_of_fakes,
+)
+from shardproof.harness.torch_internals.dispatch import (
     BACKEND_SELECT,
     arguments_of,
     full_name,
@@ -26,7 +30,16 @@ from shardproof.harness.torch_internals.operators import (
     kernels,
     operator_names,
 )
-from shardproof.harness.torch_internals.world import Tables, by_thread, leave_world, rank_tables, redirected
+from shardproof.harness.torch_internals.world import (
+    _PRIVATE_NAMES,
+    _RANKS,
+    Tables,
+    by_thread,
+    kept_apart,
+    leave_world,
+    rank_tables,
+    redirect_function,
+)
 from tests.harness.shapes.probe import Probe, probe
 
 
@@ -135,7 +148,7 @@ def _names_its_arguments() -> bool:
 )
 def _is_redirected() -> bool:
     calls: list[str] = []
-    with redirected(dist.init_process_group, lambda _original, *words, **_named: calls.append(str(*words))):
+    with redirect_function(dist.init_process_group, lambda _original, *words, **_named: calls.append(str(*words))):
         dist.init_process_group("nothing")
     return calls == ["nothing"]
 

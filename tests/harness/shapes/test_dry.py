@@ -19,12 +19,11 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from shardproof.harness.engines.shapes.dry import DryEngine
+from shardproof.harness.engines.threads.dry import DryEngine
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.errors import NoNumbers, RankRaised, RequestError, TimeLimit
 from shardproof.harness.ledger import Event
-from shardproof.harness.predicting.dry_run import DryRank, dry_run, representatives
-from shardproof.harness.predicting.meter import START, WAIT
+from shardproof.harness.predicting.dry_run import START, WAIT, DryRank, dry_run, representatives
 from shardproof.harness.running.proof import prove
 from shardproof.harness.running.ranks.execution import execute
 from shardproof.parallel.subject import subject

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardproof.harness.errors import MachineError
-from shardproof.harness.torch_internals import autograd, compiler, lookup, memory, modes, world
-from shardproof.harness.torch_internals.lookup import found
+from shardproof.harness.torch_internals import autograd, compiler, dispatch, lookup, world
+from shardproof.harness.torch_internals.lookup import find_name
 from shardproof.reports.commands import cli
 from tests.harness.recording.toy_calls import recorded
 from tests.harness.shapes import probes_of_autograd, probes_of_groups
@@ -25,15 +25,15 @@ def test_every_feature_works_with_this_torch(probe: Probe) -> None:
 
 
 def test_a_name_that_torch_lacks_is_a_sentence_when_it_is_needed() -> None:
-    missing = found(torch, "_no_such_name", "flying")
+    missing = find_name(torch, "_no_such_name", "flying")
     with pytest.raises(MachineError, match=r"^flying is not available .*torch\._no_such_name; legal: torch 2"):
         missing(1, two=2)
 
 
 def test_a_version_is_noted_when_it_was_not_tested() -> None:
-    assert [lookup.untested(version) for version in ("2.11.0", "2.14.1+cu130", "2.15.0")] == [""] * 3
+    assert [lookup.untested_note(version) for version in ("2.11.0", "2.14.1+cu130", "2.15.0")] == [""] * 3
     for version in ("2.10.1", "2.16.0a0+git1"):
-        assert f"{version} was not tested" in lookup.untested(version)
+        assert f"{version} was not tested" in lookup.untested_note(version)
 
 
 def test_a_run_under_an_untested_torch_works_and_notes_it(
@@ -113,18 +113,18 @@ def test_a_loss_in_a_function_is_no_metric(monkeypatch: pytest.MonkeyPatch, func
 
 
 def test_fallbacks_do_what_they_stand_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(modes, "_copy_each", None)
+    monkeypatch.setattr(dispatch, "_copy_each", None)
     outputs = [torch.zeros(2), torch.zeros(3)]
-    modes.copy_each(outputs, [torch.ones(2), torch.full((3,), 2.0)])
+    dispatch.copy_each(outputs, [torch.ones(2), torch.full((3,), 2.0)])
     assert [output.tolist() for output in outputs] == [[1.0, 1.0], [2.0, 2.0, 2.0]]
-    monkeypatch.setattr(modes, "_keys_included", None)
-    assert modes.switches() != modes.switches()
+    monkeypatch.setattr(dispatch, "_keys_included", None)
+    assert dispatch.thread_switches() != dispatch.thread_switches()
     monkeypatch.setattr(autograd, "_unversioned", None)
     tensor = torch.ones(1)
-    with autograd.unversioned((tensor,)):
+    with autograd.without_version((tensor,)):
         tensor.add_(1)
     assert tensor.item() == 2.0
-    assert memory.generator_address(torch.Generator()) is not None
+    assert autograd.generator_address(torch.Generator()) is not None
     code = sys._getframe().f_code
     monkeypatch.setattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy", None)
     with pytest.raises(TypeError):

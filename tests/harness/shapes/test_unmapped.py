@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardproof.harness.engines.shapes.dry import DryEngine
+from shardproof.harness.engines.threads.dry import DryEngine
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.ledger import OTHER
 from shardproof.harness.running.proof import prove

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from shardproof.harness.cases import parse_cases
+from shardproof.harness.dense_model import parse_cases
 from shardproof.harness.engines.processes.rank_program import RankResult
 from shardproof.harness.errors import MachineError
 from shardproof.harness.running.witnessing import witnesses

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.harness.cases import parse_cases
+from shardproof.harness.dense_model import parse_cases
 from shardproof.harness.errors import RequestError
 from shardproof.harness.running.request import Request
 from shardproof.harness.running.run import run

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shardproof.bugs.anchors import source_of
 from shardproof.bugs.planting import planted
-from shardproof.harness.engines.shapes.dry import DryEngine
+from shardproof.harness.engines.threads.dry import DryEngine
 from shardproof.harness.predicting.figures import EQUAL, mixed_adamw
 from shardproof.harness.predicting.forecast import forecast
 from shardproof.harness.recording.measures import SavedActivations

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shardproof.harness.checking.state_checks import initial_values
-from shardproof.harness.shard import Shard
+from shardproof.harness.protocols import Shard
 from shardproof.harness.verdicts.verdict import FAIL, PASS
 from shardproof.parallel.communication.layout import Cut, Placement
 from shardproof.parallel.randomness.field import philox

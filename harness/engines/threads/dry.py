@@ -4,7 +4,7 @@ A rank sees a world of any size and communicates with no other: a collective ret
 their order and their bytes are those of a real run as long as the program reads no number. A program that does ends in
 NoNumbers. The ranks run in this process, each in a thread, so that a run that does not end is given up. Every call is
 seen by the interposer, at the dispatcher. A call of functional collectives on meta tensors reaches no group unless a
-`harness.predicting.meter.Meter` is entered.
+`harness.predicting.dry_run.Meter` is entered.
 
 Source: torch's backend "fake" (harness.torch_internals.backends).
 """
@@ -22,18 +22,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardproof.harness.engines.calls.callers import raised_at
-from shardproof.harness.engines.calls.raised import behind
+from shardproof.harness.engines.calls.callers import place_raised, what_led_to
 from shardproof.harness.engines.engine import Engine, RunRequest
 from shardproof.harness.engines.interposer import Interposer
-from shardproof.harness.engines.one_thread import one_thread
-from shardproof.harness.engines.rank_environment import environment_of, in_environment
-from shardproof.harness.engines.threads.rank_threads import RankThread, nothing
-from shardproof.harness.engines.threads.state.module_state import own_state
+from shardproof.harness.engines.rank_environment import environment_of, in_environment, one_thread
+from shardproof.harness.engines.threads.rank_state import own_state
+from shardproof.harness.engines.threads.rank_threads import RankThread, do_nothing
 from shardproof.harness.errors import NoNumbers, NotComputed, Position, RankRaised, RequestError, TimeLimit, error_text
 from shardproof.harness.ledger import Observer
-from shardproof.harness.torch_internals.backends import fake_store
-from shardproof.harness.torch_internals.meta_device import meta_device
+from shardproof.harness.torch_internals.backends import fake_store, meta_device
 
 _REFUSED = re.compile(
     r"meta tensor|meta device|meta kernel|device[^\n]*\bmeta\b|\bmeta\b[^\n]*device|register_meta|'meta' backend"
@@ -89,7 +86,7 @@ def _result(request: RunRequest, rank: int) -> Any:
             results.append(_in_world(request, rank))
         except BaseException as error:
             errors.append(error)
-        return nothing
+        return do_nothing
 
     thread = RankThread()
     thread.begin(f"rank {rank}", job)
@@ -98,7 +95,7 @@ def _result(request: RunRequest, rank: int) -> Any:
         stayed = () if thread.ended(_GRACE_S) else (rank,)
         text = f"rank {rank} of {world_size} did not end within {timeout_s:g} s"
         text += "; it is in native code and could not be interrupted: thread abandoned" if stayed else ""
-        position = Position(rank=rank, state="runs", caller=raised_at(errors[0].__traceback__) if errors else "")
+        position = Position(rank=rank, state="runs", caller=place_raised(errors[0].__traceback__) if errors else "")
         raise TimeLimit(text, ranks=(rank,), positions=(position,), abandoned=stayed)
     thread.end()
     if errors:
@@ -141,7 +138,7 @@ def _failure(error: BaseException, rank: int, world_size: int) -> NoNumbers | No
     """The error of the run for an error of a rank: it read a number, or it raised."""
     if isinstance(error, NotComputed):
         return error
-    place = raised_at(error.__traceback__)
+    place = place_raised(error.__traceback__)
     at = f", at {place}" if place else ""
     detail = error_text(error)
     position = Position(rank=rank, state="raised", detail=detail, caller=place)
@@ -151,7 +148,7 @@ def _failure(error: BaseException, rank: int, world_size: int) -> NoNumbers | No
             "legal: --engine inproc, or code that needs no number when device.type is 'meta'"
         )
         return NoNumbers(text, ranks=(rank,), positions=(position,))
-    text = f"rank {rank} of {world_size} raised {detail}{at}{behind(error)}"
+    text = f"rank {rank} of {world_size} raised {detail}{at}{what_led_to(error)}"
     return RankRaised(text, ranks=(rank,), positions=(position,))
 
 

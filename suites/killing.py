@@ -4,31 +4,39 @@ Our own subject gets every mutant and variant in every mode that can host it, an
 source is not ours to change, gets the faults. `quick` takes one mode a mutant, another one for each, and few faults. A
 collective is known from the ledger of an undisturbed run. Every fault of it must be killed by a check or proved
 equivalent: the others are redundant traffic or a blind spot.
+
+`scripts` are planted bugs that stand alone: shrunk to a small case, the right values inside, plain torch around it.
 """
 
+import difflib
 import itertools
 import pickle
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+import traceback
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
+from functools import partial
+from multiprocessing.connection import Connection
 
-import torch
-
+from shardproof.bugs.anchors import source_of
 from shardproof.harness.dense_model import SUBJECT
 from shardproof.harness.engines.engine import Engine
-from shardproof.harness.errors import ProgramError, RankDied, RequestError
+from shardproof.harness.engines.processes.forked.pool import ForkServer, hash_seed
+from shardproof.harness.engines.processes.workers import ProcessEnd, Worker, receive
+from shardproof.harness.engines.rank_environment import use_one_thread
+from shardproof.harness.errors import MachineError, ProgramError, RankDied, RequestError, ShardproofError
 from shardproof.harness.faults import Fault, faults_of
 from shardproof.harness.protocols import CaseLike, case_text
+from shardproof.harness.reproducing.repro import emit
 from shardproof.harness.running.engines import engine_named
 from shardproof.harness.running.ranks.capacity import admit
 from shardproof.harness.running.ranks.execution import execute
-from shardproof.harness.subject import NamedSubject, claims, own_cases, refusal
+from shardproof.harness.subject import NamedSubject, claims, named, own_cases, refusal
 from shardproof.reference.case import Case
 from shardproof.suites.mutants.catalogue import HELD_BACK, MUTANTS, VARIANT_ROWS
-from shardproof.suites.mutants.field import in_field
+from shardproof.suites.mutants.field import FIELD, in_field
 from shardproof.suites.mutants.kill_rows import Killed, faults_killed, mutant_killed
+from shardproof.suites.mutants.mutant import Mutant, cases_showing
 
 _SMALL = (
     "layers=1 hidden=16 heads=4 kv_heads=4 ffn=32 seq=8 batch=2 micro=2 steps=2 lr=0.1 mode={mode} tp=2 dp=3",
@@ -72,7 +80,7 @@ class KillPlan:
         return len(self.faults) or 1
 
 
-def planned(
+def plan_kills(
     subject: NamedSubject,
     *,
     quick: bool,
@@ -96,11 +104,11 @@ def planned(
     if cases:
         plans = _of_cases(subject, cases, quick, only, timeout_s)
     else:
-        plans = planted(quick=quick, only=only, field=field) if subject.name == SUBJECT else []
+        plans = plan_planted(quick=quick, only=only, field=field) if subject.name == SUBJECT else []
         if only != "held-back" and not field:
             with engine_named("inproc") as engine:
                 for mode in claims(subject).modes:
-                    plans += disturbed(subject, mode, engine, quick=quick, timeout_s=timeout_s, dtype=dtype)
+                    plans += plan_disturbed(subject, mode, engine, quick=quick, timeout_s=timeout_s, dtype=dtype)
         if not plans and only == "held-back":
             rule = f"has no held-back mutants; legal: {SUBJECT}, or leave out --held-back"
             raise RequestError(f"subject={subject.name}: {rule}")
@@ -122,14 +130,16 @@ def _of_cases(
         if reason := refusal(case, subject):
             raise RequestError(f"case {case_text(case)!r}: {subject.name} does not take it: {reason}; legal: another")
     with engine_named("inproc") as engine:
-        plans = [disturbed(subject, case.mode, engine, quick=quick, only=case, timeout_s=timeout_s) for case in cases]
+        plans = [
+            plan_disturbed(subject, case.mode, engine, quick=quick, only=case, timeout_s=timeout_s) for case in cases
+        ]
     if not any(plans):
         rule = "its ranks issue no collective, so there is nothing to disturb"
         raise RequestError(f"case {case_text(cases[0])!r}: {rule}; legal: a case of two or more ranks")
     return list(itertools.chain.from_iterable(plans))
 
 
-def planted(*, quick: bool, only: str = "", field: bool = False) -> list[KillPlan]:
+def plan_planted(*, quick: bool, only: str = "", field: bool = False) -> list[KillPlan]:
     """The mutants and variants of our own subject, all of them or `only` the held-back or the open ones.
 
     With `field` those of public issues, beside their twins.
@@ -146,7 +156,7 @@ def planted(*, quick: bool, only: str = "", field: bool = False) -> list[KillPla
     return plans
 
 
-def disturbed(
+def plan_disturbed(
     subject: NamedSubject,
     mode: str,
     engine: Engine,
@@ -193,36 +203,55 @@ def _parts(faults: Sequence[Fault]) -> Iterator[tuple[Fault, ...]]:
     yield from [part] if part else []
 
 
-def kills(plans: Sequence[KillPlan], subject: NamedSubject, *, processes: int = 1) -> Iterator[Killed]:
+def run_kills(plans: Sequence[KillPlan], subject: NamedSubject, *, processes: int = 1) -> Iterator[Killed]:
     """The rows of these plans, each as soon as it is known; from several processes in no fixed order.
 
-    Raises RankDied when a process ends by force.
+    Raises RankDied when a process ends.
     """
     if processes == 1:
         with engine_named("inproc") as engine:
             for plan in plans:
                 yield from _killed(plan, subject, engine)
         return
-    # Spawned, not forked: a fork would copy locks that the threads of an engine hold.
-    pool = ProcessPoolExecutor(processes, mp_context=get_context("spawn"), initializer=_one_thread)
-    sent = pickle.dumps(subject)  # read where an error is caught: not by the pool itself, which would break
+    # Not forked from this process: a fork would copy locks that the threads of an engine hold.
+    server, target = ForkServer(hash_seed(0)), partial(_serve_plans, sent=pickle.dumps(subject))
+    waiting, workers = deque(plans), list[Worker]()
     try:
-        for done in as_completed([pool.submit(_in_a_process, plan, sent) for plan in plans]):
-            yield from done.result()
-    except BrokenProcessPool as problem:
-        raise RankDied(f"a process of the kill matrix ended by force: {problem}", ranks=(), positions=()) from problem
+        workers += (server.start(target) for _ in plans[:processes])
+        at_work = {worker: worker for worker in workers}
+        for worker in workers:
+            worker.send(pickle.dumps(waiting.popleft()))
+        while at_work:
+            for worker, message in list(receive(at_work, None)):
+                if isinstance(message, ProcessEnd):
+                    raise RankDied(f"a process of the kill matrix ended: {message.words}", ranks=(), positions=())
+                rows = pickle.loads(message)
+                if isinstance(rows, Exception):
+                    raise rows
+                if waiting:
+                    worker.send(pickle.dumps(waiting.popleft()))
+                else:
+                    del at_work[worker]
+                yield from rows
     finally:
-        pool.shutdown(cancel_futures=True)
+        for worker in workers:
+            worker.close()
+        server.close()
 
 
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-def _in_a_process(plan: KillPlan, sent: bytes) -> list[Killed]:
-    subject: NamedSubject = pickle.loads(sent)
+def _serve_plans(pipe: Connection, _memory: int, *, sent: bytes) -> None:
+    """The life of a process of the matrix: the rows of each plan that comes, or the error that ended them."""
+    use_one_thread()
     with engine_named("inproc") as engine:
-        return _killed(plan, subject, engine)
+        while True:
+            plan = pickle.loads(pipe.recv_bytes())
+            try:
+                answer: object = _killed(plan, pickle.loads(sent), engine)
+            except ShardproofError as error:
+                answer = error
+            except Exception:  # whatever importing a user's module raises
+                answer = RuntimeError(f"a process of the kill matrix raised:\n{traceback.format_exc()}")
+            pipe.send(answer)
 
 
 def _killed(plan: KillPlan, subject: NamedSubject, engine: Engine) -> list[Killed]:
@@ -268,7 +297,7 @@ def _of_mode(
         yield Collective(mode=mode, refused=reason)
         return
     try:
-        plans = disturbed(subject, mode, engine, quick=quick, only=only, timeout_s=timeout_s)
+        plans = plan_disturbed(subject, mode, engine, quick=quick, only=only, timeout_s=timeout_s)
     except ProgramError as error:
         yield Collective(mode=mode, problem=f"the subject does not finish undisturbed:\n{error}")
         return
@@ -277,3 +306,53 @@ def _of_mode(
     for plan in plans:
         for _, faults in itertools.groupby(plan.faults, key=lambda fault: fault.target):
             yield Collective(mode=mode, case=plan.case, faults=tuple(faults))
+
+
+_TRIES = 4
+"""Cases in which a wrong tensor is looked for: the smallest two that are drawn of each mode, until there are these."""
+
+
+def scripts(name: str, *, field: bool = False) -> Iterator[tuple[str, str, str]]:
+    """(name, text of the script, "") of this bug, or of "all" that are not held back; without text, why there is none.
+
+    With `field` of those of public issues. Raises RequestError for a name that no open mutant or variant has.
+    """
+    known = {row.name: row for row in (FIELD if field else (*MUTANTS, *VARIANT_ROWS))}
+    if name != "all" and name not in known:
+        near = difflib.get_close_matches(name, known, 5, 0.0)
+        which = "is no open mutant or variant" + (" of a public issue" if field else "")
+        raise RequestError(f"emit-repro={name}: {which}; legal: all {' '.join(near)} ...")
+    return _scripts(list(known.values()) if name == "all" else [known[name]])
+
+
+def _scripts(rows: list[Mutant]) -> Iterator[tuple[str, str, str]]:
+    with engine_named("inproc") as engine:
+        for row in rows:
+            text, why = "", row.equivalent or "the dense model has it too" * row.is_shared
+            if not why:
+                try:
+                    text = _script(row, engine)
+                except MachineError as error:  # one that takes too long does not cost the others theirs
+                    why = error.cause
+            yield row.name, text, "" if text else why or "no returned tensor is wrong in small cases"
+
+
+def _script(row: Mutant, engine: Engine) -> str:
+    """The script of the first drawn case that fails, "" when none shows a wrong tensor."""
+    sources = row.sources()
+    cases = (case for mode in row.modes for case in cases_showing(row, mode)[:2])
+    with row.subject() as subject:
+        given = NamedSubject(name=SUBJECT, call=named(subject).call, address=SUBJECT if subject == SUBJECT else "")
+        for case in itertools.islice(cases, _TRIES):
+            if text := emit(case, given, engine, planted=sources):
+                return text.replace('"""', f'"""{row.name}: {row.stands_for}\n\n{_diff(sources)}\n', 1)
+    return ""
+
+
+def _diff(sources: Mapping[str, str]) -> str:
+    """The changes as a patch, for the docstring of a script."""
+    lines: list[str] = []
+    for module, text in sources.items():
+        path = f"{module.replace('.', '/')}.py"
+        lines += difflib.unified_diff(source_of(module).splitlines(), text.splitlines(), path, path, "", "", 1, "")
+    return "\n".join(lines).replace("\\", "\\\\").replace('"""', '\\"\\"\\"')
