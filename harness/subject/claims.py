@@ -9,21 +9,19 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from shardproof.harness.dense_model import check_modes, dense_model, in_own_words, read_case
 from shardproof.harness.errors import RequestError
 from shardproof.harness.mesh_axes import AXES
+from shardproof.harness.plain_case import Vocabulary
 from shardproof.harness.protocols import CaseLike, Subject, Value
 from shardproof.harness.resolve import resolve
 from shardproof.harness.subject.call import NamedSubject, answered, asking, named, offers, words_of
 
-if TYPE_CHECKING:
-    from shardproof.harness.plain_case import Vocabulary
-
 
 @asking("words")
-def vocabulary(subject: NamedSubject) -> "Vocabulary | None":
+def vocabulary(subject: NamedSubject) -> Vocabulary | None:
     """The words of the subject's own cases, from its attribute `words`; None for cases of our decoder.
 
     Raises Unanswered when `words` cannot be read.
@@ -31,8 +29,6 @@ def vocabulary(subject: NamedSubject) -> "Vocabulary | None":
     own = getattr(subject.call, "words", None)
     if own is None:
         return None
-    from shardproof.harness.plain_case import Vocabulary  # noqa: PLC0415
-
     return Vocabulary.of(own)
 
 

@@ -12,7 +12,7 @@ from shardproof.harness.dense_model import SUBJECT
 from shardproof.harness.diagnosing.causes.cause import reported as made
 from shardproof.harness.diagnosing.diagnosis import ended
 from shardproof.harness.errors import MachineError, RankDied, RequestError
-from shardproof.harness.injecting.kill_matrix import figures, killed_alone
+from shardproof.harness.injecting.kill_matrix import Kill, figures, killed_alone
 from shardproof.harness.subject import cases_of, named
 from shardproof.reports.commands import faults
 from shardproof.suites import killing
@@ -155,7 +155,7 @@ def test_processes_share_the_rows_and_one_that_ends_is_told() -> None:
     assert plan.case
     plans = [dataclasses.replace(plan, faults=(fault,)) for fault in plan.faults[:2]]
     plans += [dataclasses.replace(plan, case=plan.case.but(seed=9))]
-    rows = []
+    rows: list[Kill] = []
     with pytest.raises(RankDied, match="^a process of the kill matrix ended: its process ended with exit status 9$"):
         rows.extend(killed.row for killed in killing.run_kills(plans, leaving, processes=2))
     assert rows and {row.name for row in rows} <= {str(fault) for fault in plan.faults[:2]}

@@ -1,4 +1,4 @@
-"""Applies a fault to the calls of a run: `Disturbed(engine, fault)` is an engine in which every run has that fault.
+"""Applies a fault to the calls of a run; of every run of an engine with `Intervened(engine, Disturbance(fault))`.
 
 Works below the recorder, which records the call as the program issued it. A disturbed call is computed correctly first,
 from data of which copies were kept. Then the outputs of the ranks that are hit are overwritten with new tensors, made
@@ -18,8 +18,7 @@ from shardproof.harness.engines.calls import arithmetic
 from shardproof.harness.engines.calls.arithmetic import Combine, Operands, transfer
 from shardproof.harness.engines.calls.pending import PendingCollective, PendingMessage, RankGroup
 from shardproof.harness.engines.calls.signature import Signature
-from shardproof.harness.engines.engine import Engine
-from shardproof.harness.engines.threads.inproc import Intervened, Intervention
+from shardproof.harness.engines.threads.inproc import Intervention
 from shardproof.harness.engines.threads.matcher import CollectiveMatcher, RankCall
 from shardproof.harness.engines.threads.scheduler import Scheduler
 from shardproof.harness.faults import Fault, RankCallIndex
@@ -138,13 +137,6 @@ _ALONE: dict[Combine, Callable[[Operands, int, int], list[Tensor]]] = {
     arithmetic.all_to_all_single: _swapped_rows,
 }
 """Of the ops not named here, a rank's own outputs are what it has alone."""
-
-
-class Disturbed(Intervened):
-    """An engine in which every run has the fault. Raises RequestError for an engine that takes none."""
-
-    def __init__(self, engine: Engine, fault: Fault) -> None:
-        super().__init__(engine, Disturbance(fault))
 
 
 class Disturbance(Intervention):

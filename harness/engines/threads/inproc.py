@@ -22,15 +22,17 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from shardproof.harness.engines.calls.operators import OPERATORS, communicates
+from shardproof.harness.engines.calls.operators import OPERATORS, communicates, make_reader
+from shardproof.harness.engines.calls.pending import RootCause, of_deadlock, of_mismatch, of_skipped
 from shardproof.harness.engines.engine import Engine, RunRequest
 from shardproof.harness.engines.rank_environment import one_thread
+from shardproof.harness.engines.threads import postmortem
 from shardproof.harness.engines.threads.matcher import CollectiveMatcher, Race
-from shardproof.harness.engines.threads.rank_state import CallerStreams, PerRankState
+from shardproof.harness.engines.threads.rank_state import CallerStreams, PerRankState, namespaces_of
 from shardproof.harness.engines.threads.rank_threads import Aborted, Heap, RankThread, RankThreads
 from shardproof.harness.engines.threads.rank_world import Enter, install_worlds
 from shardproof.harness.engines.threads.scheduler import RankStatus, RunEnd, Scheduler
@@ -87,8 +89,6 @@ class Unmapped:
 
 def _kernel_of(name: str, operator: Any) -> Callable[..., Any]:
     """The kernel of this operator of c10d, under a key by which the dispatcher selects a backend."""
-    from shardproof.harness.engines.calls.operators import make_reader  # noqa: PLC0415
-
     read = make_reader(name, operator)
 
     def kernel(keys: Any, *arguments: Any) -> Any:
@@ -144,11 +144,6 @@ class Intervened(Engine):
         return results
 
 
-if TYPE_CHECKING:
-    from shardproof.harness.engines.calls.pending import RootCause
-    from shardproof.harness.engines.threads.postmortem import Raised
-    from shardproof.harness.engines.threads.rank_state import Namespace
-
 _SETTLE_S = 0.02
 """How long the other ranks may go on after a failure, so that the report shows where they wait."""
 _ALIKE_S = 1.0
@@ -185,11 +180,7 @@ class InprocEngine(Engine):
         parts = intervention or Intervention()
         self.unwaited = ()
         leave_uncompiled()
-        places: Sequence[Namespace] = ()
-        if request.per_rank:
-            from shardproof.harness.engines.threads.rank_state import namespaces_of  # noqa: PLC0415
-
-            places = namespaces_of(request.per_rank)
+        places = namespaces_of(request.per_rank)
         with one_thread(), install_worlds() as enter, self._unmapped.recorded():
             state = PerRankState(request.world_size, request.seed, places, self._streams)
             threads = self._threads.take(request.world_size)
@@ -224,7 +215,7 @@ class _Run:
         self.request = request
         self.scheduler = parts.scheduler(threads, state, request.timeout_s)
         self.matcher = parts.matcher(request.world_size, self.scheduler, observer)
-        self.raised: list[Raised] = []
+        self.raised: list[postmortem.Raised] = []
         self.raised_first = False
         self.others_ran = False
         self.values: list[Any] = [None] * request.world_size
@@ -246,8 +237,6 @@ class _Run:
         unmet = any(group.collectives or group.messages for group in self.matcher.groups.values())
         if end is RunEnd.DONE and not unmet and not self.raised and self.matcher.failure is None:
             return self.values
-        from shardproof.harness.engines.threads import postmortem  # noqa: PLC0415
-
         if end is RunEnd.HALTED:
             self.scheduler.settle(_ALIKE_S if self.raised and self._hint(self.others_ran) else _SETTLE_S)
         cause = self._cause(end)
@@ -268,21 +257,14 @@ class _Run:
             self.raised_first = True
             others = [status for other, status in enumerate(self.scheduler.statuses) if other != rank]
             self.others_ran = any(status is not RankStatus.NOT_STARTED for status in others)
-        from shardproof.harness.engines.threads.postmortem import Raised  # noqa: PLC0415
-
-        self.raised.append(Raised(rank, error))
+        self.raised.append(postmortem.Raised(rank, error))
         self.scheduler.halt()
 
     def _hint(self, shared: bool) -> str:
         """Words that may help; `shared`: another rank may have left behind what the first one raised about."""
-        from shardproof.harness.engines.threads.postmortem import hint  # noqa: PLC0415
+        return postmortem.hint(self.raised[0].error, others_ran=shared, per_rank=self.request.per_rank)
 
-        return hint(self.raised[0].error, others_ran=shared, per_rank=self.request.per_rank)
-
-    def _cause(self, end: RunEnd) -> "RootCause | None":
-        from shardproof.harness.engines.calls.pending import RootCause, of_deadlock, of_mismatch, of_skipped  # noqa: PLC0415
-        from shardproof.harness.engines.threads import postmortem  # noqa: PLC0415
-
+    def _cause(self, end: RunEnd) -> RootCause | None:
         failure = self.matcher.failure
         if self.raised_first:
             return postmortem.of_raise(self.raised, self.request.world_size)
@@ -299,10 +281,8 @@ class _Run:
             return of_deadlock(done, self.matcher.waiting)
         return of_skipped(list(self.matcher.groups.values()))
 
-    def _error(self, cause: "RootCause", positions: Sequence[Position]) -> ShardproofError:
+    def _error(self, cause: RootCause, positions: Sequence[Position]) -> ShardproofError:
         """The error to raise, after the threads have ended."""
-        from shardproof.harness.engines.threads import postmortem  # noqa: PLC0415
-
         abandoned = self.scheduler.stop()
         text = cause.text
         if abandoned:

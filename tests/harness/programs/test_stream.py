@@ -20,7 +20,7 @@ from shardproof.harness.recording import attribution, lanes
 from shardproof.harness.recording.naming import Paths
 from shardproof.harness.recording.recorder import Recorded, Recorder
 from shardproof.harness.recording.watch import Emit
-from tests.harness.recording.simulated_graph import SimulatedGraph
+from tests.harness.recording.toy_calls import SimulatedGraph
 
 WORLD = 2
 OURS = [tracemalloc.Filter(True, f"*/harness/{room}/*") for room in ("programs", "recording")]

@@ -21,8 +21,18 @@ from shardproof.harness.ledger import Event
 from shardproof.harness.recording.recorder import Recorder
 from shardproof.harness.recording.spans import Stopwatch, stopwatch
 from shardproof.harness.witnesses.measured import clocked
-from tests.harness.recording.simulated_graph import SimulatedGraph
-from tests.harness.recording.toy_calls import Model, Part, Voice, a_call, backward, forward, input_BD, record, told
+from tests.harness.recording.toy_calls import (
+    Model,
+    Part,
+    SimulatedGraph,
+    Voice,
+    a_call,
+    backward,
+    forward,
+    input_BD,
+    record,
+    told,
+)
 
 CALL = a_call(device="cuda")
 

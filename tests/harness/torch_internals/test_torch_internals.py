@@ -13,10 +13,7 @@ from shardproof.harness.torch_internals import autograd, compiler, dispatch, loo
 from shardproof.harness.torch_internals.lookup import find_name
 from shardproof.reports.commands import cli
 from tests.harness.recording.toy_calls import recorded
-from tests.harness.shapes import probes_of_autograd, probes_of_groups
-from tests.harness.shapes.probe import Probe
-
-PROBES = (*probes_of_autograd.PROBES, *probes_of_groups.PROBES)
+from tests.harness.torch_internals.probes import PROBES, Probe
 
 
 @pytest.mark.parametrize("probe", PROBES, ids=lambda probe: probe.feature.replace(" ", "_"))
