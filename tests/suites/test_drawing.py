@@ -24,7 +24,6 @@ from torch import Tensor
 from bench.clean import Part, cases_of
 from shardproof.bugs.planting import planted, replaced
 from shardproof.harness.checking.checks import CHECKS
-from shardproof.harness.checking.evidence import PASS
 from shardproof.harness.dense_model import SUBJECT
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.outcome.merging import merge
@@ -33,6 +32,7 @@ from shardproof.harness.protocols import Shard, without_saving
 from shardproof.harness.running.proof import prove
 from shardproof.harness.running.ranks.execution import execute
 from shardproof.harness.subject import named
+from shardproof.harness.verdicts.verdict import PASS
 from shardproof.parallel.subject import subject
 from shardproof.reference.case import Case
 from shardproof.reference.case.domains import domains

@@ -205,14 +205,8 @@ class TorchrunEngine(Engine):
         self._place = place = launched_world(os.environ)
         if not place.drives:
             rule = "only rank 0 drives, every other rank serves it"
-<<<<<<< HEAD
-            raise RequestError(
-                f"engine=torchrun: this is rank {place.rank}; {rule}; legal: serve_driver() on this rank"
-            )
-=======
             legal = "serve_driver() on this rank"
             raise RequestError(f"engine=torchrun: this is rank {place.rank}; {rule}; legal: {legal}")
->>>>>>> lighterengines
         self._runs = 0
         self._session = secrets.token_hex(4)
         self._terminated = terminated = threading.Event()
