@@ -38,8 +38,8 @@ from shardproof.parallel.communication.expectation import CallRow, in_modules
 from shardproof.parallel.communication.layout import Cut, Placement, local_shape
 from shardproof.parallel.communication.mesh import Mesh
 from shardproof.parallel.layers.attention import Attention, HeadShape, MaskedCore
+from shardproof.parallel.layers.block import Norm
 from shardproof.parallel.layers.linear import ColumnLinear, Region
-from shardproof.parallel.layers.norm import Norm
 from shardproof.parallel.layers.roles import ATTENTION, with_widths
 from shardproof.parallel.model.strategy import Parts, Strategy
 from shardproof.parallel.randomness.dropout import Dropout

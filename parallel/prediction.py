@@ -46,11 +46,10 @@ from shardproof.parallel.communication.expectation import (
 )
 from shardproof.parallel.communication.layout import Placement, local_shape
 from shardproof.parallel.communication.mesh import Mesh
+from shardproof.parallel.layers.block import Norm
 from shardproof.parallel.layers.linear import ColumnLinear, Region, column_linear
-from shardproof.parallel.layers.loss import IGNORED, LOSS, counted
-from shardproof.parallel.layers.norm import Norm
-from shardproof.parallel.layers.terms import Terms
-from shardproof.parallel.layers.units import computed_later_again
+from shardproof.parallel.layers.loss import IGNORED, LOSS, Terms, counted
+from shardproof.parallel.layers.recompute import computed_later_again
 from shardproof.parallel.model.strategy import MakesLayer, Parts, Rank, Scheduled, Step, Strategy
 from shardproof.parallel.model.transformer import Transformer
 from shardproof.parallel.schedules.stages import stages

@@ -15,6 +15,7 @@ from typing import Any
 
 from shardproof.parallel.communication.expectation import CallRow
 from shardproof.parallel.data_parallel.calls import step_rows
+from shardproof.parallel.layers.loss import metric_rows
 from shardproof.parallel.model.strategy import Strategy
 from shardproof.reference.case import Case
 from shardproof.reference.features import FEATURES, module_in
@@ -79,8 +80,6 @@ def rows_of(case: Case) -> tuple[CallRow, ...]:
         rows += bucket_rows(strategy, case)
     rows += step_rows(strategy, case)
     if case.metric:
-        from shardproof.parallel.layers.metric import metric_rows  # noqa: PLC0415
-
         rows += metric_rows(strategy.activation(case, "head"))
     if case.save:
         from shardproof.parallel.checkpoints.saving import SAVING  # noqa: PLC0415

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardproof.parallel.layers.norm import wide
+from shardproof.parallel.layers.block import wide
 
 Partial = tuple[Tensor, Tensor]
 """O [B,q,K,G,D] and L [B,q,K,G] over some of the keys, in the dtype of statistics."""

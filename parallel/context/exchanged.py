@@ -29,8 +29,8 @@ from shardproof.parallel.communication.pairs import gather_from_sequence
 from shardproof.parallel.context.blocks import of_keys, over_all_keys
 from shardproof.parallel.context.ring import ring_attention, ring_rows
 from shardproof.parallel.context.slices import Slices
+from shardproof.parallel.layers.attention import by_all_to_all
 from shardproof.parallel.layers.roles import ATTENTION
-from shardproof.parallel.layers.ulysses import by_all_to_all
 
 
 def gathered_attention(

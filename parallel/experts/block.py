@@ -23,8 +23,8 @@ from shardproof.parallel.communication.pairs import gather_from_sequence, scatte
 from shardproof.parallel.experts.counts import places_of, rows_sent, tokens_of
 from shardproof.parallel.experts.dispatch import ByAllGather, ByAllToAll, taken, taken_of_all
 from shardproof.parallel.experts.router import Router, balance_term, has_balance, select, weigh
-from shardproof.parallel.layers.mlp import Mlp
-from shardproof.parallel.layers.terms import Terms
+from shardproof.parallel.layers.block import Mlp
+from shardproof.parallel.layers.loss import Terms
 from shardproof.parallel.model.strategy import Rank
 from shardproof.reference.case import Case
 from shardproof.reference.data.batches import micro_batch

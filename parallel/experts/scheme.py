@@ -33,8 +33,7 @@ from shardproof.parallel.communication.layout import Box, Cut, Placement, rows, 
 from shardproof.parallel.communication.mesh import Mesh
 from shardproof.parallel.experts.block import ExpertBlock, blocks_of
 from shardproof.parallel.experts.rows import rows_of_experts
-from shardproof.parallel.layers.mlp import Mlp
-from shardproof.parallel.layers.norm import wide
+from shardproof.parallel.layers.block import Mlp, wide
 from shardproof.parallel.layers.roles import mlp_linears
 from shardproof.parallel.model.strategy import Parts, Rank, Step, Strategy, Value
 from shardproof.parallel.randomness.dropout import Dropout

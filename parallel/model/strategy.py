@@ -7,7 +7,7 @@ own `forward`, and in the backward of the nodes made there. A `Rank` is one rank
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,14 +17,11 @@ from shardproof.parallel.communication.expectation import CallRow
 from shardproof.parallel.communication.layout import Box, Cut, Placement, pieces
 from shardproof.parallel.communication.mesh import Axis, Mesh
 from shardproof.parallel.layers.attention import Exchange, MaskedCore, core_attention, direct
-from shardproof.parallel.layers.terms import Terms
+from shardproof.parallel.layers.loss import Metric, Terms
 from shardproof.parallel.model.loss_scale import LossScaling
 from shardproof.parallel.randomness.dropout import Dropout
 from shardproof.parallel.schedules.stages import Stage
 from shardproof.reference.case import Case
-
-if TYPE_CHECKING:
-    from shardproof.parallel.layers.metric import Metric
 
 MakesLayer = Callable[[str], nn.Module]
 """Makes a transformer layer of this dotted name, as those of the decoder are."""
@@ -165,7 +162,7 @@ class Rank:
     places: Mapping[str, Placement]
     updated: Mapping[str, Tensor]
     updated_places: Mapping[str, Placement]
-    metric: "Metric | None"
+    metric: Metric | None
     dropout: Dropout
 
     @property

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from shardproof.parallel.communication.batch import Delivered
 from shardproof.parallel.layers.attention import Attention, HeadShape, rotary_table
-from shardproof.parallel.layers.mlp import Mlp
-from shardproof.parallel.layers.norm import Norm
+from shardproof.parallel.layers.block import Mlp, Norm
+from shardproof.parallel.layers.recompute import computed_later_again
 from shardproof.parallel.layers.roles import attention_linears, head_norms, mlp_linears
-from shardproof.parallel.layers.units import computed_later_again
 from shardproof.parallel.model.strategy import Parts, Strategy
 from shardproof.parallel.randomness.dropout import Draw, Dropout
 from shardproof.parallel.schedules.stages import Stage, units
@@ -155,7 +154,7 @@ def _layer(case: Case, strategy: Strategy, parts: Parts, dropout: Dropout, devic
         feature = replaced.get(leaf)
         return parts.branches[feature](f"{name}.{leaf}", dropout) if feature else plain()
 
-    # Attention first: `parallel.weights.prefetch` takes the order of building as forward order.
+    # Attention first: `parallel.layers.prefetch` takes the order of building as forward order.
     attention = branch("attention", lambda: _attention(case, strategy, parts, dropout, device, name))
     mlp = branch(
         "mlp", lambda: Mlp(case.activation, {leaf: parts.linear(f"{name}.mlp.{leaf}") for leaf in mlp_linears(case)})

@@ -2,7 +2,7 @@
 weights are split over wp, gathered whole for each use. tp and wp are sizes of their own over the same ranks.
 
 A block's gathers belong to the linear that starts them: its own one, or with prefetch another (the table of
-`parallel.weights.prefetch`). Nothing is gathered ahead for another stage of a pipeline. Reduce-scatters belong to the
+`parallel.layers.prefetch`). Nothing is gathered ahead for another stage of a pipeline. Reduce-scatters belong to the
 linear, fused to the block's first. Every gather but that of a table is shared by recompute and backward where it is
 prefetched or fused. Source: InternEvo (modes.md 2, 3.3 to 3.7; its means are sums here, decision G2). With head=local
 per-token losses are gathered, as in InternEvo, so that the outcome of every rank is the whole micro-batch's.

@@ -20,8 +20,8 @@ from shardproof.parallel.communication.mesh import Axis, Mesh
 from shardproof.parallel.layers.embedding import Head, HiddenEmbedding, VocabularyEmbedding
 from shardproof.parallel.layers.linear import ColumnLinear, Region, RowLinear
 from shardproof.parallel.layers.loss import LOGITS, vocabulary_cross_entropy
+from shardproof.parallel.layers.recompute import SAVED
 from shardproof.parallel.layers.roles import COLUMN_LINEARS, ROW_LINEARS, is_column, is_row
-from shardproof.parallel.layers.units import SAVED
 from shardproof.parallel.model.strategy import Parts
 from shardproof.reference.case import Case
 from shardproof.reference.model.parameters import dtype_of, shapes

@@ -20,14 +20,13 @@ from shardproof.parallel.communication.batch import Delivered
 from shardproof.parallel.communication.collectives import own_slice
 from shardproof.parallel.communication.layout import Cut, Placement, local_shape
 from shardproof.parallel.communication.mesh import Axis, Mesh
+from shardproof.parallel.layers.attention import by_all_to_all
 from shardproof.parallel.layers.loss import vocabulary_cross_entropy
+from shardproof.parallel.layers.prefetch import Gathers, PrefetchPlan
 from shardproof.parallel.layers.roles import is_column, is_row
-from shardproof.parallel.layers.ulysses import by_all_to_all
+from shardproof.parallel.layers.weight_parallel import WeightEmbedding, WeightHead, WeightLinear
 from shardproof.parallel.model.strategy import Parts
 from shardproof.parallel.schedules.stages import computed_again, held_at
-from shardproof.parallel.weights.linear import WeightLinear
-from shardproof.parallel.weights.prefetch import Gathers, PrefetchPlan
-from shardproof.parallel.weights.tables import WeightEmbedding, WeightHead
 from shardproof.reference.case import Case
 from shardproof.reference.model.parameters import dtype_of, shapes
 

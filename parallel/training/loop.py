@@ -8,7 +8,6 @@ import itertools
 import math
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,7 +16,8 @@ from shardproof.parallel.communication import gradients as sync
 from shardproof.parallel.communication.collectives import all_reduce
 from shardproof.parallel.communication.layout import Box, Placement
 from shardproof.parallel.communication.mesh import Mesh
-from shardproof.parallel.layers.norm import wide
+from shardproof.parallel.layers.block import wide
+from shardproof.parallel.layers.loss import Metric
 from shardproof.parallel.model.loss_scale import LossScaling
 from shardproof.parallel.model.strategy import Rank, Strategy, Value
 from shardproof.parallel.model.transformer import Transformer
@@ -30,9 +30,6 @@ from shardproof.reference.case import Case
 from shardproof.reference.language.modes import MODES
 from shardproof.reference.model.parameters import dtype_of
 from shardproof.reference.training.states import after
-
-if TYPE_CHECKING:
-    from shardproof.parallel.layers.metric import Metric
 
 
 def train(case: Case, strategy: Strategy, mesh: Mesh, device: torch.device) -> dict[str, Value]:
@@ -130,12 +127,10 @@ def _place(case: Case, strategy: Strategy, module: str) -> Placement:
     return place
 
 
-def _metric(case: Case, strategy: Strategy, mesh: Mesh) -> "Metric | None":
+def _metric(case: Case, strategy: Strategy, mesh: Mesh) -> Metric | None:
     place = strategy.activation(case, "head")
     if not case.metric or place is None:
         return None
-    from shardproof.parallel.layers.metric import Metric  # noqa: PLC0415
-
     return Metric(place, mesh.axis("tp"), vocab=case.vocab, sequence_dim=strategy.sequence_dim)
 
 
@@ -147,7 +142,7 @@ def _left(rank: Rank, step: int, optimizer: torch.optim.Optimizer) -> dict[str, 
     }
 
 
-def _metrics(rank: Rank, metric: "Metric") -> dict[str, tuple[Box, ...]]:
+def _metrics(rank: Rank, metric: Metric) -> dict[str, tuple[Box, ...]]:
     """The metric's sums over the run, one row a data rank; those that rounding may turn in float64 only."""
     dp = rank.mesh.axis("dp")
     names = ["tokens", "log_likelihood", "loss_of", *(("right", "right_of") if rank.case.dtype == "float64" else ())]

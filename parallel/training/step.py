@@ -10,8 +10,8 @@ from torch import Tensor
 from shardproof.parallel.communication import gradients as sync
 from shardproof.parallel.communication.batch import deliver
 from shardproof.parallel.communication.layout import Box, rows
+from shardproof.parallel.layers.block import wide
 from shardproof.parallel.layers.loss import counted
-from shardproof.parallel.layers.norm import wide
 from shardproof.parallel.model.strategy import Rank, Scheduled, Step
 from shardproof.parallel.schedules.stages import TABLE
 from shardproof.reference.case import Case

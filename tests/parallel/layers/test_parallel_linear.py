@@ -12,8 +12,7 @@ from shardproof.parallel.communication.collectives import own_slice
 from shardproof.parallel.communication.layout import Cut, Placement, shard
 from shardproof.parallel.communication.mesh import Axis
 from shardproof.parallel.layers.linear import ColumnLinear, Region
-from shardproof.parallel.layers.loss import counted
-from shardproof.parallel.layers.metric import Metric, MetricSums
+from shardproof.parallel.layers.loss import Metric, MetricSums, counted
 from tests.parallel.ranks import CPU, Calls, along_tp, numbers
 
 RANKS, IN, OUT = 3, 6, 12
