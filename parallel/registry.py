@@ -1,10 +1,11 @@
 """The strategy of a case: that of its mode, changed by every feature.
 
 Mode and features are found by name, and imported for the first case that has them. A mode of `reference.language.modes`
-is the file of `parallel.schemes` with its name, and the strategy there is called like it: `TP_SP` for mode=tp-sp. A
-file of `reference.features` is implemented by the module of its name, `parallel.NAME`, or `parallel.NAME.scheme` where
-that is a folder. The module has `applied(strategy, case)`, and may have `AFTER`, the features that are applied before
-it. A feature without such a module changes no strategy, and neither does one that a case has no word of.
+is the file of `parallel.schemes` with its name, or else one of the table of `parallel.schemes.tensor`. The strategy
+there is called like it: `TP_SP` for mode=tp-sp. A file of `reference.features` is implemented by the module of its
+name, `parallel.NAME`, or `parallel.NAME.scheme` where that is a folder. The module has `applied(strategy, case)`, and
+may have `AFTER`, the features that are applied before it. A feature without such a module changes no strategy, and
+neither does one that a case has no word of.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,7 +14,9 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
+from shardproof.parallel.checkpoints.saving import SAVING
 from shardproof.parallel.communication.expectation import CallRow
+from shardproof.parallel.data_parallel.bucket_calls import bucket_rows
 from shardproof.parallel.data_parallel.calls import step_rows
 from shardproof.parallel.layers.loss import metric_rows
 from shardproof.parallel.model.strategy import Strategy
@@ -31,7 +34,8 @@ def scheme_of(mode: str) -> Strategy:
     """The strategy of a mode."""
     if mode not in SCHEMES:
         name = mode.replace("-", "_")
-        SCHEMES[mode] = getattr(_module(f"schemes.{name}"), name.upper())
+        file = name if (HERE / "schemes" / f"{name}.py").exists() else "tensor"
+        SCHEMES[mode] = getattr(_module(f"schemes.{file}"), name.upper())
     return SCHEMES[mode]
 
 
@@ -75,14 +79,10 @@ def rows_of(case: Case) -> tuple[CallRow, ...]:
     strategy = strategy_of(case)
     rows = strategy.rows
     if case.shares_gradients:
-        from shardproof.parallel.data_parallel.bucket_calls import bucket_rows  # noqa: PLC0415
-
         rows += bucket_rows(strategy, case)
     rows += step_rows(strategy, case)
     if case.metric:
         rows += metric_rows(strategy.activation(case, "head"))
     if case.save:
-        from shardproof.parallel.checkpoints.saving import SAVING  # noqa: PLC0415
-
         rows += (SAVING,)
     return rows

@@ -24,14 +24,14 @@ from shardproof.parallel.communication.mesh import Mesh, coordinates
 from shardproof.parallel.model.strategy import Value
 from shardproof.parallel.registry import rows_of, strategy_of
 from shardproof.parallel.schedules.stages import held_at
-from shardproof.parallel.training.loop import train
+from shardproof.parallel.training import train
 from shardproof.reference.case import Case
 from shardproof.reference.features import FEATURES
 from shardproof.reference.language import modes
 from shardproof.reference.language.words import declared
 
 if TYPE_CHECKING:
-    from shardproof.parallel.pipeline.prediction import CasePipeline
+    from shardproof.parallel.pipeline import CasePipeline
 
 _SHIFTS = {("all_reduce", "max", "loss", 0), ("all_reduce", "max", "metric", 1)}
 """(op, reduce op, phase, number): the maxima that are only subtracted. The metric's first also says what is right."""
@@ -94,7 +94,7 @@ class ParallelSubject:
 
     def pipeline(self, case: Case) -> "CasePipeline":
         """The pipeline of a case with several stages."""
-        from shardproof.parallel.pipeline.prediction import CasePipeline  # noqa: PLC0415
+        from shardproof.parallel.pipeline import CasePipeline  # noqa: PLC0415
 
         return CasePipeline(case=case)
 

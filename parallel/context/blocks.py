@@ -1,7 +1,20 @@
-"""Attention of some queries over some keys, and how the results over disjoint sets of keys become one.
+"""Which tokens of a row each context rank holds, and attention of some queries over some keys.
 
-Letters: B rows, q queries, s keys, K kv heads, G query heads of one kv head, D head dim. Everything is computed in the
-dtype of statistics (`wide`), as the accumulators of a fused kernel are.
+    order        rank r of c holds                                                    work of causal attention
+    contiguous   chunk r of c                                                         grows with r
+    zigzag       chunks r and 2c-1-r of 2c, in this order                             equal, on each pair of ranks too
+
+Zigzag cuts the documents of a packed row anywhere, and balances only a row that is one document. Chunks of a length
+that is no multiple differ by one token, the first ones longer, and may be empty. Only `ring` takes slices of unequal
+length.
+
+Labels are shifted before anything is sliced: the label of the last token of a chunk is a token of another rank.
+Positions are sliced like tokens, so rotary embeddings and masks know where a token stands in its row. Source:
+Megatron-Core `get_batch_on_this_cp_rank` (around.md 12.2, 14.2); arXiv:2311.09431 (zigzag order).
+
+Attention over disjoint sets of keys is merged into one. Letters: B rows, q queries, s keys, K kv heads, G query heads
+of one kv head, D head dim. Everything is computed in the dtype of statistics (`wide`), as the accumulators of a fused
+kernel are.
 
     one block   S = q k^T / sqrt(D), -inf where a key is hidden ; L = log sum exp S ; O = exp(S - L) v
     merge       L = log(exp L1 + exp L2) ; O = exp(L1 - L) O1 + exp(L2 - L) O2           associative, commutative
@@ -14,12 +27,74 @@ arXiv:2205.14135 (softmax by blocks), arXiv:2112.05682, arXiv:2310.01889 (ring a
 """
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardproof.parallel.layers.block import wide
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slices:
+    """The slices of a row of S tokens.
+
+    held    for every rank, int64 [tokens of its own]: their places in the row, in the order in which they lie there
+    hidden  bool [B or 1, S, S], true where the token of one place must not see that of the other: borders of packed
+            documents, padding. None: causal
+    """
+
+    held: tuple[Tensor, ...]
+    hidden: Tensor | None = None
+
+    @property
+    def whole(self) -> Tensor:
+        """The places of all ranks, end to end: the order of what is gathered."""
+        return torch.cat(self.held)
+
+    def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Bool [queries, keys], with the mask's rows [B or 1, queries, keys]: may one place see the other?"""
+        if self.hidden is None:
+            return queries[:, None] >= keys[None, :]
+        where = self.hidden.device
+        return ~self.hidden[:, queries.to(where)[:, None], keys.to(where)]
+
+    def joined(self, ranks: int) -> "Slices":
+        """The slices of groups of `ranks` consecutive ranks, each group as one.
+
+        Raises ValueError when `ranks` does not divide them.
+        """
+        if len(self.held) % ranks:
+            raise ValueError(f"ranks={ranks}: must divide the {len(self.held)} ranks of the row; legal: ranks=1")
+        groups = [self.held[first : first + ranks] for first in range(0, len(self.held), ranks)]
+        return Slices(held=tuple(torch.cat(group) for group in groups), hidden=self.hidden)
+
+    def require_equal(self, method: str) -> None:
+        """Raise ValueError unless every rank holds as many tokens as the others, which this method needs."""
+        lengths = [len(own) for own in self.held]
+        if len(set(lengths)) > 1:
+            raise ValueError(
+                f"held: the ranks hold {lengths} tokens, and {method} needs equal slices; "
+                f"legal: a row of a multiple of {len(lengths)} tokens, or the method ring"
+            )
+
+
+def contiguous(length: int, ranks: int) -> tuple[Tensor, ...]:
+    """The places of every rank: one chunk each."""
+    return torch.arange(length).tensor_split(ranks)
+
+
+def zigzag(length: int, ranks: int) -> tuple[Tensor, ...]:
+    """The places of every rank: a chunk from the front and its mirror image from the back."""
+    chunks = torch.arange(length).tensor_split(2 * ranks)
+    return tuple(torch.cat((chunks[rank], chunks[-1 - rank])) for rank in range(ranks))
+
+
+def sliced(row: Tensor, own: Tensor, *, dim: int = 1) -> Tensor:
+    """This rank's part of tokens, labels, loss mask or positions [B, S], or of a tensor with a row along `dim`."""
+    return row.index_select(dim, own.to(row.device))
+
 
 Partial = tuple[Tensor, Tensor]
 """O [B,q,K,G,D] and L [B,q,K,G] over some of the keys, in the dtype of statistics."""

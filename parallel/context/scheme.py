@@ -24,16 +24,17 @@ from shardproof.parallel.communication.batch import Delivered
 from shardproof.parallel.communication.expectation import CallRow
 from shardproof.parallel.communication.layout import Cut, Placement
 from shardproof.parallel.communication.mesh import Mesh
-from shardproof.parallel.context.exchanged import (
+from shardproof.parallel.context.blocks import Slices, contiguous, sliced, zigzag
+from shardproof.parallel.context.methods import (
     exchanged_attention,
     exchanged_rows,
     gathered_attention,
     gathered_rows,
     nested_attention,
     nested_rows,
+    ring_attention,
+    ring_rows,
 )
-from shardproof.parallel.context.ring import ring_attention, ring_rows
-from shardproof.parallel.context.slices import Slices, contiguous, sliced, zigzag
 from shardproof.parallel.model.strategy import Parts, Strategy
 from shardproof.reference.case import Case
 

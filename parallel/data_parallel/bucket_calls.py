@@ -1,7 +1,7 @@
 """The calls of buckets and of parameters in shards, which take the place of one sum of all gradients.
 
     zero=0|1     a bucket of a stage (`bucket=`); with zero=1 reduced into shards, gathered after the optimizer's step
-    zero=2|3     a unit of a stage, gathered for every use (`parallel.data_parallel.gathered`)
+    zero=2|3     a unit of a stage, gathered for every use (`parallel.data_parallel.fsdp`)
 
 With `bucket=` a bucket's call belongs to the module whose gradient completes it, the last in the order of backward.
 With wgrad=deferred a bucket with the weight of a linear is summed after backward.
@@ -14,7 +14,7 @@ from typing import Any
 
 from shardproof.parallel.communication.expectation import MICRO_BATCHES, ONCE_A_STEP, CallPlace, CallRow, Places
 from shardproof.parallel.communication.mesh import axis_size
-from shardproof.parallel.data_parallel.buckets import Bucket
+from shardproof.parallel.data_parallel.buckets import Bucket, stage_buckets, taken_over
 from shardproof.parallel.data_parallel.calls import (
     REPLICAS,
     Placements,
@@ -24,7 +24,7 @@ from shardproof.parallel.data_parallel.calls import (
     sum_row,
     trained,
 )
-from shardproof.parallel.data_parallel.words import stage_buckets, taken_over, units_of
+from shardproof.parallel.data_parallel.fsdp import units_of
 from shardproof.parallel.layers.roles import column_linears
 from shardproof.parallel.model.strategy import Strategy
 from shardproof.parallel.schedules.pipeline import Kind, order

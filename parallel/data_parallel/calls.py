@@ -15,6 +15,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
+
+from shardproof.parallel.communication import expectation
 from shardproof.parallel.communication.expectation import ONCE_A_STEP, CallPlace, CallRow, Places
 from shardproof.parallel.communication.layout import Coordinates, Cut, Placement, local_shape
 from shardproof.parallel.communication.mesh import coordinates
@@ -22,6 +25,7 @@ from shardproof.parallel.model.strategy import Strategy
 from shardproof.parallel.schedules.stages import TABLE, held_by_rank
 from shardproof.reference.case import Case
 from shardproof.reference.language.modes import MODES
+from shardproof.reference.model.parameters import dtype_of
 
 Placements = Mapping[str, Placement]
 REPLICAS = "replica"
@@ -108,3 +112,14 @@ def _by_rank(strategy: Strategy, places: Placements, axis: str, case: Case) -> I
             for tp, size in enumerate(sizes if len(set(sizes)) > 1 else sizes[:1]):
                 at = {**own[0].at, "tp": tp} if len(set(sizes)) > 1 else own[0].at
                 yield CallPlace(at=at, values={"gradients": size})
+
+
+def gradient_dtype(case: Case) -> torch.dtype:
+    """The dtype in which gradients are added up and summed over ranks."""
+    dtype: torch.dtype = getattr(torch, expectation.gradient_dtype(case))
+    return dtype
+
+
+def trained_dtype(case: Case) -> torch.dtype:
+    """The dtype of what the optimizer steps."""
+    return torch.float32 if case.master == "float32" else dtype_of(case)

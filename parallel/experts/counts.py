@@ -1,19 +1,27 @@
-"""How many rows every rank sends to every expert in a micro-batch, from integers: no rank's own choice is used.
+"""How many rows every rank sends to every expert in a micro-batch, from integers, and the calls that follow.
 
-Where `routing=` is a function the map is that. Where a router chooses it is the dense model's
-(`reference.training.routing`), which the check `routing` holds against the ranks'. A rank routes the tokens that it
-holds: its slices of the rows (cp), and of these an equal part in a row (tp).
+No rank's own choice is used. Where `routing=` is a function the map is that. Where a router chooses it is the dense
+model's (`reference.training.routing`), which the check `routing` holds against the ranks'. A rank routes the tokens
+that it holds: its slices of the rows (cp), and of these an equal part in a row (tp).
+
+Payloads of the calls differ by rank, for they follow the choices. `sent` and `received` are the rows of one rank,
+`most` the most that one of the etp ranks of its experts receives. Rows that go forward return in backward the other
+way.
 """
 
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from shardproof.parallel.communication.expectation import ACTIVATION, CallPlace, CallRow, in_modules
 from shardproof.parallel.communication.layout import Coordinates
 from shardproof.parallel.communication.mesh import coordinates
+from shardproof.parallel.schedules.stages import Stage, held_at, stages
 from shardproof.reference.case import Case
 from shardproof.reference.data.routing import first_token, forced, period
 from shardproof.reference.training.routing import chosen_by_the_dense_model
@@ -138,3 +146,157 @@ class Sent:
 
     def _arriving(self, etp: int) -> list[int]:
         return [sum(of_q[expert] for expert in self.local) for of_q in self.rows[etp]]
+
+
+_OWN = "slice_tokens // tp"
+"""Tokens of one rank."""
+
+
+def rows_of_experts(case: Case) -> tuple[CallRow, ...]:
+    """The calls of the case's layers with experts, shared ones aside, which are linears like others."""
+    router = case.dtype if case.router_dtype == "model" else case.router_dtype
+    dispatched = _gathered(router) if case.dispatcher == "allgather" else _exchanged(router)
+    return (*_around(case), *_compared(case, router), *dispatched, *(row for row in BALANCE if getattr(case, row.when)))
+
+
+def _around(case: Case) -> Iterator[CallRow]:
+    """Where hidden states are whole, around all."""
+    if not case.system.sequence:
+        yield CallRow(_layers, "forward", "all_gather", ACTIVATION, "outputs of the tokens of all tensor ranks")
+        yield CallRow(_layers, "backward", "all_gather", ACTIVATION, "gradients of the tokens of all tensor ranks")
+
+
+def _compared(case: Case, router: str) -> Iterator[CallRow]:
+    """Where tokens of several ranks compete for an expert."""
+    if case.capacity_of != "rank":
+        elements, dtype = f"ranks * {_OWN} * experts", router if case.drop == "score" else "bool"
+        yield CallRow(_layers, "forward", "all_gather", elements, "who competes for whom", axis="tp_cp", dtype=dtype)
+
+
+def _gathered(router: str) -> Iterator[CallRow]:
+    choices, hidden = f"ranks * {_OWN} * experts", f"ranks * {_OWN} * hidden"
+    for phase, op, elements, why, dtype in (
+        ("forward", "all_gather", choices, "who chose whom", "bool"),
+        ("forward", "all_gather", choices, "weights of experts", router),
+        ("forward", "all_gather", hidden, "tokens of all ranks", ""),
+        ("forward", "reduce_scatter", hidden, "sums over the experts of all ranks", ""),
+        ("backward", "all_gather", hidden, "gradients of the sums", ""),
+        ("backward", "reduce_scatter", hidden, "gradients of tokens", ""),
+        ("backward", "reduce_scatter", choices, "gradients of weights", router),
+    ):
+        yield CallRow(_layers, phase, op, elements, why, axis="etp_ep", dtype=dtype)
+
+
+def _exchanged(router: str) -> Iterator[CallRow]:
+    yield CallRow(
+        _layers,
+        "forward",
+        "all_gather",
+        "ranks * experts",
+        "rows for every expert",
+        axis="etp_ep",
+        dtype="int64",
+        when="not pad",
+    )
+    hidden, every = " * hidden", "ranks * most"
+    for axis, phase, op, rows, why, dtype in (
+        ("ep", "forward", "all_to_all", f"sent{hidden}", "rows to their experts", ""),
+        ("ep", "forward", "all_to_all", "sent", "weights of rows", router),
+        ("etp", "forward", "all_gather", f"{every}{hidden}", "rows of all parts of an expert", ""),
+        ("etp", "forward", "all_gather", every, "weights of these rows", router),
+        ("etp", "forward", "reduce_scatter", f"{every}{hidden}", "partial outputs", ""),
+        ("ep", "forward", "all_to_all", f"received{hidden}", "outputs to their tokens", ""),
+        ("ep", "backward", "all_to_all", f"sent{hidden}", "gradients of outputs", ""),
+        ("etp", "backward", "all_gather", f"{every}{hidden}", "gradients of partial outputs", ""),
+        ("etp", "backward", "reduce_scatter", every, "gradients of weights, partial", router),
+        ("etp", "backward", "reduce_scatter", f"{every}{hidden}", "gradients of rows, partial", ""),
+        ("ep", "backward", "all_to_all", "received", "gradients of weights", router),
+        ("ep", "backward", "all_to_all", f"received{hidden}", "gradients of rows", ""),
+    ):
+        number = next(name for name in _Numbers._fields if name in rows)
+        yield CallRow(partial(_by_number, number), phase, op, rows, why, axis=axis, dtype=dtype, times="calls")
+
+
+_layers = in_modules(lambda case: [f"{block}.mlp" for block in case.layers_with_experts])
+
+
+def _counted(elements: str, why: str, when: str, axis: str = "tp_cp") -> CallRow:
+    return CallRow(_layers, "forward", "all_reduce", elements, why, axis=axis, dtype="int64", when=when)
+
+
+BALANCE = (
+    _counted(
+        'experts + (balance_of == "counted")', "tokens of every expert, of all ranks of a micro-batch", "aux_loss"
+    ),
+    _counted("experts", "the same of all data ranks", "global_loss", "tp_cp_dp"),
+    _counted("rows * experts", "the same of every row", "sequence_loss"),
+)
+"""The counts of balance losses."""
+
+
+class _Numbers(NamedTuple):
+    """Rows that a rank sends, that it receives, and the most that one of the etp ranks of its experts receives."""
+
+    sent: int
+    received: int
+    most: int
+
+
+def _by_number(number: str, case: Case) -> Iterator[CallPlace]:
+    """Every layer on every rank where this number is another than on others, with the number."""
+    for stage, block, counts in _of_layers(case):
+        own = {rank: Counter[int]() for rank in counts}
+        for rank, of_rank in counts.items():
+            for numbers, calls in of_rank.items():
+                own[rank][getattr(numbers, number)] += calls
+        for at, alike in _apart(case, own):
+            for value, calls in alike.items():
+                yield CallPlace(module=f"{block}.mlp", at={**stage.at, **at}, values={number: value, "calls": calls})
+
+
+def _apart(case: Case, own: Mapping[int, Counter[int]]) -> Iterator[tuple[dict[str, int], Counter[int]]]:
+    """The coordinates by which ranks differ, with what those there have: none, those among experts, or all."""
+    for axes in ((), ("etp", "ep"), tuple(axis for axis, size in case.mesh.items() if size > 1)):
+        places = {rank: tuple(coordinates(case, rank)[axis][0] for axis in axes) for rank in own}
+        found = {place: own[rank] for rank, place in places.items()}
+        if all(found[places[rank]] == counts for rank, counts in own.items()):
+            yield from ((dict(zip(axes, place, strict=True)), counts) for place, counts in found.items())
+            return
+
+
+@lru_cache(maxsize=4)
+def _of_layers(case: Case) -> tuple[tuple[Stage, str, dict[int, Counter[_Numbers]]], ...]:
+    """Every stage with each of its layers: rank -> its numbers, and in how many micro-batches of the run."""
+    kinds, groups = micro_batches(case), case.axes["etp_ep"]
+    found = []
+    for stage in stages(case):
+        own = [ranks for ranks in groups if stage in held_at(case, coordinates(case, ranks[0]))]
+        for block in filter(stage.holds, case.layers_with_experts):
+            counts = {rank: of_rank for ranks in own for rank, of_rank in _counts(case, block, ranks, kinds).items()}
+            found.append((stage, block, counts))
+    return tuple(found)
+
+
+def _counts(
+    case: Case, block: str, ranks: tuple[int, ...], kinds: Counter[tuple[int, int]]
+) -> dict[int, Counter[_Numbers]]:
+    """Every rank of a group that exchanges tokens -> its numbers, and in how many micro-batches of the run."""
+    at = {rank: (coordinates(case, rank)["etp"][0], coordinates(case, rank)["ep"][0]) for rank in ranks}
+    by_place = {place: rank for rank, place in at.items()}
+    found: dict[int, Counter[_Numbers]] = {rank: Counter() for rank in ranks}
+    for (step, micro), calls in kinds.items():
+        rows = tuple(
+            tuple(rows_sent(case, block, step, micro, by_place[etp, ep]) for ep in range(case.ep))
+            for etp in range(case.expert_parts)
+        )
+        numbers = _numbers(rows)
+        for rank in ranks:
+            found[rank][numbers[at[rank]]] += calls
+    return found
+
+
+@lru_cache(maxsize=16)
+def _numbers(rows: tuple[tuple[tuple[int, ...], ...], ...]) -> dict[tuple[int, int], _Numbers]:
+    """Place (etp, ep) in such a group -> its numbers."""
+    every = (Sent(rows=rows, etp=etp, ep=ep) for etp in range(len(rows)) for ep in range(len(rows[0])))
+    return {(one.etp, one.ep): _Numbers(sum(one.sent), sum(one.received), one.most) for one in every}

@@ -26,18 +26,18 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from shardproof.parallel.communication import gradients as sync
 from shardproof.parallel.communication.collectives import all_reduce
 from shardproof.parallel.communication.expectation import ONCE_A_STEP, CallPlace, CallRow
 from shardproof.parallel.communication.layout import Box, Cut, Placement, rows, whole
 from shardproof.parallel.communication.mesh import Mesh
 from shardproof.parallel.experts.block import ExpertBlock, blocks_of
-from shardproof.parallel.experts.rows import rows_of_experts
+from shardproof.parallel.experts.counts import rows_of_experts
 from shardproof.parallel.layers.block import Mlp, wide
 from shardproof.parallel.layers.roles import mlp_linears
 from shardproof.parallel.model.strategy import Parts, Rank, Step, Strategy, Value
 from shardproof.parallel.randomness.dropout import Dropout
 from shardproof.parallel.schedules.stages import held_by_rank
+from shardproof.parallel.training import norm, sum_gradients
 from shardproof.reference.case import Case
 from shardproof.reference.model.parameters import dtype_of
 
@@ -82,7 +82,7 @@ def over_copies(others: Callable[[Rank], None], rank: Rank) -> None:
     """The sums of all gradients over the ranks with copies: experts' in one flat call, and `others`."""
     others(rank.of(rank.case.data_axis))
     experts = rank.of(COPIES)
-    sync.sum_gradients(experts.step.partial(experts).values(), rank.mesh.axis(COPIES))
+    sum_gradients(experts.step.partial(experts).values(), rank.mesh.axis(COPIES))
 
 
 def norm_of_all(others: Callable[[Rank], Tensor], rank: Rank) -> Tensor:
@@ -91,7 +91,7 @@ def norm_of_all(others: Callable[[Rank], Tensor], rank: Rank) -> Tensor:
     places = {**experts.updated_places, "": next(iter(dense.updated_places.values()))}
     nothing = torch.zeros((), device=rank.device)
     axes = [rank.mesh.axis(axis) for axis in rank.strategy.apart[COPIES]]
-    mine = sync.norm({**experts.gradients(), "": nothing}, places, axes, wide(dtype_of(rank.case)))
+    mine = norm({**experts.gradients(), "": nothing}, places, axes, wide(dtype_of(rank.case)))
     return torch.hypot(others(dense), mine)
 
 

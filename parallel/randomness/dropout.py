@@ -6,10 +6,10 @@
     layers.{i}.mlp                what is added to them [seq, hidden]
     layers.{i}.attention.shares   softmax of attention [heads, seq, seq]       model-parallel
 
-A packed row is one sample of batch*seq tokens. `random=field` evaluates the field (`parallel.randomness.field`) at the
+A packed row is one sample of batch*seq tokens. `random=field` evaluates the field (`randomness.numbers`) at the
 coordinates of what the rank holds, `random=stateful` draws from its streams in the order of its forwards. Sample number
-of a step: (micro * dp + data rank) * rows + row, the same for every dp and micro of one product.
-Source: Megatron-Core 0.16.1, `language_model_embedding.py`, `fused_bias_dropout.py`, `dot_product_attention.py`.
+of a step: (micro * dp + data rank) * rows + row, the same for every dp and micro of one product. Source: Megatron-Core
+0.16.1, `language_model_embedding.py`, `fused_bias_dropout.py`, `dot_product_attention.py`.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from shardproof.parallel.communication.layout import Box, Coordinates, Placement, pieces, rows
-from shardproof.parallel.randomness.streams import DEFAULT, MODEL_PARALLEL, Streams, seeds_at
+from shardproof.parallel.randomness.numbers import DEFAULT, MODEL_PARALLEL, Streams, indices, kept, seeds_at
 from shardproof.reference.case import Case
 from shardproof.reference.checkpoints.stored import steps_before
 from shardproof.reference.language.modes import MODES
@@ -95,8 +95,6 @@ class Dropout:
 
     def _mask(self, site: str, place: Placement, rate: float, draw: Draw) -> Tensor:
         """This rank's mask of a site: bool [rows, ...] in the layout of its placement."""
-        from shardproof.parallel.randomness.field import indices, kept  # noqa: PLC0415
-
         step, micro = draw
         count = place.shape[0]
         first = (micro * self.case.dp + self.at["dp"][0]) * count

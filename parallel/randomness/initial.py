@@ -1,7 +1,7 @@
 """Initial values of one rank's parameters, as Megatron sets them or as the case's weights are.
 
     init=whole   the case's weights (`reference.model.parameters`), cut
-    init=field   a function of seed, name and place in the full tensor (`parallel.randomness.field`)
+    init=field   a function of seed, name and place in the full tensor (`parallel.randomness.numbers`)
     init=shard   drawn by each rank, in the order of the model's parameters; the dense model must be given them
 
 Megatron (`tp`, `tp-sp`): split parameters come from the model-parallel stream, whole ones from the default one.
@@ -9,8 +9,8 @@ InternEvo (`mtp`, `msp`, `fsp`, `isp`): all comes from a stream of the tensor ra
 1024 * stage`. Then it broadcasts what is whole from the first rank, which every rank draws here too.
 
 Weights have mean 0 and standard deviation 0.02, those of row linears 0.02 / sqrt(2 * layers); biases are 0, norms 1.
-Data and context ranks draw alike. Sources: Megatron-Core 0.16.1 `_initialize_affine_weight_gpu`,
-`init_method_normal`; InternEvo `parallel_context.py` set_seed.
+Data and context ranks draw alike. Sources: Megatron-Core 0.16.1 `_initialize_affine_weight_gpu`, `init_method_normal`;
+InternEvo `parallel_context.py` set_seed.
 """
 
 import math
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shardproof.parallel.communication.layout import Coordinates, Placement, local_shape, shard
-from shardproof.parallel.randomness.streams import DEFAULT, MODEL_PARALLEL, Streams, seeds_at
+from shardproof.parallel.randomness.numbers import DEFAULT, MODEL_PARALLEL, Streams, indices, seeds_at, standard
 from shardproof.parallel.schedules.stages import held_at
 from shardproof.reference.case import Case
 from shardproof.reference.language.modes import MODES
@@ -51,8 +51,6 @@ def initial(case: Case, name: str, place: Placement, at: Coordinates, streams: S
         return real
     scale = _STANDARD / math.sqrt(2 * case.layers) if module.rpartition(".")[2] in _ROW else _STANDARD
     if case.init == "field":
-        from shardproof.parallel.randomness.field import indices, standard  # noqa: PLC0415
-
         return standard(case.seed, name, indices(place, at), place.shape) * scale * real
     if not _is_internevo(case):
         stream = MODEL_PARALLEL if "tp" in place.axes else DEFAULT  # of a pipeline's stage each rank holds all

@@ -17,13 +17,10 @@ Sources: Megatron-Core 0.16.1 `transformer_layer.py`: get_transformer_layer_offs
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
+from shardproof.parallel.schedules.pipeline import Pipeline
 from shardproof.reference.case import Case
 from shardproof.reference.groups import PipelineGroup
-
-if TYPE_CHECKING:
-    from shardproof.parallel.schedules.pipeline import Pipeline
 
 TABLE = "embedding.tokens.weight"
 """The parameter that the first and the last stage hold when embeddings are tied."""
@@ -108,10 +105,8 @@ def held_at(case: Case, at: Mapping[str, tuple[int, int]]) -> tuple[Stage, ...]:
     return stages_of_rank(case, at["pp"][0])
 
 
-def pipeline_of(case: Case) -> "Pipeline":
+def pipeline_of(case: Case) -> Pipeline:
     """The shape of the case's pipeline, as its schedule orders it."""
-    from shardproof.parallel.schedules.pipeline import Pipeline  # noqa: PLC0415
-
     return Pipeline(
         schedule=case.schedule, ranks=case.pp, micro=case.micro, chunks=case.chunks, group=case.group or None
     )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardproof.parallel.communication.layout import Placement, gather, meshgrid, pieces, shard
-from shardproof.parallel.slicing.held import times_held
+from shardproof.parallel.slicing.rows import count_holders
 from shardproof.parallel.slicing.slices import Slice, slices
 from shardproof.parallel.slicing.words import Sliced
 from shardproof.reference.errors import CaseError
@@ -76,7 +76,7 @@ def inverse(parts: Sequence[Tensor], place: Placement) -> Tensor:
     Raises CaseError when parts that hold the same elements differ, or some elements lie on no rank.
     """
     for cut in place.cuts:
-        lost = times_held(cut.held, place.shape[cut.dim or 0]).count(0)
+        lost = count_holders(cut.held, place.shape[cut.dim or 0]).count(0)
         if lost:
             raise CaseError("held", f"{lost} elements", "lie on no rank", "parts that hold every element")
     ranks = meshgrid({"tp": len(parts)})

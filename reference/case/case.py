@@ -132,14 +132,6 @@ class Case(_Words):
 
         return described(cls, {"preset": tuple(PRESETS), "variant": tuple(VARIANTS)}, {})
 
-    @classmethod
-    def legal_words(cls) -> dict[str, tuple[str, ...]]:
-        """Key -> its legal values, for the keys whose values are words."""
-        from shardproof.reference.case.variants import VARIANTS  # noqa: PLC0415
-
-        found = {name: legal_values(field) for name, field in WORDS.items()}
-        return {name: legal for name, legal in found.items() if legal} | {"variant": tuple(VARIANTS)}
-
     def __str__(self) -> str:
         return " ".join(f"{key}={write(value)}" for key, value in self.words().items())
 

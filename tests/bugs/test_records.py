@@ -242,7 +242,7 @@ def test_parallel_has_no_switch_for_a_variant() -> None:
 
 def test_a_planted_copy_leaves_nothing_behind_in_the_package_above() -> None:
     """`from shardproof import parallel` reads an attribute of `shardproof`, which an import of the copy has set."""
-    loaded = importlib.import_module("shardproof.parallel.training.step")
+    loaded = importlib.import_module("shardproof.parallel.training")
     planted(replaced("shardproof.parallel.layers.block", "class Norm(", "class Norm(  "))
     assert vars(shardproof)["parallel"] is sys.modules["shardproof.parallel"]
     assert vars(shardproof)["parallel"].training.step is loaded

@@ -5,7 +5,9 @@ from dataclasses import fields
 from hypothesis import strategies as st
 
 from shardproof.reference.case import Case
+from shardproof.reference.features import WORDS
 from shardproof.reference.language.modes import MODES
+from shardproof.reference.language.words import legal_values
 from shardproof.suites.drawing.sizes import HIDDEN, TOKENS, large
 from shardproof.suites.drawing.strategies import NOT_DRAWN, every_word
 from shardproof.suites.session.sampling import sampled
@@ -24,6 +26,7 @@ def test_every_word_of_the_case_language_is_drawn_or_left_out_for_a_reason() -> 
     cases += sampled(every_word("tp", needs=("experts",), dtype="float64"), 30, 0)  # there routers choose
     drawn = {field.name: {getattr(case, field.name) for case in cases} for field in fields(Case)}
     assert {word for word, values in drawn.items() if len(values) == 1} == set(NOT_DRAWN)
-    for word, legal in Case.legal_words().items():
-        assert word in NOT_DRAWN or drawn[word] == set(legal), word
+    for word, field in WORDS.items():
+        if (legal := legal_values(field)) and word not in NOT_DRAWN:
+            assert drawn[word] == set(legal), word
     assert {1.0, 0.1} <= drawn["lr"] and {0.0, 1.0} <= drawn["clip"] and {1, 2, 3, 20} <= drawn["steps"]

@@ -37,8 +37,8 @@ from shardproof.harness.running.trials.rounding import (
 from shardproof.harness.running.trials.runs import recorded
 from shardproof.harness.running.trials.trial import Trial
 from shardproof.harness.subject import named
+from shardproof.parallel import training as step_
 from shardproof.parallel.subject import subject
-from shardproof.parallel.training import step as step_
 from shardproof.reference.case import Case
 from shardproof.reference.training.states import kept
 from tests.harness.proofs import contradicted, proved, ran, told, verdict_of

@@ -15,7 +15,7 @@ from torch import Tensor
 from shardproof.harness.engines.threads import scheduler
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.running.ranks.execution import execute
-from shardproof.parallel.data_parallel.buffers import Buckets
+from shardproof.parallel.data_parallel.buckets import Buckets
 from shardproof.parallel.subject import subject
 from shardproof.reference.case import Case
 

@@ -6,13 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardproof.parallel.checkpoints.loading import load
-from shardproof.parallel.checkpoints.saving import save
+from shardproof.parallel.checkpoints.saving import load, save
 from shardproof.parallel.communication.mesh import Mesh
 from shardproof.parallel.model.strategy import Rank
 from shardproof.parallel.registry import strategy_of
 from shardproof.parallel.subject import subject
-from shardproof.parallel.training.loop import set_up
+from shardproof.parallel.training import set_up
 from shardproof.reference.case import Case
 from shardproof.reference.checkpoints.stored import stored
 from tests.parallel.ranks import CPU, on_ranks

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 from shardproof.parallel.checkpoints.folder import commit, write_part
-from shardproof.parallel.checkpoints.loading import load
+from shardproof.parallel.checkpoints.saving import load
 from shardproof.parallel.checkpoints.state import CheckpointError
 from shardproof.parallel.communication.layout import Box
 from shardproof.reference.case import Case, CaseError

@@ -15,7 +15,7 @@ from torch import nn
 
 from shardproof import cuda_on_cpu
 from shardproof.parallel.data_parallel.buckets import bucketed, shares
-from shardproof.parallel.data_parallel.rows import Unit
+from shardproof.parallel.data_parallel.fsdp import UnitLayout
 from shardproof.parallel.model.loss_scale import DynamicScale
 from shardproof.reference.case import Case
 from shardproof.reference.training.scaling import LossScale
@@ -103,7 +103,7 @@ def test_buckets_and_ranges_of_every_rank_are_megatrons(layout: Layout) -> None:
 )
 def test_a_unit_holds_every_padded_shard_end_to_end(shapes: list[tuple[int, ...]], ranks: int) -> None:
     """Padded to the largest chunk of torch."""
-    unit = Unit(shapes={str(number): shape for number, shape in enumerate(shapes)}, ranks=ranks)
+    unit = UnitLayout(shapes={str(number): shape for number, shape in enumerate(shapes)}, ranks=ranks)
     places = [*unit.places()]
     assert [first for _, first, _ in places] == [sum(size for _, _, size in places[:n]) for n in range(len(places))]
     assert sum(size for _, _, size in places) * ranks == unit.elements

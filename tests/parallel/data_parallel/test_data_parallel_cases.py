@@ -17,7 +17,7 @@ from shardproof.harness.recording.measures import SavedActivations
 from shardproof.parallel.communication.layout import local_shape
 from shardproof.parallel.communication.mesh import coordinates
 from shardproof.parallel.data_parallel.buckets import bucketed
-from shardproof.parallel.data_parallel.parity import bits_hash
+from shardproof.parallel.data_parallel.scheme import bits_hash
 from shardproof.parallel.schemes.tensor import placements
 from shardproof.parallel.subject import subject
 from shardproof.reference.case import Case
@@ -54,14 +54,14 @@ def test_bytes_of_a_step(zero: int, bucket: int, dp: int) -> None:
 
 def test_a_replica_that_differs_ends_the_run_with_its_name(prover: Prover) -> None:
     """A bit of one element on one rank, which bit-for-bit comparisons after the run find as well."""
-    source = source_of("shardproof.parallel.training.loop")
+    source = source_of("shardproof.parallel.training")
     filled = "parameter.copy_(initial(case, name, places[name], mesh.coordinates, streams))\n"
     assert source.count(filled) == 1
     other = filled + (
         "                if mesh.rank == 2 and name == 'layers.1.mlp_norm.weight':\n"
         "                    parameter[3] = torch.nextafter(parameter[3], parameter[3] + 1)\n"
     )
-    wrong = planted({"shardproof.parallel.training.loop": source.replace(filled, other)})
+    wrong = planted({"shardproof.parallel.training": source.replace(filled, other)})
     result = prover.proof(Case.parse(f"{SIZES} mode=tp tp=3 dp=2 parity=2"), wrong)
     (verdict,) = (one for one in result.verdicts if one.verdict != PASS)
     assert verdict.check == "run"

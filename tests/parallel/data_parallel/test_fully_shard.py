@@ -25,7 +25,7 @@ from shardproof.harness.running.run import run
 from shardproof.harness.subject import named
 from shardproof.parallel.communication.layout import Cut
 from shardproof.parallel.model.strategy import Rank, Step
-from shardproof.parallel.pipeline.scheme import StageRun, as_scheduled, with_channels
+from shardproof.parallel.pipeline import StageRun, as_scheduled, with_channels
 from shardproof.parallel.registry import strategy_of
 from shardproof.parallel.schedules.pipeline import Action
 from shardproof.reference.case import Case

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from shardproof.harness.checking.evidence import PASS
 from shardproof.parallel.communication.mesh import axis_rank
 from shardproof.parallel.model.strategy import Rank, Scheduled, Step
-from shardproof.parallel.pipeline.scheme import message_shape
+from shardproof.parallel.pipeline import message_shape
 from shardproof.parallel.registry import strategy_of
 from shardproof.parallel.schedules.stages import stages
 from shardproof.parallel.subject import subject
-from shardproof.parallel.training.step import MicroBatches
+from shardproof.parallel.training import MicroBatches
 from shardproof.reference.case import Case
 from shardproof.reference.model.parameters import dtype_of, shapes
 from shardproof.suites.session.prover import Prover

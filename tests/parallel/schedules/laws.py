@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
 
-from shardproof.parallel.schedules.messages import Program, counterpart, peer
-from shardproof.parallel.schedules.pipeline import Action, Kind, Pipeline, order
+from shardproof.parallel.schedules.pipeline import Action, Kind, Pipeline, Program, counterpart, order, peer
 
 COMPUTED = (Kind.F, Kind.B)
 """All other kinds are messages."""

@@ -1,6 +1,6 @@
 """The closed forms, from formulas alone: counts of whole models, measured bytes of gpt3-857m, laws between cases.
 
-The mode autotp, and Megatron's own counts and calls beside ours.
+The mode autotp, and Megatron's own counts and calls concat ours.
 
 Sources: modes.md 4.3 (counts), 8.2 and section 5 (bytes that Megatron-LM was measured to send).
 """
@@ -12,7 +12,7 @@ import pytest
 
 from shardproof.parallel.data_parallel.megatron import estimated_mb
 from shardproof.parallel.registry import scheme_of
-from shardproof.parallel.slicing.held import widths
+from shardproof.parallel.slicing.rows import widths
 from shardproof.parallel.slicing.slices import slices
 from shardproof.parallel.slicing.words import Sliced
 from shardproof.parallel.subject import subject

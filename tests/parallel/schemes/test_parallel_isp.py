@@ -14,7 +14,7 @@ from shardproof.parallel.communication.mesh import Mesh
 from shardproof.parallel.layers.weight_parallel import WeightLinear
 from shardproof.parallel.schemes.isp import ISP
 from shardproof.parallel.subject import subject
-from shardproof.parallel.training.loop import set_up
+from shardproof.parallel.training import set_up
 from shardproof.reference.case import Case
 from tests.parallel.ranks import CPU, on_ranks, outcome, stated
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from shardproof.parallel.communication.layout import Placement, meshgrid, shard
 from shardproof.parallel.slicing.checkpoint import inverse, same_bits
-from shardproof.parallel.slicing.heads import Heads
+from shardproof.parallel.slicing.rows import Heads
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn, torch.bool)
 

@@ -8,8 +8,7 @@
 The laws know nothing of how a slice was computed, so that what another system cuts can be held against them.
 """
 
-from shardproof.parallel.slicing.heads import ORDERS, Heads, query_rows
-from shardproof.parallel.slicing.held import Held, Ranges, times_held
+from shardproof.parallel.slicing.rows import ORDERS, Heads, Ranges, RowRanges, count_holders, query_rows
 from shardproof.parallel.slicing.slices import Slice
 from shardproof.parallel.slicing.words import Sliced
 from shardproof.reference.errors import CaseError
@@ -34,18 +33,18 @@ def broken_by(one: Slice, sliced: Sliced) -> list[str]:
     )
 
 
-def copies(held: Held, length: int) -> int:
+def copies(held: RowRanges, length: int) -> int:
     """How many elements are held more than once, each counted as often as it is held too many times."""
-    return sum(max(times - 1, 0) for times in times_held(held, length))
+    return sum(max(times - 1, 0) for times in count_holders(held, length))
 
 
 def broken(
-    held: Held,
+    held: RowRanges,
     length: int,
     *,
     heads: Heads | None = None,
     order: str = "",
-    context: Held = (),
+    context: RowRanges = (),
     unit: int = 1,
     copied: int = 0,
 ) -> list[str]:
@@ -58,7 +57,7 @@ def broken(
     beyond = [part.stop for own in held for part in own if part.stop > length]
     if beyond:
         return [f"element {max(beyond) - 1} is held, and there are {length}"]
-    times = times_held(held, length)
+    times = count_holders(held, length)
     found = []
     if lost := times.count(0):
         found.append(f"{lost} of {length} elements are held by no rank, the first is {times.index(0)}")
@@ -74,7 +73,7 @@ def broken(
     return found
 
 
-def of_heads(held: Held, heads: Heads, order: str) -> list[str]:
+def of_heads(held: RowRanges, heads: Heads, order: str) -> list[str]:
     """The laws that a cut of a fused weight of this order breaks, or with order "" of the weight of the queries.
 
     The output projection is cut by heads.

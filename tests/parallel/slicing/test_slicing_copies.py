@@ -8,9 +8,8 @@ from torch import Tensor
 
 from shardproof.parallel.communication.layout import Cut, Placement
 from shardproof.parallel.slicing.checkpoint import inverse
-from shardproof.parallel.slicing.heads import Heads, fused_rows
-from shardproof.parallel.slicing.held import Held, in_turn
-from shardproof.parallel.slicing.strided import plain, scales, strided
+from shardproof.parallel.slicing.rows import Heads, RowRanges, consecutive, fused_rows
+from shardproof.parallel.slicing.slices import plain, scales, strided
 from shardproof.reference.errors import CaseError
 from tests.parallel.slicing.drawn_slices import check_round_trip, drawn, heads_and_ranks, parts_of
 
@@ -69,13 +68,13 @@ def test_a_cut_inside_a_block_of_scales_is_refused() -> None:
 
 
 def test_an_inverse_of_parts_that_disagree_or_leave_a_gap_is_refused() -> None:
-    copies: Held = ((range(0, 2), range(4, 5)), (range(2, 5),))
+    copies: RowRanges = ((range(0, 2), range(4, 5)), (range(2, 5),))
     place = Placement(shape=(5,), cuts=(Cut(axis="tp", held=copies),))
     good = [torch.tensor([0, 1, 4]), torch.tensor([2, 3, 4])]
     assert inverse(good, place).tolist() == [0, 1, 2, 3, 4]
     with pytest.raises(CaseError, match="differs from another rank's copy"):
         inverse([good[0], torch.tensor([2, 3, 9])], place)
-    gap = Placement(shape=(5,), cuts=(Cut(axis="tp", held=in_turn([2, 2])),))
+    gap = Placement(shape=(5,), cuts=(Cut(axis="tp", held=consecutive([2, 2])),))
     with pytest.raises(CaseError, match="1 elements: lie on no rank"):
         inverse([torch.tensor([0, 1]), torch.tensor([2, 3])], gap)
     whole = Placement(shape=(2,))

@@ -6,8 +6,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardproof.parallel.communication.layout import Cut, Placement
-from shardproof.parallel.slicing.heads import ORDERS, Heads, fused_rows, query_rows
-from shardproof.parallel.slicing.held import Held, shard_sizes, times_held, widths
+from shardproof.parallel.slicing.rows import (
+    ORDERS,
+    Heads,
+    RowRanges,
+    count_holders,
+    fused_rows,
+    query_rows,
+    shard_sizes,
+    widths,
+)
 from shardproof.reference.errors import CaseError
 from tests.parallel.slicing.drawn_slices import DTYPES, check_round_trip, drawn, few_heads_and_ranks, heads_and_ranks
 from tests.parallel.slicing.laws import broken, of_heads
@@ -24,7 +32,7 @@ def test_a_fused_weight_is_cut_exactly(
         heads = Heads(query=4 * ranks * heads.group, kv=4 * ranks * heads.group, size=heads.size)
     held = fused_rows(heads, ranks, order)
     assert broken(held, heads.fused, heads=heads, order=order, context=query_rows(heads, ranks)) == []
-    assert set(times_held(held, heads.fused)) == {1}
+    assert set(count_holders(held, heads.fused)) == {1}
     assert sum(widths(held)) == heads.fused
     shape = (heads.fused,) if bias else (3, heads.fused) if transposed else (heads.fused, 3)
     place = Placement(shape=shape, cuts=(Cut(axis="tp", dim=int(transposed and not bias), held=held),))
@@ -73,7 +81,7 @@ def test_sizes_worked_out_by_hand(asked: dict[str, object], sizes: tuple[int, ..
     assert shard_sizes(**asked) == sizes  # type: ignore[arg-type]
 
 
-def rows(*ranks: str) -> Held:
+def rows(*ranks: str) -> RowRanges:
     """Rows that ranks hold, from "0-2 6-8": first and last rows."""
     ends = [[tuple(map(int, part.split("-"))) for part in words.split()] for words in ranks]
     return tuple(tuple(range(first, last + 1) for first, last in own) for own in ends)
@@ -96,6 +104,6 @@ def rows(*ranks: str) -> Held:
     ],
 )
 def test_a_wrong_slice_is_seen_by_the_law_that_is_meant_for_it(
-    heads: tuple[int, int, int], held: Held, order: str, law: str
+    heads: tuple[int, int, int], held: RowRanges, order: str, law: str
 ) -> None:
     assert any(law in one for one in of_heads(held, Heads(query=heads[0], kv=heads[1], size=heads[2]), order))

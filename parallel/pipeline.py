@@ -1,4 +1,7 @@
-"""Pipeline parallelism as a scheme: what the words `pp schedule chunks group first_layers last_layers` replace.
+"""Pipeline parallelism: what the words `pp schedule chunks group first_layers last_layers` replace of a strategy.
+
+Each stage holds consecutive layers, and activations travel from stage to stage. `CasePipeline` is the pipeline as
+`predict` reads it: which stages are alike, what each does in a step.
 
 A rank builds and fills what its stages hold. The last stage has loss and number of tokens, the others 0, and both are
 summed over the pipeline. So is the squared norm, in which a tied token table counts on the first stage alone. Its
@@ -17,20 +20,27 @@ Megatron-Core 0.16.1 `schedules.py`, `p2p_communication.py` (around.md 13.1, 13.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardproof.parallel.communication import gradients as sync
 from shardproof.parallel.communication.expectation import ACTIVATION, STAGES, CallRow
 from shardproof.parallel.communication.layout import Cut, Placement
 from shardproof.parallel.model.strategy import Rank, Scheduled, Step, Strategy
-from shardproof.parallel.schedules.messages import groups_between, peer, program
-from shardproof.parallel.schedules.pipeline import Action, Kind
+from shardproof.parallel.schedules.pipeline import (
+    Action,
+    Kind,
+    Program,
+    bubble_stated,
+    groups_between,
+    peer,
+    program,
+    programs,
+)
 from shardproof.parallel.schedules.stages import TABLE, Stage, held_by_rank, pipeline_of
-from shardproof.parallel.training.step import MicroBatches
+from shardproof.parallel.training import MicroBatches, sum_gradients
 from shardproof.reference.case import Case
 from shardproof.reference.model.parameters import dtype_of
 
@@ -170,4 +180,61 @@ def _on_stages(place: Placement, ranks: Sequence[Sequence[Stage]], name: str) ->
 def _over_embedding(rank: Rank) -> None:
     """The sum of the token table's gradient over the first and the last stage."""
     if "embedding" in rank.mesh.axes:
-        sync.sum_gradients([rank.step.partial(rank)[TABLE]], rank.mesh.axis("embedding"))
+        sum_gradients([rank.step.partial(rank)[TABLE]], rank.mesh.axis("embedding"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CasePipeline:
+    """The pipeline of a case with several stages."""
+
+    case: Case
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers of every rank, all chunks together."""
+        return tuple(sum(len(stage.layers) for stage in own) for own in held_by_rank(self.case))
+
+    @property
+    def chunks(self) -> int:
+        """The chunks of layers of every stage."""
+        return pipeline_of(self.case).chunks
+
+    @property
+    def alike(self) -> tuple[int, ...]:
+        """Rank -> the first rank that has as many layers of every kind and the same ends of the model."""
+        ranks = held_by_rank(self.case)
+        kinds = [[(stage.first, stage.last, self._kinds(stage)) for stage in own] for own in ranks]
+        return tuple(kinds.index(kind) for kind in kinds)
+
+    def _kinds_of_ranks(self) -> list[set[tuple[str, ...]]]:
+        return [{kind for stage in own for kind in self._kinds(stage)} for own in held_by_rank(self.case)]
+
+    def _kinds(self, stage: Stage) -> list[tuple[str, ...]]:
+        """Kinds of branches in the place of attention and MLP in each of its layers."""
+        return [tuple(sorted(self.case.replaced(layer).values())) for layer in stage.layers]
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """Programs of all stages in a step."""
+        return programs(pipeline_of(self.case))
+
+    @property
+    def bubble_stated(self) -> float | None:
+        """Closed form of the share of time in which stages wait, None where none is known."""
+        stated = bubble_stated(pipeline_of(self.case))
+        return None if stated is None else float(stated)
+
+    def sample(self, depth: int | None) -> Case:
+        """A step of few micro-batches: two, three where the case has more, or whole groups of them.
+
+        `depth` is the layers of every chunk, unless some rank then lacks a kind of layer that it has, or gets another.
+        """
+        case, pipeline = self.case, pipeline_of(self.case)
+        few, group = max(2, min(3, case.micro)), pipeline.in_a_row if self.chunks > 1 else 1
+        short = {"steps": 1, "micro": -(-few // group) * group}
+        if depth is None:
+            return case.but(**short)
+        each = depth * self.chunks
+        ends = {"first_layers": each * bool(case.first_layers), "last_layers": each * bool(case.last_layers)}
+        made = case.but(**short, **ends, layers=each * pipeline.ranks)
+        return made if CasePipeline(case=made)._kinds_of_ranks() == self._kinds_of_ranks() else case.but(**short)

@@ -19,12 +19,21 @@ With zero=3 the second forward of a recomputed layer gathers it, and backward us
 the shards: in float32 with `master=float32`, rounded before every gather. A rank beyond the rows of a parameter holds
 none of it. Only prefetched gathers are asynchronous. Sources: torch 2.13 `fully_shard`, `_PipelineStageBase`, whose
 `backward_maybe_with_nosync` keeps what is gathered and reduces once (around.md 15.3); arXiv:1910.02054 for ZeRO.
+
+Rank r of n holds rows [r*c, (r+1)*c) of d rows, with c = ceil(d/n), as torch.chunk cuts them. The last shards may be
+shorter or empty. Every shard is padded to c rows in collectives, so a unit of parameters j sends and receives
+
+    U = sum over j of ceil(d_j/n) * n * (elements of a row of j)
+
+elements, and rank r's part of the gathered buffer holds its padded shards end to end. A tensor without dims counts as
+one row of one element.
 """
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,16 +42,56 @@ from torch import Tensor, nn
 from shardproof.parallel.communication.collectives import Pending, all_reduce, reduce_scatter, start_all_gather
 from shardproof.parallel.communication.layout import Cut, Placement, shard
 from shardproof.parallel.communication.mesh import Axis
-from shardproof.parallel.data_parallel.calls import REPLICAS, shard_axis
-from shardproof.parallel.data_parallel.rows import Unit, padded_rows
-from shardproof.parallel.data_parallel.words import gradient_dtype, trained_dtype, units_of
+from shardproof.parallel.data_parallel.calls import REPLICAS, gradient_dtype, shard_axis, trained_dtype
 from shardproof.parallel.model.strategy import Rank
 from shardproof.parallel.model.transformer import Transformer
 from shardproof.parallel.schedules.stages import in_backward, lies_in, modules_again
 from shardproof.reference.case import Case
 from shardproof.reference.model.parameters import dtype_of
 
-_Packed = tuple[int, tuple[int, ...], tuple[int, ...], int]
+Shape = tuple[int, ...]
+
+
+def padded_rows(rows: int, ranks: int) -> int:
+    """Rows of one rank's padded shard."""
+    return -(-rows // ranks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitLayout:
+    """Parameters that are gathered and reduced together, by name, over `ranks` ranks. Sizes count elements."""
+
+    shapes: Mapping[str, Shape]
+    ranks: int
+
+    @property
+    def shard_elements(self) -> int:
+        """Elements of a rank's part of the buffer, padding included."""
+        return sum(padded_rows(_rows(shape), self.ranks) * _row(shape) for shape in self.shapes.values())
+
+    @property
+    def elements(self) -> int:
+        """The whole buffer: payload of an all-gather's output and of a reduce-scatter's input."""
+        return self.ranks * self.shard_elements
+
+    def places(self) -> Iterable[tuple[str, int, int]]:
+        """(parameter, first element, elements) of every padded shard within one rank's part."""
+        first = 0
+        for name, shape in self.shapes.items():
+            size = padded_rows(_rows(shape), self.ranks) * _row(shape)
+            yield name, first, size
+            first += size
+
+
+def _rows(shape: Shape) -> int:
+    return shape[0] if shape else 1
+
+
+def _row(shape: Shape) -> int:
+    return math.prod(shape[1:])
+
+
+_SavedView = tuple[int, tuple[int, ...], tuple[int, ...], int]
 """Number of a gathered parameter, then size, stride and offset of what autograd saves of it."""
 
 
@@ -51,7 +100,7 @@ class Shards:
 
     def __init__(self, case: Case) -> None:
         self._case = case
-        self._units: list[_Gathered] = []
+        self._units: list[_Unit] = []
 
     def prepare(self, rank: Rank) -> Rank:
         """Keep this rank's rows of every parameter, and have each unit gathered when it is used."""
@@ -60,18 +109,18 @@ class Shards:
         places = {name: replace(place, cuts=(*place.cuts, cuts[name])) for name, place in rank.places.items()}
         for stage, chunk in rank.chunks:
             assert isinstance(chunk, Transformer)
-            units = dict[str, _Gathered]()
+            units = dict[str, _Unit]()
             for module, names in units_of(self._case, filter(stage.holds, rank.parameters)).items():
                 wholes = {name: rank.parameters[name] for name in names}
-                units[module] = _Gathered(self._case, chunk, module, wholes, axes[names[0]])
+                units[module] = _Unit(self._case, chunk, module, wholes, axes[names[0]])
             if self._case.prefetch:
-                self._prefetched(units, stage.layers)
+                self._link_prefetches(units, stage.layers)
             self._units += units.values()
         shards = {name: part for unit in self._units for name, part in unit.shards.items()}
         in_order = {name: shards[name] for name in rank.parameters}
         return replace(rank, parameters=in_order, places=places, updated=in_order, updated_places=places)
 
-    def _prefetched(self, units: "Mapping[str, _Gathered]", numbers: Sequence[int]) -> None:
+    def _link_prefetches(self, units: "Mapping[str, _Unit]", numbers: Sequence[int]) -> None:
         """Have the model start its first layer, and a layer the next one and, in backward, the next one there."""
         layers = [units[f"layers.{number}"] for number in numbers]
         if root := units.get(""):  # a stage in the middle has nothing outside of its layers
@@ -100,13 +149,13 @@ class Shards:
         """Nothing: shards are gathered where they are used."""
 
 
-class _Gathered:
+class _Unit:
     """A unit on one rank."""
 
     def __init__(self, case: Case, model: Transformer, module: str, wholes: Mapping[str, Tensor], axis: Axis) -> None:
         self._case, self._axis, self._model, self.module = case, axis, model, module
-        self._layout = Unit(shapes={name: tuple(whole.shape) for name, whole in wholes.items()}, ranks=axis.size)
-        self._owners = {
+        self._layout = UnitLayout(shapes={name: tuple(whole.shape) for name, whole in wholes.items()}, ranks=axis.size)
+        self._places_of_params = {
             name: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in wholes
         }
         self.shards: dict[str, nn.Parameter] = {}
@@ -115,79 +164,83 @@ class _Gathered:
             place = Placement(shape=tuple(whole.shape), cuts=(Cut(axis=axis.name, dim=0, order="chunks"),))
             rows = shard(whole.detach(), place, at)
             self.shards[name] = parameter = nn.Parameter(rows.to(trained_dtype(case)))
-            owner, leaf = self._owners[name]
+            owner, leaf = self._places_of_params[name]
             owner.register_parameter(leaf, parameter)
         device = next(iter(wholes.values())).device
-        self._sum = torch.zeros(self._layout.shard_elements, dtype=gradient_dtype(case), device=device)
-        self._came = 0
-        self._kept: list[Tensor] = []
-        self._coming: Pending | None = None
-        self._wholes: list[Tensor] = []
-        self.following: _Gathered | None = None
-        self.preceding: _Gathered | None = None
-        self._drops = case.zero == 3 and module != ""
+        self._grad_shards = torch.zeros(self._layout.shard_elements, dtype=gradient_dtype(case), device=device)
+        self._backwards_done = 0
+        self._full_params: list[Tensor] = []
+        self._pending_gather: Pending | None = None
+        self._unreduced: list[Tensor] = []
+        self.following: _Unit | None = None
+        self.preceding: _Unit | None = None
+        self._reshard_after_forward = case.zero == 3 and module != ""
         self._recomputed = lies_in(module, modules_again(case))
         used = model.get_submodule(module)
         used.forward = functools.partial(self._forward, used.forward)
 
     def gradients(self) -> Mapping[str, Tensor]:
         """Every padded shard of the sum, flat."""
-        return {name: self._sum[first : first + size] for name, first, size in self._layout.places()}
+        return {name: self._grad_shards[first : first + size] for name, first, size in self._layout.places()}
 
     def start(self) -> None:
         """Begin to gather, unless the unit is gathered or under way."""
-        if self._kept or self._coming is not None:
+        if self._full_params or self._pending_gather is not None:
             return
         dtype = dtype_of(self._case)
-        flat = torch.zeros(self._layout.shard_elements, dtype=dtype, device=self._sum.device)
+        flat = torch.zeros(self._layout.shard_elements, dtype=dtype, device=self._grad_shards.device)
         for name, first, _ in self._layout.places():
             part = self.shards[name].detach()
             flat[first : first + part.numel()].copy_(part.flatten())
         overlap = self._case.prefetch and self._case.overlap
-        self._coming = start_all_gather(flat, self._axis, dim=0, overlap=overlap)
+        self._pending_gather = start_all_gather(flat, self._axis, dim=0, overlap=overlap)
 
     def gather(self) -> list[Tensor]:
         """Every whole parameter, by a collective unless the unit is still gathered."""
-        if not self._kept:
+        if not self._full_params:
             self.start()
-            assert self._coming is not None
-            buffer, self._coming = self._coming.wait().view(self._axis.size, -1), None
+            assert self._pending_gather is not None
+            buffer, self._pending_gather = self._pending_gather.wait().view(self._axis.size, -1), None
             for name, first, size in self._layout.places():
                 shape = self._layout.shapes[name]
                 rows = buffer[:, first : first + size].reshape(-1, *shape[1:])[: shape[0]]
-                self._kept.append(rows.clone())
-        return self._kept
+                self._full_params.append(rows.clone())
+        return self._full_params
 
     def reduce(self, gradients: Sequence[Tensor]) -> None:
         """Add this rank's rows of the sums of these gradients of whole parameters, and drop the unit unless another
         backward of a pipeline's step follows.
         """
-        last = self._came + 1 == self._case.micro
+        last = self._backwards_done + 1 == self._case.micro
         if last or self._case.pp == 1:
-            self._kept = []
-            self._put_back()
+            self._full_params = []
+            self._restore_shards()
         if self._case.no_sync:
-            wide = [gradient.to(self._sum.dtype) for gradient in gradients]
-            gradients = [kept + one for kept, one in zip(self._wholes, wide, strict=True)] if self._wholes else wide
-            self._came, self._wholes = self._came + 1, [] if last else [*gradients]
+            wide = [gradient.to(self._grad_shards.dtype) for gradient in gradients]
+            gradients = (
+                [kept + one for kept, one in zip(self._unreduced, wide, strict=True)] if self._unreduced else wide
+            )
+            self._backwards_done, self._unreduced = self._backwards_done + 1, [] if last else [*gradients]
             if not last:
                 return
-            self._came = 0
+            self._backwards_done = 0
         ranks = self._axis.size
-        buffer = torch.zeros(ranks, self._layout.shard_elements, dtype=self._sum.dtype, device=self._sum.device)
+        buffer = torch.zeros(
+            ranks, self._layout.shard_elements, dtype=self._grad_shards.dtype, device=self._grad_shards.device
+        )
         for (_, first, _), gradient in zip(self._layout.places(), gradients, strict=True):
             height = padded_rows(gradient.shape[0], ranks)
             for index, rows in enumerate(gradient.split(height)):
                 buffer[index, first : first + rows.numel()].copy_(rows.flatten())
         own = reduce_scatter(buffer.flatten(), self._axis, dim=0)
-        self._sum = self._sum + own if self._came else own
-        self._came += 1
+        self._grad_shards = self._grad_shards + own if self._backwards_done else own
+        self._backwards_done += 1
 
     def sum_over(self, replicas: Axis | None) -> None:
         """The sum of the step is complete, over the replicas too; the next gradient begins a new one."""
         if replicas is not None:
-            self._sum = all_reduce(self._sum, replicas)
-        self._came = 0
+            self._grad_shards = all_reduce(self._grad_shards, replicas)
+        self._backwards_done = 0
 
     def _forward(self, forward: Callable[..., Any], *args: Any) -> Any:
         """The unit's forward with whole parameters in the places of its shards; backward may compute it once more."""
@@ -196,28 +249,28 @@ class _Gathered:
         upcoming = self.preceding if repeated else self.following
         if upcoming is not None:
             upcoming.start()
-        again = self._drops and not self._recomputed and torch.is_grad_enabled()
-        for whole, (owner, leaf) in zip(wholes, self._owners.values(), strict=True):
+        again = self._reshard_after_forward and not self._recomputed and torch.is_grad_enabled()
+        for whole, (owner, leaf) in zip(wholes, self._places_of_params.values(), strict=True):
             owner.__dict__[leaf] = whole  # found before the parameter, which stays registered
         try:
             if not again:
                 return forward(*args)
             self._storages = [whole.untyped_storage() for whole in wholes]
-            with torch.autograd.graph.saved_tensors_hooks(self._packed, self._unpacked):
+            with torch.autograd.graph.saved_tensors_hooks(self._pack_saved, self._unpack_saved):
                 return _GatherAgain.apply(self, forward(*args))
         finally:
             self._storages = []
             if self.module or not torch.is_grad_enabled():  # backward computes parts of the model again
-                self._put_back()
-            if self._drops and not repeated:
-                self._kept = []
+                self._restore_shards()
+            if self._reshard_after_forward and not repeated:
+                self._full_params = []
 
-    def _put_back(self) -> None:
+    def _restore_shards(self) -> None:
         """Have modules find their shards again, in the places of whole parameters."""
-        for owner, leaf in self._owners.values():
+        for owner, leaf in self._places_of_params.values():
             owner.__dict__.pop(leaf, None)
 
-    def _packed(self, tensor: Tensor) -> Tensor | _Packed:
+    def _pack_saved(self, tensor: Tensor) -> Tensor | _SavedView:
         """Saved value for autograd: of a gathered parameter only which part of it this is."""
         storage = tensor.untyped_storage()
         for number, own in enumerate(self._storages):
@@ -225,7 +278,7 @@ class _Gathered:
                 return number, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
         return tensor
 
-    def _unpacked(self, kept: Tensor | _Packed) -> Tensor:
+    def _unpack_saved(self, kept: Tensor | _SavedView) -> Tensor:
         if isinstance(kept, Tensor):
             return kept
         number, size, stride, offset = kept
@@ -236,7 +289,7 @@ class _Gather(torch.autograd.Function):
     """Shards -> whole parameters; backward adds the reduced gradients to the unit's sum itself."""
 
     @staticmethod
-    def forward(ctx: Any, unit: _Gathered, *shards: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, unit: _Unit, *shards: Tensor) -> tuple[Tensor, ...]:
         ctx.unit = unit
         return tuple(whole.detach() for whole in unit.gather())
 
@@ -250,7 +303,7 @@ class _GatherAgain(torch.autograd.Function):
     """Forward identity; backward gathers the unit, before any of its modules needs it."""
 
     @staticmethod
-    def forward(ctx: Any, unit: _Gathered, y: Tensor) -> Tensor:
+    def forward(ctx: Any, unit: _Unit, y: Tensor) -> Tensor:
         ctx.unit = unit
         return y.view_as(y)
 
@@ -260,3 +313,18 @@ class _GatherAgain(torch.autograd.Function):
         if ctx.unit.preceding is not None:
             ctx.unit.preceding.start()
         return None, gradient
+
+
+def units_of(case: Case, names: Iterable[str]) -> dict[str, list[str]]:
+    """Parameters by the module that they are gathered with: their layer, or "", the model, outside of layers.
+
+    Parameters that are sharded over other ranks than dense ones are gathered with the module of their linears, as
+    torchtitan's experts are.
+    """
+    units = dict[str, list[str]]()
+    for name in names:
+        first, number, *_ = [*name.split("."), ""]
+        module = f"{first}.{number}" if first == "layers" else ""
+        own = shard_axis(case, name) != shard_axis(case)
+        units.setdefault(name.rsplit(".", 2)[0] if own else module, []).append(name)
+    return units

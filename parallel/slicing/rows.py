@@ -1,4 +1,16 @@
-"""The heads of each rank, and where their rows lie in a fused query/key/value weight.
+"""Which rows (or columns) of a weight every rank holds: ranges, in the order in which they lie on the rank.
+
+Numbers count elements of that dim (rows or columns), or units of several elements each (heads) until `in_units`. How
+many elements each rank holds follows DeepSpeed's AutoTP rule:
+
+    follows kv heads    the tensor is no MLP's and no head's, and the kv heads divide the dim: ranks get whole kv heads
+                        with their query heads, the first ranks one more when the heads do not divide evenly
+    nearly even         otherwise: multiples of `grain` elements, the first ranks one grain more, the last rank also the
+                        rest below a grain; a dim shorter than a grain is divided by single elements
+
+The sizes always sum to the dim. Source: DeepSpeed 0.19.8 `module_inject/tp_shard.py` get_shard_size (modes.md 8.2,
+experts.md 27.3). There a name is looked for anywhere in the module's path ("self_attn.w1proj" counts as an MLP's), and
+the head is known by its bare name. Here both are whole parts of the path.
 
 A rank holds whole kv heads and all query heads that use them, so that attention needs no communication. Each fused
 order is one function: the order in which (part, head) lie in a weight. A rank's weight is again a weight of the same
@@ -14,11 +26,95 @@ of a kv head. Each copy has a share of its query heads (BigCode), and the gradie
 DeepSpeed 0.19.8 `module_inject/fusedqkv_utils.py` (experts.md 27.4), arXiv:2305.13245 (grouped queries).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from shardproof.parallel.slicing.held import Held, even_shares, in_units, joined
 from shardproof.reference.errors import CaseError
+
+Ranges = tuple[range, ...]
+"""Elements of one rank, in the order in which it holds them."""
+RowRanges = tuple[Ranges, ...]
+"""Elements of every rank, by rank."""
+_MLP = frozenset({"mlp", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
+"""Parts of a module's path that mark an MLP: its features belong to no head."""
+_HEADS = frozenset({"lm_head", "embed_out"})
+"""Last part of the path of a language model's head."""
+
+
+def even_shares(total: int, ranks: int) -> tuple[int, ...]:
+    """`total` things over `ranks`, the first ones one more each: (3, 3, 2, 2) for 10 over 4."""
+    return tuple(total // ranks + (rank < total % ranks) for rank in range(ranks))
+
+
+def shard_sizes(
+    total: int, ranks: int, *, kv_heads: int | None = None, grain: int = 1, name: str = ""
+) -> tuple[int, ...]:
+    """The elements of each rank of a dim of `total` elements; 0 is possible (see `nonempty`).
+
+    `name` is the dotted module name ("mlp.down_proj").
+    """
+    path = name.split(".")
+    if kv_heads and total % kv_heads == 0 and _MLP.isdisjoint(path) and path[-1] not in _HEADS:
+        return tuple(share * (total // kv_heads) for share in even_shares(kv_heads, ranks))
+    if total < grain:
+        return even_shares(total, ranks)
+    *sizes, last = (share * grain for share in even_shares(total // grain, ranks))
+    return (*sizes, last + total % grain)
+
+
+def nonempty(sizes: tuple[int, ...], key: str, value: int) -> tuple[int, ...]:
+    """Return the sizes. Raises CaseError, about the word `key=value`, when a rank would hold nothing."""
+    if 0 in sizes:
+        rank = sizes.index(0)
+        rule = f"leaves rank {rank} of {len(sizes)} with nothing"
+        raise CaseError(key, value, rule, f"{key}={len(sizes)}")
+    return sizes
+
+
+def consecutive(sizes: Sequence[int], *, first: int = 0) -> RowRanges:
+    """Rank i holds the next sizes[i] elements, the first rank from element `first` on."""
+    found: list[Ranges] = []
+    for size in sizes:
+        found.append(merge_ranges([range(first, first + size)]))
+        first += size
+    return tuple(found)
+
+
+def concat(*parts: RowRanges) -> RowRanges:
+    """Every rank holds what it holds of each part, one part behind the other."""
+    return tuple(merge_ranges(part for ranges in own for part in ranges) for own in zip(*parts, strict=True))
+
+
+def in_units(held: RowRanges, size: int) -> RowRanges:
+    """The elements of units of `size` elements each."""
+    return tuple(tuple(range(part.start * size, part.stop * size) for part in ranges) for ranges in held)
+
+
+def merge_ranges(ranges: Iterable[range]) -> Ranges:
+    """These elements in their order with as few ranges as possible."""
+    found: list[range] = []
+    for part in ranges:
+        if part and found and found[-1].stop == part.start:
+            found[-1] = range(found[-1].start, part.stop)
+        elif part:
+            found.append(part)
+    return tuple(found)
+
+
+def widths(held: RowRanges) -> tuple[int, ...]:
+    """How many elements each rank holds."""
+    return tuple(sum(map(len, ranges)) for ranges in held)
+
+
+def count_holders(held: RowRanges, length: int) -> list[int]:
+    """For each of `length` elements, how many times it is held, over all ranks."""
+    times = [0] * length
+    for ranges in held:
+        for part in ranges:
+            for element in part:
+                times[element] += 1
+    return times
+
 
 SPARE = ("refuse", "empty", "replicate")
 """Choices for ranks for which no kv head is left."""
@@ -94,17 +190,17 @@ def _copied(heads: Heads, ranks: int) -> tuple[HeadShare, ...]:
     )
 
 
-def query_rows(heads: Heads, ranks: int, *, spare: str = "refuse") -> Held:
+def query_rows(heads: Heads, ranks: int, *, spare: str = "refuse") -> RowRanges:
     """Rows of a query projection of its own; also the columns of the output projection."""
-    return in_units(tuple(joined([share.query]) for share in shares(heads, ranks, spare=spare)), heads.size)
+    return in_units(tuple(merge_ranges([share.query]) for share in shares(heads, ranks, spare=spare)), heads.size)
 
 
-def kv_rows(heads: Heads, ranks: int, *, spare: str = "refuse") -> Held:
+def kv_rows(heads: Heads, ranks: int, *, spare: str = "refuse") -> RowRanges:
     """Rows of a key or value projection of its own."""
-    return in_units(tuple(joined([share.kv]) for share in shares(heads, ranks, spare=spare)), heads.size)
+    return in_units(tuple(merge_ranges([share.kv]) for share in shares(heads, ranks, spare=spare)), heads.size)
 
 
-def fused_rows(heads: Heads, ranks: int, order: str, *, spare: str = "refuse") -> Held:
+def fused_rows(heads: Heads, ranks: int, order: str, *, spare: str = "refuse") -> RowRanges:
     """Rows of a fused query/key/value weight of this order. Raises CaseError when a rank's part is no such weight."""
     if order not in ORDERS:
         raise CaseError("order", order, "is not a known order of a fused weight", "|".join(ORDERS))
@@ -113,7 +209,7 @@ def fused_rows(heads: Heads, ranks: int, order: str, *, spare: str = "refuse") -
     for share in shares(heads, ranks, spare=spare):
         own = ORDERS[order](len(share.query), len(share.kv)) if share.kv else []
         rows = [place[part, (share.query if part == "q" else share.kv)[number]] for part, number in own]
-        found.append(joined(range(row, row + 1) for row in rows))
+        found.append(merge_ranges(range(row, row + 1) for row in rows))
     return in_units(tuple(found), heads.size)
 
 
@@ -143,7 +239,7 @@ ORDERS: dict[str, Callable[[int, int], list[Row]]] = {"blocks": _blocks, "groups
 """Order -> the rows of a weight, one entry a head, from its numbers of query and kv heads."""
 
 
-def shared_qk_rows(heads: Heads, ranks: int) -> Held:
+def shared_qk_rows(heads: Heads, ranks: int) -> RowRanges:
     """Rows of the value projection, and columns of the output projection, of a model whose heads share query and key.
 
     Query and key weights are cut contiguously there. A rank takes one value head for two of its query heads, in order,
@@ -156,5 +252,5 @@ def shared_qk_rows(heads: Heads, ranks: int) -> Held:
     own = heads.query // (2 * ranks)
     half = heads.query // 2
     firsts = [range(rank * own, (rank + 1) * own) for rank in range(ranks)]
-    units = tuple(joined([own_, range(own_.start + half, own_.stop + half)]) for own_ in firsts)
+    units = tuple(merge_ranges([own_, range(own_.start + half, own_.stop + half)]) for own_ in firsts)
     return in_units(units, heads.size)
