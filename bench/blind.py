@@ -33,9 +33,8 @@ from shardproof.harness.running.result import CaseResult
 from shardproof.harness.subject import NamedSubject, named
 from shardproof.reference.case import Case
 from shardproof.reference.case.default_cases import default_cases
-from shardproof.reference.case.domains import domains
-from shardproof.reference.case.repair import repaired, words_of
-from shardproof.reference.language.modes import MODES
+from shardproof.reference.case.domains import domains, repaired, words_of
+from shardproof.reference.language.core import MODES
 from shardproof.reports.options.request import REPEATED
 from shardproof.suites.mutants.catalogue import HELD_BACK, UNSEEN
 from shardproof.suites.mutants.kill_rows import cause_told, right_place

@@ -1,6 +1,6 @@
 """The strategy of a case: that of its mode, changed by every feature.
 
-Mode and features are found by name, and imported for the first case that has them. A mode of `reference.language.modes`
+Mode and features are found by name, and imported for the first case that has them. A mode of `reference.language.core`
 is the file of `parallel.schemes` with its name, or else one of the table of `parallel.schemes.tensor`. The strategy
 there is called like it: `TP_SP` for mode=tp-sp. A file of `reference.features` is implemented by the module of its
 name, `parallel.NAME`, or `parallel.NAME.scheme` where that is a folder. The module has `applied(strategy, case)`, and

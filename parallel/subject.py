@@ -11,13 +11,17 @@ subject.activations(case, rank, module, local)
 subject.harmless(case, fault)            why this fault of a collective changes nothing, "" when it does
 """
 
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from shardproof.bugs.anchors import changed
+from shardproof.bugs.planting import planted
 from shardproof.parallel.communication.expectation import CompleteTerm, terms
 from shardproof.parallel.communication.layout import Box, pieces, rows
 from shardproof.parallel.communication.mesh import Mesh, coordinates
@@ -27,7 +31,7 @@ from shardproof.parallel.schedules.stages import held_at
 from shardproof.parallel.training import train
 from shardproof.reference.case import Case
 from shardproof.reference.features import FEATURES
-from shardproof.reference.language import modes
+from shardproof.reference.language.core import MODES
 from shardproof.reference.language.words import declared
 
 if TYPE_CHECKING:
@@ -35,6 +39,24 @@ if TYPE_CHECKING:
 
 _SHIFTS = {("all_reduce", "max", "loss", 0), ("all_reduce", "max", "metric", 1)}
 """(op, reduce op, phase, number): the maxima that are only subtracted. The metric's first also says what is right."""
+
+_PLANTING = threading.Lock()
+
+
+def _with_variant(variant: str) -> Any:
+    """The subject with a bug of `bugs/variants.txt`, planted in a second copy of this package once a process.
+
+    The closed form stays that of the right mathematics. Ranks that are threads wait for the first of them.
+    """
+    with _PLANTING:
+        return _planted(variant)
+
+
+@cache
+def _planted(variant: str) -> Any:
+    from shardproof.reference.case.variants import VARIANTS  # noqa: PLC0415  (reads the file of variants)
+
+    return planted(changed(variant, VARIANTS[variant].changes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +69,7 @@ class ParallelSubject:
     @property
     def modes(self) -> tuple[str, ...]:
         """The modes that it claims."""
-        return self.only or tuple(modes.MODES)
+        return self.only or tuple(MODES)
 
     def __call__(self, case: Case, device: torch.device) -> dict[str, Value]:
         """Run the case on this rank. Raises ValueError with the reason for a case that it refuses."""
@@ -55,9 +77,7 @@ class ParallelSubject:
         if reason:
             raise ValueError(reason)
         if case.variant:
-            from shardproof.parallel.variants import deviating  # noqa: PLC0415
-
-            wrong: dict[str, Value] = deviating(case.variant)(case.but(variant=""), device)
+            wrong: dict[str, Value] = _with_variant(case.variant)(case.but(variant=""), device)
             return wrong
         return train(case, strategy_of(case), Mesh.of(case), device)
 
@@ -85,7 +105,7 @@ class ParallelSubject:
 
         Modes of other systems have none, nor have several pipeline stages, whose ranks differ.
         """
-        if modes.MODES[case.mode].system != "Megatron-Core" or case.pipeline_axes:
+        if MODES[case.mode].system != "Megatron-Core" or case.pipeline_axes:
             return ()
         from shardproof.parallel.data_parallel.megatron import ledger_lines, megatron_beside  # noqa: PLC0415
 
@@ -105,9 +125,7 @@ class ParallelSubject:
         output has no counterpart in the dense model.
         """
         if case.variant:
-            from shardproof.parallel.variants import deviating  # noqa: PLC0415
-
-            wrong: tuple[Box, ...] | None = deviating(case.variant).activations(
+            wrong: tuple[Box, ...] | None = _with_variant(case.variant).activations(
                 case.but(variant=""), rank, module, local
             )
             return wrong

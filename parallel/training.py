@@ -37,7 +37,7 @@ from shardproof.parallel.randomness.initial import initial, streams_of
 from shardproof.parallel.randomness.numbers import goes_on
 from shardproof.parallel.schedules.stages import TABLE, held_at
 from shardproof.reference.case import Case
-from shardproof.reference.language.modes import MODES
+from shardproof.reference.language.core import MODES
 from shardproof.reference.model.parameters import dtype_of
 from shardproof.reference.training.states import after
 

@@ -1,8 +1,8 @@
 """Two checkpoints of any layouts, compared tensor by tensor: what agrees, and what the first difference is.
 
-Full tensors are compared, whatever chunks they were written in, bit for bit (in the wider dtype where dtypes differ).
-A cause is stated only where it gives every element of B from those of A.
-States of streams belong to ranks, and are compared where both were written by ranks that lie alike.
+Full tensors are compared, whatever chunks they were written in, bit for bit (in the wider dtype where dtypes differ). A
+cause is stated only where it gives every element of B from those of A. States of streams belong to ranks, and are
+compared where both were written by ranks that lie alike.
 """
 
 import re
@@ -17,8 +17,7 @@ from torch import Tensor
 from shardproof.parallel.checkpoints.folder import Stored, Weights
 from shardproof.parallel.checkpoints.state import RANKS, CheckpointError, dtype_word
 from shardproof.reference.case import Case
-from shardproof.reference.checkpoints.foreign import Form, is_foreign, parameters
-from shardproof.reference.checkpoints.megatron import is_megatron
+from shardproof.reference.checkpoints.foreign import Form, is_foreign, is_megatron, parameters
 from shardproof.reference.errors import CaseError
 
 Source = Stored | Weights

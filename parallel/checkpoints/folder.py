@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from shardproof.parallel.checkpoints.state import CheckpointError, dtype_word
 from shardproof.parallel.communication.layout import Box, whole
-from shardproof.reference.checkpoints.metadata import METADATA, read_metadata
+from shardproof.reference.checkpoints.torch_format import METADATA, read_metadata
 
 
 def chunk_of(box: Box) -> ChunkStorageMetadata:

@@ -40,7 +40,7 @@ from shardproof.parallel.model.strategy import Rank
 from shardproof.reference.case import Case
 from shardproof.reference.checkpoints.foreign import is_foreign
 from shardproof.reference.checkpoints.stored import stored as reference_stored
-from shardproof.reference.checkpoints.whole import tensors
+from shardproof.reference.checkpoints.torch_format import read_tensors
 from shardproof.reference.errors import CaseError
 from shardproof.reference.model.parameters import shapes
 from shardproof.reference.training.states import kept
@@ -84,7 +84,7 @@ def read_again(case: Case) -> dict[str, tuple[Box, ...]]:
         names |= {f"model.{name}": f"param/{name}", f"optimizer.state.{name}.step": f"step_after/{last}/{name}"}
         for moment in MOMENTS if kept(case) else ():
             names[f"optimizer.state.{name}.{moment}"] = f"{moment}_after/{last}/{name}"
-    saved = tensors(case.save, "save")
+    saved = read_tensors(case.save, "save")
     return {f"saved/{name}": (whole(saved[key]),) for key, name in names.items() if key in saved}
 
 

@@ -5,12 +5,22 @@
                       ends them), and all keys end to end as one int64 tensor
     delivery=local    every rank reads its own; no call
 
-`reference.data.stages` decides what several pipeline stages are sent. Stages between the first and the last get
-nothing, count positions themselves and take causal attention as it is.
+A pipeline stage is sent keys in this order (Megatron-Core get_batch_on_this_tp_rank, around.md 12.1):
+
+    stage                       keys                                                bytes, T = rows * length
+    the only one                tokens labels loss_mask attention_mask positions    28T and the mask
+    the first                   tokens attention_mask positions                     16T and the mask
+    the last                    labels loss_mask attention_mask                     12T and the mask
+    one between                 none                                                0
+    any, with prediction layers as the only one
+
+Stages between the first and the last count positions themselves and take causal attention as it is. A mask is rows *
+length**2 booleans. Layers that predict further tokens embed these, so that their stage is sent everything. Rows are
+sent whole: a context rank slices what arrived.
 
 Under `flat` all keys share the dtype int64: the loss mask travels as its float32 bits, the attention mask as 0 and 1.
-An attention mask is true where a token must not be seen. Packed rows get theirs from `cu_seqlens`, locally.
-Source: Megatron-Core `get_batch_on_this_tp_rank` and `broadcast_data` (modes.md 4.4).
+An attention mask is true where a token must not be seen. Packed rows get theirs from `cu_seqlens`, locally. Source:
+Megatron-Core `get_batch_on_this_tp_rank` and `broadcast_data` (modes.md 4.4).
 """
 
 import math
@@ -27,8 +37,9 @@ from shardproof.parallel.communication.mesh import Axis, Mesh
 from shardproof.parallel.schedules.stages import Stage, stages
 from shardproof.reference.case import Case
 from shardproof.reference.data.batches import Batch, micro_batch
-from shardproof.reference.data.stages import Form, sent_to_stage
 
+Form = tuple[str, tuple[int, ...]]
+"""Dtype and shape of a tensor."""
 SIZES_PER_KEY = 5
 """Numbers that describe one key's shape in `flat`: up to four dims and a closing 0."""
 
@@ -99,6 +110,25 @@ def forms_sent(case: Case, stage: Stage | None = None) -> dict[str, Form]:
     return sent_to_stage(
         case.batch, case.seq, first=first, last=last, mask=case.attention_mask, prediction=last and case.embeds_behind
     )
+
+
+def sent_to_stage(
+    rows: int, length: int, *, first: bool, last: bool, mask: bool, prediction: bool = False
+) -> dict[str, Form]:
+    """Key -> its dtype and shape, of `rows` sequences of `length` tokens, in the order of sending.
+
+    `first` and `last` say where the stage stands, the only one is both; `prediction`: it has layers that predict
+    further tokens.
+    """
+    begins, ends = first or prediction, last or prediction
+    forms: dict[str, tuple[bool, Form]] = {
+        "tokens": (begins, ("int64", (rows, length))),
+        "labels": (ends, ("int64", (rows, length))),
+        "loss_mask": (ends, ("float32", (rows, length))),
+        "attention_mask": (mask and (begins or ends), ("bool", (rows, 1, length, length))),
+        "positions": (begins, ("int64", (rows, length))),
+    }
+    return {key: form for key, (sent, form) in forms.items() if sent}
 
 
 def _keys(case: Case, batch: Batch, device: torch.device) -> dict[str, Tensor]:

@@ -24,7 +24,7 @@ from shardproof.parallel.communication.mesh import coordinates
 from shardproof.parallel.model.strategy import Strategy
 from shardproof.parallel.schedules.stages import TABLE, held_by_rank
 from shardproof.reference.case import Case
-from shardproof.reference.language.modes import MODES
+from shardproof.reference.language.core import MODES
 from shardproof.reference.model.parameters import dtype_of
 
 Placements = Mapping[str, Placement]

@@ -24,7 +24,7 @@ from shardproof.parallel.communication.layout import Box, Coordinates, Placement
 from shardproof.parallel.randomness.numbers import DEFAULT, MODEL_PARALLEL, Streams, indices, kept, seeds_at
 from shardproof.reference.case import Case
 from shardproof.reference.checkpoints.stored import steps_before
-from shardproof.reference.language.modes import MODES
+from shardproof.reference.language.core import MODES
 
 SHARES = "shares"
 """The last part of a site that drops shares of attention."""

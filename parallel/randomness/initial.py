@@ -22,7 +22,7 @@ from shardproof.parallel.communication.layout import Coordinates, Placement, loc
 from shardproof.parallel.randomness.numbers import DEFAULT, MODEL_PARALLEL, Streams, indices, seeds_at, standard
 from shardproof.parallel.schedules.stages import held_at
 from shardproof.reference.case import Case
-from shardproof.reference.language.modes import MODES
+from shardproof.reference.language.core import MODES
 from shardproof.reference.model.parameters import drawn
 
 _STANDARD = 0.02

@@ -9,8 +9,9 @@ The field is Philox4x32-10 of a key and a counter:
     deviation 1 (sum of four uniform numbers; integers only, so that no kernel rounds it in another way)
 
 A rank evaluates it at the global coordinates of what it holds, so every layout has the same numbers. All arithmetic is
-in int64, whose product keeps the low 64 bits: equal on every device. `reference.model.field` is another implementation
-of the same function. Source: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011 (Random123).
+in int64, whose product keeps the low 64 bits: equal on every device. `reference.model.randomness` is another
+implementation of the same function. Source: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011
+(Random123).
 
 Streams have these seeds:
 

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from shardproof.reference.case.case import Case
-from shardproof.reference.case.domains import domains
-from shardproof.reference.case.repair import Problem, Words, problem_of, repaired, words_of
-from shardproof.reference.language.modes import MODES
+from shardproof.reference.case.domains import Problem, Words, domains, problem_of, repaired, words_of
+from shardproof.reference.language.core import MODES
 from shardproof.reference.language.words import write
 
 FILE = Path(__file__).with_suffix(".txt")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardproof.reference.case import Case
 from shardproof.reference.checkpoints.stored import steps_before
-from shardproof.reference.language.routers import SKEW_PARTS
+from shardproof.reference.language.rules import SKEW_PARTS
 
 EQUAL_DIGITS = 9
 """Decimals to which weights must agree to be equal where experts drop rows.

@@ -10,8 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardproof.reference.groups import Layout
-from shardproof.reference.language.core import Core
-from shardproof.reference.language.modes import whose
+from shardproof.reference.language.core import Core, whose
 from shardproof.reference.language.words import Problem, not_default, word
 
 _NARROW = ("bfloat16", "float16")

@@ -14,8 +14,8 @@ from typing import Any
 
 from shardproof.reference.errors import CaseError
 from shardproof.reference.groups import Layout, RankOrder
-from shardproof.reference.language.core import Core
-from shardproof.reference.language.modes import whose
+from shardproof.reference.language.core import Core, whose
+from shardproof.reference.language.rules import expert_problems
 from shardproof.reference.language.words import Problem, declared, multiple, not_default, word
 
 _POSITIVE = "0 or a positive number"
@@ -239,9 +239,7 @@ class Experts(Core):
                 yield key, "must not be negative", f"{key}={declared(Experts)[key].default}"
         if self.dense_layers >= self.layers:
             yield "dense_layers", f"leaves none of layers={self.layers} to experts", "dense_layers=0"
-        from shardproof.reference.language import routers  # noqa: PLC0415
-
-        yield from routers.problems(self, {name: field.default for name, field in declared(Experts).items()})
+        yield from expert_problems(self, {name: field.default for name, field in declared(Experts).items()})
         yield from self._ranks()
         yield from self._beside()
 

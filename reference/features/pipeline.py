@@ -10,8 +10,7 @@ from dataclasses import replace
 
 from shardproof.reference.errors import CaseError
 from shardproof.reference.groups import Groups, Layout, PipelineGroup
-from shardproof.reference.language.core import Core
-from shardproof.reference.language.modes import whose
+from shardproof.reference.language.core import Core, whose
 from shardproof.reference.language.words import Problem, declared, not_default, word
 
 _LAYERS = "0, or at least 1"

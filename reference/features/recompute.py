@@ -8,8 +8,7 @@ import math
 from collections.abc import Iterator
 
 from shardproof.reference.errors import CaseError
-from shardproof.reference.language.core import Core
-from shardproof.reference.language.modes import whose
+from shardproof.reference.language.core import Core, whose
 from shardproof.reference.language.words import Problem, not_default, word
 
 

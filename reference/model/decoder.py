@@ -12,10 +12,10 @@ from torch import Tensor
 
 from shardproof.reference.case import Case
 from shardproof.reference.data.batches import Batch
-from shardproof.reference.losses.cross_entropy import wide
+from shardproof.reference.losses import wide
 from shardproof.reference.model import layers
 from shardproof.reference.model.branch import Beside, branch_of
-from shardproof.reference.model.dropout import SHARES, mask, rate_of
+from shardproof.reference.model.randomness import SHARES, mask, rate_of
 
 Tap = Callable[[str, Tensor], None]
 """Called with every module's dotted name and output tensor, in the order of the forward pass."""

@@ -17,7 +17,7 @@ from shardproof.reference.case import Case
 from shardproof.reference.checkpoints.stored import stored
 from shardproof.reference.errors import CaseError
 from shardproof.reference.model.branch import branch_of
-from shardproof.reference.model.given import given_now
+from shardproof.reference.model.randomness import given_now, of_field
 
 Shape = tuple[int, ...]
 _LARGE = 2**20
@@ -80,12 +80,7 @@ def drawn(case: Case, name: str) -> Tensor:
         raise CaseError("init", case.init, rule, "init=field, or return the initial values under that name")
     weights = _kept(case)
     if name not in weights:
-        if case.init == "field":
-            from shardproof.reference.model.field import of_field  # noqa: PLC0415
-
-            value = of_field(case, name, shape)
-        else:
-            value = _draw(case.seed, name, shape)
+        value = of_field(case, name, shape) if case.init == "field" else _draw(case.seed, name, shape)
         weights[name] = value.to(dtype)
     return weights[name]
 

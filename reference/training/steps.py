@@ -3,30 +3,31 @@
 Every mean is taken over all counted tokens of a step, whatever micro-batch or data rank they lie in. Gradients are the
 sum of the micro-batches' summed-loss gradients divided by the step's token count. Optimizers are torch's own: SGD with
 learning rate `lr`, AdamW with weight decay 0.01.
+
+Activations are every module's output in micro-batch 0 of step 0, on all data ranks. `act/<module>` is the output,
+`act_grad/<module>` the gradient in it of its micro-batch's SUMMED loss. The loss is over counted tokens, not yet
+divided; times the first step's loss scale. Both are [dp*batch, seq, width], packed [dp, batch*seq, width]; outputs per
+head are flattened to one width.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from shardproof.reference import losses as loss
 from shardproof.reference.case import Case
 from shardproof.reference.data.batches import Batch, micro_batch
-from shardproof.reference.losses import cross_entropy as loss
-from shardproof.reference.losses.cross_entropy import wide
+from shardproof.reference.losses import MetricTotals, metric_outcome, metric_totals, wide
 from shardproof.reference.model import decoder, layers
 from shardproof.reference.model.branch import Beside, updated_values, values_of
 from shardproof.reference.model.decoder import PLAIN, Arithmetic
-from shardproof.reference.training.reach import Reach
+from shardproof.reference.training.reach import Reach, with_terms
 from shardproof.reference.training.scaling import LossScale
 from shardproof.reference.training.states import after, begin, load, saved
-from shardproof.reference.training.terms import with_terms
-
-if TYPE_CHECKING:
-    from shardproof.reference.model.metric import Totals
 
 LARGEST_LOGITS = 2**24
 """Elements of the full logits of one step above which an outcome leaves them out."""
@@ -53,7 +54,7 @@ class Sums:
     loss: Tensor
     tokens: Tensor
     logits: Tensor | None
-    metrics: "list[Totals]"
+    metrics: list[MetricTotals]
     activations: Mapping[str, Tensor]
     reach: Reach
     counts: Mapping[str, Tensor]
@@ -74,7 +75,7 @@ def train(
 
     `last_first` adds the micro-batches' gradients in reversed order. `states` are the states after all steps but the
     last (`reference.training.states`). Every step then begins at the given state before it and not at the model's own.
-    `observed` adds the activations (`reference.training.activations`). The given weights are left as they are.
+    `observed` adds the activations. The given weights are left as they are.
     """
     parameters = {
         name: weight.detach().to(dtype or weight.dtype, copy=True).requires_grad_() for name, weight in weights.items()
@@ -179,7 +180,7 @@ def _accumulate(
     batches = {place: feed(case, step, place[1], place[0], device=device) for place in places}
     besides = {place: Beside(step=tuple(batches.values())) for place in places}
     losses, tokens, rows = {}, {}, {}
-    metrics: dict[int, Totals] = {}
+    metrics: dict[int, MetricTotals] = {}
     outputs: dict[int, dict[str, Tensor]] = {}
     reach = Reach(case=case)
     if case.scaler != "none" and wide(dtype) == dtype:
@@ -202,9 +203,7 @@ def _accumulate(
         if keep:
             rows[place] = logits.detach()
         if case.metric:
-            from shardproof.reference.model import metric  # noqa: PLC0415
-
-            found = metric.totals(logits, batch.labels, batch.loss_mask)
+            found = metric_totals(logits, batch.labels, batch.loss_mask)
             metrics[data_rank] = _added(metrics[data_rank], found) if data_rank in metrics else found
     return Sums(
         loss=torch.stack([losses[place] for place in places]).sum(),
@@ -223,20 +222,18 @@ def _kept(outputs: dict[str, Tensor], module: str, output: Tensor) -> None:
 
 
 def _joined(outputs: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Every module's output and the gradient in it, of all data ranks (see reference.training.activations)."""
+    """Every module's output and the gradient in it, of all data ranks."""
     modules = list(outputs[0]) if outputs else []
     acts = {f"act/{name}": torch.cat([one[name].detach().flatten(2) for one in outputs]) for name in modules}
     slopes = {f"act_grad/{name}": torch.cat([_gradient(one[name]).flatten(2) for one in outputs]) for name in modules}
     return acts | slopes
 
 
-def _metrics(case: Case, metrics: "list[Totals]") -> dict[str, Tensor]:
-    from shardproof.reference.model import metric  # noqa: PLC0415
-
-    return metric.outcome(metrics, exact=case.dtype == "float64")
+def _metrics(case: Case, metrics: list[MetricTotals]) -> dict[str, Tensor]:
+    return metric_outcome(metrics, exact=case.dtype == "float64")
 
 
-def _added(one: "Totals", other: "Totals") -> "Totals":
+def _added(one: MetricTotals, other: MetricTotals) -> MetricTotals:
     return {name: value + other[name] for name, value in one.items()}
 
 

@@ -7,7 +7,7 @@ in all four pairs of values.
 import itertools
 from collections.abc import Mapping
 
-from shardproof.reference.language.modes import MODES
+from shardproof.reference.language.core import MODES
 
 _EVERYWHERE = ("packed", "bias", "tied", "qk_norm", "fuse_qkv", "overlap", "fuse_mlp")
 _ROWS = 6

@@ -16,11 +16,9 @@ from hypothesis import strategies as st
 
 from shardproof.harness.engines.faults.races import Schedule
 from shardproof.reference.case import Case, CaseError
-from shardproof.reference.case.domains import domains
-from shardproof.reference.case.repair import repaired, words_of
+from shardproof.reference.case.domains import domains, repaired, words_of
 from shardproof.reference.features import FEATURES, PARTS
-from shardproof.reference.language.core import Core
-from shardproof.reference.language.modes import MODES
+from shardproof.reference.language.core import MODES, Core
 from shardproof.reference.language.words import declared
 
 NOT_DRAWN = {

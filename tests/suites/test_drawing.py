@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from shardproof.reference.case import Case
 from shardproof.reference.features import WORDS
-from shardproof.reference.language.modes import MODES
+from shardproof.reference.language.core import MODES
 from shardproof.reference.language.words import legal_values
 from shardproof.suites.drawing.sizes import HIDDEN, TOKENS, large
 from shardproof.suites.drawing.strategies import NOT_DRAWN, every_word

@@ -13,7 +13,7 @@ from shardproof.harness.resolve import resolve
 from shardproof.reference.case import Case
 from shardproof.reference.case.variants import VARIANTS
 from shardproof.reference.features import PARTS
-from shardproof.reference.language.modes import MODES
+from shardproof.reference.language.core import MODES
 from shardproof.suites.mutants.catalogue import FAMILIES, HELD_BACK, MUTANTS, UNSEEN, VARIANT_ROWS
 from shardproof.suites.mutants.draws import showing
 from shardproof.suites.mutants.kill_rows import mutant_killed

@@ -26,7 +26,7 @@ from shardproof.harness.shard import Shard
 from shardproof.harness.subject import named
 from shardproof.parallel.subject import subject
 from shardproof.reference.case import Case
-from shardproof.reference.language.modes import MODES
+from shardproof.reference.language.core import MODES
 from shardproof.suites.drawing.layouts import elsewhere
 from shardproof.suites.drawing.pairwise import rows
 from shardproof.suites.drawing.strategies import cases

@@ -24,7 +24,7 @@ from shardproof.harness.running.ranks.execution import execute
 from shardproof.harness.running.result import CaseResult
 from shardproof.parallel.subject import subject
 from shardproof.reference.case import Case
-from shardproof.reference.training import subject as dense
+from shardproof.reference.training import truth as dense
 from tests.harness.proofs import verdict_of
 from tests.harness.toy_evidence import TERMS, events, evidence
 from tests.harness.toy_subjects import Changed

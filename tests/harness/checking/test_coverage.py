@@ -22,7 +22,7 @@ from shardproof.harness.running.proof import prove
 from shardproof.harness.running.store import Store
 from shardproof.harness.subject import NamedSubject, left_out, named
 from shardproof.reference.case import Case
-from shardproof.reference.training import subject as dense
+from shardproof.reference.training import truth as dense
 from shardproof.reports.stored.frames import load
 from shardproof.reports.stored.unchecked import unchecked_notes
 from tests.harness.toy_evidence import drawn, evidence, outcome_of, planted, truth

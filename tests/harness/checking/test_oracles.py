@@ -24,7 +24,7 @@ from shardproof.harness.running.proof import prove
 from shardproof.harness.running.trials.reference import decoder
 from shardproof.harness.shard import Shard
 from shardproof.reference.case import Case
-from shardproof.reference.training import subject as dense
+from shardproof.reference.training import truth as dense
 from tests.harness.toy_evidence import TERMS, case, evidence, named, outcome_of, planted, truth
 
 

@@ -30,7 +30,7 @@ SMALL = "mode=tp tp=2 layers=1 heads=4 kv_heads=2 hidden=16 ffn=24 seq=8 batch=1
 THIRD = """
 import torch
 import torch.distributed as dist
-from shardproof.reference.training import subject as dense
+from shardproof.reference.training import truth as dense
 
 FACTOR = 2
 

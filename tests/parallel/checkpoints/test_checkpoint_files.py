@@ -20,8 +20,8 @@ from shardproof.parallel.checkpoints.saving import load
 from shardproof.parallel.checkpoints.state import CheckpointError
 from shardproof.parallel.communication.layout import Box
 from shardproof.reference.case import Case, CaseError
-from shardproof.reference.checkpoints.metadata import METADATA
 from shardproof.reference.checkpoints.stored import stored
+from shardproof.reference.checkpoints.torch_format import METADATA
 from shardproof.reference.model.parameters import weights
 from tests.parallel.checkpoints.layouts import MODEL, begun, full_tensors, relaid, trained
 from tests.parallel.ranks import on_ranks

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardproof.reference.case import Case
-from shardproof.reference.training import subject as dense
+from shardproof.reference.training import truth as dense
 from tests.parallel.case_tables import TABLES
 from tests.parallel.ranks import CPU, outcome, stated
 

@@ -13,8 +13,8 @@ from shardproof.parallel.communication.layout import Cut, Placement
 from shardproof.parallel.randomness.initial import initial, streams_of
 from shardproof.parallel.randomness.numbers import CONTEXT_STRIDE, EXPERT, MODEL_PARALLEL, Streams, philox, seeds
 from shardproof.reference.case import Case
-from shardproof.reference.model.field import philox4x32
 from shardproof.reference.model.parameters import drawn as drawn_of
+from shardproof.reference.model.randomness import philox4x32
 from tests.harness.toy_evidence import evidence
 from tests.parallel.case_tables import TABLES
 

@@ -17,8 +17,8 @@ from shardproof.parallel.registry import scheme_of, strategy_of
 from shardproof.parallel.subject import subject
 from shardproof.reference.case import Case
 from shardproof.reference.case.default_cases import default_cases
-from shardproof.reference.language import modes
-from shardproof.reference.language.modes import MODES
+from shardproof.reference.language import core
+from shardproof.reference.language.core import MODES
 from shardproof.reports.commands import cli
 from shardproof.suites.killing.matrix import disturbed
 from tests import ROOT
@@ -73,7 +73,7 @@ TEXT = "mode=toy tp=2 layers=1 hidden=16 heads=4 kv_heads=4 ffn=32 vocab=389 seq
 
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(modes.MODES, "toy", modes.MODES["mtp"])
+    monkeypatch.setitem(core.MODES, "toy", core.MODES["mtp"])
     monkeypatch.setitem(registry.SCHEMES, "toy", TOY)
     monkeypatch.setattr("os.cpu_count", lambda: 1)  # no second process, which would not have it
     monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)

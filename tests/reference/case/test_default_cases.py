@@ -12,12 +12,11 @@ from torch import Tensor
 from bench.default_cases import STATES
 from shardproof.reference.case import Case, CaseError
 from shardproof.reference.case.default_cases import FIXED, NUMBERS, RANKS, default_cases, line_of, lines, paired_domains
-from shardproof.reference.case.domains import domains
-from shardproof.reference.case.repair import repaired, words_of
-from shardproof.reference.features import FEATURES, PARTS
-from shardproof.reference.language.modes import MODES
-from shardproof.reference.language.words import declared
-from shardproof.reference.training.subject import truth
+from shardproof.reference.case.domains import domains, repaired, words_of
+from shardproof.reference.features import FEATURES, PARTS, WORDS
+from shardproof.reference.language.core import MODES
+from shardproof.reference.language.words import declared, legal_values
+from shardproof.reference.training.truth import truth
 
 Level = tuple[str, object]
 Pair = frozenset[Level]
@@ -197,7 +196,7 @@ def test_recipes_have_every_word_of_a_part_away_from_its_default() -> None:
     assert [word for word in words if all(getattr(case, word) == getattr(plain, word) for case in found)] == []
     with_experts = [case for case in found if case.experts]
     for word in ("router", "dispatcher", "drop"):
-        assert {getattr(case, word) for case in with_experts} == {*Case.legal_words()[word]}
+        assert {getattr(case, word) for case in with_experts} == {*legal_values(WORDS[word])}
     assert any(case.ep > 1 and case.axis_sizes["edp"] > 1 for case in with_experts), "copies of experts"
 
 

@@ -16,8 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.planner_helpers import _create_write_item_for_tensor
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from shardproof.reference.checkpoints.metadata import METADATA, read_metadata
-from shardproof.reference.checkpoints.whole import tensors
+from shardproof.reference.checkpoints.torch_format import METADATA, read_metadata, read_tensors
 from shardproof.reports.commands.cli import main
 
 KINDS = "torch.distributed.checkpoint.metadata"
@@ -48,7 +47,7 @@ def test_a_folder_of_torch_is_read_as_torch_reads_it(written: Path) -> None:
     assert theirs.planner_data and theirs.storage_meta
     assert ours == replace(theirs, planner_data=None, storage_meta=None)
     assert pickle.loads(pickle.dumps(ours)) == ours
-    assert tensors(str(written))["n.c"].sum() == 24
+    assert read_tensors(str(written))["n.c"].sum() == 24
 
 
 def test_plans_that_megatron_core_keeps_beside_it_are_left_aside(written: Path) -> None:

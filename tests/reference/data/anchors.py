@@ -3,7 +3,7 @@
 The dense model and the ranks take their micro-batches from the same functions, so that an error there moves both. The
 statements of this module are made beside those functions. They are the examples that InternEvo's page prints, as
 literals (`printed`), and the batches of the first and the last step. These are written out token by
-token from `reference.data.stream` and `reference.data.batches`. Each is a pair of tensors that must be equal.
+token from `reference.data.corpus` and `reference.data.batches`. Each is a pair of tensors that must be equal.
 
 Letters: B sequences of a micro-batch, S tokens of a sequence, T = B * S.
 """
@@ -19,9 +19,8 @@ from torch import Tensor
 from shardproof.reference.case import Case
 from shardproof.reference.checkpoints.stored import steps_before
 from shardproof.reference.data import corpus
-from shardproof.reference.data.batches import Batch, micro_batch, shard_edges
-from shardproof.reference.data.packing import IGNORED
-from shardproof.reference.data.stream import stream_of
+from shardproof.reference.data.batches import IGNORED, Batch, micro_batch, shard_edges
+from shardproof.reference.data.corpus import stream_of
 from tests.reference.data.printed import Pairs, examples
 
 _SAMPLE_BYTES = 2048

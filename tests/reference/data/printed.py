@@ -10,9 +10,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from shardproof.reference.data.packing import build_pack, build_unpack, without_prompts
+from shardproof.reference.data.batches import build_pack, build_unpack, without_prompts
+from shardproof.reference.data.corpus import Stream
 from shardproof.reference.data.readers import encode
-from shardproof.reference.data.stream import Stream
 
 Pairs = dict[str, tuple[Tensor, Tensor]]
 """Statement -> (what the code under test gives, what it must give)."""

@@ -18,10 +18,9 @@ from hypothesis import strategies as st
 
 from shardproof.bugs.planting import planted_everywhere
 from shardproof.bugs.record import read
+from shardproof.parallel.communication.batch import sent_to_stage
 from shardproof.reference.case import Case
-from shardproof.reference.data.batches import Batch, micro_batch, own_edges, shard_edges, unread_rows
-from shardproof.reference.data.packing import IGNORED
-from shardproof.reference.data.stages import sent_to_stage
+from shardproof.reference.data.batches import IGNORED, Batch, micro_batch, own_edges, shard_edges, unread_rows
 from shardproof.suites.mutants.mutant import GROUPS, Mutant
 from tests.reference.data import anchors as module
 from tests.reference.data.batch_forms import FORMS, all_batches, every_form, valid

@@ -14,8 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardproof.reference.case import Case
 from shardproof.reference.data import readers
-from shardproof.reference.data.batches import micro_batch
-from shardproof.reference.data.packing import IGNORED, build_pack, build_unpack, without_prompts
+from shardproof.reference.data.batches import IGNORED, build_pack, build_unpack, micro_batch, without_prompts
 from tests.reference.data.batch_forms import FORMS, all_batches, equal, every_form, valid
 
 

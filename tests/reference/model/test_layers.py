@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from shardproof.reference.losses import cross_entropy as loss
+from shardproof.reference import losses as loss
 from shardproof.reference.model import layers
 from shardproof.reference.training.adam import EPS, rounding_slack
 from tests.reference.model.dense_run import noise

@@ -15,7 +15,7 @@ from shardproof.reference.case import Case
 from shardproof.reference.model import layers, parameters
 from shardproof.reference.model.parameters import LastRead, drawn, full, shapes, weights
 from shardproof.reference.training.control import control, merged_attention, reordered, split_attention
-from shardproof.reference.training.subject import subject, true_activations, truth
+from shardproof.reference.training.truth import subject, truth
 from shardproof.suites.session.prover import Prover
 from tests.reference.model.dense_run import CPU, models, noise
 
@@ -191,10 +191,3 @@ def test_truth_of_float64_is_the_subject_and_control_is_within_rounding(text: st
     assert all(torch.equal(value, true[name]) for name, value in found.items())
     assert 0 < epsilons(other, true, "float64", "param/") < 400
     assert 0 < epsilons(other, true, "float64", "grad/") < 400
-
-
-def test_gradients_of_activations_are_scaled_in_training_and_alone() -> None:
-    """What-ifs and kinks are passes of their own: without the scale they would differ by it."""
-    case = Case.parse(CASES["gpt"]).but(dtype="float16", master="float32", scaler="static", loss_scale=8.0)
-    alone, trained = true_activations(case, CPU), truth(case, CPU)
-    assert all(torch.equal(trained[name], alone[name]) for name in alone)

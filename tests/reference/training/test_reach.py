@@ -12,11 +12,10 @@ from shardproof.reference.errors import CaseError
 from shardproof.reference.model import layers
 from shardproof.reference.model.decoder import PLAIN
 from shardproof.reference.model.parameters import weights
-from shardproof.reference.training.kinks import refuse_decisive
-from shardproof.reference.training.reach import Reach
+from shardproof.reference.training.control import refuse_decisive
+from shardproof.reference.training.reach import Reach, with_terms
 from shardproof.reference.training.scaling import LossScale
-from shardproof.reference.training.subject import truth
-from shardproof.reference.training.terms import with_terms
+from shardproof.reference.training.truth import truth
 
 SIZES = "layers=1 heads=4 kv_heads=2 hidden=16 ffn=20 vocab=48 seq=8 batch=2 micro=2 dtype=float16 master=float32"
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardproof.reference.case import Case
-from shardproof.reference.language.modes import MODES
+from shardproof.reference.language.core import MODES
 
 if TYPE_CHECKING:
     import torch
@@ -87,38 +87,38 @@ class DenseModel:
 
     def alike(self, case: Case) -> Case:
         """The case that stands for all that are one case to the dense model."""
-        from shardproof.reference.model.dense_case import dense_case
+        from shardproof.reference.training.dense_case import dense_case
 
         return dense_case(case)
 
     def given_kinds(self, case: Case) -> tuple[str, ...]:
         """The kinds of names of an outcome that the dense model cannot know and takes as given=mapping."""
-        from shardproof.reference.training.given import kinds
+        from shardproof.reference.training.dense_case import kinds
 
         return kinds(case)
 
     def self_contained(self, case: Case) -> Case:
         """A case with equal names whose dense model needs nothing given."""
-        from shardproof.reference.training.given import known
+        from shardproof.reference.training.dense_case import known
 
         return known(case)
 
     def initial(self, case: Case, device: "torch.device", **words: Any) -> Outcome:
         """The value of every parameter before the first step, to be read only."""
-        from shardproof.reference.model.given import takes_given
         from shardproof.reference.model.parameters import weights
+        from shardproof.reference.model.randomness import takes_given
 
         return takes_given(weights)(case, device, **words)
 
     def initial_deviations(self, case: Case) -> Mapping[str, float]:
         """The standard deviation of initial values by parameter."""
-        from shardproof.reference.training.given import deviations
+        from shardproof.reference.training.dense_case import deviations
 
         return deviations(case)
 
     def truth(self, case: Case, device: "torch.device", **words: Any) -> Outcome:
         """The outcome in float64, and the activations; `states`: where every step begins."""
-        from shardproof.reference.training.subject import truth
+        from shardproof.reference.training.truth import truth
 
         return truth(case, device, **words)
 
@@ -130,7 +130,7 @@ class DenseModel:
 
     def kinks(self, case: Case, device: "torch.device", **words: Any) -> Outcome:
         """How far the outcome moves where rounding decides the side of a relu's kink; `side` is 1 or -1."""
-        from shardproof.reference.training.kinks import kinks
+        from shardproof.reference.training.control import kinks
 
         return kinks(case, device, **words)
 
@@ -142,7 +142,7 @@ class DenseModel:
 
     def shares(self, case: Case, device: "torch.device", **words: Any) -> Outcome:
         """Step 0 taken apart by data rank and micro-batch."""
-        from shardproof.reference.training.shares import shares
+        from shardproof.reference.training.truth import shares
 
         return shares(case, device, **words)
 

@@ -1,10 +1,13 @@
-"""The dense subject: the case on one rank, without torch.distributed, and the truth that every subject is held against.
+"""The truth that every subject is held against: dense training on one rank, without torch.distributed.
 
 The truth of a low-precision case is computed in float64 from the weights rounded to the case's dtype. So a subject is
 charged for its arithmetic only, never for the rounding of its inputs.
 
 Where the loss grows without bound there is nothing to compare an implementation with, so the request is refused. The
 refusal names the step in which the dense model diverges and a learning rate with which it was seen not to.
+
+Shares of every micro-batch in a gradient are for a diagnosis: a wrong gradient that is a sum of these shares with other
+weights shows which micro-batches or data ranks it counts wrongly. All arithmetic is in float64.
 """
 
 import math
@@ -13,13 +16,16 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from shardproof.reference import losses as loss
 from shardproof.reference.case import Case
 from shardproof.reference.data.batches import micro_batch
 from shardproof.reference.errors import CaseError
-from shardproof.reference.model.given import takes_given
-from shardproof.reference.model.parameters import weights
-from shardproof.reference.training.given import drawn
-from shardproof.reference.training.kinks import refuse_decisive
+from shardproof.reference.model import decoder
+from shardproof.reference.model.branch import Beside
+from shardproof.reference.model.parameters import full, shapes, weights
+from shardproof.reference.model.randomness import takes_given
+from shardproof.reference.training.control import refuse_decisive
+from shardproof.reference.training.dense_case import drawn
 from shardproof.reference.training.steps import Feed, train
 
 GROWN = 1000.0
@@ -67,9 +73,9 @@ def subject(case: Case, device: torch.device) -> dict[str, Tensor]:
 
 @takes_given
 def truth(case: Case, device: torch.device, *, states: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Outcome and activations (see reference.training.activations), with all arithmetic in float64.
+    """Outcome and activations, with all arithmetic in float64.
 
-    `given`: what it must be given, by name (see reference.training.given).
+    `given`: what it must be given, by name (see reference.training.dense_case).
     `states`: those that an implementation returned, from which every step begins (`reference.training.states`). Without
     them a case whose training leaves what can be judged raises CaseError (`refuse_divergence`).
     """
@@ -81,15 +87,32 @@ def truth(case: Case, device: torch.device, *, states: Mapping[str, Tensor] | No
     return drawn(case) | outcome
 
 
-def activations(case: Case, device: torch.device) -> dict[str, Tensor]:
-    """`act/<module>` and `act_grad/<module>` of the dense model in its dtype (see reference.training.activations)."""
-    from shardproof.reference.training.activations import observe  # noqa: PLC0415
+@takes_given
+def shares(case: Case, device: torch.device) -> dict[str, Tensor]:
+    """Step 0 taken apart.
 
-    return observe(case, weights(case, device))
-
-
-def true_activations(case: Case, device: torch.device) -> dict[str, Tensor]:
-    """Activations with all arithmetic in float64; for float64 cases they are `activations`."""
-    from shardproof.reference.training.activations import observe  # noqa: PLC0415
-
-    return observe(case, {name: weight.to(torch.float64) for name, weight in weights(case, device).items()})
+    grad/<parameter>   [dp, micro, ...]: the gradient of each micro-batch's summed loss over the tokens of the step
+    loss               [dp, micro]: each one's summed loss over the tokens of the step
+    tokens             [dp, micro]: how many tokens each counts
+    start/<parameter>  the full weight before the first step
+    """
+    weights = {name: full(case, name).to(device, torch.float64) for name in shapes(case)}
+    places = [(data_rank, micro) for data_rank in range(case.dp) for micro in range(case.micro)]
+    batches = [micro_batch(case, 0, micro, data_rank, device=device) for data_rank, micro in places]
+    gradients: dict[str, list[Tensor]] = {name: [] for name in weights}
+    tokens, losses = [], []
+    for batch in batches:
+        leaves = {name: weight.requires_grad_() for name, weight in weights.items()}
+        beside = Beside(step=batches)
+        logits = decoder.logits(case, leaves, batch, beside=beside)
+        summed, counted = loss.summed(logits, batch.labels, batch.loss_mask, case.label_smoothing)
+        tokens.append(counted.double())
+        losses.append(summed.detach().double())
+        slopes = torch.autograd.grad(sum(beside.losses, summed), list(leaves.values()))
+        for name, gradient in zip(leaves, slopes, strict=True):
+            gradients[name].append(gradient)
+    total, grid = torch.stack(tokens).sum(), (case.dp, case.micro)
+    parted = {f"grad/{name}": (torch.stack(g) / total).unflatten(0, grid) for name, g in gradients.items()}
+    start = {f"start/{name}": weight.detach() for name, weight in weights.items()}
+    counts = {"tokens": torch.stack(tokens), "loss": torch.stack(losses) / total}
+    return parted | start | {name: count.unflatten(0, grid) for name, count in counts.items()}
