@@ -1,6 +1,6 @@
 """The closed forms, from formulas alone: counts of whole models, measured bytes of gpt3-857m, laws between cases.
 
-The mode autotp, and Megatron's own counts and calls concat ours.
+The mode autotp, and Megatron's own counts and calls beside ours.
 
 Sources: modes.md 4.3 (counts), 8.2 and section 5 (bytes that Megatron-LM was measured to send).
 """

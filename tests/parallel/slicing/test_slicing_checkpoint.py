@@ -130,7 +130,7 @@ CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "codegen": ("codegen", "CodeGenBlock", {"n_inner": 40, "rotary_dim": 2}),
     "bigcode": ("gpt_bigcode", "GPTBigCodeBlock", {"n_inner": 40, "n_positions": 11}),
 }
-"""Family -> its type at Hugging Face, the class of its layer, and words of a small configuration concat its sizes."""
+"""Family -> its type at Hugging Face, the class of its layer, and words of a small configuration beside its sizes."""
 
 
 @pytest.mark.peers

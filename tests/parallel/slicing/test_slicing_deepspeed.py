@@ -86,7 +86,7 @@ def test_sizes() -> None:
 
 
 def fused(name: str, heads: Heads, ranks: int, whole: Tensor, **words: int) -> list[Tensor]:
-    """A fused weight of a layer on every rank; `words` are those of the meta concat the sizes of all layers."""
+    """A fused weight of a layer on every rank; `words` are those of the meta beside the sizes of all layers."""
     meta = deepspeed().meta(num_attention_heads=heads.query, n_embd=heads.query * heads.size, **words)
     return [deepspeed().fused(Named(name), whole, ranks, rank, meta) for rank in range(ranks)]
 
