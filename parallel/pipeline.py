@@ -29,17 +29,20 @@ from torch import Tensor
 from shardproof.parallel.communication.expectation import ACTIVATION, STAGES, CallRow
 from shardproof.parallel.communication.layout import Cut, Placement
 from shardproof.parallel.model.strategy import Rank, Scheduled, Step, Strategy
-from shardproof.parallel.schedules.pipeline import (
+from shardproof.parallel.schedules import (
+    TABLE,
     Action,
     Kind,
     Program,
+    Stage,
     bubble_stated,
     groups_between,
+    held_by_rank,
     peer,
+    pipeline_of,
     program,
     programs,
 )
-from shardproof.parallel.schedules.stages import TABLE, Stage, held_by_rank, pipeline_of
 from shardproof.parallel.training import MicroBatches, sum_gradients
 from shardproof.reference.case import Case
 from shardproof.reference.model.parameters import dtype_of

@@ -52,7 +52,7 @@ from shardproof.parallel.layers.loss import IGNORED, LOSS, Terms, counted
 from shardproof.parallel.layers.recompute import computed_later_again
 from shardproof.parallel.model.strategy import MakesLayer, Parts, Rank, Scheduled, Step, Strategy
 from shardproof.parallel.model.transformer import Transformer
-from shardproof.parallel.schedules.stages import stages
+from shardproof.parallel.schedules import stages
 from shardproof.reference.case import Case
 from shardproof.reference.data.batches import micro_batch
 from shardproof.reference.model.parameters import dtype_of

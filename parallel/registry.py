@@ -16,8 +16,7 @@ from typing import Any
 
 from shardproof.parallel.checkpoints.saving import SAVING
 from shardproof.parallel.communication.expectation import CallRow
-from shardproof.parallel.data_parallel.bucket_calls import bucket_rows
-from shardproof.parallel.data_parallel.calls import step_rows
+from shardproof.parallel.data_parallel.calls import bucket_rows, step_rows
 from shardproof.parallel.layers.loss import metric_rows
 from shardproof.parallel.model.strategy import Strategy
 from shardproof.reference.case import Case

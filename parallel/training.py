@@ -32,14 +32,12 @@ from shardproof.parallel.layers.loss import Metric, counted
 from shardproof.parallel.model.loss_scale import LossScaling
 from shardproof.parallel.model.strategy import Rank, Scheduled, Step, Strategy, Value
 from shardproof.parallel.model.transformer import Transformer
-from shardproof.parallel.randomness.dropout import SHARES, Dropout
-from shardproof.parallel.randomness.initial import initial, streams_of
-from shardproof.parallel.randomness.numbers import goes_on
-from shardproof.parallel.schedules.stages import TABLE, held_at
+from shardproof.parallel.randomness import SHARES, Dropout, goes_on, initial, streams_of
+from shardproof.parallel.schedules import TABLE, held_at
 from shardproof.reference.case import Case
 from shardproof.reference.language.core import MODES
 from shardproof.reference.model.parameters import dtype_of
-from shardproof.reference.training.states import after
+from shardproof.reference.training.steps import after
 
 
 def sum_gradients(gradients: Iterable[Tensor], axis: Axis) -> None:

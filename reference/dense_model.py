@@ -87,19 +87,19 @@ class DenseModel:
 
     def alike(self, case: Case) -> Case:
         """The case that stands for all that are one case to the dense model."""
-        from shardproof.reference.training.dense_case import dense_case
+        from shardproof.reference.training.truth import dense_case
 
         return dense_case(case)
 
     def given_kinds(self, case: Case) -> tuple[str, ...]:
         """The kinds of names of an outcome that the dense model cannot know and takes as given=mapping."""
-        from shardproof.reference.training.dense_case import kinds
+        from shardproof.reference.training.truth import kinds
 
         return kinds(case)
 
     def self_contained(self, case: Case) -> Case:
         """A case with equal names whose dense model needs nothing given."""
-        from shardproof.reference.training.dense_case import known
+        from shardproof.reference.training.truth import known
 
         return known(case)
 
@@ -112,7 +112,7 @@ class DenseModel:
 
     def initial_deviations(self, case: Case) -> Mapping[str, float]:
         """The standard deviation of initial values by parameter."""
-        from shardproof.reference.training.dense_case import deviations
+        from shardproof.reference.training.truth import deviations
 
         return deviations(case)
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from shardproof.parallel.checkpoints.state import (
+from shardproof.parallel.checkpoints.folder import (
     MOMENTS,
     RANKS,
     SCALE,
@@ -43,7 +43,7 @@ from shardproof.reference.checkpoints.stored import stored as reference_stored
 from shardproof.reference.checkpoints.torch_format import read_tensors
 from shardproof.reference.errors import CaseError
 from shardproof.reference.model.parameters import shapes
-from shardproof.reference.training.states import kept
+from shardproof.reference.training.steps import kept
 
 if TYPE_CHECKING:
     from shardproof.parallel.checkpoints.folder import Stored, Weights

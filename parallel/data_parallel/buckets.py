@@ -42,7 +42,7 @@ from shardproof.parallel.data_parallel.calls import gradient_dtype, trained_dtyp
 from shardproof.parallel.layers.linear import set_holder
 from shardproof.parallel.layers.roles import is_column, is_row
 from shardproof.parallel.model.strategy import Rank
-from shardproof.parallel.schedules.stages import TABLE, Stage
+from shardproof.parallel.schedules import TABLE, Stage
 from shardproof.reference.case import Case
 
 ALIGNMENT = 64

@@ -45,7 +45,7 @@ from shardproof.parallel.communication.mesh import Axis
 from shardproof.parallel.data_parallel.calls import REPLICAS, gradient_dtype, shard_axis, trained_dtype
 from shardproof.parallel.model.strategy import Rank
 from shardproof.parallel.model.transformer import Transformer
-from shardproof.parallel.schedules.stages import in_backward, lies_in, modules_again
+from shardproof.parallel.schedules import in_backward, lies_in, modules_again
 from shardproof.reference.case import Case
 from shardproof.reference.model.parameters import dtype_of
 

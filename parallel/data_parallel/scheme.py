@@ -30,7 +30,7 @@ from shardproof.parallel.data_parallel.calls import REPLICAS, shard_axis
 from shardproof.parallel.data_parallel.fsdp import Shards
 from shardproof.parallel.model.loss_scale import LossScaling
 from shardproof.parallel.model.strategy import Rank, Step, Strategy
-from shardproof.parallel.schedules.stages import TABLE, held_by_rank
+from shardproof.parallel.schedules import TABLE, held_by_rank
 from shardproof.reference.case import Case
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -1,7 +1,7 @@
 """How many rows every rank sends to every expert in a micro-batch, from integers, and the calls that follow.
 
 No rank's own choice is used. Where `routing=` is a function the map is that. Where a router chooses it is the dense
-model's (`reference.training.dense_case`), which the check `routing` holds against the ranks'. A rank routes the tokens
+model's (`reference.training.truth`), which the check `routing` holds against the ranks'. A rank routes the tokens
 that it holds: its slices of the rows (cp), and of these an equal part in a row (tp).
 
 Payloads of the calls differ by rank, for they follow the choices. `sent` and `received` are the rows of one rank,
@@ -21,10 +21,10 @@ from torch import Tensor
 from shardproof.parallel.communication.expectation import ACTIVATION, CallPlace, CallRow, in_modules
 from shardproof.parallel.communication.layout import Coordinates
 from shardproof.parallel.communication.mesh import coordinates
-from shardproof.parallel.schedules.stages import Stage, held_at, stages
+from shardproof.parallel.schedules import Stage, held_at, stages
 from shardproof.reference.case import Case
 from shardproof.reference.data.routing import first_token, forced, period
-from shardproof.reference.training.dense_case import chosen_by_the_dense_model
+from shardproof.reference.training.truth import chosen_by_the_dense_model
 
 
 def places_of(case: Case, at: Coordinates) -> Tensor:

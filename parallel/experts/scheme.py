@@ -35,8 +35,8 @@ from shardproof.parallel.experts.counts import rows_of_experts
 from shardproof.parallel.layers.block import Mlp, wide
 from shardproof.parallel.layers.roles import mlp_linears
 from shardproof.parallel.model.strategy import Parts, Rank, Step, Strategy, Value
-from shardproof.parallel.randomness.dropout import Dropout
-from shardproof.parallel.schedules.stages import held_by_rank
+from shardproof.parallel.randomness import Dropout
+from shardproof.parallel.schedules import held_by_rank
 from shardproof.parallel.training import norm, sum_gradients
 from shardproof.reference.case import Case
 from shardproof.reference.model.parameters import dtype_of

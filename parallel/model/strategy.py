@@ -19,8 +19,8 @@ from shardproof.parallel.communication.mesh import Axis, Mesh
 from shardproof.parallel.layers.attention import Exchange, MaskedCore, core_attention, direct
 from shardproof.parallel.layers.loss import Metric, Terms
 from shardproof.parallel.model.loss_scale import LossScaling
-from shardproof.parallel.randomness.dropout import Dropout
-from shardproof.parallel.schedules.stages import Stage
+from shardproof.parallel.randomness import Dropout
+from shardproof.parallel.schedules import Stage
 from shardproof.reference.case import Case
 
 MakesLayer = Callable[[str], nn.Module]

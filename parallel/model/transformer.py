@@ -17,8 +17,8 @@ from shardproof.parallel.layers.block import Mlp, Norm
 from shardproof.parallel.layers.recompute import computed_later_again
 from shardproof.parallel.layers.roles import attention_linears, head_norms, mlp_linears
 from shardproof.parallel.model.strategy import Parts, Strategy
-from shardproof.parallel.randomness.dropout import Draw, Dropout
-from shardproof.parallel.schedules.stages import Stage, units
+from shardproof.parallel.randomness import Draw, Dropout
+from shardproof.parallel.schedules import Stage, units
 from shardproof.reference.case import Case
 from shardproof.reference.model.parameters import dtype_of
 

@@ -37,7 +37,7 @@ from shardproof.parallel.layers.prefetch import Gathers, PrefetchPlan
 from shardproof.parallel.layers.roles import ATTENTION, is_column, is_row, linears
 from shardproof.parallel.layers.weight_parallel import WeightEmbedding, WeightHead, WeightLinear
 from shardproof.parallel.model.strategy import Parts, Strategy
-from shardproof.parallel.schedules.stages import computed_again, held_at, stages
+from shardproof.parallel.schedules import computed_again, held_at, stages
 from shardproof.reference.case import Case
 from shardproof.reference.model.parameters import Shape, dtype_of, shapes
 

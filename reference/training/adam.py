@@ -38,7 +38,7 @@ def slack(
 ) -> dict[str, Tensor]:
     """By name, `param_after/<step>/<param>` and `param/<param>`: how far every element may be off; {} for sgd.
 
-    `states`: where the steps of `truth` and `controls` began (see reference.training.states); moments say
+    `states`: where the steps of `truth` and `controls` began (see reference.training.steps); moments say
     which gradients went into them. Steps that are skipped have none, and Adam does not count them.
     """
     first, found = next(iter(shapes(case))), {}

@@ -42,8 +42,8 @@ def control(
 ) -> dict[str, Tensor]:
     """The outcome of dense training and its activations, in the case's dtype, with the sums in another order.
 
-    `parts`: of how many (see reordered). `states`: those from which every step begins (reference.training.states).
-    `given`: see reference.training.dense_case.
+    `parts`: of how many (see reordered). `states`: those from which every step begins (reference.training.steps).
+    `given`: see reference.training.truth.
     """
     other = reordered(case, parts)
     return train(case, LastRead(case, device), arithmetic=other, last_first=True, states=states, observed=True)
@@ -231,8 +231,8 @@ def kinks(
 ) -> dict[str, Tensor]:
     """By how much every float of the outcome and of the activations changes when the kink moves to this side (1, -1).
 
-    `states`: those from which every step begins (see reference.training.states). `given`: see
-    reference.training.dense_case. Empty without a relu, and in float64.
+    `states`: those from which every step begins (see reference.training.steps). `given`: see
+    reference.training.truth. Empty without a relu, and in float64.
     """
     if case.activation != "relu" or case.dtype == "float64":
         return {}

@@ -8,9 +8,22 @@ Activations are every module's output in micro-batch 0 of step 0, on all data ra
 `act_grad/<module>` the gradient in it of its micro-batch's SUMMED loss. The loss is over counted tokens, not yet
 divided; times the first step's loss scale. Both are [dp*batch, seq, width], packed [dp, batch*seq, width]; outputs per
 head are flattened to one width.
+
+The state after each step has these names: parameters, and what the optimizer keeps of past gradients.
+
+    param_after/<step>/<param>        every step but the last, whose parameters are `param/<param>`
+    exp_avg_after/<step>/<param>      adamw: the mean of gradients
+    exp_avg_sq_after/<step>/<param>   adamw: the mean of their squares
+    saved/<name>                      save=: what the checkpoint holds as param/<param> and as the last moments
+    saved/steps                       save=: all steps that were run by then, those before `load=` among them
+    saved/step_after/<step>/<param>   save=, adamw: the steps that changed the parameter, as torch counts them
+
+From the state that an implementation returns, the dense model takes the next step by itself. So only the rounding of
+one step is compared: training amplifies none of it, however many steps there are. Shapes are the parameters'.
 """
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -20,14 +33,95 @@ from torch import Tensor
 
 from shardproof.reference import losses as loss
 from shardproof.reference.case import Case
+from shardproof.reference.checkpoints.stored import steps_before, stored
 from shardproof.reference.data.batches import Batch, micro_batch
 from shardproof.reference.losses import MetricTotals, metric_outcome, metric_totals, wide
 from shardproof.reference.model import decoder, layers
 from shardproof.reference.model.branch import Beside, updated_values, values_of
 from shardproof.reference.model.decoder import PLAIN, Arithmetic
+from shardproof.reference.model.parameters import shapes
 from shardproof.reference.training.reach import Reach, with_terms
 from shardproof.reference.training.scaling import LossScale
-from shardproof.reference.training.states import after, begin, load, saved
+
+LARGEST_STATES = 2**25
+"""Elements of all full states of a run above which an outcome leaves them out."""
+_MOMENTS: Mapping[str, tuple[str, ...]] = {"sgd": (), "adamw": ("exp_avg", "exp_avg_sq")}
+
+
+def kept(case: Case) -> bool:
+    """Whether an outcome holds the states: not those of a run on large models or of many steps."""
+    elements = sum(map(math.prod, shapes(case).values()))
+    return case.steps * (1 + len(_MOMENTS[case.optimizer])) * elements <= LARGEST_STATES
+
+
+def after(
+    case: Case,
+    step: int,
+    parameters: Mapping[str, Tensor],
+    stepper: torch.optim.Optimizer,
+    *,
+    updated: Mapping[str, Tensor] | None = None,
+) -> Iterator[tuple[str, str, Tensor]]:
+    """(name in the outcome, parameter, a copy of the tensor) of everything that this step left.
+
+    `updated` are the tensors that the optimizer steps, by the parameters' names, where they are others than these.
+    """
+    if not kept(case):
+        return
+    for name, parameter in parameters.items():
+        if step < case.steps - 1:
+            yield f"param_after/{step}/{name}", name, parameter.detach().clone()
+        moments = stepper.state.get((updated or parameters)[name], {})
+        for moment in _MOMENTS[case.optimizer]:
+            if moment in moments:  # an optimizer that took no step has none
+                yield f"{moment}_after/{step}/{name}", name, moments[moment].clone()
+
+
+def saved(
+    case: Case, outcome: Mapping[str, Tensor], parameters: Mapping[str, Tensor], stepper: torch.optim.Optimizer
+) -> dict[str, Tensor]:
+    """Content of the checkpoint that the case saves, as "saved/<name>" of an outcome; nothing without `save=`.
+
+    Counts of the optimizer's steps are included.
+    """
+    if not case.save:
+        return {}
+    last = ("param/", *(f"{moment}_after/{case.steps - 1}/" for moment in _MOMENTS[case.optimizer]))
+    found = {f"saved/{name}": outcome[name] for kind in last for name in outcome if name.startswith(kind)}
+    for name, parameter in parameters.items():
+        if "step" in stepper.state.get(parameter, {}):
+            found[f"saved/step_after/{case.steps - 1}/{name}"] = stepper.state[parameter]["step"].clone()
+    return found | {"saved/steps": torch.tensor(steps_before(case) + case.steps)}
+
+
+def begin(case: Case, parameters: Mapping[str, Tensor], stepper: torch.optim.Optimizer) -> None:
+    """Put the checkpoint that the case loads, if any, into parameters and optimizer."""
+    found = stored(case) if case.load else {}
+    with torch.no_grad():
+        for name, parameter in parameters.items() if found else ():
+            parameter.copy_(found[f"model.{name}"])
+            state = {key: found.get(f"optimizer.state.{name}.{key}") for key in _MOMENTS[case.optimizer]}
+            if state and None not in state.values():  # none where every step was skipped
+                state = {key: tensor.to(parameter, copy=True) for key, tensor in state.items() if tensor is not None}
+                stepper.state[parameter] = {"step": found[f"optimizer.state.{name}.step"].clone(), **state}
+
+
+def load(
+    case: Case,
+    step: int,
+    parameters: Mapping[str, Tensor],
+    stepper: torch.optim.Optimizer,
+    states: Mapping[str, Tensor],
+) -> None:
+    """Put the state after this step, from `states` under the names above, into parameters and optimizer."""
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(states[f"param_after/{step}/{name}"])
+            moments = stepper.state.get(parameter, {})
+            for moment in _MOMENTS[case.optimizer]:
+                if moment in moments and f"{moment}_after/{step}/{name}" in states:  # none before a step that is taken
+                    moments[moment].copy_(states[f"{moment}_after/{step}/{name}"])
+
 
 LARGEST_LOGITS = 2**24
 """Elements of the full logits of one step above which an outcome leaves them out."""
@@ -74,7 +168,7 @@ def train(
     """The outcome of training these full weights on their device and in their dtype, or in the one given.
 
     `last_first` adds the micro-batches' gradients in reversed order. `states` are the states after all steps but the
-    last (`reference.training.states`). Every step then begins at the given state before it and not at the model's own.
+    last (`reference.training.steps`). Every step then begins at the given state before it and not at the model's own.
     `observed` adds the activations. The given weights are left as they are.
     """
     parameters = {

@@ -40,7 +40,7 @@ from shardproof.harness.subject import named
 from shardproof.parallel import training as step_
 from shardproof.parallel.subject import subject
 from shardproof.reference.case import Case
-from shardproof.reference.training.states import kept
+from shardproof.reference.training.steps import kept
 from tests.harness.proofs import contradicted, proved, ran, told, verdict_of
 
 WHEN = 2

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
 
-from shardproof.parallel.schedules.pipeline import Action, Kind, Pipeline, Program, counterpart, order, peer
+from shardproof.parallel.schedules import Action, Kind, Pipeline, Program, counterpart, order, peer
 
 COMPUTED = (Kind.F, Kind.B)
 """All other kinds are messages."""

@@ -6,7 +6,7 @@ from itertools import product
 
 from hypothesis import strategies as st
 
-from shardproof.parallel.schedules.pipeline import SCHEDULES, Kind, Pipeline, Program, bubble_stated, groups_between
+from shardproof.parallel.schedules import SCHEDULES, Kind, Pipeline, Program, bubble_stated, groups_between
 from tests.parallel.schedules.laws import (
     COMPUTED,
     Sends,

@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 from hypothesis import given
 
-from shardproof.parallel.schedules.pipeline import SCHEDULES, Kind, Pipeline, bubble_stated, programs
+from shardproof.parallel.schedules import SCHEDULES, Kind, Pipeline, bubble_stated, programs
 from tests import ROOT
 from tests.parallel.schedules.laws import Sends, bubble, check_legal, orders, timeline
 from tests.parallel.schedules.shapes import broken, every, larger
@@ -56,5 +56,5 @@ def test_the_picture_of_the_docs_is_the_timeline() -> None:
 
 
 def test_schedules_need_no_torch() -> None:
-    code = "import sys, shardproof.parallel.schedules.pipeline; print('torch' in sys.modules)"
+    code = "import sys, shardproof.parallel.schedules; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"False\n"

@@ -12,9 +12,8 @@ from shardproof.reference.case import Case, CaseError
 from shardproof.reference.case.presets import PRESETS
 from shardproof.reference.case.variants import VARIANTS, lack
 from shardproof.reference.language.core import MODES, mlp_width
-from shardproof.reference.training import dense_case as module
-from shardproof.reference.training.dense_case import SPLIT, dense_case
-from shardproof.reference.training.truth import truth
+from shardproof.reference.training import truth as module
+from shardproof.reference.training.truth import SPLIT, dense_case, truth
 from shardproof.suites.drawing.strategies import cases
 
 

@@ -10,8 +10,16 @@ from shardproof.harness.checking.evidence import FAIL, PASS
 from shardproof.harness.checking.state_checks import initial_values
 from shardproof.harness.shard import Shard
 from shardproof.parallel.communication.layout import Cut, Placement
-from shardproof.parallel.randomness.initial import initial, streams_of
-from shardproof.parallel.randomness.numbers import CONTEXT_STRIDE, EXPERT, MODEL_PARALLEL, Streams, philox, seeds
+from shardproof.parallel.randomness import (
+    CONTEXT_STRIDE,
+    EXPERT,
+    MODEL_PARALLEL,
+    Streams,
+    initial,
+    philox,
+    seeds,
+    streams_of,
+)
 from shardproof.reference.case import Case
 from shardproof.reference.model.parameters import drawn as drawn_of
 from shardproof.reference.model.randomness import philox4x32

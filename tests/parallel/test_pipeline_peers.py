@@ -16,7 +16,7 @@ from shardproof.parallel.communication.mesh import axis_rank
 from shardproof.parallel.model.strategy import Rank, Scheduled, Step
 from shardproof.parallel.pipeline import message_shape
 from shardproof.parallel.registry import strategy_of
-from shardproof.parallel.schedules.stages import stages
+from shardproof.parallel.schedules import stages
 from shardproof.parallel.subject import subject
 from shardproof.parallel.training import MicroBatches
 from shardproof.reference.case import Case
