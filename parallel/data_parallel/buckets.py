@@ -36,19 +36,31 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor
 
+from shardproof.parallel.communication import expectation
 from shardproof.parallel.communication.collectives import Pending, all_gather, start_all_reduce, start_reduce_scatter
 from shardproof.parallel.communication.layout import Cut, Placement
-from shardproof.parallel.data_parallel.calls import gradient_dtype, trained_dtype
 from shardproof.parallel.layers.linear import set_holder
 from shardproof.parallel.layers.roles import is_column, is_row
 from shardproof.parallel.model.strategy import Rank
 from shardproof.parallel.schedules import TABLE, Stage
 from shardproof.reference.case import Case
+from shardproof.reference.model.parameters import dtype_of
 
 ALIGNMENT = 64
 """Elements to a multiple of which a parameter's start is padded, where buckets are sharded."""
 DIVISOR = 128
 """A sharded bucket's size is a multiple of this and of its ranks."""
+
+
+def gradient_dtype(case: Case) -> torch.dtype:
+    """The dtype in which gradients are added up and summed over ranks."""
+    dtype: torch.dtype = getattr(torch, expectation.gradient_dtype(case))
+    return dtype
+
+
+def trained_dtype(case: Case) -> torch.dtype:
+    """The dtype of what the optimizer steps."""
+    return torch.float32 if case.master == "float32" else dtype_of(case)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,14 +23,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
-
-from shardproof.parallel.communication import expectation
 from shardproof.parallel.communication.expectation import MICRO_BATCHES, ONCE_A_STEP, CallPlace, CallRow, Places
 from shardproof.parallel.communication.layout import Coordinates, Cut, Placement, local_shape
 from shardproof.parallel.communication.mesh import axis_size, coordinates
 from shardproof.parallel.data_parallel.buckets import Bucket, stage_buckets, taken_over
-from shardproof.parallel.data_parallel.fsdp import units_of
+from shardproof.parallel.data_parallel.fsdp import REPLICAS, shard_axis, units_of
 from shardproof.parallel.layers.roles import column_linears
 from shardproof.parallel.model.strategy import Strategy
 from shardproof.parallel.schedules import (
@@ -47,16 +44,9 @@ from shardproof.parallel.schedules import (
 )
 from shardproof.reference.case import Case
 from shardproof.reference.language.core import MODES
-from shardproof.reference.model.parameters import dtype_of, shapes
+from shardproof.reference.model.parameters import shapes
 
 Placements = Mapping[str, Placement]
-REPLICAS = "replica"
-"""The mesh axis over which shards are replicated."""
-
-
-def shard_axis(case: Case, name: str = "") -> str:
-    """The data axis of a parameter (of dense ones without a name); with `shard=` the ranks of one copy alone."""
-    return "shard" if case.shard else case.data_axis_of(name)
 
 
 def summed_over(strategy: Strategy, case: Case, name: str, place: Placement) -> tuple[str, ...]:
@@ -134,17 +124,6 @@ def _by_rank(strategy: Strategy, places: Placements, axis: str, case: Case) -> I
             for tp, size in enumerate(sizes if len(set(sizes)) > 1 else sizes[:1]):
                 at = {**own[0].at, "tp": tp} if len(set(sizes)) > 1 else own[0].at
                 yield CallPlace(at=at, values={"gradients": size})
-
-
-def gradient_dtype(case: Case) -> torch.dtype:
-    """The dtype in which gradients are added up and summed over ranks."""
-    dtype: torch.dtype = getattr(torch, expectation.gradient_dtype(case))
-    return dtype
-
-
-def trained_dtype(case: Case) -> torch.dtype:
-    """The dtype of what the optimizer steps."""
-    return torch.float32 if case.master == "float32" else dtype_of(case)
 
 
 def bucket_rows(strategy: Strategy, case: Case) -> tuple[CallRow, ...]:

@@ -42,14 +42,21 @@ from torch import Tensor, nn
 from shardproof.parallel.communication.collectives import Pending, all_reduce, reduce_scatter, start_all_gather
 from shardproof.parallel.communication.layout import Cut, Placement, shard
 from shardproof.parallel.communication.mesh import Axis
-from shardproof.parallel.data_parallel.calls import REPLICAS, gradient_dtype, shard_axis, trained_dtype
+from shardproof.parallel.data_parallel.buckets import gradient_dtype, trained_dtype
 from shardproof.parallel.model.strategy import Rank
 from shardproof.parallel.model.transformer import Transformer
 from shardproof.parallel.schedules import in_backward, lies_in, modules_again
 from shardproof.reference.case import Case
 from shardproof.reference.model.parameters import dtype_of
 
+REPLICAS = "replica"
+"""The mesh axis over which shards are replicated."""
 Shape = tuple[int, ...]
+
+
+def shard_axis(case: Case, name: str = "") -> str:
+    """The data axis of a parameter (of dense ones without a name); with `shard=` the ranks of one copy alone."""
+    return "shard" if case.shard else case.data_axis_of(name)
 
 
 def padded_rows(rows: int, ranks: int) -> int:

@@ -26,8 +26,7 @@ from shardproof.parallel.communication.collectives import all_gather
 from shardproof.parallel.communication.expectation import CallPlace, CallRow
 from shardproof.parallel.communication.mesh import axis_size
 from shardproof.parallel.data_parallel.buckets import Buckets, BucketsByAxis
-from shardproof.parallel.data_parallel.calls import REPLICAS, shard_axis
-from shardproof.parallel.data_parallel.fsdp import Shards
+from shardproof.parallel.data_parallel.fsdp import REPLICAS, Shards, shard_axis
 from shardproof.parallel.model.loss_scale import LossScaling
 from shardproof.parallel.model.strategy import Rank, Step, Strategy
 from shardproof.parallel.schedules import TABLE, held_by_rank
