@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from shardproof.reference.case import Case
 from shardproof.reference.case.default_cases import FILE, NUMBERS, RANKS, line_of, lines, paired_domains
-from shardproof.reference.case.domains import Problem, Words, problem_of, repaired, words_of
+from shardproof.reference.case.domains import Problem, Words, problem_of, repair_words, words_of
 
 Matrix = NDArray[np.bool_]
 """Of two levels each: whether a case holds both, or whether that is wanted."""
@@ -160,7 +160,7 @@ class Search:
 
     def changed(self, words: Words, fixed: Words) -> Words | None:
         """The case with these words that the rules propose, None without one."""
-        found = repaired(words, fixed, self.values, _problem)
+        found = repair_words(words, fixed, self.values, _problem)
         if not found:
             return None
         loses = found["dtype"] == "bfloat16" and found["master"] == "none"

@@ -108,13 +108,13 @@ class StageRun(MicroBatches):
         for message, other in zip(messages, peers, strict=True):
             axis = BACK if BACK in axes and message.kind in _BACK else "pp"
             received = message.kind in _RECEIVED
-            tensor = self._received(message) if received else self._sent(message)
+            tensor = self._receive_buffer(message) if received else self._tensor_to_send(message)
             operation = dist.P2POp(dist.irecv if received else dist.isend, tensor, other, axes[axis].group)
             batches.setdefault(axis, []).append(operation)
         for work in [work for batch in batches.values() for work in dist.batch_isend_irecv(batch)]:
             work.wait()
 
-    def _received(self, message: Action) -> Tensor:
+    def _receive_buffer(self, message: Action) -> Tensor:
         """An empty tensor for what comes, kept for the computation that needs it."""
         rank, forward = self.rank, message.kind is Kind.RECV_FORWARD
         shape = message_shape(rank.case, sequence_dim=rank.strategy.sequence_dim)
@@ -122,7 +122,7 @@ class StageRun(MicroBatches):
         (self.inputs if forward else self._gradients)[message.micro, message.stage] = tensor
         return tensor.detach()
 
-    def _sent(self, message: Action) -> Tensor:
+    def _tensor_to_send(self, message: Action) -> Tensor:
         """The output of a forward, or the gradient of a backward's input."""
         key = message.micro, message.stage
         if message.kind is Kind.SEND_FORWARD:
@@ -132,7 +132,7 @@ class StageRun(MicroBatches):
         return gradient.contiguous()
 
 
-def applied(strategy: Strategy, case: Case) -> Strategy:
+def apply(strategy: Strategy, case: Case) -> Strategy:
     """The strategy on the stages of this case's pipeline; itself on one stage."""
     if not case.pipeline_axes:
         return strategy

@@ -67,7 +67,7 @@ from shardproof.parallel.schedules import held_at
 from shardproof.reference.case import Case
 from shardproof.reference.checkpoints.stored import steps_before
 from shardproof.reference.language.core import MODES
-from shardproof.reference.model.parameters import drawn
+from shardproof.reference.model.parameters import drawn_weight
 
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
@@ -104,7 +104,7 @@ def indices(place: Placement, at: Coordinates) -> list[Tensor]:
     return found
 
 
-def kept(
+def keep_mask(
     seed: int, site: str, rate: float, *, step: int, samples: Tensor, elements: Sequence[Tensor], shape: Sequence[int]
 ) -> Tensor:
     """Bool [samples, *elements]: the mask of a site at these coordinates, True where dropout with this rate keeps.
@@ -235,7 +235,7 @@ def streams_of(case: Case, at: Coordinates) -> Streams:
 def initial(case: Case, name: str, place: Placement, at: Coordinates, streams: Streams) -> Tensor:
     """Initial part of a parameter on the rank at these coordinates; padding is 0."""
     if case.init == "whole":
-        return shard(drawn(case, name), place, at)
+        return shard(drawn_weight(case, name), place, at)
     real = shard(torch.ones(place.shape, dtype=torch.float64), place, at)  # 0 where there is padding
     module, _, leaf = name.replace(".experts.down.", ".experts.w2.").rpartition(".")
     if leaf == "bias":
@@ -247,14 +247,14 @@ def initial(case: Case, name: str, place: Placement, at: Coordinates, streams: S
         return standard(case.seed, name, indices(place, at), place.shape) * scale * real
     if not _is_internevo(case):
         stream = MODEL_PARALLEL if "tp" in place.axes else DEFAULT  # of a pipeline's stage each rank holds all
-        return _drawn(streams, stream, local_shape(place, at), scale) * real
+        return _draw_normal(streams, stream, local_shape(place, at), scale) * real
     rank, size = at[_axis(case)]
-    first = _drawn(streams, _FIRST, local_shape(place, {**at, _axis(case): (0, size)}), scale)
-    own = _drawn(streams, _OWN, local_shape(place, at), scale) if rank else first
+    first = _draw_normal(streams, _FIRST, local_shape(place, {**at, _axis(case): (0, size)}), scale)
+    own = _draw_normal(streams, _OWN, local_shape(place, at), scale) if rank else first
     return (own if _axis(case) in place.axes else first) * real
 
 
-def _drawn(streams: Streams, stream: str, shape: tuple[int, ...], scale: float) -> Tensor:
+def _draw_normal(streams: Streams, stream: str, shape: tuple[int, ...], scale: float) -> Tensor:
     with streams.fork(stream) as generator:
         return torch.empty(shape, dtype=torch.float64).normal_(0, scale, generator=generator)
 
@@ -343,7 +343,7 @@ class Dropout:
         if self.device.type == "meta":
             return torch.empty([len(index) for index in held], dtype=torch.bool, device=self.device)
         if self.case.random == "field":
-            mask = kept(
+            mask = keep_mask(
                 self.case.seed,
                 site,
                 rate,

@@ -3,7 +3,7 @@
 Mode and features are found by name, and imported for the first case that has them. A mode of `reference.language.core`
 is the file of `parallel.schemes` with its name, or else one of the table of `parallel.schemes.tensor`. The strategy
 there is called like it: `TP_SP` for mode=tp-sp. A file of `reference.features` is implemented by the module of its
-name, `parallel.NAME`, or `parallel.NAME.scheme` where that is a folder. The module has `applied(strategy, case)`, and
+name, `parallel.NAME`, or `parallel.NAME.scheme` where that is a folder. The module has `apply(strategy, case)`, and
 may have `AFTER`, the features that are applied before it. A feature without such a module changes no strategy, and
 neither does one that a case has no word of.
 """
@@ -39,10 +39,10 @@ def scheme_of(mode: str) -> Strategy:
 
 
 def _module(name: str) -> Any:
-    return module_in(__package__, name, _imported)
+    return module_in(__package__, name, _import_here)
 
 
-def _imported(name: str) -> Any:
+def _import_here(name: str) -> Any:
     """The statement's own function: in a copy with a planted bug it imports of the copy."""
     return __import__(name, fromlist=["*"])
 
@@ -57,19 +57,19 @@ def _features(case: Case) -> Iterator[Applied]:
             elif (HERE / name / "scheme.py").exists():
                 modules[name] = _module(f"{name}.scheme")
     order = TopologicalSorter({name: getattr(module, "AFTER", ()) for name, module in modules.items()})
-    yield from (modules[name].applied for name in order.static_order() if name in modules)
+    yield from (modules[name].apply for name in order.static_order() if name in modules)
 
 
 def strategy_of(case: Case) -> Strategy:
     """Strategy that mode and features of this case decide together."""
-    return _composed(scheme_of(case.mode), case)
+    return _compose(scheme_of(case.mode), case)
 
 
 @lru_cache(maxsize=16)
-def _composed(strategy: Strategy, case: Case) -> Strategy:
+def _compose(strategy: Strategy, case: Case) -> Strategy:
     """Apply the features of a case, once: every tensor needs them."""
-    for applied in _features(case):
-        strategy = applied(strategy, case)
+    for apply in _features(case):
+        strategy = apply(strategy, case)
     return strategy
 
 

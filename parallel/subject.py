@@ -32,7 +32,7 @@ from shardproof.parallel.training import train
 from shardproof.reference.case import Case
 from shardproof.reference.features import FEATURES
 from shardproof.reference.language.core import MODES
-from shardproof.reference.language.words import declared
+from shardproof.reference.language.words import declared_words
 
 if TYPE_CHECKING:
     from shardproof.parallel.pipeline import CasePipeline
@@ -49,11 +49,11 @@ def _with_variant(variant: str) -> Any:
     The closed form stays that of the right mathematics. Ranks that are threads wait for the first of them.
     """
     with _PLANTING:
-        return _planted(variant)
+        return _plant(variant)
 
 
 @cache
-def _planted(variant: str) -> Any:
+def _plant(variant: str) -> Any:
     from shardproof.reference.case.variants import VARIANTS  # noqa: PLC0415  (reads the file of variants)
 
     return planted(changed(variant, VARIANTS[variant].changes))
@@ -92,7 +92,7 @@ class ParallelSubject:
         own = (
             name
             for name, feature in FEATURES.items()
-            if any(getattr(case, word) != field.default for word, field in declared(feature).items())
+            if any(getattr(case, word) != field.default for word, field in declared_words(feature).items())
         )
         return (f"mode={case.mode}", *(name.replace("_", " ") for name in own))
 

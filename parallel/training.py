@@ -28,7 +28,7 @@ from shardproof.parallel.communication.collectives import all_reduce
 from shardproof.parallel.communication.layout import Box, Placement, rows
 from shardproof.parallel.communication.mesh import Axis, Mesh
 from shardproof.parallel.layers.block import wide
-from shardproof.parallel.layers.loss import Metric, counted
+from shardproof.parallel.layers.loss import Metric, token_weights
 from shardproof.parallel.model.loss_scale import LossScaling
 from shardproof.parallel.model.strategy import Rank, Scheduled, Step, Strategy, Value
 from shardproof.parallel.model.transformer import Transformer
@@ -37,7 +37,7 @@ from shardproof.parallel.schedules import TABLE, held_at
 from shardproof.reference.case import Case
 from shardproof.reference.language.core import MODES
 from shardproof.reference.model.parameters import dtype_of
-from shardproof.reference.training.steps import after
+from shardproof.reference.training.steps import states_after
 
 
 def sum_gradients(gradients: Iterable[Tensor], axis: Axis) -> None:
@@ -114,7 +114,7 @@ class MicroBatches:
     def _keeps_logits(self) -> bool:
         rank, case = self.rank, self.rank.case
         small = case.dp * case.micro * case.tokens * case.vocab <= LARGEST_LOGITS
-        return rank.proves and rank.chunks[-1][0].last and small
+        return rank.has_numbers and rank.chunks[-1][0].last and small
 
     def forward(self, micro: int, chunk: int = 0, received: Tensor | None = None) -> Tensor:
         """A stage's layers of a micro-batch, and what it sends on; on the last one the summed loss instead."""
@@ -126,7 +126,7 @@ class MicroBatches:
             return output
         labels = strategy.laid_out(batch.labels)
         losses = rank.parts.loss(output, labels)
-        weights = counted(labels, strategy.laid_out(batch.loss_mask)).to(losses.dtype)
+        weights = token_weights(labels, strategy.laid_out(batch.loss_mask)).to(losses.dtype)
         summed = (losses * weights).sum()
         self.loss += summed.detach()
         self.tokens += weights.sum()
@@ -186,22 +186,22 @@ def made_optimizer(case: Case, parameters: list[Tensor]) -> torch.optim.Optimize
     return torch.optim.SGD(parameters, lr=case.lr)
 
 
-def _unchanged(rank: Rank) -> Rank:
+def _same_rank(rank: Rank) -> Rank:
     return rank
 
 
-def _nothing(_rank: Rank) -> None:
+def _do_nothing(_rank: Rank) -> None:
     return None
 
 
 PLAIN = Step(
-    prepare=_unchanged,
+    prepare=_same_rank,
     schedule=one_after_another,
     reductions={"data": over_data, "partial": over_weights},
     partial=Rank.gradients,
     norm=total_norm,
     optimizer=lambda rank: made_optimizer(rank.case, list(rank.updated.values())),
-    afterwards=_nothing,
+    afterwards=_do_nothing,
     beside=lambda _rank, _step: {},
 )
 """Every micro-batch after the other, one flat call for the data axes, the case's optimizer over the parameters."""
@@ -212,12 +212,12 @@ def train(case: Case, strategy: Strategy, mesh: Mesh, device: torch.device) -> d
     rank = set_up(case, strategy, mesh, device)
     optimizer = rank.step.optimizer(rank)
     before = 0
-    if case.load and rank.proves:
+    if case.load and rank.has_numbers:
         from shardproof.parallel.checkpoints.saving import load  # noqa: PLC0415
 
         before = load(rank, optimizer, Path(case.load))
     outcome: dict[str, Value] = {}
-    if rank.proves and case.init != "whole":
+    if rank.has_numbers and case.init != "whole":
         held = {name: (p.detach().clone(), rank.places[name]) for name, p in rank.parameters.items()}
         outcome |= {f"init/{name}": rank.value(*one) for name, one in held.items()}
     for step in range(case.steps):
@@ -235,19 +235,19 @@ def train(case: Case, strategy: Strategy, mesh: Mesh, device: torch.device) -> d
             optimizer.zero_grad()  # it leaves alone what has no gradient
         else:
             outcome[f"grad_norm/{step}"] = norm
-            if step == 0 and rank.proves:
+            if step == 0 and rank.has_numbers:
                 kept = torch.clone if case.clip or case.steps > 1 else torch.detach  # nothing changes them any more
                 outcome |= {f"grad/{name}": rank.value(kept(grad), places[name]) for name, grad in gradients.items()}
             clip(gradients.values(), norm, case.clip)
         optimizer.step()
         rank.step.afterwards(rank)
-        if rank.proves:
-            outcome |= {**_left(rank, step, optimizer), **rank.step.beside(rank, step)}
+        if rank.has_numbers:
+            outcome |= {**_state_after(rank, step, optimizer), **rank.step.beside(rank, step)}
         del gradients  # or they would stand beside those of the next step
     if rank.metric is not None:
         outcome |= _metrics(rank, rank.metric)
     outcome |= rank.dropout.masks()
-    if case.save and rank.proves:
+    if case.save and rank.has_numbers:
         from shardproof.parallel.checkpoints.saving import read_again, save  # noqa: PLC0415
 
         save(rank, optimizer, Path(case.save), steps=before + case.steps)
@@ -309,11 +309,11 @@ def _metric(case: Case, strategy: Strategy, mesh: Mesh) -> Metric | None:
     return Metric(place, mesh.axis("tp"), vocab=case.vocab, sequence_dim=strategy.sequence_dim)
 
 
-def _left(rank: Rank, step: int, optimizer: torch.optim.Optimizer) -> dict[str, Value]:
+def _state_after(rank: Rank, step: int, optimizer: torch.optim.Optimizer) -> dict[str, Value]:
     """State after this step: parameters as they lie, and the optimizer's states as the tensors lie that it steps."""
     return {
         state: rank.value(tensor, (rank.places if state.startswith("param_") else rank.updated_places)[name])
-        for state, name, tensor in after(rank.case, step, rank.parameters, optimizer, updated=rank.updated)
+        for state, name, tensor in states_after(rank.case, step, rank.parameters, optimizer, updated=rank.updated)
     }
 
 
@@ -341,11 +341,11 @@ def _unscale(rank: Rank, scale: LossScaling) -> bool:
     found = mine.to(torch.float32)
     for axis in (rank.strategy.weight_axis, *rank.strategy.norm_axes):
         found = all_reduce(found, rank.mesh.axis(axis), op="max")
-    for axis in itertools.chain(*rank.strategy.apart.values()):
+    for axis in itertools.chain(*rank.strategy.expert_data_axes.values()):
         found = all_reduce(found, rank.mesh.axis(axis), op="max")
     for gradient in gradients:
         gradient.div_(scale.value)
-    infinite = rank.proves and bool(found.item())
+    infinite = rank.has_numbers and bool(found.item())
     scale.update(infinite=infinite)
     return infinite
 

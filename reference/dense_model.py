@@ -99,9 +99,9 @@ class DenseModel:
 
     def self_contained(self, case: Case) -> Case:
         """A case with equal names whose dense model needs nothing given."""
-        from shardproof.reference.training.truth import known
+        from shardproof.reference.training.truth import without_draws
 
-        return known(case)
+        return without_draws(case)
 
     def initial(self, case: Case, device: "torch.device", **words: Any) -> Outcome:
         """The value of every parameter before the first step, to be read only."""

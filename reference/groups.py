@@ -67,13 +67,13 @@ class RankOrder:
 
     def groups(self, axes: str) -> Groups:
         """All groups along these axes. Raises CaseError for a word that is not an axis."""
-        inside, outside = self._parted(axes)
+        inside, outside = self._split_axes(axes)
         return _groups(tuple(inside), tuple(outside))
 
     def group(self, axes: str, rank: int) -> tuple[int, ...]:
         """The group of a rank along these axes. Raises CaseError for an unknown axis and an unknown rank."""
         self._check_rank(rank)
-        inside, _ = self._parted(axes)
+        inside, _ = self._split_axes(axes)
         first = rank - sum(rank // stride % size * stride for size, stride in inside)
         return tuple(first + offset for offset in _sums(inside))
 
@@ -117,7 +117,7 @@ class RankOrder:
             yield axis, size, stride
             stride *= size
 
-    def _parted(self, axes: str) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    def _split_axes(self, axes: str) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """Size and stride of the axes that these words name, and of all others."""
         words = set(axes.split("-"))
         for word in sorted(words - set(self.sizes)):

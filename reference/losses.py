@@ -34,17 +34,17 @@ def cross_entropy(logits_BSV: Tensor, labels_BS: Tensor, smoothing: float) -> Te
     return loss_BS.where(known_BS, 0)
 
 
-def counted(labels_BS: Tensor, loss_mask_BS: Tensor) -> Tensor:
+def token_weights(labels_BS: Tensor, loss_mask_BS: Tensor) -> Tensor:
     """The weight with which every token counts [B, S], in the mask's dtype."""
     return loss_mask_BS * (labels_BS != IGNORED)
 
 
-def summed(
+def summed_loss(
     logits_BSV: Tensor, labels_BS: Tensor, loss_mask_BS: Tensor, smoothing: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """The micro-batch's summed loss and its token count, two scalars in the loss's dtype."""
     loss_BS = cross_entropy(logits_BSV, labels_BS, smoothing)
-    weight_BS = counted(labels_BS, loss_mask_BS).to(loss_BS.dtype)
+    weight_BS = token_weights(labels_BS, loss_mask_BS).to(loss_BS.dtype)
     return (loss_BS * weight_BS).sum(), weight_BS.sum()
 
 
@@ -58,7 +58,7 @@ def metric_totals(logits_BSV: Tensor, labels_BS: Tensor, loss_mask_BS: Tensor) -
     """The sums of one micro-batch."""
     x_BSV = logits_BSV.detach().to(wide(logits_BSV.dtype))
     place_BS = labels_BS.where(labels_BS != IGNORED, 0)
-    counts_BS = counted(labels_BS, loss_mask_BS).to(x_BSV.dtype)
+    counts_BS = token_weights(labels_BS, loss_mask_BS).to(x_BSV.dtype)
     hit_BS = x_BSV.gather(-1, place_BS[..., None])[..., 0]
     right_BS = (hit_BS >= x_BSV.amax(-1)) * counts_BS
     likelihood_BS = x_BSV.log_softmax(-1).gather(-1, place_BS[..., None])[..., 0] * counts_BS

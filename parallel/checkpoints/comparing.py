@@ -69,7 +69,7 @@ def compare(a: str, b: str, pattern: str = "*") -> CheckpointComparison:
 
     Raises CheckpointError for a folder that holds no whole checkpoint, and for a pattern that fits no key.
     """
-    one, other = _opened(Path(a), Path(b))
+    one, other = _open_both(Path(a), Path(b))
     ranks = [_ranks(side) for side in (one, other)]
     notes = [f"{name} was written at {words}" for name, words in zip("AB", ranks, strict=True) if words]
     keys = list(dict.fromkeys([*one.tensors, *other.tensors]))
@@ -87,7 +87,7 @@ def compare(a: str, b: str, pattern: str = "*") -> CheckpointComparison:
     if not keys:
         raise CheckpointError(a, f"has no tensor to compare that fits {pattern}", next(iter(one.tensors)))
     shared = {*keys} & one.tensors.keys() & other.tensors.keys()
-    differ = [key for key in keys if key not in shared or not same(*_widened(one.full(key), other.full(key)))]
+    differ = [key for key in keys if key not in shared or not same(*_in_wider_dtype(one.full(key), other.full(key)))]
     dtypes = {
         tuple(dtype_word(side.tensors[key].properties.dtype) for side in (one, other)) for key in shared & {*keys}
     }
@@ -95,13 +95,13 @@ def compare(a: str, b: str, pattern: str = "*") -> CheckpointComparison:
         notes.append(f"tensors are {of_a} in A and {of_b} in B: they are compared in the wider dtype")
     return CheckpointComparison(
         kinds=tuple(_likenesses(one, keys, differ)),
-        first=_explained(one, other, differ[0]) if differ else None,
+        first=_explain(one, other, differ[0]) if differ else None,
         others=tuple(differ[1:]),
         notes=tuple(notes),
     )
 
 
-def _opened(a: Path, b: Path) -> tuple[Source, Source]:
+def _open_both(a: Path, b: Path) -> tuple[Source, Source]:
     """Both checkpoints; one of another system in the form of the other, fused or not, with as many rows of the
     vocabulary.
     """
@@ -138,7 +138,7 @@ def _ranks(stored: Source) -> str:
     return " ".join(f"{axis}={size}" for axis, size in zip(Case().mesh, sizes, strict=False))
 
 
-def _widened(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+def _in_wider_dtype(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(a.dtype, b.dtype)
     return a.to(dtype), b.to(dtype)
 
@@ -152,7 +152,7 @@ def _likenesses(one: Source, keys: Sequence[str], differ: Sequence[str]) -> Iter
             yield Likeness(kind=kind, tensors=len(mine), elements=elements, differ=wrong)
 
 
-def _explained(one: Source, other: Source, key: str) -> Unlike:
+def _explain(one: Source, other: Source, key: str) -> Unlike:
     shapes = [{name: tuple(entry.size) for name, entry in side.tensors.items()} for side in (one, other)]
     if key not in shapes[0] or key not in shapes[1]:
         has, lacks = ("A", "B") if key in shapes[0] else ("B", "A")
@@ -164,7 +164,7 @@ def _explained(one: Source, other: Source, key: str) -> Unlike:
             pieces=_wrote(has, one if has == "A" else other, key),
             cause=_other_words(key, shapes[has == "A"], has),
         )
-    a, b = _widened(one.full(key), other.full(key))
+    a, b = _in_wider_dtype(one.full(key), other.full(key))
     found = cause(key, a, b, one.full, shapes[0])
     if a.shape != b.shape:
         return Unlike(

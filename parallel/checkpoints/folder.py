@@ -48,7 +48,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, T
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
-from shardproof.parallel.communication.layout import Box, Coordinates, Placement, pieces, whole
+from shardproof.parallel.communication.layout import Box, Coordinates, Placement, pieces, whole_box
 from shardproof.parallel.communication.mesh import coordinates
 from shardproof.parallel.model.strategy import Rank
 from shardproof.reference.case import Case
@@ -79,7 +79,7 @@ class StateTensor:
         return pieces(local, self.place, at)
 
 
-def trained(rank: Rank, states: Mapping[str, Mapping[str, Tensor]]) -> Iterator[StateTensor]:
+def optimizer_tensors(rank: Rank, states: Mapping[str, Mapping[str, Tensor]]) -> Iterator[StateTensor]:
     """Tensors that the optimizer of a rank steps and its states, by the parameters' names: all that is to be saved."""
     for name, tensor in rank.updated.items():
         place, state = rank.updated_places[name], states.get(name, {})
@@ -93,7 +93,7 @@ def trained(rank: Rank, states: Mapping[str, Mapping[str, Tensor]]) -> Iterator[
             yield StateTensor(key=key, local=state["step"], place=whole, axes=rank.case.pipeline_axes)
 
 
-def computing(rank: Rank) -> Iterator[StateTensor]:
+def working_copies(rank: Rank) -> Iterator[StateTensor]:
     """The parameters that a rank computes with, where the optimizer steps something else in their place."""
     places = rank.strategy.placements(rank.case)
     for name, parameter in itertools.chain.from_iterable(chunk.named_parameters() for _, chunk in rank.chunks):
@@ -218,7 +218,7 @@ def commit(folder: Path, ranks: int) -> None:
 
     Raises CheckpointError when they do not tile every tensor; then the folder holds no checkpoint.
     """
-    joined = _joined({rank: read_metadata(folder, _part(rank)) for rank in range(ranks)})
+    joined = _join_metadata({rank: read_metadata(folder, _part(rank)) for rank in range(ranks)})
     places: dict[Any, Any] = joined.storage_data
     results = [WriteResult(index=index, size_in_bytes=info.length, storage_data=info) for index, info in places.items()]
     FileSystemWriter(folder).finish(joined, [results])
@@ -283,7 +283,7 @@ class Stored:
         """The full tensor of a key. Raises CheckpointError as `read` does."""
         entry = self.tensors[key]
         tensor = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
-        self.read([(key, whole(tensor))])
+        self.read([(key, whole_box(tensor))])
         return tensor
 
     def chunks(self, key: str) -> list[tuple[tuple[tuple[int, ...], tuple[int, ...]], str]]:
@@ -343,7 +343,7 @@ def _part(rank: int) -> str:
     return f"__{rank}{METADATA}"
 
 
-def _joined(parts: Mapping[int, Metadata]) -> Metadata:
+def _join_metadata(parts: Mapping[int, Metadata]) -> Metadata:
     """The metadata of all ranks; of chunks that several of them hold the first one's."""
     tensors: dict[str, TensorStorageMetadata] = {}
     places: dict[Any, Any] = {}

@@ -25,25 +25,25 @@ from shardproof.parallel.checkpoints.folder import (
     STEPS,
     CheckpointError,
     StateTensor,
-    computing,
     dtype_word,
     keys,
+    optimizer_tensors,
     ranks_of,
     rng_keys,
-    trained,
+    working_copies,
     writes,
 )
 from shardproof.parallel.communication.collectives import all_reduce
 from shardproof.parallel.communication.expectation import CallRow
-from shardproof.parallel.communication.layout import Box, whole
+from shardproof.parallel.communication.layout import Box, whole_box
 from shardproof.parallel.model.strategy import Rank
 from shardproof.reference.case import Case
 from shardproof.reference.checkpoints.foreign import is_foreign
-from shardproof.reference.checkpoints.stored import stored as reference_stored
+from shardproof.reference.checkpoints.stored import stored_tensors as reference_stored
 from shardproof.reference.checkpoints.torch_format import read_tensors
 from shardproof.reference.errors import CaseError
 from shardproof.reference.model.parameters import shapes
-from shardproof.reference.training.steps import kept
+from shardproof.reference.training.steps import holds_states
 
 if TYPE_CHECKING:
     from shardproof.parallel.checkpoints.folder import Stored, Weights
@@ -82,10 +82,10 @@ def read_again(case: Case) -> dict[str, tuple[Box, ...]]:
     names, last = {STEPS: "steps", SCALE: "loss_scale"}, case.steps - 1
     for name in shapes(case):
         names |= {f"model.{name}": f"param/{name}", f"optimizer.state.{name}.step": f"step_after/{last}/{name}"}
-        for moment in MOMENTS if kept(case) else ():
+        for moment in MOMENTS if holds_states(case) else ():
             names[f"optimizer.state.{name}.{moment}"] = f"{moment}_after/{last}/{name}"
     saved = read_tensors(case.save, "save")
-    return {f"saved/{name}": (whole(saved[key]),) for key, name in names.items() if key in saved}
+    return {f"saved/{name}": (whole_box(saved[key]),) for key, name in names.items() if key in saved}
 
 
 def _boxes(rank: Rank, optimizer: torch.optim.Optimizer, steps: int) -> dict[str, tuple[Box, ...]]:
@@ -95,7 +95,7 @@ def _boxes(rank: Rank, optimizer: torch.optim.Optimizer, steps: int) -> dict[str
     states = {name: optimizer.state.get(tensor, {}) for name, tensor in rank.updated.items()}
     found = {
         target.key: target.boxes(target.local.detach(), rank.mesh.coordinates)
-        for target in trained(rank, states)
+        for target in optimizer_tensors(rank, states)
         if first(target.axes)
     }
     states_of = rank.dropout.streams.state_dict()
@@ -103,7 +103,7 @@ def _boxes(rank: Rank, optimizer: torch.optim.Optimizer, steps: int) -> dict[str
     if mine == 0:
         own |= {STEPS: torch.tensor(steps, device="cpu"), RANKS: ranks_of(case)}
         own |= {} if rank.step.loss_scale is None else {SCALE: rank.step.loss_scale.state}
-    return found | {key: (whole(tensor),) for key, tensor in own.items()}
+    return found | {key: (whole_box(tensor),) for key, tensor in own.items()}
 
 
 def load(rank: Rank, optimizer: torch.optim.Optimizer, folder: Path) -> int:
@@ -124,14 +124,14 @@ def load(rank: Rank, optimizer: torch.optim.Optimizer, folder: Path) -> int:
     wanted = keys(rank.case, shapes, states=needs_states)
     _check_keys(stored, {key: shape for key, shape in wanted.items() if not foreign or _is_foreign_key(key)})
     states = {name: _states_of(tensor) for name, tensor in rank.updated.items() if needs_states}
-    found = [*trained(rank, states), *computing(rank)]
+    found = [*optimizer_tensors(rank, states), *working_copies(rank)]
     dtype = next(iter(rank.updated.values())).dtype
     for target in found:
         expected = torch.float32 if target.key.endswith(".step") else dtype
         if tensors[target.key].properties.dtype != expected:
             what = f"{target.key} is {dtype_word(tensors[target.key].properties.dtype)}"
             raise CheckpointError(folder, what, f"{dtype_word(expected)}, as dtype= and master= have it")
-    read, common = _read(rank, stored, found)
+    read, common = _read_states(rank, stored, found)
     same = RANKS in common and torch.equal(common[RANKS], ranks_of(rank.case))
     if lost := [key for key in rng_keys(rank).values() if same and key not in common]:
         raise CheckpointError(folder, f"{lost[0]} is missing, and it was saved on such ranks", "a whole checkpoint")
@@ -165,7 +165,7 @@ def _is_foreign_key(key: str) -> bool:
     return key.startswith("model.") or key == STEPS
 
 
-def _read(
+def _read_states(
     rank: Rank, stored: "Stored | Weights", found: Sequence[StateTensor]
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
     """The targets' tensors, padding zero, and by key what is whole on every rank.
@@ -181,7 +181,7 @@ def _read(
     ]
     names = [key for key in (STEPS, RANKS, SCALE, *rng_keys(rank).values()) if key in tensors]
     common = {key: torch.empty(tensors[key].size, dtype=tensors[key].properties.dtype, device="cpu") for key in names}
-    boxes += [(key, whole(one)) for key, one in common.items()]
+    boxes += [(key, whole_box(one)) for key, one in common.items()]
     for _, box in boxes:
         box.local.fill_(_poison(box.local.dtype))
     stored.read(boxes)

@@ -164,7 +164,7 @@ def _flat(
         for place, key in enumerate(names):
             shape = torch.tensor(sent[key].shape, dtype=torch.int64, device=device)
             sizes[place * SIZES_PER_KEY :][: len(shape)] = shape
-    shapes = _told(broadcast(sizes, axis), [shape for _, shape in forms.values()])
+    shapes = _read_shapes(broadcast(sizes, axis), [shape for _, shape in forms.values()])
     lengths = [torch.Size(shape).numel() for shape in shapes]
     if sent is None:
         flat = torch.zeros(sum(lengths), dtype=torch.int64, device=device)
@@ -177,7 +177,7 @@ def _flat(
     }
 
 
-def _told(sizes: Tensor, known: Sequence[Sequence[int]]) -> list[list[int]]:
+def _read_shapes(sizes: Tensor, known: Sequence[Sequence[int]]) -> list[list[int]]:
     """The shapes of all keys, read from what arrived; on the meta device nothing arrives, and the known ones hold."""
     if sizes.is_meta:
         return [list(shape) for shape in known]
@@ -210,15 +210,19 @@ def _stages_sent(case: Case) -> Iterator[CallPlace]:
             yield CallPlace(at=stage.at, values={"keys": len(forms), "elements": elements})
 
 
-def _sent(elements: str, why: str, when: str, *, where: Places = _keys_sent, dtype: str = "int64") -> CallRow:
+def _broadcast_row(elements: str, why: str, when: str, *, where: Places = _keys_sent, dtype: str = "int64") -> CallRow:
     return CallRow(where, "data", "broadcast", elements, why, dtype=dtype, when=when, alone=True)
 
 
 DELIVERY = (
-    _sent("tokens", "tokens, labels, positions", 'delivery == "tensors" and key in ("tokens", "labels", "positions")'),
-    _sent("tokens", "the loss mask", 'delivery == "tensors" and key == "loss_mask"', dtype="float32"),
-    _sent("batch * seq**2", "the attention mask", 'delivery == "tensors" and key == "attention_mask"', dtype="bool"),
-    _sent(f"{SIZES_PER_KEY} * keys", "shapes of all tensors", 'delivery == "flat"', where=_stages_sent),
-    _sent("elements", "all tensors end to end", 'delivery == "flat"', where=_stages_sent),
+    _broadcast_row(
+        "tokens", "tokens, labels, positions", 'delivery == "tensors" and key in ("tokens", "labels", "positions")'
+    ),
+    _broadcast_row("tokens", "the loss mask", 'delivery == "tensors" and key == "loss_mask"', dtype="float32"),
+    _broadcast_row(
+        "batch * seq**2", "the attention mask", 'delivery == "tensors" and key == "attention_mask"', dtype="bool"
+    ),
+    _broadcast_row(f"{SIZES_PER_KEY} * keys", "shapes of all tensors", 'delivery == "flat"', where=_stages_sent),
+    _broadcast_row("elements", "all tensors end to end", 'delivery == "flat"', where=_stages_sent),
 )
 """Data to the ranks, issued in a group of one too."""

@@ -170,7 +170,7 @@ class _Names:
         self.case, self.ranks, self._values = case, ranks, {"max": max, "ranks": ranks, **values}
 
     def __getitem__(self, formula: str) -> Any:
-        code, names = _compiled(formula)
+        code, names = _compile(formula)
         return eval(code, {"__builtins__": {}}, {name: self._value(name) for name in names})
 
     def _value(self, name: str) -> Any:
@@ -178,7 +178,7 @@ class _Names:
 
 
 @functools.cache
-def _compiled(formula: str) -> tuple[CodeType, tuple[str, ...]]:
+def _compile(formula: str) -> tuple[CodeType, tuple[str, ...]]:
     code = compile(formula, "<formula of a row>", "eval")
     return code, code.co_names
 

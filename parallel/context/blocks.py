@@ -91,7 +91,7 @@ def zigzag(length: int, ranks: int) -> tuple[Tensor, ...]:
     return tuple(torch.cat((chunks[rank], chunks[-1 - rank])) for rank in range(ranks))
 
 
-def sliced(row: Tensor, own: Tensor, *, dim: int = 1) -> Tensor:
+def slice_row(row: Tensor, own: Tensor, *, dim: int = 1) -> Tensor:
     """This rank's part of tokens, labels, loss mask or positions [B, S], or of a tensor with a row along `dim`."""
     return row.index_select(dim, own.to(row.device))
 
@@ -106,11 +106,11 @@ def attend(
     """Attention over these keys alone; `keep_BNqs` are the factors of dropout."""
     score = _scores(q_BqND, k_BsKD, visible_qs)
     total = score.logsumexp(-1)
-    weight = _dropped(_weights(score, total), keep_BNqs)
+    weight = _apply_dropout(_weights(score, total), keep_BNqs)
     return torch.einsum("bqkgs,bskd->bqkgd", weight, v_BsKD.to(score.dtype)), total
 
 
-def merged(one: Partial, other: Partial) -> Partial:
+def merge_partials(one: Partial, other: Partial) -> Partial:
     """Attention over two disjoint sets of keys as one."""
     total = torch.logaddexp(one[1], other[1])
     shares = [_weights(part[1][..., None], total) for part in (one, other)]
@@ -133,19 +133,19 @@ def gradients(
     score = _scores(q_BqND, k_BsKD, visible_qs)
     context, total = whole
     q, grad, k, v = (
-        _grouped(q_BqND, k_BsKD),
-        _grouped(grad_BqND, k_BsKD),
+        _group_heads(q_BqND, k_BsKD),
+        _group_heads(grad_BqND, k_BsKD),
         k_BsKD.to(score.dtype),
         v_BsKD.to(score.dtype),
     )
     weight = _weights(score, total)
-    slope = _dropped(torch.einsum("bqkgd,bskd->bqkgs", grad, v), keep_BNqs)
+    slope = _apply_dropout(torch.einsum("bqkgd,bskd->bqkgs", grad, v), keep_BNqs)
     inner = slope - (grad * context).sum(-1)[..., None]
     grad_score = weight * inner / math.sqrt(q.shape[-1])
     return (
         torch.einsum("bqkgs,bskd->bqkgd", grad_score, k).flatten(2, 3),
         torch.einsum("bqkgs,bqkgd->bskd", grad_score, q),
-        torch.einsum("bqkgs,bqkgd->bskd", _dropped(weight, keep_BNqs), grad),
+        torch.einsum("bqkgs,bqkgd->bskd", _apply_dropout(weight, keep_BNqs), grad),
     )
 
 
@@ -178,7 +178,7 @@ def of_keys(keep_BNqS: Tensor | None, keys: Tensor) -> Tensor | None:
     return None if keep_BNqS is None else keep_BNqS.index_select(3, keys.to(keep_BNqS.device))
 
 
-def _dropped(x_BqKGs: Tensor, keep_BNqs: Tensor | None) -> Tensor:
+def _apply_dropout(x_BqKGs: Tensor, keep_BNqs: Tensor | None) -> Tensor:
     """Shares, or their gradients, times the factors of dropout."""
     if keep_BNqs is None:
         return x_BqKGs
@@ -186,14 +186,14 @@ def _dropped(x_BqKGs: Tensor, keep_BNqs: Tensor | None) -> Tensor:
     return x_BqKGs * factors
 
 
-def _grouped(x_BqND: Tensor, k_BsKD: Tensor) -> Tensor:
+def _group_heads(x_BqND: Tensor, k_BsKD: Tensor) -> Tensor:
     """The query heads of every kv head together: [B,q,K,G,D]. Query head n reads kv head n // G."""
     x_BqKGD: Tensor = x_BqND.to(wide(x_BqND.dtype)).unflatten(2, (k_BsKD.shape[2], -1))
     return x_BqKGD
 
 
 def _scores(q_BqND: Tensor, k_BsKD: Tensor, visible_qs: Tensor) -> Tensor:
-    q = _grouped(q_BqND, k_BsKD)
+    q = _group_heads(q_BqND, k_BsKD)
     score = torch.einsum("bqkgd,bskd->bqkgs", q, k_BsKD.to(q.dtype)) / math.sqrt(q.shape[-1])
     return score.masked_fill(~visible_qs.to(score.device)[..., :, None, None, :], -math.inf)
 

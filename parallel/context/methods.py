@@ -54,7 +54,7 @@ from shardproof.parallel.communication.collectives import Pending
 from shardproof.parallel.communication.expectation import MICRO_BATCHES, CallRow
 from shardproof.parallel.communication.mesh import Axis
 from shardproof.parallel.communication.pairs import gather_from_sequence
-from shardproof.parallel.context.blocks import Slices, attend, gradients, merged, of_keys, over_all_keys
+from shardproof.parallel.context.blocks import Slices, attend, gradients, merge_partials, of_keys, over_all_keys
 from shardproof.parallel.layers.attention import by_all_to_all
 from shardproof.parallel.layers.roles import ATTENTION
 
@@ -90,7 +90,7 @@ class _Ring(torch.autograd.Function):
             keys = slices.held[_owner(axis, step)]
             ahead = _hop(block, axis, slices, step, overlap=overlap) if step < axis.size - 1 else None
             part = attend(q, block[0], block[1], slices.visible(own, keys), of_keys(keep, keys))
-            whole = part if whole is None else merged(whole, part)
+            whole = part if whole is None else merge_partials(whole, part)
             block = block if ahead is None else ahead.wait()
         assert whole is not None  # an axis has at least this rank
         ctx.save_for_backward(q, k, v, keep, *whole)

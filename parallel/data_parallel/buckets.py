@@ -85,7 +85,7 @@ class Bucket:
         """Elements that travel, padding included."""
         return self.end - self.start
 
-    def owned(self, rank: int, ranks: int) -> range:
+    def owned_range(self, rank: int, ranks: int) -> range:
         """The elements of the buffer that a rank owns. Raises ValueError when there are no equal parts."""
         if self.size % ranks:
             raise ValueError(
@@ -105,7 +105,7 @@ class Share:
     at: int
 
 
-def bucketed(
+def make_buckets(
     sizes: Mapping[str, int], *, ranks: int, sharded: bool, largest: int = 0, apart: Collection[str] = ()
 ) -> tuple[Bucket, ...]:
     """The buckets of parameters, given as name -> elements in order of registration.
@@ -140,7 +140,7 @@ def bucketed(
 
 def shares(bucket: Bucket, rank: int, ranks: int) -> Iterator[Share]:
     """Parts of parameters that this rank owns in a bucket; parameters outside its part are left out."""
-    owned = bucket.owned(rank, ranks)
+    owned = bucket.owned_range(rank, ranks)
     for slot in bucket.slots:
         first, last = max(slot.start, owned.start), min(slot.end, owned.stop)
         if first < last:
@@ -203,8 +203,8 @@ class Buckets:
             self._came[name] = 0
             if taken_over(case, name):
                 set_holder(parameter, _weak_hook(self._take_over, name))
-            parameter.register_post_accumulate_grad_hook(_weak_hook(self._arrived, name))
-        return self._split(rank) if self._sharded else self._whole(rank)
+            parameter.register_post_accumulate_grad_hook(_weak_hook(self._on_gradient, name))
+        return self._prepare_split(rank) if self._sharded else self._prepare_whole(rank)
 
     def lay_out(self, rank: Rank) -> None:
         """Make the buffer of every chunk, with nothing in it."""
@@ -219,13 +219,13 @@ class Buckets:
                     self._views[slot.name] = flat[slot.start : slot.end].view(rank.parameters[slot.name].shape)
                     self._of[slot.name] = self._under[-1]
 
-    def _whole(self, rank: Rank) -> Rank:
+    def _prepare_whole(self, rank: Rank) -> Rank:
         if self._case.master == "none":
             return rank
-        masters = {name: _trained(parameter, self._case) for name, parameter in rank.parameters.items()}
+        masters = {name: _trained_leaf(parameter, self._case) for name, parameter in rank.parameters.items()}
         return replace(rank, parameters=masters, updated=masters)
 
-    def _split(self, rank: Rank) -> Rank:
+    def _prepare_split(self, rank: Rank) -> Rank:
         """This rank steps its part of every bucket: a range of a flat parameter, wherever a part lies in one."""
         ranges_by_name: dict[str, list[range]] = {name: [range(0)] * self._axis.size for name in rank.parameters}
         for under in self._under:
@@ -233,7 +233,9 @@ class Buckets:
                 for share in shares(under.bucket, index, self._axis.size):
                     ranges_by_name[share.name][index] = range(share.first, share.last)
         self._own = {name: ranges[self._axis.rank] for name, ranges in ranges_by_name.items()}
-        updated = {name: _trained(_part(rank.parameters[name], own), self._case) for name, own in self._own.items()}
+        updated = {
+            name: _trained_leaf(_part(rank.parameters[name], own), self._case) for name, own in self._own.items()
+        }
         places: dict[str, Placement] = {}
         for name, place in rank.places.items():
             cut = Cut(axis=self._axis.name, dim=None, held=tuple((own,) for own in ranges_by_name[name]))
@@ -241,7 +243,7 @@ class Buckets:
         rank = replace(rank, updated=updated, updated_places=places)
         return rank if self._case.master == "none" else replace(rank, parameters=updated, places=places)
 
-    def _arrived(self, name: str, parameter: Tensor) -> None:
+    def _on_gradient(self, name: str, parameter: Tensor) -> None:
         """Backward has completed a parameter's gradient of one micro-batch."""
         assert parameter.grad is not None
         taken = taken_over(self._case, name)
@@ -292,7 +294,7 @@ class Buckets:
             assert under.pending is not None
             summed, under.pending, under.arrived = under.pending.wait(), None, 0
             if self._sharded:
-                own = under.bucket.owned(self._axis.rank, self._axis.size)
+                own = under.bucket.owned_range(self._axis.rank, self._axis.size)
                 under.flat[own.start : own.stop].copy_(summed)
         self._came = dict.fromkeys(self._came, 0)
         self._begun.clear()
@@ -334,7 +336,7 @@ def _part(tensor: Tensor, elements: range) -> Tensor:
     return tensor.detach().view(-1)[elements.start : elements.stop]
 
 
-def _trained(tensor: Tensor, case: Case) -> Tensor:
+def _trained_leaf(tensor: Tensor, case: Case) -> Tensor:
     """Leaf that the optimizer steps for this tensor: itself, or a float32 copy."""
     return tensor.detach().to(trained_dtype(case)).requires_grad_()
 
@@ -347,7 +349,7 @@ def stage_buckets(case: Case, stage: Stage, sizes: Mapping[str, int], ranks: int
     stages cut it alike. Its copy comes last, as the head's weight.
     """
     names = sorted(sizes, key=lambda name: stage.copies_table and name == TABLE)
-    return bucketed(
+    return make_buckets(
         {name: sizes[name] for name in names},
         ranks=ranks,
         sharded=case.zero == 1,

@@ -59,15 +59,15 @@ def summed_over(strategy: Strategy, case: Case, name: str, place: Placement) -> 
 
 def step_rows(strategy: Strategy, case: Case) -> tuple[CallRow, ...]:
     """The calls of a step of the strategy of a case, beside those of its modules."""
-    places = trained(strategy, case)
+    places = trained_placements(strategy, case)
     loss_axes, scaled = (case.token_axis, *case.pipeline_axes), 'scaler != "none"'
     # From placements and not from Strategy.norm_axes, which the step reads: a wrong one differs from the closed form.
-    dense = (place.axes for name, place in places.items() if case.data_axis_of(name) not in strategy.apart)
+    dense = (place.axes for name, place in places.items() if case.data_axis_of(name) not in strategy.expert_data_axes)
     split = (strategy.weight_axis, *sorted(set().union(*dense)), *([shard_axis(case)] if case.zero else []))
-    shared = [*dict.fromkeys(split), *(axis for axes in strategy.apart.values() for axis in axes)]
+    shared = [*dict.fromkeys(split), *(axis for axes in strategy.expert_data_axes.values() for axis in axes)]
     at_once = {strategy.weight_axis: "of partial gradients", "embedding": "of both copies of a tied table"}
     if not case.shares_gradients:
-        at_once = {**dict.fromkeys((case.data_axis, *strategy.apart), "of all gradients"), **at_once}
+        at_once = {**dict.fromkeys((case.data_axis, *strategy.expert_data_axes), "of all gradients"), **at_once}
     return (
         *(sum_row(partial(_by_rank, strategy, places, axis), axis, why) for axis, why in at_once.items()),
         *(_once("all_reduce", "2", "loss and number of tokens", axis, "float64") for axis in loss_axes),
@@ -88,7 +88,7 @@ def sum_row(
     return CallRow(where, op=op, elements=elements, why=f"sum {why}", **words)
 
 
-def trained(strategy: Strategy, case: Case) -> Placements:
+def trained_placements(strategy: Strategy, case: Case) -> Placements:
     """How the parameters lie that a rank keeps: with zero=2|3 cut by rows over the ranks that share them."""
     places = strategy.placements(case)
     if case.zero < 2:
@@ -128,24 +128,31 @@ def _by_rank(strategy: Strategy, places: Placements, axis: str, case: Case) -> I
 
 def bucket_rows(strategy: Strategy, case: Case) -> tuple[CallRow, ...]:
     """The calls of the buckets or units of a case that shares gradients otherwise than in one sum."""
-    places = trained(strategy, case)
+    places = trained_placements(strategy, case)
     return tuple(_unit_rows(case, places, strategy) if case.zero >= 2 else _bucket_rows(case, places, strategy))
 
 
 def _bucket_rows(case: Case, places: Placements, strategy: Strategy) -> Iterator[CallRow]:
     """Sums of buckets over the ranks with other tokens, and what shares them gathered."""
     op = "reduce_scatter" if case.zero else "all_reduce"
-    for axis in (case.data_axis, *strategy.apart):
+    for axis in (case.data_axis, *strategy.expert_data_axes):
         buckets = partial(_buckets, places, axis)
         yield sum_row(buckets, axis, "of a bucket", "bucket", op, when="not inside")
         yield sum_row(buckets, axis, "of a bucket", "bucket", op, phase="backward", when="inside", hidden="hides")
         why = "updated parameters of a bucket"
         yield CallRow(
-            _unnamed(buckets), "step", "all_gather", "bucket", why, axis=axis, times=ONCE_A_STEP, when="zero == 1"
+            _without_module(buckets),
+            "step",
+            "all_gather",
+            "bucket",
+            why,
+            axis=axis,
+            times=ONCE_A_STEP,
+            when="zero == 1",
         )
 
 
-def _unnamed(where: Places) -> Places:
+def _without_module(where: Places) -> Places:
     """Places without their module."""
     return lambda case: (replace(place, module="") for place in where(case))
 
@@ -157,12 +164,12 @@ def _buckets(places: Placements, axis: str, case: Case) -> Iterator[CallPlace]:
         at = ranks_at(case, **stage.at)
         sizes = {name: elements_at(place, at) for name, place in own.items() if stage.holds(name)}
         for bucket in stage_buckets(case, stage, sizes, axis_size(case, axis)):
-            module, hides = _completing(case, stage, bucket)
+            module, hides = _completing_module(case, stage, bucket)
             values = {"bucket": bucket.size, "inside": bool(module), "hides": hides}
             yield CallPlace(module=module, at=stage.at, values=values)
 
 
-def _completing(case: Case, stage: Stage, bucket: Bucket) -> tuple[str, bool]:
+def _completing_module(case: Case, stage: Stage, bucket: Bucket) -> tuple[str, bool]:
     """The module whose gradient completes a bucket, "" behind backward: for the only bucket, and for one with a
     deferred gradient. And whether its sum is hidden: unless it starts behind the last product, that of the first layer
     of the rank's first chunk.
@@ -180,7 +187,7 @@ def _completing(case: Case, stage: Stage, bucket: Bucket) -> tuple[str, bool]:
 def _unit_rows(case: Case, places: Placements, strategy: Strategy) -> Iterator[CallRow]:
     """Gathers and sums of parameters in shards; a gather belongs to the unit that starts it."""
     times = ONCE_A_STEP if case.no_sync else MICRO_BATCHES
-    for axis in (shard_axis(case), *strategy.apart):
+    for axis in (shard_axis(case), *strategy.expert_data_axes):
         sharded = {name: place for name, place in places.items() if shard_axis(case, name) == axis}
         forward, backward = partial(_units, sharded, phase=Kind.F), partial(_units, sharded, phase=Kind.B)
         words: dict[str, Any] = {"op": "all_gather", "elements": "unit", "axis": axis, "again": "", "hidden": "ahead"}
@@ -192,7 +199,7 @@ def _unit_rows(case: Case, places: Placements, strategy: Strategy) -> Iterator[C
         own = partial(_units, sharded)
         yield sum_row(own, axis, "of a unit, into shards", "unit", "reduce_scatter", phase="backward", times=times)
         if case.shard:
-            yield sum_row(_unnamed(own), REPLICAS, "of the shards of a unit", "shard")
+            yield sum_row(_without_module(own), REPLICAS, "of the shards of a unit", "shard")
 
 
 def _units(places: Placements, case: Case, phase: Kind | None = None) -> Iterator[CallPlace]:

@@ -40,7 +40,7 @@ def with_parity(strategy: Strategy, case: Case) -> Strategy:
     """The strategy whose ranks compare their replicas; itself with parity=0."""
     if not case.parity:
         return strategy
-    replicated = _replicated(strategy, case)
+    replicated = _replicas_by_axis(strategy, case)
 
     def step(case: Case, plain: Step) -> Step:
         before = strategy.step(case, plain)
@@ -65,15 +65,19 @@ def _hashes(axis: str, names: frozenset[str], case: Case) -> Iterator[CallPlace]
             yield CallPlace(at=own[0].at, values={"hashes": count * ranks})
 
 
-def _replicated(strategy: Strategy, case: Case) -> dict[str, Sequence[str]]:
+def _replicas_by_axis(strategy: Strategy, case: Case) -> dict[str, Sequence[str]]:
     """Axis -> the parameters that its ranks hold alike."""
     places = strategy.placements(case)
     sharded = case.zero >= 2 or (case.zero == 1 and case.master != "none")
-    data: Sequence[str] = ((REPLICAS,) if case.shard else ()) if sharded else (*strategy.data_axes, *strategy.apart)
-    dense = [name for name in places if case.data_axis_of(name) not in strategy.apart]
+    data: Sequence[str] = (
+        ((REPLICAS,) if case.shard else ()) if sharded else (*strategy.data_axes, *strategy.expert_data_axes)
+    )
+    dense = [name for name in places if case.data_axis_of(name) not in strategy.expert_data_axes]
     whole = [name for name in dense if strategy.weight_axis not in places[name].axes]
     copied = {"embedding": [TABLE]} if case.table_is_copied else {}
-    replicated = {axis: [name for name in places if case.data_axis_of(name) == axis] for axis in strategy.apart}
+    replicated = {
+        axis: [name for name in places if case.data_axis_of(name) == axis] for axis in strategy.expert_data_axes
+    }
     return {strategy.weight_axis: whole, **{axis: replicated.get(axis, dense) for axis in data}, **copied}
 
 
@@ -95,7 +99,7 @@ class _Parity:
             axis = rank.mesh.axis(name)
             hashes = torch.stack([bits_hash(rank.parameters[one]) for one in names])
             every = all_gather(hashes, axis, dim=0).view(axis.size, -1)
-            if rank.proves and not bool((every == every[0]).all()):
+            if rank.has_numbers and not bool((every == every[0]).all()):
                 self._differ(names, axis.ranks, every, step)
 
     def _differ(self, names: Sequence[str], ranks: Sequence[int], every: Tensor, step: int) -> None:
@@ -114,7 +118,7 @@ def bits_hash(tensor: Tensor) -> Tensor:
 AFTER = ("context", "experts", "latent", "pipeline", "prediction")
 
 
-def applied(strategy: Strategy, case: Case) -> Strategy:
+def apply(strategy: Strategy, case: Case) -> Strategy:
     """The strategy with the gradients, the optimizer and the comparisons of replicas of this case."""
     return with_parity(_with_shared_gradients(strategy, case), case)
 
@@ -126,9 +130,9 @@ def _with_shared_gradients(strategy: Strategy, case: Case) -> Strategy:
 
     def step(case: Case, plain: Step) -> Step:
         gradients: Shards | Buckets | BucketsByAxis = Shards(case) if case.zero >= 2 else Buckets(case)
-        if isinstance(gradients, Buckets) and strategy.apart:
+        if isinstance(gradients, Buckets) and strategy.expert_data_axes:
             gradients = BucketsByAxis(
-                {case.data_axis: gradients, **{axis: Buckets(case, axis) for axis in strategy.apart}}
+                {case.data_axis: gradients, **{axis: Buckets(case, axis) for axis in strategy.expert_data_axes}}
             )
         return _held_by(gradients, case, strategy.step(case, plain))
 

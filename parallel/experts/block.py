@@ -47,13 +47,13 @@ from shardproof.parallel.communication.layout import Coordinates, Placement, loc
 from shardproof.parallel.communication.mesh import Mesh, coordinates
 from shardproof.parallel.communication.pairs import gather_from_sequence, scatter_to_sequence
 from shardproof.parallel.experts.counts import places_of, rows_sent, tokens_of
-from shardproof.parallel.experts.dispatch import ByAllGather, ByAllToAll, taken, taken_of_all
+from shardproof.parallel.experts.dispatch import ByAllGather, ByAllToAll, apply_capacity, taken_of_all
 from shardproof.parallel.layers.block import Mlp
 from shardproof.parallel.layers.loss import Terms
 from shardproof.parallel.model.strategy import Rank
 from shardproof.reference.case import Case
 from shardproof.reference.data.batches import micro_batch
-from shardproof.reference.data.routing import forced
+from shardproof.reference.data.routing import forced_experts
 from shardproof.reference.model.parameters import dtype_of
 
 
@@ -110,7 +110,7 @@ class Router(nn.Module):
         self.bias = torch.zeros(case.experts, dtype=torch.float64, device=device)
         self.is_sigmoid = case.router == "sigmoid"
 
-    def selecting(self, logits: Tensor) -> Tensor:
+    def selection_scores(self, logits: Tensor) -> Tensor:
         """The scores by which experts are selected."""
         return logits.sigmoid() + self.bias if self.is_sigmoid else logits
 
@@ -184,11 +184,11 @@ class OwnExperts(nn.Module):
         return torch.cat([self._one(expert, *part) for expert, part in enumerate(parts)])
 
     def _one(self, expert: int, x_TH: Tensor, weights_T: Tensor) -> Tensor:
-        inner = self._activated(expert, x_TH)
+        inner = self._inner_features(expert, x_TH)
         inner = (inner * weights_T[:, None]).to(inner.dtype)
         return functional.linear(inner, self._weight("down", expert))
 
-    def _activated(self, expert: int, x_TH: Tensor) -> Tensor:
+    def _inner_features(self, expert: int, x_TH: Tensor) -> Tensor:
         gated = self.activation == "swiglu"  # the gate comes first, so that backward completes its gradient last
         gate = functional.silu(functional.linear(x_TH, self._weight("gate", expert))) if gated else x_TH
         up = functional.linear(x_TH, self._weight("up", expert))
@@ -259,7 +259,7 @@ class ExpertBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Hidden states -> hidden states."""
         own = x if self.case.system.sequence else scatter_to_sequence(x, self.tp, dim=self.sequence_dim)
-        y = self._routed(own)
+        y = self._route_tokens(own)
         if not self.case.system.sequence:
             y = gather_from_sequence(y, self.tp, dim=self.sequence_dim, tensor_parallel_output_grad=False)
         if self.case.shared_ffn:
@@ -267,33 +267,33 @@ class ExpertBlock(nn.Module):
             y = y + (shared * self.shared_gate(x) if self.case.shared_gate else shared)
         return y
 
-    def _routed(self, x: Tensor) -> Tensor:
+    def _route_tokens(self, x: Tensor) -> Tensor:
         """The outputs of routed experts for this rank's own tokens."""
         step, micro = self.draw
         logits = self.router(x)
         logits_TE = logits.flatten(0, 1)
-        chosen_TE = self._chosen(logits_TE)
+        chosen_TE = self._choose_experts(logits_TE)
         weights_TE = weigh(self.case, logits_TE, chosen_TE)
         if has_balance(self.case):
             logits_BSE, chosen_BSE = (self._by_row(one.unflatten(0, x.shape[:2])) for one in (logits_TE, chosen_TE))
-            balance = balance_term(self.case, self.mesh, logits_BSE, chosen_BSE, self._counted(x.device))
-            weights_TE = self.terms.attached(weights_TE, balance)
+            balance = balance_term(self.case, self.mesh, logits_BSE, chosen_BSE, self._counted_tokens(x.device))
+            weights_TE = self.terms.attach(weights_TE, balance)
         if self.case.capacity:
-            chosen_TE = self._taken(weights_TE, chosen_TE)
+            chosen_TE = self._apply_capacity(weights_TE, chosen_TE)
             weights_TE = weights_TE * chosen_TE
         self.chosen[micro] = chosen_TE.unflatten(0, x.shape[:2])
         known = partial(self._sent_by, step, micro)
         return self.dispatch(x.flatten(0, 1), weights_TE, chosen_TE, self.experts, known).view_as(x)
 
-    def _chosen(self, logits_TE: Tensor) -> Tensor:
+    def _choose_experts(self, logits_TE: Tensor) -> Tensor:
         """The experts of every token, bool [T, E]."""
         if self.case.routing == "learned":
             if logits_TE.is_meta:
                 raise ValueError("routing=learned: depends on values, and there are shapes alone; legal: routing=equal")
-            return select(self.case, self.router.selecting(logits_TE))
-        return forced(self.case, self.case.blocks[self.block], self._tokens(self.at)).to(logits_TE.device)
+            return select(self.case, self.router.selection_scores(logits_TE))
+        return forced_experts(self.case, self.case.blocks[self.block], self._tokens(self.at)).to(logits_TE.device)
 
-    def _counted(self, device: torch.device) -> Tensor | None:
+    def _counted_tokens(self, device: torch.device) -> Tensor | None:
         """Which of this rank's own tokens balance losses count, bool [rows, places of a row]; None: all."""
         if self.case.balance_of == "all":
             return None
@@ -301,10 +301,10 @@ class ExpertBlock(nn.Module):
         counted_BS = batch.counted.reshape(self.case.rows, self.case.row_tokens)
         return counted_BS[:, places_of(self.case, self.at)].to(device)
 
-    def _taken(self, weights_TE: Tensor, chosen_TE: Tensor) -> Tensor:
+    def _apply_capacity(self, weights_TE: Tensor, chosen_TE: Tensor) -> Tensor:
         """The choices that experts take, bool [T, E]."""
         if self.case.capacity_of == "rank":
-            return taken(self.case, weights_TE, chosen_TE, self._tokens(self.at))
+            return apply_capacity(self.case, weights_TE, chosen_TE, self._tokens(self.at))
         holders = self.mesh.axis("tp_cp")
         numbers_RT = torch.stack([self._tokens(coordinates(self.case, rank)) for rank in holders.ranks])
         return taken_of_all(self.case, weights_TE, chosen_TE, numbers_RT, holders)

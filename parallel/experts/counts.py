@@ -23,7 +23,7 @@ from shardproof.parallel.communication.layout import Coordinates
 from shardproof.parallel.communication.mesh import coordinates
 from shardproof.parallel.schedules import Stage, held_at, stages
 from shardproof.reference.case import Case
-from shardproof.reference.data.routing import first_token, forced, period
+from shardproof.reference.data.routing import first_token, forced_experts, period
 from shardproof.reference.training.truth import chosen_by_the_dense_model
 
 
@@ -45,17 +45,17 @@ def tokens_of(case: Case, at: Coordinates, step: int, micro: int) -> Tensor:
 
 def rows_sent(case: Case, block: str, step: int, micro: int, rank: int) -> tuple[int, ...]:
     """The rows that a global rank sends to each expert of the layer of this name; counted once where choices return."""
-    at, known = coordinates(case, rank), _known(case)
+    at, known = coordinates(case, rank), _latest_counts(case)
     first, every = first_token(case, step, micro, at["dp"][0]), period(case)
     key = block, first % every if every else first, at["cp"][0], at["tp"][0]
     if key not in known:
-        wanted = _chosen(case, block, step, micro, at).flatten(0, 1).sum(0)
+        wanted = _choices_of_rank(case, block, step, micro, at).flatten(0, 1).sum(0)
         known[key] = tuple((wanted * 0 + case.most_rows if case.pad else wanted.clamp(max=case.most_rows)).tolist())
     return known[key]
 
 
 @lru_cache(maxsize=4)
-def _known(_case: Case) -> dict[tuple[str, int, int, int], tuple[int, ...]]:
+def _latest_counts(_case: Case) -> dict[tuple[str, int, int, int], tuple[int, ...]]:
     """Where the counts of the cases that were counted last are kept."""
     return {}
 
@@ -71,7 +71,7 @@ def micro_batches(case: Case) -> Counter[tuple[int, int]]:
     return found
 
 
-def _chosen(case: Case, block: str, step: int, micro: int, at: Coordinates) -> Tensor:
+def _choices_of_rank(case: Case, block: str, step: int, micro: int, at: Coordinates) -> Tensor:
     """The choices for one rank's tokens, bool [rows, places of a row, experts]."""
     places = places_of(case, at)
     if case.routing == "learned" or (case.capacity_of != "rank" and case.drop == "score"):
@@ -79,16 +79,16 @@ def _chosen(case: Case, block: str, step: int, micro: int, at: Coordinates) -> T
         first = (at["dp"][0] * case.micro + micro) * case.rows
         return every[first : first + case.rows][:, places]
     if case.capacity_of == "rank":
-        return forced(case, case.blocks[block], tokens_of(case, at, step, micro))
+        return forced_experts(case, case.blocks[block], tokens_of(case, at, step, micro))
     first = first_token(case, step, micro, at["dp"][0])
-    wanted_TE = forced(case, case.blocks[block], torch.arange(first, first + case.tokens))
+    wanted_TE = forced_experts(case, case.blocks[block], torch.arange(first, first + case.tokens))
     taken_TE = wanted_TE & (wanted_TE.cumsum(0) <= case.most_rows)
     own: Tensor = taken_TE.unflatten(0, (case.rows, case.row_tokens))[:, places]
     return own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sent:
+class RowCounts:
     """Rows among the ranks that exchange tokens: `rows[t][q]` to each expert, from the rank with etp t and ep q.
 
     The properties below are of the rank at (`etp`, `ep`).
@@ -114,12 +114,12 @@ class Sent:
     @property
     def received(self) -> list[int]:
         """Rows that it receives from every ep rank."""
-        return self._arriving(self.etp)
+        return self._rows_arriving(self.etp)
 
     @property
     def most(self) -> int:
         """The most rows that one of the etp ranks which hold its experts receives."""
-        return max(sum(self._arriving(etp)) for etp in range(len(self.rows)))
+        return max(sum(self._rows_arriving(etp)) for etp in range(len(self.rows)))
 
     @property
     def by_expert(self) -> list[int]:
@@ -144,7 +144,7 @@ class Sent:
             for row in range(self.rows[etp][ep][expert])
         ]
 
-    def _arriving(self, etp: int) -> list[int]:
+    def _rows_arriving(self, etp: int) -> list[int]:
         return [sum(of_q[expert] for expert in self.local) for of_q in self.rows[etp]]
 
 
@@ -155,8 +155,13 @@ _OWN = "slice_tokens // tp"
 def rows_of_experts(case: Case) -> tuple[CallRow, ...]:
     """The calls of the case's layers with experts, shared ones aside, which are linears like others."""
     router = case.dtype if case.router_dtype == "model" else case.router_dtype
-    dispatched = _gathered(router) if case.dispatcher == "allgather" else _exchanged(router)
-    return (*_around(case), *_compared(case, router), *dispatched, *(row for row in BALANCE if getattr(case, row.when)))
+    dispatched = _gather_rows(router) if case.dispatcher == "allgather" else _exchange_rows(router)
+    return (
+        *_around(case),
+        *_capacity_rows(case, router),
+        *dispatched,
+        *(row for row in BALANCE if getattr(case, row.when)),
+    )
 
 
 def _around(case: Case) -> Iterator[CallRow]:
@@ -166,14 +171,14 @@ def _around(case: Case) -> Iterator[CallRow]:
         yield CallRow(_layers, "backward", "all_gather", ACTIVATION, "gradients of the tokens of all tensor ranks")
 
 
-def _compared(case: Case, router: str) -> Iterator[CallRow]:
+def _capacity_rows(case: Case, router: str) -> Iterator[CallRow]:
     """Where tokens of several ranks compete for an expert."""
     if case.capacity_of != "rank":
         elements, dtype = f"ranks * {_OWN} * experts", router if case.drop == "score" else "bool"
         yield CallRow(_layers, "forward", "all_gather", elements, "who competes for whom", axis="tp_cp", dtype=dtype)
 
 
-def _gathered(router: str) -> Iterator[CallRow]:
+def _gather_rows(router: str) -> Iterator[CallRow]:
     choices, hidden = f"ranks * {_OWN} * experts", f"ranks * {_OWN} * hidden"
     for phase, op, elements, why, dtype in (
         ("forward", "all_gather", choices, "who chose whom", "bool"),
@@ -187,7 +192,7 @@ def _gathered(router: str) -> Iterator[CallRow]:
         yield CallRow(_layers, phase, op, elements, why, axis="etp_ep", dtype=dtype)
 
 
-def _exchanged(router: str) -> Iterator[CallRow]:
+def _exchange_rows(router: str) -> Iterator[CallRow]:
     yield CallRow(
         _layers,
         "forward",
@@ -220,16 +225,16 @@ def _exchanged(router: str) -> Iterator[CallRow]:
 _layers = in_modules(lambda case: [f"{block}.mlp" for block in case.layers_with_experts])
 
 
-def _counted(elements: str, why: str, when: str, axis: str = "tp_cp") -> CallRow:
+def _count_row(elements: str, why: str, when: str, axis: str = "tp_cp") -> CallRow:
     return CallRow(_layers, "forward", "all_reduce", elements, why, axis=axis, dtype="int64", when=when)
 
 
 BALANCE = (
-    _counted(
+    _count_row(
         'experts + (balance_of == "counted")', "tokens of every expert, of all ranks of a micro-batch", "aux_loss"
     ),
-    _counted("experts", "the same of all data ranks", "global_loss", "tp_cp_dp"),
-    _counted("rows * experts", "the same of every row", "sequence_loss"),
+    _count_row("experts", "the same of all data ranks", "global_loss", "tp_cp_dp"),
+    _count_row("rows * experts", "the same of every row", "sequence_loss"),
 )
 """The counts of balance losses."""
 
@@ -249,12 +254,14 @@ def _by_number(number: str, case: Case) -> Iterator[CallPlace]:
         for rank, of_rank in counts.items():
             for numbers, calls in of_rank.items():
                 own[rank][getattr(numbers, number)] += calls
-        for at, alike in _apart(case, own):
+        for at, alike in _differing_coordinates(case, own):
             for value, calls in alike.items():
                 yield CallPlace(module=f"{block}.mlp", at={**stage.at, **at}, values={number: value, "calls": calls})
 
 
-def _apart(case: Case, own: Mapping[int, Counter[int]]) -> Iterator[tuple[dict[str, int], Counter[int]]]:
+def _differing_coordinates(
+    case: Case, own: Mapping[int, Counter[int]]
+) -> Iterator[tuple[dict[str, int], Counter[int]]]:
     """The coordinates by which ranks differ, with what those there have: none, those among experts, or all."""
     for axes in ((), ("etp", "ep"), tuple(axis for axis, size in case.mesh.items() if size > 1)):
         places = {rank: tuple(coordinates(case, rank)[axis][0] for axis in axes) for rank in own}
@@ -298,5 +305,5 @@ def _counts(
 @lru_cache(maxsize=16)
 def _numbers(rows: tuple[tuple[tuple[int, ...], ...], ...]) -> dict[tuple[int, int], _Numbers]:
     """Place (etp, ep) in such a group -> its numbers."""
-    every = (Sent(rows=rows, etp=etp, ep=ep) for etp in range(len(rows)) for ep in range(len(rows[0])))
+    every = (RowCounts(rows=rows, etp=etp, ep=ep) for etp in range(len(rows)) for ep in range(len(rows[0])))
     return {(one.etp, one.ep): _Numbers(sum(one.sent), sum(one.received), one.most) for one in every}

@@ -131,7 +131,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, table: tuple[Tensor, Tensor] | None, hidden_B1SS: Tensor | None, draw: Draw) -> Tensor:
         """Hidden states -> hidden states; `table` is None without rotary positions, `draw` the step and micro-batch."""
-        q, k, v = self._projected(x)
+        q, k, v = self._project(x)
         if self.normed:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.heads.sequence_dim == 0:
@@ -164,7 +164,7 @@ class Attention(nn.Module):
         y: Tensor = self.wo(context)
         return y
 
-    def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [.., .., N, D], k and v [.., .., K, D] of this rank's heads, in the layout of hidden states."""
         group, dim = self.heads.group, self.heads.dim
         if not self.fused:

@@ -54,10 +54,10 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Hidden states -> hidden states."""
-        y: Tensor = self.w2(self._activated(x))
+        y: Tensor = self.w2(self._inner_features(x))
         return y
 
-    def _activated(self, x: Tensor) -> Tensor:
+    def _inner_features(self, x: Tensor) -> Tensor:
         """This rank's inner features [.., .., ffn/p]."""
         first: Tensor
         up: Tensor

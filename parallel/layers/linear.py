@@ -101,7 +101,7 @@ class Region:
             return pairs.reduce_from(y, self.axis)
         return pairs.reduce_scatter_to_sequence(y, self.axis, dim=self.sequence_dim)
 
-    def gathered(self, x: Tensor) -> Tensor:
+    def gather_hidden(self, x: Tensor) -> Tensor:
         """Hidden states whole on this rank."""
         return x if self.sequence_dim is None else all_gather(x, self.axis, dim=self.sequence_dim)
 
@@ -123,7 +123,7 @@ class _ColumnProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, region: Region) -> Tensor:
-        total = region.gathered(x)
+        total = region.gather_hidden(x)
         ctx.region, ctx.holder = region, holder_of(weight)
         ctx.save_for_backward(total if region.keep else x, weight)
         return functional.linear(total, weight, bias)

@@ -63,7 +63,7 @@ class _CrossEntropy(torch.autograd.Function):
         every = x[..., :real].sum(-1)
         share = x.exp_()
         terms = [hit, share.sum(-1), every] if smoothing else [hit, share.sum(-1)]
-        terms = _summed(terms, axis, fused)
+        terms = _sum_terms(terms, axis, fused)
 
         spread = smoothing / (vocab - 1) if smoothing else 0.0
         loss = terms[1].log() - (1 - smoothing - spread) * terms[0]
@@ -83,7 +83,7 @@ class _CrossEntropy(torch.autograd.Function):
         return (slope * grad[..., None]).to(ctx.dtype), None, None, None, None, None
 
 
-def _summed(terms: list[Tensor], axis: Axis, fused: bool) -> list[Tensor]:
+def _sum_terms(terms: list[Tensor], axis: Axis, fused: bool) -> list[Tensor]:
     """Every term summed over the axis, in one call or in one call each."""
     if fused:
         return list(all_reduce(torch.stack(terms), axis))
@@ -95,13 +95,13 @@ def vocabulary_cross_entropy(
 ) -> Tensor:
     """The loss of every token, [...], from this rank's columns [..., V/p]; on an axis of one rank it is the plain one.
 
-    Labels [...] outside 0..vocab-1 (IGNORED) give a finite number that `counted` weighs with 0.
+    Labels [...] outside 0..vocab-1 (IGNORED) give a finite number that `token_weights` weighs with 0.
     """
     loss: Tensor = _CrossEntropy.apply(logits, labels, axis, vocab, smoothing, fused)
     return loss
 
 
-def counted(labels: Tensor, loss_mask: Tensor) -> Tensor:
+def token_weights(labels: Tensor, loss_mask: Tensor) -> Tensor:
     """The weight with which every token counts: its loss mask, 0 where the label is IGNORED."""
     return loss_mask * (labels != IGNORED)
 
@@ -141,7 +141,7 @@ class _Attached(torch.autograd.Function):
         return grad, torch.ones_like(term)
 
 
-def _unscaled(loss: Tensor) -> Tensor:
+def _identity(loss: Tensor) -> Tensor:
     return loss
 
 
@@ -149,9 +149,9 @@ class Terms:
     """The terms of one rank. `scaled` gives their gradients the factor of the loss's own (`Step.loss_scale`)."""
 
     def __init__(self) -> None:
-        self.scaled: Callable[[Tensor], Tensor] = _unscaled
+        self.scaled: Callable[[Tensor], Tensor] = _identity
 
-    def attached(self, x: Tensor, term: Tensor) -> Tensor:
+    def attach(self, x: Tensor, term: Tensor) -> Tensor:
         """A tensor that the loss depends on, with a term [] that is added to this micro-batch's summed loss."""
         attached: Tensor = _Attached.apply(x, self.scaled(term))
         return attached
@@ -195,14 +195,14 @@ class Metric(nn.Module):
         self.total: MetricSums | None = None
 
     def forward(self, logits: Tensor, labels: Tensor, weights: Tensor) -> MetricSums:
-        """This micro-batch; labels and weights (1 or 0, see `loss.counted`) are of all its tokens, as laid out."""
+        """The sums of this micro-batch; labels and weights (1 or 0) are of all its tokens, as laid out."""
         tokens = weights.sum().long()
         labels, weights = (own_slice(x, self.rows, dim=self.sequence_dim) for x in (labels, weights))
-        measured = self._measured(logits, labels, weights, tokens)
+        measured = self._measure(logits, labels, weights, tokens)
         self.total = measured if self.total is None else self.total + measured
         return measured
 
-    def _measured(self, logits: Tensor, labels: Tensor, weights: Tensor, tokens: Tensor) -> MetricSums:
+    def _measure(self, logits: Tensor, labels: Tensor, weights: Tensor, tokens: Tensor) -> MetricSums:
         x, place, elsewhere = self._own(logits, labels)
         largest = all_reduce(x.amax(-1), self.columns, op="max")
         hit = x.gather(-1, place[..., None])[..., 0]

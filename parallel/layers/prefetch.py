@@ -222,7 +222,7 @@ class Gathers:
         if not self.plan.fused:
             for seat in seats:
                 pending = [start_all_gather(x.detach(), self.axis, dim=0, overlap=self.plan.ahead) for x in seat.shards]
-                self._loans[seat.number] = _Loan(partial(_arrived, pending), uses)
+                self._loans[seat.number] = _Loan(partial(_wait_all, pending), uses)
         elif seats:
             flat = FlatGather([x for seat in seats for x in seat.shards], self.axis, overlap=self.plan.ahead)
             ends = itertools.accumulate(len(seat.shards) for seat in seats)
@@ -239,5 +239,5 @@ class Gathers:
         return tensors
 
 
-def _arrived(pending: Sequence[Pending]) -> list[Tensor]:
+def _wait_all(pending: Sequence[Pending]) -> list[Tensor]:
     return [one.wait() for one in pending]

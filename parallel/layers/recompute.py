@@ -52,7 +52,7 @@ def computed_later_again(
     return y
 
 
-def _needing(case: Case) -> list[str]:
+def _first_to_need(case: Case) -> list[str]:
     """The module of every unit whose backward is the first to need something of it: the last linear, or the dropout
     behind it.
     """
@@ -60,5 +60,10 @@ def _needing(case: Case) -> list[str]:
 
 
 SAVED = CallRow(
-    in_modules(_needing), "recompute", "all_gather", ACTIVATION, "the saved input of a unit", when="distribute_saved"
+    in_modules(_first_to_need),
+    "recompute",
+    "all_gather",
+    ACTIVATION,
+    "the saved input of a unit",
+    when="distribute_saved",
 )

@@ -25,18 +25,18 @@ from shardproof.reference.case import Case
 
 MakesLayer = Callable[[str], nn.Module]
 """Makes a transformer layer of this dotted name, as those of the decoder are."""
-_Held = TypeVar("_Held")
+_T = TypeVar("_T")
 Value = Tensor | tuple[Box, ...]
 """A value of an outcome: a full tensor, or the boxes that this rank holds of it."""
 Scheduled = tuple[Tensor, Tensor, tuple[Box, ...] | None]
 """Loss sum, number of tokens and logits of a step on a rank; 0, 0 and None where its stages end before the last."""
 
 
-def _same(batch: Delivered) -> Delivered:
+def _whole_batch(batch: Delivered) -> Delivered:
     return batch
 
 
-def _plain(_case: Case, step: "Step") -> "Step":
+def _unchanged_step(_case: Case, step: "Step") -> "Step":
     return step
 
 
@@ -67,7 +67,7 @@ class Parts:
     loss: Callable[[Tensor, Tensor], Tensor]
     core: MaskedCore = core_attention
     exchange: Exchange = direct
-    local: Callable[[Delivered], Delivered] = _same
+    local: Callable[[Delivered], Delivered] = _whole_batch
     behind_layer: Mapping[str, Callable[[], nn.Module]] = field(default_factory=dict)
     branches: Mapping[str, Callable[[str, Dropout], nn.Module]] = field(default_factory=dict)
     behind_head: Mapping[str, Callable[[MakesLayer], nn.Module]] = field(default_factory=dict)
@@ -79,20 +79,20 @@ class Parts:
 class Strategy:
     """A way to split the work.
 
-    sequence_dim   where the sequence lies in hidden states: 0 for [S, B, D], 1 for [B, S, D]
-    weight_axis    mesh axis over which parameters are split, and over which partial gradients are summed
-    data_axes      mesh axes over which gradients of different data are summed, one flat all-reduce each
-    loss_axes      mesh axes over which the loss sum and the token count of a rank are summed
-    placements     case -> how every parameter lies on the mesh
-    activation     (case, module) -> how its output [rows of a data rank, seq, width] lies on the mesh, None if unknown
-    shares         case -> how attention probabilities [rows of a data rank, heads, queries, keys] lie in the core
-    partial        (case, parameter whole on every rank) -> is its gradient on one rank a partial sum?
-    coalesced      are the partial gradients summed in one flat all-reduce (Megatron), or in one each (InternEvo)?
-    norm_axes      mesh axes beside the weight axis that split gradients: the squared norm is summed over them
-    apart          data axis of parameters with a rank order of their own -> the axes that split their gradients
-    parts          (case, mesh, device) -> the strategy bound to one rank
-    rows           the calls of its micro-batches; those of a step follow (`parallel.data_parallel.calls`)
-    step           (case, step) -> what is done in a step, made of what the plain step does
+    sequence_dim      where the sequence lies in hidden states: 0 for [S, B, D], 1 for [B, S, D]
+    weight_axis       mesh axis over which parameters are split, and over which partial gradients are summed
+    data_axes         mesh axes over which gradients of different data are summed, one flat all-reduce each
+    loss_axes         mesh axes over which the loss sum and the token count of a rank are summed
+    placements        case -> how every parameter lies on the mesh
+    activation        (case, module) -> how its output [rows of a data rank, seq, width] lies, None if unknown
+    shares            case -> how attention probabilities [rows of a data rank, heads, queries, keys] lie in the core
+    partial           (case, parameter whole on every rank) -> is its gradient on one rank a partial sum?
+    coalesced         are the partial gradients summed in one flat all-reduce (Megatron), or in one each (InternEvo)?
+    norm_axes         mesh axes beside the weight axis that split gradients: the squared norm is summed over them
+    expert_data_axes  data axis of parameters with a rank order of their own -> the axes that split their gradients
+    parts             (case, mesh, device) -> the strategy bound to one rank
+    rows              the calls of its micro-batches; those of a step follow (`parallel.data_parallel.calls`)
+    step              (case, step) -> what is done in a step, made of what the plain step does
     """
 
     name: str
@@ -106,13 +106,13 @@ class Strategy:
     partial: Callable[[Case, str], bool]
     coalesced: bool = True
     norm_axes: tuple[str, ...] = ()
-    apart: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    expert_data_axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     parts: Callable[[Case, Mesh, torch.device], Parts]
     rows: tuple[CallRow, ...]
-    step: "Callable[[Case, Step], Step]" = _plain
+    step: "Callable[[Case, Step], Step]" = _unchanged_step
 
     def laid_out(self, x_BS: Tensor) -> Tensor:
-        """A tensor [B, S, ...] with its dims in the order of this strategy's hidden states, and back."""
+        """A tensor [B, S, ...] with its dims in the order of this strategy's hidden states; its own inverse."""
         return x_BS.transpose(0, 1) if self.sequence_dim == 0 else x_BS
 
 
@@ -171,9 +171,9 @@ class Rank:
         return self.chunks[0][1]
 
     def of(self, data_axis: str) -> "Rank":
-        """The rank with the parameters alone that have copies over a mesh axis (`Core.data_axis_of`)."""
+        """This rank with only the parameters that have copies over a mesh axis (`Core.data_axis_of`)."""
 
-        def own(tensors: Mapping[str, _Held]) -> dict[str, _Held]:
+        def own(tensors: Mapping[str, _T]) -> dict[str, _T]:
             return {name: one for name, one in tensors.items() if self.case.data_axis_of(name) == data_axis}
 
         return replace(
@@ -185,8 +185,9 @@ class Rank:
         )
 
     @property
-    def proves(self) -> bool:
-        """Are there numbers to compare? A run on shapes alone shall need the memory of training and no more."""
+    def has_numbers(self) -> bool:
+        """Whether tensors have numbers to compare: not on the meta device."""
+        # a run on shapes alone shall need the memory of training and no more, so callers leave the rest out
         return self.device.type != "meta"
 
     def boxes(self, local: Tensor, place: Placement) -> tuple[Box, ...]:

@@ -46,13 +46,13 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, table: tuple[Tensor, Tensor] | None, hidden_B1SS: Tensor | None, draw: Draw) -> Tensor:
         """Hidden states -> hidden states; `draw` is the step and the micro-batch that they are of."""
         vars(self.mlp)["draw"] = draw  # a feature's module in its place may read it
-        x = x + self._dropped("attention", self.attention(self.attention_norm(x), table, hidden_B1SS, draw), draw)
-        y: Tensor = x + self._dropped("mlp", self.mlp(self.mlp_norm(x)), draw)
+        x = x + self._dropout_of("attention", self.attention(self.attention_norm(x), table, hidden_B1SS, draw), draw)
+        y: Tensor = x + self._dropout_of("mlp", self.mlp(self.mlp_norm(x)), draw)
         for leaf in self.behind:
             y = self.get_submodule(leaf)(y)
         return y
 
-    def _dropped(self, branch: str, x: Tensor, draw: Draw) -> Tensor:
+    def _dropout_of(self, branch: str, x: Tensor, draw: Draw) -> Tensor:
         return self.dropout.hidden(x, f"{self.name}.{branch}", draw)
 
 

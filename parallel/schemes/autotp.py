@@ -64,15 +64,15 @@ def placements(case: Case) -> dict[str, Placement]:
 def _placement(case: Case, name: str, shape: tuple[int, ...]) -> Placement:
     module, _, leaf = name.rpartition(".")
     if module == "head":
-        return Placement(shape=shape, cuts=(_cut(head_held(case), dim=0 if case.head == "gather" else 1),))
+        return Placement(shape=shape, cuts=(_cut_of(head_held(case), dim=0 if case.head == "gather" else 1),))
     if is_column(module):
-        return Placement(shape=shape, cuts=(_cut(_held(case, module)),))
+        return Placement(shape=shape, cuts=(_cut_of(_ranges_of_module(case, module)),))
     if is_row(module) and leaf == "weight":
-        return Placement(shape=shape, cuts=(_cut(_held(case, module), dim=1),))
+        return Placement(shape=shape, cuts=(_cut_of(_ranges_of_module(case, module), dim=1),))
     return Placement(shape=shape)
 
 
-def _cut(held: RowRanges, *, dim: int = 0) -> Cut:
+def _cut_of(held: RowRanges, *, dim: int = 0) -> Cut:
     return Cut(axis="tp", dim=dim, held=held)
 
 
@@ -81,7 +81,7 @@ def _heads(case: Case) -> Heads:
     return Heads(query=case.heads, kv=case.kv_heads, size=case.head_dim)
 
 
-def _held(case: Case, module: str) -> RowRanges:
+def _ranges_of_module(case: Case, module: str) -> RowRanges:
     """Parts of a column linear's output features, or of a row linear's input features, by rank."""
     heads = _heads(case)
     match module.rpartition(".")[2]:
@@ -115,10 +115,10 @@ def activation(case: Case, module: str) -> Placement | None:
         return Placement(shape=(rows, length, case.vocab))
     if is_column(module):
         width = shapes(case)[f"{module}.weight"][0]
-        return Placement(shape=(rows, length, width), cuts=(_cut(_held(case, module), dim=2),))
+        return Placement(shape=(rows, length, width), cuts=(_cut_of(_ranges_of_module(case, module), dim=2),))
     if leaf in ("q_norm", "k_norm"):
-        held = _held(case, "wq" if leaf == "q_norm" else "wk")
-        return Placement(shape=(rows, length, sum(widths(held))), cuts=(_cut(held, dim=2),))
+        held = _ranges_of_module(case, "wq" if leaf == "q_norm" else "wk")
+        return Placement(shape=(rows, length, sum(widths(held))), cuts=(_cut_of(held, dim=2),))
     return tensor.activation(case, module, sequence_split=False)
 
 
@@ -126,7 +126,7 @@ def shares(case: Case) -> Placement:
     """How the shares of attention [rows of a data rank, heads, queries, keys] lie: the heads that the ranks hold."""
     rows, length = case.rows, case.row_tokens
     held = query_rows(dataclasses.replace(_heads(case), size=1), case.tp)
-    return Placement(shape=(rows, case.heads, length, length), cuts=(_cut(held, dim=1),))
+    return Placement(shape=(rows, case.heads, length, length), cuts=(_cut_of(held, dim=1),))
 
 
 def parts(case: Case, mesh: Mesh, device: torch.device) -> Parts:

@@ -101,13 +101,13 @@ def _placement(case: Case, name: str, shape: tuple[int, ...]) -> Placement:
     if module in ("embedding.tokens", "head"):
         return Placement(shape=shape, cuts=(Cut(axis="tp", blocks=(case.padded_vocab,)),))
     if is_column(module):
-        return Placement(shape=shape, cuts=(_cut(case, module),))
+        return Placement(shape=shape, cuts=(_output_cut(case, module),))
     if is_row(module) and leaf == "weight":
         return Placement(shape=shape, cuts=(Cut(axis="tp", dim=1, unit=_unit(case, module)),))
     return Placement(shape=shape)
 
 
-def _cut(case: Case, module: str, *, dim: int = 0) -> Cut:
+def _output_cut(case: Case, module: str, *, dim: int = 0) -> Cut:
     """Of a column linear's output features."""
     return Cut(axis="tp", dim=dim, blocks=_blocks(case, module), unit=_unit(case, module))
 
@@ -138,7 +138,7 @@ def activation(case: Case, module: str, *, sequence_split: bool) -> Placement | 
     leaf = module.rpartition(".")[2]
     if is_column(module):
         width = shapes(case)[f"{module}.weight"][0]
-        return Placement(shape=(rows, length, width), cuts=(_cut(case, module, dim=2),))
+        return Placement(shape=(rows, length, width), cuts=(_output_cut(case, module, dim=2),))
     if leaf in ("q_norm", "k_norm"):
         width = (case.heads if leaf == "q_norm" else case.kv_heads) * case.head_dim
         return Placement(shape=(rows, length, width), cuts=(Cut(axis="tp", dim=2),))

@@ -169,7 +169,7 @@ def shares(heads: Heads, ranks: int, *, spare: str = "refuse") -> tuple[HeadShar
         legal = f"tp={heads.kv}, or spare=empty or spare=replicate"
         raise CaseError("kv_heads", heads.kv, f"leaves a rank of tp={ranks} without a head", legal)
     if heads.kv < ranks and spare == "replicate":
-        return _copied(heads, ranks)
+        return _copy_kv_heads(heads, ranks)
     found, first = [], 0
     for own in even_shares(heads.kv, ranks):
         last = first + own
@@ -178,7 +178,7 @@ def shares(heads: Heads, ranks: int, *, spare: str = "refuse") -> tuple[HeadShar
     return tuple(found)
 
 
-def _copied(heads: Heads, ranks: int) -> tuple[HeadShare, ...]:
+def _copy_kv_heads(heads: Heads, ranks: int) -> tuple[HeadShare, ...]:
     """Every kv head on ranks/kv ranks, each with an equal share of its query heads."""
     if ranks % heads.kv or heads.group % (ranks // heads.kv):
         rule = f"cannot be copied to tp={ranks} ranks with equal shares of heads={heads.query}"

@@ -64,7 +64,9 @@ def ranges_of_parts(parts: Sequence[int], ranks: int) -> RowRanges:
     )
 
 
-def strided(src: Shape, dst: Shape, *, ranks: int, parts: Sequence[int], orientation: str = "in-out") -> Placement:
+def strided_placement(
+    src: Shape, dst: Shape, *, ranks: int, parts: Sequence[int], orientation: str = "in-out"
+) -> Placement:
     """How a weight or bias of shape `src`, made of `parts` along its output features, becomes `dst` on each rank.
 
     `parts` sum to those features. Raises CaseError for shapes between which there is no such cut.
@@ -154,30 +156,30 @@ def slices(sliced: Sliced) -> tuple[Slice, ...]:
     return (*layer, *_outer(sliced))
 
 
-def _whole(name: str, shape: Shape, rule: str = _WHOLE) -> Slice:
+def _whole_slice(name: str, shape: Shape, rule: str = _WHOLE) -> Slice:
     return Slice(name=name, sources=(name,), place=Placement(shape=shape), rule=rule)
 
 
-def _held(shape: Shape, dim: int, held: RowRanges) -> Placement:
+def _placement_of_ranges(shape: Shape, dim: int, held: RowRanges) -> Placement:
     return Placement(shape=shape, cuts=(Cut(axis="tp", dim=dim, held=held),))
 
 
 def _autotp(sliced: Sliced) -> Iterator[Slice]:
     for linear in sliced.architecture.linears:
-        held, rule = _cut(sliced, linear)
+        held, rule = _rows_of_linear(sliced, linear)
         rows = linear.role not in ("out", "down")
         shape = _shape(sliced, linear.role)
         names = [f"{linear.name}.weight"] + ([f"{linear.name}.bias"] if sliced.bias and linear.biased else [])
         for name in names:
             if name.endswith("bias") and not rows:
-                yield _whole(name, shape[:1], _AFTER)
+                yield _whole_slice(name, shape[:1], _AFTER)
                 continue
             yield Slice(
                 name=name,
                 sources=(name,),
-                place=_held(shape if name.endswith("weight") else shape[:1], int(not rows), held),
+                place=_placement_of_ranges(shape if name.endswith("weight") else shape[:1], int(not rows), held),
                 rule=rule,
-                copied=_copied(sliced, linear.role),
+                copied=_copied_kv_rows(sliced, linear.role),
             )
     yield from _norms(sliced)
 
@@ -191,7 +193,7 @@ def _shape(sliced: Sliced, role: str) -> Shape:
     return (2 * sliced.ffn if role == "gate_up" else rows[role], hidden)
 
 
-def _cut(sliced: Sliced, linear: Linear) -> tuple[RowRanges, str]:
+def _rows_of_linear(sliced: Sliced, linear: Linear) -> tuple[RowRanges, str]:
     """Rows of a linear on every rank (columns for out and down), and the rule in words."""
     heads, tp, spare = sliced.attention, sliced.tp, sliced.spare
     shared = any(other.role == "value" for other in sliced.architecture.linears)
@@ -214,7 +216,7 @@ def _cut(sliced: Sliced, linear: Linear) -> tuple[RowRanges, str]:
     return consecutive(sizes), "its features" if linear.role == "up" else "its features; outputs are summed"
 
 
-def _copied(sliced: Sliced, role: str) -> int:
+def _copied_kv_rows(sliced: Sliced, role: str) -> int:
     """Rows of kv heads that more than one rank holds."""
     times = {"k": 1, "v": 1, "qkv": 2}.get(role, 0)
     missing = sliced.tp - sliced.kv_heads if sliced.spare == "replicate" else 0
@@ -263,7 +265,7 @@ def _columns(sliced: Sliced, name: str, linears: list[str], parts: tuple[int, ..
             yield Slice(
                 name=f"{name}{leaf[0]}",
                 sources=tuple(f"{linear}.{leaf}" for linear in linears),
-                place=strided(src, dst, ranks=tp, parts=parts),
+                place=strided_placement(src, dst, ranks=tp, parts=parts),
                 rule=rule,
                 transposed=leaf == "weight",
             )
@@ -272,22 +274,27 @@ def _columns(sliced: Sliced, name: str, linears: list[str], parts: tuple[int, ..
 def _norms(sliced: Sliced) -> Iterator[Slice]:
     for norm in sliced.architecture.norms:
         for leaf in ("weight", "bias") if sliced.architecture.norm_bias else ("weight",):
-            yield _whole(f"{norm}.{leaf}", (sliced.hidden,))
+            yield _whole_slice(f"{norm}.{leaf}", (sliced.hidden,))
 
 
 def _outer(sliced: Sliced) -> Iterator[Slice]:
     """Embeddings, the last norm, and the head."""
     for name, words in sliced.architecture.outer:
-        yield _whole(name, tuple(getattr(sliced, word) for word in words))
+        yield _whole_slice(name, tuple(getattr(sliced, word) for word in words))
     total, dim = (sliced.hidden, 1) if sliced.head == "sum" else (sliced.vocab, 0)
     head = sliced.architecture.head
     sizes = shard_sizes(total, sliced.tp, grain=sliced.grain, name="lm_head")
     sizes = sizes if sliced.spare == "empty" else nonempty(sizes, "hidden" if dim else "vocab", total)
     rule = "its input features; logits are summed" if dim else "its tokens; logits are gathered"
     held = consecutive(sizes)
-    place = _held((sliced.vocab, sliced.hidden), dim, held)
+    place = _placement_of_ranges((sliced.vocab, sliced.hidden), dim, held)
     yield Slice(name=f"{head}.weight", sources=(f"{head}.weight",), place=place, rule=rule)
     if sliced.architecture.head_bias and dim:
-        yield _whole(f"{head}.bias", (sliced.vocab,), _AFTER)
+        yield _whole_slice(f"{head}.bias", (sliced.vocab,), _AFTER)
     elif sliced.architecture.head_bias:
-        yield Slice(name=f"{head}.bias", sources=(f"{head}.bias",), place=_held((sliced.vocab,), 0, held), rule=rule)
+        yield Slice(
+            name=f"{head}.bias",
+            sources=(f"{head}.bias",),
+            place=_placement_of_ranges((sliced.vocab,), 0, held),
+            rule=rule,
+        )

@@ -27,7 +27,7 @@ from shardproof.parallel.slicing.rows import SPARE, Heads
 from shardproof.reference.case.presets import PRESETS
 from shardproof.reference.errors import CaseError
 from shardproof.reference.language.core import mlp_width
-from shardproof.reference.language.words import LARGEST_SIZE, Meaning, described, read, word
+from shardproof.reference.language.words import LARGEST_SIZE, Meaning, describe_words, read, word
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,12 +281,12 @@ class Sliced:
             if not equals or key not in _TYPES:
                 raise CaseError(key, value or entry, "is not a word of a slice", "one of " + " ".join(_TYPES))
             words[key] = read(key, value, _TYPES[key])
-        return cls(**_filled(words))
+        return cls(**_fill_words(words))
 
     @classmethod
     def meanings(cls) -> tuple[Meaning, ...]:
         """Every word with its meaning, legal values and default."""
-        return described(cls, _KNOWN, _FOLLOWS)
+        return describe_words(cls, _KNOWN, _FOLLOWS)
 
 
 _TYPES: dict[str, type] = {f.name: type(f.default) for f in dataclasses.fields(Sliced)}
@@ -294,7 +294,7 @@ _TYPES: dict[str, type] = {f.name: type(f.default) for f in dataclasses.fields(S
 _OF_PRESETS = ("family", "hidden", "heads", "kv_heads", "ffn", "vocab", "bias")
 
 
-def _filled(words: dict[str, Any]) -> dict[str, Any]:
+def _fill_words(words: dict[str, Any]) -> dict[str, Any]:
     """The words, those of their preset, and what follows from them."""
     if words.get("preset") in _KNOWN["preset"]:
         named = {key: PRESETS[words["preset"]][key] for key in _OF_PRESETS}

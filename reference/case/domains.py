@@ -1,7 +1,7 @@
 """The domain of every word of a case, the plainest value first, and how words are changed until a case is legal.
 
 A domain is the values that stand for all that a word can have: experiments on a failing case choose from these
-(harness.running.experiments). `repaired` changes words as the rules that they break propose.
+(harness.running.experiments). `repair_words` changes words as the rules that they break propose.
 """
 
 import dataclasses
@@ -55,7 +55,7 @@ def problem_of(words: Mapping[str, Any], refuses: Callable[[Case], str] = lambda
         return problem
 
 
-def repaired(
+def repair_words(
     words: Mapping[str, Any],
     fixed: Mapping[str, Any],
     domains: Mapping[str, Sequence[Any]],
@@ -73,7 +73,7 @@ def repaired(
         problem = problem_in(changed)
         if not problem:
             return changed
-        change = _proposed(problem, fixed, domains)
+        change = _legal_values(problem, fixed, domains)
         if not change and search:
             change = _first_legal(changed, fixed, domains, problem_in)
         if not change:
@@ -82,7 +82,7 @@ def repaired(
     return None
 
 
-def _proposed(problem: Problem, fixed: Mapping[str, Any], domains: Mapping[str, Sequence[Any]]) -> Words:
+def _legal_values(problem: Problem, fixed: Mapping[str, Any], domains: Mapping[str, Sequence[Any]]) -> Words:
     """The legal value that a rule names, of its own word or of another; none where that is fixed or cannot be had."""
     if not isinstance(problem, CaseError):
         return {}

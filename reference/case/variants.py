@@ -33,7 +33,7 @@ def _holds(word: str, value: Callable[[str], object]) -> bool:
     if match is None:
         raise ValueError(f"condition={word}: must be key=value, key!=value, key>n or key<n; legal: tp>2")
     key, sign, limit = match.groups()
-    known = _known(key, value)
+    known = _value_of(key, value)
     if sign in _ORDER:
         return _ORDER[sign](float(str(known)), float(str(value(limit) if limit.isidentifier() else limit)))
     number = isinstance(known, int) and not isinstance(known, bool)
@@ -41,7 +41,7 @@ def _holds(word: str, value: Callable[[str], object]) -> bool:
     return (_text(known) in written) == (sign == "=")
 
 
-def _known(key: str, value: Callable[[str], object]) -> object:
+def _value_of(key: str, value: Callable[[str], object]) -> object:
     name, _, by = key.partition("%")
     if not by:
         return value(name)

@@ -79,7 +79,7 @@ def fuse(tensors: Mapping[str, Tensor], kv_heads: int, *, qkv: bool, mlp: bool) 
     """
     found = dict(tensors)
     for name in [name for name in tensors if qkv and ".wq." in name]:
-        query, key, value = parts = _popped(found, name, ".wq.", ("wq", "wk", "wv"))
+        query, key, value = parts = _pop_parts(found, name, ".wq.", ("wq", "wk", "wv"))
         width = _rows(key) // kv_heads if kv_heads > 0 else 0
         fit = width and _rows(key) == width * kv_heads and _rows(query) % (width * kv_heads) == 0
         if not fit or key.shape != value.shape or query.shape[1:] != key.shape[1:]:
@@ -88,7 +88,7 @@ def fuse(tensors: Mapping[str, Tensor], kv_heads: int, *, qkv: bool, mlp: bool) 
         groups = [part.reshape(kv_heads, -1, *part.shape[1:]) for part in parts]
         found[name.replace(".wq.", ".wqkv.")] = torch.cat(groups, 1).flatten(0, 1)
     for name in [name for name in tensors if mlp and ".w3." in name]:
-        up, gate = _popped(found, name, ".w3.", ("w3", "w1"))
+        up, gate = _pop_parts(found, name, ".w3.", ("w3", "w1"))
         if up.shape != gate.shape:
             raise LayoutError(f"holds {name} of {_shape(up)} and a gate of {_shape(gate)}")
         found[name.replace(".w3.", ".w13.")] = torch.cat([gate, up])
@@ -121,7 +121,7 @@ def _sizes(tensors: Mapping[str, Tensor], name: str, out: str, kv_heads: int) ->
     return queries, width
 
 
-def _popped(found: dict[str, Tensor], name: str, part: str, others: tuple[str, ...]) -> list[Tensor]:
+def _pop_parts(found: dict[str, Tensor], name: str, part: str, others: tuple[str, ...]) -> list[Tensor]:
     names = [name.replace(part, f".{other}.") for other in others]
     if missing := [one for one in names if one not in found]:
         raise LayoutError(f"holds {name} without {missing[0]}")
@@ -297,7 +297,7 @@ def read_megatron(folder: Path, *, vocab: int) -> dict[str, Tensor]:
         if not tensor.dim() or not tensor.is_floating_point() or tensor.isnan().any():
             rule = f"holds {key}, of which elements are missing or are no numbers"
             raise LayoutError(rule, "a number for every element")
-        ours, number = _named(key, gated=gated)
+        ours, number = _dense_name(key, gated=gated)
         layers = enumerate(tensor) if "#" in ours and not number else [(number, tensor)]
         found |= {ours.replace("#", str(layer)): part for layer, part in layers}
         if key in _VOCABULARY:
@@ -305,7 +305,7 @@ def read_megatron(folder: Path, *, vocab: int) -> dict[str, Tensor]:
     return found
 
 
-def _named(key: str, *, gated: bool) -> tuple[str, str]:
+def _dense_name(key: str, *, gated: bool) -> tuple[str, str]:
     """(the name in the dense model, its layer as "#"; the number of the layer, "" where the tensor holds all of them).
 
     Raises LayoutError for a tensor that the dense model does not have.

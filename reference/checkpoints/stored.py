@@ -20,7 +20,7 @@ from shardproof.reference.checkpoints.foreign import Form, is_foreign, parameter
 from shardproof.reference.checkpoints.torch_format import read_tensors
 
 
-def stored(case: Case) -> Mapping[str, Tensor]:
+def stored_tensors(case: Case) -> Mapping[str, Tensor]:
     """Every tensor of the checkpoint that the case loads, by key, not to be written to.
 
     Raises CaseError as `read_tensors`.
@@ -35,7 +35,7 @@ def stored(case: Case) -> Mapping[str, Tensor]:
 
 def steps_before(case: Case) -> int:
     """The optimizer steps that were run before the first one of the case; 0 for a case that loads nothing."""
-    return int(stored(case)["train.steps"]) if case.load else 0
+    return int(stored_tensors(case)["train.steps"]) if case.load else 0
 
 
 @lru_cache(maxsize=2)

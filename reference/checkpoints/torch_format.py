@@ -241,7 +241,7 @@ def _read(folder: str, _written_ns: int, _inode: int) -> Mapping[str, Tensor]:
     reader, planner = FileSystemReader(folder), DefaultLoadPlanner(flatten_state_dict=False)
     metadata = read_metadata(Path(folder))
     tensors = {
-        key: _poisoned(torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu"))
+        key: _fill_with_nan(torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu"))
         for key, entry in metadata.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata) and not key.startswith("rng.")
     }
@@ -252,5 +252,5 @@ def _read(folder: str, _written_ns: int, _inode: int) -> Mapping[str, Tensor]:
     return tensors
 
 
-def _poisoned(tensor: Tensor) -> Tensor:
+def _fill_with_nan(tensor: Tensor) -> Tensor:
     return tensor.fill_(math.nan) if tensor.is_floating_point() else tensor

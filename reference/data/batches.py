@@ -40,7 +40,7 @@ from torch import Tensor
 
 from shardproof.reference.case import Case
 from shardproof.reference.checkpoints.stored import steps_before
-from shardproof.reference.data.corpus import Source, mixed, sources, stream_of
+from shardproof.reference.data.corpus import Source, mix_seed, sources, stream_of
 
 IGNORED = -100
 """The label of a token that is not learned."""
@@ -225,7 +225,7 @@ def micro_batch(
         if not 0 <= value < limit:
             raise ValueError(f"{name}={value}: must lie in [0, {limit}); legal: {name}=0")
     at, number = steps_before(case) + step, micro * case.dp + dp_rank
-    made = _made(case, sources(case), at, number, padding)
+    made = _make_batch(case, sources(case), at, number, padding)
     # every second column of a wider tensor: contiguous nowhere, on any device
     tokens = torch.stack((made.tokens, made.labels), dim=-1).to(device)[..., 0]
     return replace(
@@ -240,7 +240,7 @@ def micro_batch(
 
 
 @lru_cache(maxsize=128)
-def _made(case: Case, _files: tuple[Source, ...], at: int, number: int, padding: int) -> Batch:
+def _make_batch(case: Case, _files: tuple[Source, ...], at: int, number: int, padding: int) -> Batch:
     """Micro-batch `number` of step `at`, on the CPU; not to be written to.
 
     Every rank and the dense model read it, so that it is made once for these files of the corpus as they are.
@@ -251,9 +251,9 @@ def _made(case: Case, _files: tuple[Source, ...], at: int, number: int, padding:
         window = window.flatten().scatter(0, edges.places, edges.ids).view_as(window)
     rows = _rows(case, window, is_end)
     tokens, labels = without_prompts(rows.tokens, rows.labels, padding)
-    generator = torch.Generator(device="cpu").manual_seed(mixed(case.seed, at, number, 0))
+    generator = torch.Generator(device="cpu").manual_seed(mix_seed(case.seed, at, number, 0))
     counted = None if edges is None else edges.labels
-    labels, loss_mask = _masked(labels, _valid_count(case, number), counted, generator)
+    labels, loss_mask = _mask_labels(labels, _valid_count(case, number), counted, generator)
     return Batch(
         tokens=tokens,
         labels=labels,
@@ -334,15 +334,15 @@ def _valid_count(case: Case, number: int) -> int:
 
 def _most_valid(learned: int, wanted: int) -> int:
     """How many of the learned tokens can be valid when `wanted` are wanted: some are masked or lose their labels."""
-    return min(wanted, max(1, _kept(learned) - 1))
+    return min(wanted, max(1, _labels_to_keep(learned) - 1))
 
 
-def _kept(learned: int) -> int:
+def _labels_to_keep(learned: int) -> int:
     """How many of the learned tokens keep their labels: all but one in eight, but at least one."""
     return learned - min(1 + learned // 8, learned - 1)
 
 
-def _masked(
+def _mask_labels(
     labels: Tensor, valid_count: int, counted: Tensor | None, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """Labels and loss mask of rows [B, S] in which `valid_count` tokens are valid, or all that can be but a few.
@@ -356,7 +356,7 @@ def _masked(
     chance = (drawn[0] * preference).flatten()
     order = (chance if counted is None else chance.index_fill(0, counted, -1.0)).argsort()
     learned = order[flat[order] != IGNORED]
-    kept = _kept(len(learned))
+    kept = _labels_to_keep(len(learned))
     flat[learned[kept:]] = IGNORED
     mask = drawn[1].round().flatten()
     mask[learned[:kept]] = 0

@@ -61,7 +61,7 @@ class Tokens:
 
 def sources(case: Case) -> tuple[Source, ...]:
     """The files that `case.data` names, in reading order, as they are now on disk."""
-    return _named(Path(os.path.expanduser(case.data))) if case.data else _standard_library()
+    return _sources_at(Path(os.path.expanduser(case.data))) if case.data else _standard_library()
 
 
 @lru_cache(maxsize=4)
@@ -85,7 +85,7 @@ def _read_file(file: Source, vocab: int) -> list[Tensor]:
     return (json_lines if path.suffix == ".jsonl" else plain_text)(path, vocab)
 
 
-def _named(path: Path) -> tuple[Source, ...]:
+def _sources_at(path: Path) -> tuple[Source, ...]:
     """The sources of a path that a user named: itself, or what the folder holds."""
     if not stat.S_ISDIR(status(path).st_mode):
         return (_source(path),)
@@ -178,17 +178,17 @@ def stream_of(case: Case) -> Stream:
 def _stream(files: tuple[Source, ...], vocab: int, seq: int, seed: int) -> Stream:
     """The corpus cut into sentences of 2 to 5/4 seq tokens, and at the ends of its documents."""
     text = read(files, vocab)
-    generator = torch.Generator(device="cpu").manual_seed(mixed(seed))
+    generator = torch.Generator(device="cpu").manual_seed(mix_seed(seed))
     high = max(2, seq + seq // 4)
     lengths = torch.randint(2, high + 1, (len(text.ids) // 2,), generator=generator, device="cpu")
     cuts = lengths.cumsum(0) - 1
     is_end = torch.zeros(len(text.ids), dtype=torch.bool, device="cpu")
     is_end[cuts[cuts < len(text.ids)]] = True
     is_end[torch.tensor(text.lengths, device="cpu").cumsum(0) - 1] = True
-    return Stream(ids=text.ids, is_end=is_end, origin=mixed(seed, len(text.ids)) % len(text.ids))
+    return Stream(ids=text.ids, is_end=is_end, origin=mix_seed(seed, len(text.ids)) % len(text.ids))
 
 
-def mixed(*words: int) -> int:
+def mix_seed(*words: int) -> int:
     """A 63-bit seed from several numbers; near numbers give far seeds (multiply and fold, as in splitmix64)."""
     value = 0
     for word in words:

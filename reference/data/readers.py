@@ -93,7 +93,7 @@ def tokens_of(path: Path, place: str, record: object, vocab: int) -> Tensor:
             rule = f"token {index} is {json.dumps(token)[:40]}, not a whole number"
             raise DataError(path, place, rule, f"whole numbers below vocab={vocab}")
         if not -vocab < token < vocab:
-            rule = f"token {index} is {_shown(token)}, outside the vocabulary"
+            rule = f"token {index} is {_show_number(token)}, outside the vocabulary"
             raise DataError(path, place, rule, f"0 to {vocab - 1}, negative for a prompt; or a larger vocab=")
     return torch.tensor(tokens, dtype=torch.int64, device="cpu")
 
@@ -124,7 +124,7 @@ def _document(path: Path, place: str, line: bytes, vocab: int) -> Tensor:
         raise DataError(path, place, rule, "Unicode text") from None
 
 
-def _shown(number: int) -> str:
+def _show_number(number: int) -> str:
     """The number, or its size when it is too long for a message."""
     return str(number) if abs(number) < 10**20 else f"a number of {number.bit_length()} bits"
 

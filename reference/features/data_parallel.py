@@ -130,7 +130,7 @@ class DataParallel(Core):
         if self.grad_dtype == "float32" and self.master == "none":
             yield "grad_dtype", "master=none steps parameters by gradients of their own dtype", "grad_dtype=model"
         yield from self._layer_by_layer()
-        yield from self._scaling()
+        yield from self._scaler_problems()
 
     def _beside_gathered_weights(self) -> Iterator[Problem]:
         mode = f"mode={self.mode}"
@@ -160,7 +160,7 @@ class DataParallel(Core):
                 "wgrad=plain",
             )
 
-    def _scaling(self) -> Iterator[Problem]:
+    def _scaler_problems(self) -> Iterator[Problem]:
         scaler, scale = self.scaler, self.loss_scale
         if scaler != "none" and self.dtype != "float16":
             yield (

@@ -16,7 +16,7 @@ from shardproof.reference.errors import CaseError
 from shardproof.reference.groups import Layout, RankOrder
 from shardproof.reference.language.core import Core, whose
 from shardproof.reference.language.rules import expert_problems
-from shardproof.reference.language.words import Problem, declared, multiple, not_default, word
+from shardproof.reference.language.words import Problem, declared_words, multiple, not_default, word
 
 _POSITIVE = "0 or a positive number"
 _OF_EXPERTS: Mapping[str, str] = {"tp": "etp", "dp": "edp"}
@@ -236,10 +236,10 @@ class Experts(Core):
             yield "experts", f"mode={self.mode} has none; layers of mode={owners} may have them", "experts=0"
         for key in ("etp", "expert_ffn", "shared_ffn", "dense_layers"):
             if getattr(self, key) < 0:
-                yield key, "must not be negative", f"{key}={declared(Experts)[key].default}"
+                yield key, "must not be negative", f"{key}={declared_words(Experts)[key].default}"
         if self.dense_layers >= self.layers:
             yield "dense_layers", f"leaves none of layers={self.layers} to experts", "dense_layers=0"
-        yield from expert_problems(self, {name: field.default for name, field in declared(Experts).items()})
+        yield from expert_problems(self, {name: field.default for name, field in declared_words(Experts).items()})
         yield from self._ranks()
         yield from self._beside()
 

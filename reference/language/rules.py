@@ -24,12 +24,12 @@ LARGEST_SEED = 2**64 - 1
 
 def problems(case: Core) -> Iterator[Problem]:
     """Key, the rule that it breaks and a legal value, of every broken rule."""
-    for rules in (_domains, _model, _mesh, _training):
+    for rules in (_domains, _model, _mesh, _training_problems):
         yield from rules(case)
 
 
 @functools.cache
-def _restricted(kind: Any) -> tuple[tuple[Field, ...], dict[str, bool]]:
+def _restricted_words(kind: Any) -> tuple[tuple[Field, ...], dict[str, bool]]:
     """The words of a class of cases that take one of a list, and those of whole numbers with whether 0 is legal."""
     fields = dataclasses.fields(kind)
     sizes = {field.name: bool(field.metadata["legal"]) for field in fields if type(field.default) is int}
@@ -38,7 +38,7 @@ def _restricted(kind: Any) -> tuple[tuple[Field, ...], dict[str, bool]]:
 
 def _domains(case: Core) -> Iterator[Problem]:
     kind: Any = type(case)
-    of_a_list, sizes = _restricted(kind)
+    of_a_list, sizes = _restricted_words(kind)
     for field in of_a_list:
         if getattr(case, field.name) not in (known := legal_values(field)):  # which may grow: modes of a third party
             yield field.name, "is not a known word", "|".join(known)
@@ -148,7 +148,7 @@ def _sequence(case: Core) -> Iterator[Problem]:
         yield "fuse_weights", f"gathers a block's weights at once, which only mode={owners} does", "fuse_weights=false"
 
 
-def _training(case: Core) -> Iterator[Problem]:
+def _training_problems(case: Core) -> Iterator[Problem]:
     if not case.lr > 0 or not math.isfinite(case.lr):
         yield "lr", "must be a positive number", "lr=1.0"
     if not case.clip >= 0:

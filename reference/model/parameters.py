@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardproof.reference.case import Case
-from shardproof.reference.checkpoints.stored import stored
+from shardproof.reference.checkpoints.stored import stored_tensors
 from shardproof.reference.errors import CaseError
 from shardproof.reference.model.branch import branch_of
 from shardproof.reference.model.randomness import given_now, of_field
@@ -61,10 +61,10 @@ def full(case: Case, name: str, *, device: torch.device | str = "cpu") -> Tensor
     """
     if torch.device(device).type == "meta":
         return torch.empty(_shape(case, name), dtype=dtype_of(case), device=device)
-    return drawn(case, name).to(device, copy=True)
+    return drawn_weight(case, name).to(device, copy=True)
 
 
-def drawn(case: Case, name: str) -> Tensor:
+def drawn_weight(case: Case, name: str) -> Tensor:
     """The full value of a parameter on the CPU, shared by all callers: never written to.
 
     Parameters of one model are kept, until another one is drawn. Raises ValueError for a name that the case does not
@@ -72,13 +72,13 @@ def drawn(case: Case, name: str) -> Tensor:
     """
     shape, dtype = _shape(case, name), dtype_of(case)
     if case.load:
-        return _loaded(case, name, shape).to(dtype)
+        return _load_weight(case, name, shape).to(dtype)
     if case.init == "shard":
         if f"init/{name}" in given_now():
             return given_now()[f"init/{name}"].to(dtype)  # of masters it is wider
         rule = f"draws values that the dense model must be given, and init/{name} was not returned"
         raise CaseError("init", case.init, rule, "init=field, or return the initial values under that name")
-    weights = _kept(case)
+    weights = _drawn_weights(case)
     if name not in weights:
         value = of_field(case, name, shape) if case.init == "field" else _draw(case.seed, name, shape)
         weights[name] = value.to(dtype)
@@ -95,9 +95,9 @@ class LastRead(Mapping[str, Tensor]):
         self._case, self._device = case, device
 
     def __getitem__(self, name: str) -> Tensor:
-        value = drawn(self._case, name)
+        value = drawn_weight(self._case, name)
         if value.numel() > _LARGE:
-            _kept(self._case).pop(name, None)
+            _drawn_weights(self._case).pop(name, None)
         return value.to(self._device)
 
     def __iter__(self) -> Iterator[str]:
@@ -107,9 +107,9 @@ class LastRead(Mapping[str, Tensor]):
         return len(_shapes(self._case))
 
 
-def _loaded(case: Case, name: str, shape: Shape) -> Tensor:
+def _load_weight(case: Case, name: str, shape: Shape) -> Tensor:
     """The parameter as the checkpoint of the case holds it."""
-    found = stored(case).get(f"model.{name}")
+    found = stored_tensors(case).get(f"model.{name}")
     if found is None or tuple(found.shape) != shape:
         stored_as = "no such tensor" if found is None else f"one of shape {tuple(found.shape)}"
         rule = f"is a checkpoint of another model: it holds {stored_as} as model.{name}, which is {shape} here"
@@ -118,15 +118,17 @@ def _loaded(case: Case, name: str, shape: Shape) -> Tensor:
 
 
 def weights(case: Case, device: torch.device) -> dict[str, Tensor]:
-    """Every full weight of the case by name, in its dtype, to be read only (see `drawn`).
+    """Every full weight of the case by name, in its dtype, to be read only (see `drawn_weight`).
 
     Raises CaseError for a checkpoint with parameters that the case does not have.
     """
-    names = [key.removeprefix("model.") for key in stored(case) if key.startswith("model.")] if case.load else []
+    names = (
+        [key.removeprefix("model.") for key in stored_tensors(case) if key.startswith("model.")] if case.load else []
+    )
     if others := [name for name in names if name not in shapes(case)]:
         rule = f"is a checkpoint of another model: {len(others)} tensors are not of this one, the first is {others[0]}"
         raise CaseError("load", case.load, rule, "a checkpoint of the same model")
-    return {name: drawn(case, name).to(device) for name in shapes(case)}
+    return {name: drawn_weight(case, name).to(device) for name in shapes(case)}
 
 
 def _shape(case: Case, name: str) -> Shape:
@@ -137,7 +139,7 @@ def _shape(case: Case, name: str) -> Shape:
     return shape
 
 
-def _kept(case: Case) -> dict[str, Tensor]:
+def _drawn_weights(case: Case) -> dict[str, Tensor]:
     return _latest(case.seed, dtype_of(case), (case.init, *_shapes(case).items()))
 
 
@@ -151,10 +153,10 @@ def _draw(seed: int, name: str, shape: Shape) -> Tensor:
     digest = hashlib.sha256(f"{seed} {name}".encode("ascii")).digest()
     generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "big") >> 1)
     unit = torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu").mul_(2).sub_(1)
-    return _scaled(name, unit)
+    return _scale_unit(name, unit)
 
 
-def _scaled(name: str, unit: Tensor) -> Tensor:
+def _scale_unit(name: str, unit: Tensor) -> Tensor:
     """Numbers of [-1, 1) brought to a size at which some steps of SGD with lr=1 amplify rounding errors little."""
     module, _, leaf = name.rpartition(".")
     if leaf == "bias":

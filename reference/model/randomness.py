@@ -50,7 +50,7 @@ given_now: Callable[[], Mapping[str, Tensor]] = _GIVEN.get
 
 
 @contextmanager
-def holding(given: Mapping[str, Tensor] | None) -> Iterator[None]:
+def use_given(given: Mapping[str, Tensor] | None) -> Iterator[None]:
     """Give these to all that is computed inside; None keeps what is given already."""
     token = _GIVEN.set(given or _GIVEN.get())
     try:
@@ -64,7 +64,7 @@ def takes_given(function: Callable[..., dict[str, Tensor]]) -> Callable[..., dic
 
     @functools.wraps(function)
     def with_given(*args: Any, given: Mapping[str, Tensor] | None = None, **words: Any) -> dict[str, Tensor]:
-        with holding(given):
+        with use_given(given):
             return function(*args, **words)
 
     return with_given
@@ -177,10 +177,10 @@ def masks(case: Case) -> dict[str, Tensor]:
 
 def _of_field(case: Case, site: str, step: int, samples: range) -> Tensor:
     shape = sites(case)[site]
-    draw = _drawn if len(samples) * math.prod(shape) <= _SMALL else _drawn.__wrapped__
+    draw = _draw_mask if len(samples) * math.prod(shape) <= _SMALL else _draw_mask.__wrapped__
     return draw(f"{case.seed} dropout {site}", rate_of(case, site), steps_before(case) + step, samples, shape)
 
 
 @functools.lru_cache(maxsize=256)
-def _drawn(text: str, rate: float, step: int, samples: range, shape: tuple[int, ...]) -> Tensor:
+def _draw_mask(text: str, rate: float, step: int, samples: range, shape: tuple[int, ...]) -> Tensor:
     return words(text, samples=samples, step=step, shape=shape)[0] >= math.ceil(rate * 2**32)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardproof.reference.case import Case
-from shardproof.reference.checkpoints.stored import stored
+from shardproof.reference.checkpoints.stored import stored_tensors
 from shardproof.reference.model.parameters import shapes
 
 BETAS = (0.9, 0.999)
@@ -42,7 +42,7 @@ def slack(
     which gradients went into them. Steps that are skipped have none, and Adam does not count them.
     """
     first, found = next(iter(shapes(case))), {}
-    taken = int(stored(case).get(f"optimizer.state.{first}.step", 0)) if case.load else 0
+    taken = int(stored_tensors(case).get(f"optimizer.state.{first}.step", 0)) if case.load else 0
     for step in range(case.steps):
         if f"exp_avg_after/{step}/{first}" not in truth or truth.get(f"skipped/{step}"):
             continue
@@ -93,7 +93,7 @@ def _before(
 ) -> tuple[Tensor, Tensor]:
     """The means of gradients and of their squares before a step."""
     if f"exp_avg_after/{step - 1}/{name}" not in states:  # no step has been taken
-        if case.load and f"optimizer.state.{name}.exp_avg" in (found := stored(case)):
+        if case.load and f"optimizer.state.{name}.exp_avg" in (found := stored_tensors(case)):
             mean, square = (found[f"optimizer.state.{name}.{moment}"] for moment in ("exp_avg", "exp_avg_sq"))
             return mean.double(), square.double()
         nothing = torch.zeros(shape, dtype=torch.float64)

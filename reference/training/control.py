@@ -45,11 +45,11 @@ def control(
     `parts`: of how many (see reordered). `states`: those from which every step begins (reference.training.steps).
     `given`: see reference.training.truth.
     """
-    other = reordered(case, parts)
+    other = reorder_sums(case, parts)
     return train(case, LastRead(case, device), arithmetic=other, last_first=True, states=states, observed=True)
 
 
-def reordered(case: Case, parts: int = 0) -> Arithmetic:
+def reorder_sums(case: Case, parts: int = 0) -> Arithmetic:
     """The sums of linears, norms and attention in `parts`; 0: as many as the case splits them in, 2 at least.
 
     Attention is torch's fused kernel where an even number of `parts` is given: its backward takes other sums. With
@@ -101,7 +101,7 @@ def split_attention(
     share_BNSS = score_BNSS.softmax(-1).to(q_BSND.dtype)
     if keep_BNSS is not None:
         share_BNSS = (share_BNSS * keep_BNSS).to(q_BSND.dtype)
-    return _summed(share_BNSS, _parts(v_BNSD.mT, parts, -1)).transpose(1, 2).flatten(2)
+    return _sum_of_products(share_BNSS, _parts(v_BNSD.mT, parts, -1)).transpose(1, 2).flatten(2)
 
 
 def merged_attention(
@@ -124,7 +124,7 @@ class _Merged(torch.autograd.Function):
     def forward(ctx: Any, score: Tensor, v: Tensor, keep: Tensor | None, parts: int) -> Tensor:
         share = (score - score.logsumexp(-1, keepdim=True)).exp()
         kept = (share if keep is None else share * keep).to(v.dtype)
-        context = _summed(kept, _parts(v.mT, parts, -1))
+        context = _sum_of_products(kept, _parts(v.mT, parts, -1))
         ctx.save_for_backward(share, kept, v, context, keep)
         return context
 
@@ -142,7 +142,7 @@ def _scores(q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, visible_SS: Tensor, 
     heads, head_dim = q_BSND.shape[2:]
     q_BNSD = q_BSND.transpose(1, 2)
     k_BNSD, v_BNSD = (x.repeat_interleave(heads // x.shape[2], dim=2).transpose(1, 2) for x in (k_BSKD, v_BSKD))
-    scores = [_summed(q_BNSD, _parts(keys, parts, -1)) for keys in _parts(k_BNSD, parts, 2)]
+    scores = [_sum_of_products(q_BNSD, _parts(keys, parts, -1)) for keys in _parts(k_BNSD, parts, 2)]
     score_BNSS = torch.cat(scores, -1).to(wide(q_BSND.dtype)) / math.sqrt(head_dim)
     return score_BNSS.masked_fill(~visible_SS, -math.inf), v_BNSD
 
@@ -157,10 +157,10 @@ def fused_attention(q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, visible_SS: 
 
 def _in_parts(x_TE: Tensor, rows_FE: Tensor, parts: int) -> Tensor:
     """x @ rows^T, its sums over E in `parts`."""
-    return _summed(x_TE, _parts(rows_FE, parts, -1))
+    return _sum_of_products(x_TE, _parts(rows_FE, parts, -1))
 
 
-def _summed(x_TE: Tensor, columns: Sequence[Tensor]) -> Tensor:
+def _sum_of_products(x_TE: Tensor, columns: Sequence[Tensor]) -> Tensor:
     """x @ rows^T for rows that are cut into these columns: one product for each, added last first."""
     pairs = zip(_parts(x_TE, len(columns), -1), columns, strict=True)
     *rest, total = [_product(x, piece) for x, piece in pairs]
@@ -237,12 +237,12 @@ def kinks(
     if case.activation != "relu" or case.dtype == "float64":
         return {}
     exact = {name: weight.to(torch.float64) for name, weight in weights(case, device).items()}
-    both = (Arithmetic(), moved(case, side))
+    both = (Arithmetic(), flip_relus(case, side))
     here, there = (train(case, exact, arithmetic=each, states=states, observed=True) for each in both)
     return {name: there[name] - value for name, value in here.items() if value.is_floating_point()}
 
 
-def moved(case: Case, side: int) -> Arithmetic:
+def flip_relus(case: Case, side: int) -> Arithmetic:
     """Arithmetic with the kink of relu on this side (1, -1) of all that rounding may carry across it."""
     return Arithmetic(activate=partial(_activate, place=side * BAND * torch.finfo(getattr(torch, case.dtype)).eps))
 
@@ -254,7 +254,7 @@ def refuse_decisive(
     if case.scaler == "none" or case.activation != "relu":
         return
     for side in (1, -1):
-        other = train(case, weights, arithmetic=moved(case, side), states=states, dtype=torch.float64)
+        other = train(case, weights, arithmetic=flip_relus(case, side), states=states, dtype=torch.float64)
         for name in (f"skipped/{step}" for step in range(case.steps)):
             if other[name] != outcome[name]:
                 rule = f"rounding decides {name}: it flips a relu"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardproof.reference.case import Case
-from shardproof.reference.checkpoints.stored import stored
+from shardproof.reference.checkpoints.stored import stored_tensors
 from shardproof.reference.errors import CaseError
 from shardproof.reference.training.reach import Reach
 
@@ -49,7 +49,7 @@ class LossScale:
     @classmethod
     def of(cls, case: Case) -> "LossScale":
         """The scale before the first step; 1 without a scaler."""
-        state = stored(case).get("train.loss_scale") if case.scaler != "none" and case.load else None
+        state = stored_tensors(case).get("train.loss_scale") if case.scaler != "none" and case.load else None
         if state is not None:  # weights of another system come without one
             value, finite, hysteresis = state.tolist()
             return cls(case=case, value=value, finite=int(finite), infinite=HYSTERESIS - int(hysteresis))

@@ -8,7 +8,7 @@ from typing import Any
 
 from shardproof.reference.case import Case, CaseError
 from shardproof.reference.features import FEATURES
-from shardproof.reference.language.words import declared
+from shardproof.reference.language.words import declared_words
 from shardproof.reference.model.parameters import shapes
 
 _COPIES = 4
@@ -51,7 +51,7 @@ def culprit(case: Case, limit: int) -> tuple[str, int] | None:
 def _weights(case: Case) -> int:
     """Elements of all weights: every layer has as many as the second one."""
     plain: dict[str, Any] = {
-        word: field.default for owner in FEATURES.values() for word, field in declared(owner).items()
+        word: field.default for owner in FEATURES.values() for word, field in declared_words(owner).items()
     }
     plain |= {"variant": "", "optimizer": "sgd"}  # no rule of a feature refuses other numbers of layers
     one, two = (sum(map(math.prod, shapes(case.but(layers=layers, **plain)).values())) for layers in (1, 2))

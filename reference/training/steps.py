@@ -33,7 +33,7 @@ from torch import Tensor
 
 from shardproof.reference import losses as loss
 from shardproof.reference.case import Case
-from shardproof.reference.checkpoints.stored import steps_before, stored
+from shardproof.reference.checkpoints.stored import steps_before, stored_tensors
 from shardproof.reference.data.batches import Batch, micro_batch
 from shardproof.reference.losses import MetricTotals, metric_outcome, metric_totals, wide
 from shardproof.reference.model import decoder, layers
@@ -48,13 +48,13 @@ LARGEST_STATES = 2**25
 _MOMENTS: Mapping[str, tuple[str, ...]] = {"sgd": (), "adamw": ("exp_avg", "exp_avg_sq")}
 
 
-def kept(case: Case) -> bool:
+def holds_states(case: Case) -> bool:
     """Whether an outcome holds the states: not those of a run on large models or of many steps."""
     elements = sum(map(math.prod, shapes(case).values()))
     return case.steps * (1 + len(_MOMENTS[case.optimizer])) * elements <= LARGEST_STATES
 
 
-def after(
+def states_after(
     case: Case,
     step: int,
     parameters: Mapping[str, Tensor],
@@ -66,7 +66,7 @@ def after(
 
     `updated` are the tensors that the optimizer steps, by the parameters' names, where they are others than these.
     """
-    if not kept(case):
+    if not holds_states(case):
         return
     for name, parameter in parameters.items():
         if step < case.steps - 1:
@@ -77,7 +77,7 @@ def after(
                 yield f"{moment}_after/{step}/{name}", name, moments[moment].clone()
 
 
-def saved(
+def saved_checkpoint(
     case: Case, outcome: Mapping[str, Tensor], parameters: Mapping[str, Tensor], stepper: torch.optim.Optimizer
 ) -> dict[str, Tensor]:
     """Content of the checkpoint that the case saves, as "saved/<name>" of an outcome; nothing without `save=`.
@@ -94,9 +94,9 @@ def saved(
     return found | {"saved/steps": torch.tensor(steps_before(case) + case.steps)}
 
 
-def begin(case: Case, parameters: Mapping[str, Tensor], stepper: torch.optim.Optimizer) -> None:
+def load_checkpoint(case: Case, parameters: Mapping[str, Tensor], stepper: torch.optim.Optimizer) -> None:
     """Put the checkpoint that the case loads, if any, into parameters and optimizer."""
-    found = stored(case) if case.load else {}
+    found = stored_tensors(case) if case.load else {}
     with torch.no_grad():
         for name, parameter in parameters.items() if found else ():
             parameter.copy_(found[f"model.{name}"])
@@ -106,7 +106,7 @@ def begin(case: Case, parameters: Mapping[str, Tensor], stepper: torch.optim.Opt
                 stepper.state[parameter] = {"step": found[f"optimizer.state.{name}.step"].clone(), **state}
 
 
-def load(
+def load_state(
     case: Case,
     step: int,
     parameters: Mapping[str, Tensor],
@@ -174,25 +174,25 @@ def train(
     parameters = {
         name: weight.detach().to(dtype or weight.dtype, copy=True).requires_grad_() for name, weight in weights.items()
     }
-    trained = _trained(case, parameters)
-    stepper = _begun(case, trained, parameters)
+    trained = _trained_tensors(case, parameters)
+    stepper = _make_optimizer(case, trained, parameters)
     outcome, metrics = dict[str, Tensor](), list[dict[str, Tensor]]()
     activations: Mapping[str, Tensor] = {}
     scale, values = LossScale.of(case), values_of(case)
     for step in range(case.steps):
         if states is not None and step:
-            load(case, step - 1, trained, stepper, states)
-            _rounded(case, trained, parameters)
+            load_state(case, step - 1, trained, stepper, states)
+            _round_masters(case, trained, parameters)
             values = {name: states.get(f"value_after/{step - 1}/{name}", own) for name, own in values.items()}
         backward = partial(
             _accumulate, case, parameters, values, step, feed, arithmetic, last_first, observed and step == 0
         )
         sums, scaled, skipped = scale.taken(step, backward, exact=dtype is not None)
         outcome |= _summed_up(sums, step)
-        gradients = {n: _handed(parameters[n], w).div_(sums.tokens * scaled) for n, w in trained.items()}
+        gradients = {n: _hand_gradient(parameters[n], w).div_(sums.tokens * scaled) for n, w in trained.items()}
         outcome |= scale.outcome(step, skipped=skipped)
         scale.update(skipped=skipped)
-        activations = _observed(sums, scale.value / scaled, skipped=skipped) if step == 0 else activations
+        activations = _observed_activations(sums, scale.value / scaled, skipped=skipped) if step == 0 else activations
         if skipped:
             stepper.zero_grad()  # an optimizer leaves alone what has no gradient
         else:
@@ -201,15 +201,15 @@ def train(
             outcome[f"grad_norm/{step}"] = gradient_norm(gradients, arithmetic.squares)
             clip(gradients, outcome[f"grad_norm/{step}"], case.clip)
         stepper.step()
-        _rounded(case, trained, parameters)
-        outcome |= {name: tensor for name, _, tensor in after(case, step, trained, stepper)}
+        _round_masters(case, trained, parameters)
+        outcome |= {name: tensor for name, _, tensor in states_after(case, step, trained, stepper)}
         values = updated_values(case, values, sums.counts)
         outcome |= {f"value_after/{step}/{name}": value for name, value in values.items()}
         stepper.zero_grad()
-        metrics = [_added(*both) for both in zip(metrics, sums.metrics, strict=True)] if metrics else sums.metrics
+        metrics = [_add_totals(*both) for both in zip(metrics, sums.metrics, strict=True)] if metrics else sums.metrics
     outcome |= _metrics(case, metrics) if metrics else {}
     outcome |= {f"param/{name}": weight.detach() for name, weight in trained.items()}
-    return outcome | saved(case, outcome, trained, stepper) | scale.saved() | dict(activations)
+    return outcome | saved_checkpoint(case, outcome, trained, stepper) | scale.saved() | dict(activations)
 
 
 def _summed_up(sums: Sums, step: int) -> dict[str, Tensor]:
@@ -219,35 +219,37 @@ def _summed_up(sums: Sums, step: int) -> dict[str, Tensor]:
     return found | {name.replace("/", f"/{step}/", 1): counts for name, counts in sums.counts.items()}
 
 
-def _observed(sums: Sums, factor: float, *, skipped: bool) -> Mapping[str, Tensor]:
+def _observed_activations(sums: Sums, factor: float, *, skipped: bool) -> Mapping[str, Tensor]:
     """The activations and, but for a skipped step, their gradients times this factor."""
     of_step = {name: x for name, x in sums.activations.items() if not (skipped and name.startswith("act_grad/"))}
     return {name: x * factor if name.startswith("act_grad/") else x for name, x in of_step.items()}
 
 
-def _begun(case: Case, trained: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> torch.optim.Optimizer:
+def _make_optimizer(
+    case: Case, trained: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
+) -> torch.optim.Optimizer:
     """The optimizer before the first step; with `load=`, parameters and states are the checkpoint's."""
     stepper = optimizer(case, list(trained.values()))
-    begin(case, trained, stepper)
-    _rounded(case, trained, parameters)
+    load_checkpoint(case, trained, stepper)
+    _round_masters(case, trained, parameters)
     return stepper
 
 
-def _trained(case: Case, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+def _trained_tensors(case: Case, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
     """Tensors that the optimizer steps: the parameters, or with `master=float32` copies in at least that dtype."""
     if case.master == "none":
         return parameters
     return {name: weight.detach().to(wide(weight.dtype), copy=True) for name, weight in parameters.items()}
 
 
-def _handed(parameter: Tensor, trained: Tensor) -> Tensor:
+def _hand_gradient(parameter: Tensor, trained: Tensor) -> Tensor:
     """Move a parameter's gradient to the trained tensor, in its dtype; return it."""
     if trained is not parameter:
         trained.grad, parameter.grad = _gradient(parameter).to(trained.dtype), None
     return _gradient(trained)
 
 
-def _rounded(case: Case, trained: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
+def _round_masters(case: Case, trained: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
     """Round masters, if any, to the case's dtype into the parameters."""
     with torch.no_grad():
         for name, weight in trained.items() if case.master != "none" else ():
@@ -283,9 +285,9 @@ def _accumulate(
         data_rank, micro = place
         batch, beside = batches[place], besides[place]
         tapped = outputs.setdefault(data_rank, {}) if observed and micro == 0 else None
-        tap = decoder.silent if tapped is None else partial(_kept, tapped)
+        tap = decoder.silent if tapped is None else partial(_keep_output, tapped)
         logits = decoder.logits(case, {**parameters, **values}, batch, tap=tap, arithmetic=arithmetic, beside=beside)
-        summed, tokens[place] = loss.summed(logits, batch.labels, batch.loss_mask, case.label_smoothing)
+        summed, tokens[place] = loss.summed_loss(logits, batch.labels, batch.loss_mask, case.label_smoothing)
         total = sum(beside.losses, summed)
         if case.scaler == "none":
             total.backward()
@@ -298,24 +300,24 @@ def _accumulate(
             rows[place] = logits.detach()
         if case.metric:
             found = metric_totals(logits, batch.labels, batch.loss_mask)
-            metrics[data_rank] = _added(metrics[data_rank], found) if data_rank in metrics else found
+            metrics[data_rank] = _add_totals(metrics[data_rank], found) if data_rank in metrics else found
     return Sums(
         loss=torch.stack([losses[place] for place in places]).sum(),
         tokens=torch.stack([tokens[place] for place in places]).sum(),
         logits=torch.cat([rows[place] for place in places]) if keep else None,
         metrics=[metrics[data_rank] for data_rank in sorted(metrics)],
-        activations=_joined([outputs[data_rank] for data_rank in sorted(outputs)]),
+        activations=_join_outputs([outputs[data_rank] for data_rank in sorted(outputs)]),
         reach=reach,
         counts={name: torch.cat([besides[place].counts[name] for place in places]) for name in beside.counts},
     )
 
 
-def _kept(outputs: dict[str, Tensor], module: str, output: Tensor) -> None:
+def _keep_output(outputs: dict[str, Tensor], module: str, output: Tensor) -> None:
     output.retain_grad()
     outputs[module] = output
 
 
-def _joined(outputs: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+def _join_outputs(outputs: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Every module's output and the gradient in it, of all data ranks."""
     modules = list(outputs[0]) if outputs else []
     acts = {f"act/{name}": torch.cat([one[name].detach().flatten(2) for one in outputs]) for name in modules}
@@ -327,7 +329,7 @@ def _metrics(case: Case, metrics: list[MetricTotals]) -> dict[str, Tensor]:
     return metric_outcome(metrics, exact=case.dtype == "float64")
 
 
-def _added(one: MetricTotals, other: MetricTotals) -> MetricTotals:
+def _add_totals(one: MetricTotals, other: MetricTotals) -> MetricTotals:
     return {name: value + other[name] for name, value in one.items()}
 
 

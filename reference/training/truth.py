@@ -60,13 +60,13 @@ def kinds(case: Case) -> tuple[str, ...]:
     return (("mask",) if case.random == "stateful" else ()) + (("init",) if case.init == "shard" else ())
 
 
-def known(case: Case) -> Case:
+def without_draws(case: Case) -> Case:
     """A case whose truth has the same names and shapes, and knows all: the field in place of what ranks draw."""
     found = case.but(random="field") if case.random == "stateful" else case
     return found.but(init="field") if case.init == "shard" else found
 
 
-def drawn(case: Case) -> dict[str, Tensor]:
+def drawn_values(case: Case) -> dict[str, Tensor]:
     """Random values of a case, as an outcome has them: masks, and initial values that are Megatron's."""
     names = [f"mask/{step}/{site}" for step in range(case.steps) for site in sites(case)]
     found = masks(case) if case.random == "field" else {name: given_now()[name] for name in names}
@@ -84,11 +84,11 @@ def deviations(case: Case) -> dict[str, float]:
 
 def chosen_by_the_dense_model(case: Case) -> Mapping[tuple[int, str], Tensor]:
     """(step, layer) -> the experts of every token, bool [dp*micro*rows, seq, experts], rows as those of the logits."""
-    return _chosen(dense_case(case))
+    return _router_choices(dense_case(case))
 
 
 @lru_cache(maxsize=4)
-def _chosen(case: Case) -> Mapping[tuple[int, str], Tensor]:
+def _router_choices(case: Case) -> Mapping[tuple[int, str], Tensor]:
     outcome = train(case, weights(case, torch.device("cpu")))
     found: dict[tuple[int, str], Tensor] = {}
     for name, chosen in outcome.items():
@@ -139,7 +139,7 @@ def refuse_divergence(
 
 def subject(case: Case, device: torch.device) -> dict[str, Tensor]:
     """The outcome of dense training in the case's dtype: every tensor full."""
-    return train(case, weights(case, device)) | drawn(case)
+    return train(case, weights(case, device)) | drawn_values(case)
 
 
 @takes_given
@@ -155,7 +155,7 @@ def truth(case: Case, device: torch.device, *, states: Mapping[str, Tensor] | No
     refuse_decisive(case, rounded, outcome, states)
     if states is None:
         refuse_divergence(case, rounded, outcome)
-    return drawn(case) | outcome
+    return drawn_values(case) | outcome
 
 
 @takes_given
@@ -176,7 +176,7 @@ def shares(case: Case, device: torch.device) -> dict[str, Tensor]:
         leaves = {name: weight.requires_grad_() for name, weight in weights.items()}
         beside = Beside(step=batches)
         logits = decoder.logits(case, leaves, batch, beside=beside)
-        summed, counted = loss.summed(logits, batch.labels, batch.loss_mask, case.label_smoothing)
+        summed, counted = loss.summed_loss(logits, batch.labels, batch.loss_mask, case.label_smoothing)
         tokens.append(counted.double())
         losses.append(summed.detach().double())
         slopes = torch.autograd.grad(sum(beside.losses, summed), list(leaves.values()))

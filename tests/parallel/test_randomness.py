@@ -21,7 +21,7 @@ from shardproof.parallel.randomness import (
     streams_of,
 )
 from shardproof.reference.case import Case
-from shardproof.reference.model.parameters import drawn as drawn_of
+from shardproof.reference.model.parameters import drawn_weight
 from shardproof.reference.model.randomness import philox4x32
 from tests.harness.toy_evidence import evidence
 from tests.parallel.case_tables import TABLES
@@ -145,15 +145,15 @@ def test_values_are_megatrons() -> None:
     """Deviations within six standard errors; residual outputs smaller by sqrt(2 layers)."""
     case = Case.parse(f"{SIZES} init=field tp=1")
     for name, right in {"embedding.tokens.weight": 0.02, "layers.1.mlp.w2.weight": 0.02 / math.sqrt(6)}.items():
-        value = drawn_of(case, name)
+        value = drawn_weight(case, name)
         assert abs((float(value.std()) / right) ** 2 - 1) < 6 * math.sqrt(2 / value.numel())
-    assert float(drawn_of(case, "layers.0.mlp.w2.bias").abs().max()) == 0
-    assert float((drawn_of(case, "final_norm.weight") - 1).abs().max()) == 0
+    assert float(drawn_weight(case, "layers.0.mlp.w2.bias").abs().max()) == 0
+    assert float((drawn_weight(case, "final_norm.weight") - 1).abs().max()) == 0
 
 
 def test_the_dense_model_must_be_given_values_that_ranks_draw() -> None:
     with pytest.raises(ValueError, match="draws values that the dense model must be given, and init/final_norm.weight"):
-        drawn_of(Case.parse("init=shard"), "final_norm.weight")
+        drawn_weight(Case.parse("init=shard"), "final_norm.weight")
 
 
 def test_equal_shards_and_wrong_deviations_are_named() -> None:

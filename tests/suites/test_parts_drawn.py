@@ -13,7 +13,7 @@ from shardproof.harness.running.proof import prove
 from shardproof.reference.case import Case
 from shardproof.reference.case.domains import domains
 from shardproof.reference.features import FEATURES, PARTS
-from shardproof.reference.language.words import declared
+from shardproof.reference.language.words import declared_words
 from shardproof.suites.drawing.pairwise import rows
 from shardproof.suites.drawing.profiles import PROFILES
 from shardproof.suites.drawing.strategies import cases, every_word, modes_with
@@ -62,12 +62,12 @@ def test_a_part_is_drawn_in_every_mode_with_every_value_beside_all_that_it_goes_
     assert modes_with(part) == MODES_OF[part]
     assert {case.mode for case in found} == {*MODES_OF[part]}
     assert all(getattr(case, PARTS[part]) for case in found)
-    for word in declared(FEATURES[part]):
+    for word in declared_words(FEATURES[part]):
         missing = {*domains()[word]} - {getattr(case, word) for case in found}
         assert missing - ({0} if word == PARTS[part] else set()) == set(), word
     assert [name for name, goes in COMPANY.items() if not any(map(goes, found))] == []
     # A size in the place of another one would be noticed: seldom is one of a part that of something else.
-    own = [word for word in declared(FEATURES[part]) if word in SIZES]
+    own = [word for word in declared_words(FEATURES[part]) if word in SIZES]
     others = [{case.hidden, case.seq, case.padded_vocab, case.heads} - {0} for case in found]
     alike = [{getattr(case, word) for word in own} & sizes for case, sizes in zip(found, others, strict=True)]
     assert sum(map(bool, alike)) < len(alike) / 20

@@ -74,11 +74,11 @@ def forward(run: Pass, _layer: str, x_BSH: Tensor, visible_SS: Tensor) -> Tensor
         x_BSH = run.block(f"{name}.layer", run.linear(f"{name}.eh_proj", both_BSE), visible_SS)
         x_BSH = run.norm(f"{name}.final_norm", x_BSH)
         logits_BSV = run.arithmetic.linear(x_BSH, head, None)
-        summed, _ = loss.summed(logits_BSV, moved.labels, moved.loss_mask, case.label_smoothing)
+        summed, _ = loss.summed_loss(logits_BSV, moved.labels, moved.loss_mask, case.label_smoothing)
         counted = sum(_count(ahead(batch, depth + 1)) for batch in run.beside.step)
         run.beside.losses.append(case.prediction_weight / depths * (main / counted if counted else 0) * summed)
     return x_BSH
 
 
 def _count(batch: Batch) -> float:
-    return float(loss.counted(batch.labels, batch.loss_mask).sum())
+    return float(loss.token_weights(batch.labels, batch.loss_mask).sum())

@@ -40,7 +40,7 @@ from shardproof.harness.subject import named
 from shardproof.parallel import training as step_
 from shardproof.parallel.subject import subject
 from shardproof.reference.case import Case
-from shardproof.reference.training.steps import kept
+from shardproof.reference.training.steps import holds_states
 from tests.harness.proofs import contradicted, proved, ran, told, verdict_of
 
 WHEN = 2
@@ -154,8 +154,8 @@ def test_a_dense_model_that_diverges_is_a_request_that_cannot_be_judged(tmp_path
 
 
 def test_states_are_left_out_above_a_bound() -> None:
-    assert kept(Case.parse("steps=20 optimizer=adamw")) and not kept(Case.parse("steps=2000"))
-    assert not kept(Case.parse("preset=llama3-8b mode=mtp tp=2"))
+    assert holds_states(Case.parse("steps=20 optimizer=adamw")) and not holds_states(Case.parse("steps=2000"))
+    assert not holds_states(Case.parse("preset=llama3-8b mode=mtp tp=2"))
 
 
 CASE = Case.parse(TINY + "mode=tp tp=2 dtype=float32 seq=8 micro=1 steps=1")

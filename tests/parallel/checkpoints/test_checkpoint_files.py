@@ -19,7 +19,7 @@ from shardproof.parallel.checkpoints.folder import CheckpointError, commit, writ
 from shardproof.parallel.checkpoints.saving import load
 from shardproof.parallel.communication.layout import Box
 from shardproof.reference.case import Case, CaseError
-from shardproof.reference.checkpoints.stored import stored
+from shardproof.reference.checkpoints.stored import stored_tensors
 from shardproof.reference.checkpoints.torch_format import METADATA
 from shardproof.reference.model.parameters import weights
 from tests.parallel.checkpoints.layouts import MODEL, begun, full_tensors, relaid, trained
@@ -111,14 +111,14 @@ def test_nan_in_a_checkpoint_is_refused(tmp_path: Path, saved: Path) -> None:
 
 def test_the_dense_model_refuses_too(tmp_path: Path, saved: Path) -> None:
     with pytest.raises(CaseError, match="holds no checkpoint"):
-        stored(CASE.but(load=str(tmp_path)))
+        stored_tensors(CASE.but(load=str(tmp_path)))
     shutil.copytree(saved, tmp_path / "torn")
     _torn_metadata(tmp_path / "torn")
     torch_save(full_tensors(saved) | {"model.lora": torch.ones(2)}, checkpoint_id=tmp_path / "more", no_dist=True)
     with pytest.raises(CaseError, match="1 tensors are not of this one, the first is lora; legal: "):
         weights(CASE.but(load=str(tmp_path / "more")), torch.device("cpu"))
     with pytest.raises(CaseError, match="torch cannot read"):
-        stored(CASE.but(load=str(tmp_path / "torn")))
+        stored_tensors(CASE.but(load=str(tmp_path / "torn")))
 
 
 def test_torchs_loaders_read_ours_and_ours_reads_torchs(saved: Path, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from shardproof.parallel.subject import subject
 from shardproof.reference.case import Case
 from shardproof.reference.data.batches import micro_batch
 from shardproof.reference.model import decoder
-from shardproof.reference.model.parameters import drawn, shapes
+from shardproof.reference.model.parameters import drawn_weight, shapes
 from shardproof.suites.session.prover import Prover
 from tests.parallel.ranks import numbers
 
@@ -74,7 +74,7 @@ def test_weights_of_megatron_core_give_its_logits_and_train_in_parallel(
         micro_batch(case.but(load=""), 0, 0, 0, device=torch.device("cpu")), positions=torch.arange(12).expand(2, 12)
     )
     theirs = _saved(tmp_path, batch.tokens, form, monkeypatch)
-    ours = decoder.logits(case, {name: drawn(case, name) for name in shapes(case)}, batch)
+    ours = decoder.logits(case, {name: drawn_weight(case, name) for name in shapes(case)}, batch)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)  # float32
     assert not [one.message for one in prover.proof(case, subject).verdicts if one.verdict == FAIL]
 

@@ -16,9 +16,9 @@ from shardproof.parallel.context.blocks import (
     Slices,
     attend,
     contiguous,
-    merged,
+    merge_partials,
     over_all_keys,
-    sliced,
+    slice_row,
     zigzag,
 )
 from tests.parallel.context.rows import METHODS, borders, dense, full_row, hidden, on_axis, ordered, together, wrong
@@ -63,7 +63,7 @@ def test_the_order_of_merging_does_not_matter() -> None:
     for order in itertools.islice(itertools.permutations(range(5)), 0, None, 7):
         whole: Partial = parts[order[0]]
         for index in order[1:]:
-            whole = merged(whole, parts[index])
+            whole = merge_partials(whole, parts[index])
         assert (whole[0].flatten(2, 3) - expected).abs().max() < 1e-13
         assert (whole[1].isfinite()).all()
 
@@ -104,7 +104,7 @@ def test_slices_partition_row_and_together_is_inverse(order: str, ranks: int, le
     assert len(held) == ranks
     assert torch.equal(torch.cat(held).sort().values, torch.arange(length))
     row = numbers(rows, length, 2)
-    assert torch.equal(together([sliced(row, own) for own in held], held), row)
+    assert torch.equal(together([slice_row(row, own) for own in held], held), row)
 
 
 def test_the_places_by_hand() -> None:
@@ -130,5 +130,5 @@ def test_zigzag_is_that_of_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, mask = torch.arange(2 * length).view(2, length), numbers(2, 1, length, length)
     for rank, own in enumerate(zigzag(length, ranks)):
         batch = theirs({"tokens": tokens, "attention_mask": mask}, group(ranks, rank))
-        assert torch.equal(batch["tokens"], sliced(tokens, own))
-        assert torch.equal(batch["attention_mask"], sliced(mask, own, dim=2))
+        assert torch.equal(batch["tokens"], slice_row(tokens, own))
+        assert torch.equal(batch["attention_mask"], slice_row(mask, own, dim=2))

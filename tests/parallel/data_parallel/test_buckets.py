@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shardproof import cuda_on_cpu
-from shardproof.parallel.data_parallel.buckets import bucketed, shares
+from shardproof.parallel.data_parallel.buckets import make_buckets, shares
 from shardproof.parallel.data_parallel.fsdp import UnitLayout
 from shardproof.parallel.model.loss_scale import DynamicScale
 from shardproof.reference.case import Case
@@ -79,7 +79,7 @@ def megatron() -> None:
 def test_buckets_and_ranges_of_every_rank_are_megatrons(layout: Layout) -> None:
     """By the classes of the installed Megatron-Core."""
     optimizer = importlib.import_module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
-    ours = bucketed(**layout._asdict())
+    ours = make_buckets(**layout._asdict())
     for rank in range(layout.ranks if layout.sharded else 1):
         parameters = {name: nn.Parameter(torch.zeros(size)) for name, size in layout.sizes.items()}
         for name in layout.apart:

@@ -16,7 +16,7 @@ from shardproof.harness.predicting.forecast import forecast
 from shardproof.harness.recording.measures import SavedActivations
 from shardproof.parallel.communication.layout import local_shape
 from shardproof.parallel.communication.mesh import coordinates
-from shardproof.parallel.data_parallel.buckets import bucketed
+from shardproof.parallel.data_parallel.buckets import make_buckets
 from shardproof.parallel.data_parallel.scheme import bits_hash
 from shardproof.parallel.schemes.tensor import placements
 from shardproof.parallel.subject import subject
@@ -44,7 +44,7 @@ def test_bytes_of_a_step(zero: int, bucket: int, dp: int) -> None:
     elif zero == 0:
         assert sent == {"all_reduce": sum(sizes.values())}
     elif zero == 1:
-        whole = sum(one.size for one in bucketed(sizes, ranks=dp, sharded=True, largest=bucket))
+        whole = sum(one.size for one in make_buckets(sizes, ranks=dp, sharded=True, largest=bucket))
         assert sent == {"reduce_scatter": whole, "all_gather": whole}
     else:
         even = {name: -(-rows[name] // dp) * dp * math.prod(shape[1:]) for name, shape in shapes(case).items()}
@@ -100,7 +100,7 @@ WORDS = "mode=tp-sp tp=2 dp=4 heads=4 kv_heads=2 hidden=32 ffn=72 vocab=389 seq=
 def test_memory_by_part_and_a_peak_that_falls_with_every_stage(dry: DryEngine) -> None:
     case = Case.parse(WORDS)
     sizes = {name: math.prod(local_shape(place, coordinates(case, 0))) for name, place in placements(case).items()}
-    (bucket,) = bucketed(sizes, ranks=4, sharded=True)
+    (bucket,) = make_buckets(sizes, ranks=4, sharded=True)
     own, whole = bucket.size // 4, sum(sizes.values())
     of_bucket = sum(min(slot.end, own) - slot.start for slot in bucket.slots if slot.start < own)  # no padding
     peaks = []

@@ -11,7 +11,7 @@ from shardproof.parallel.communication.mesh import coordinates
 from shardproof.parallel.experts.counts import micro_batches, rows_sent, tokens_of
 from shardproof.parallel.subject import subject
 from shardproof.reference.case import Case
-from shardproof.reference.data.routing import forced, period
+from shardproof.reference.data.routing import forced_experts, period
 from tests.parallel.ranks import outcome
 
 
@@ -53,14 +53,14 @@ def test_choices_return_after_their_period(routing: str, sizes: str) -> None:
     words = f"{SIZES} {sizes} tp=1 ep=1 routing={routing} top_k=3 steps=2 micro=5"
     case = Case.parse(words)
     tokens = torch.arange(1000)
-    assert torch.equal(forced(case, 0, tokens), forced(case, 0, tokens + period(case)))
+    assert torch.equal(forced_experts(case, 0, tokens), forced_experts(case, 0, tokens + period(case)))
     kinds = micro_batches(case)
     assert kinds.total() == 2 * 5
     for rank in range(case.world_size):
         for step in range(2):
             for micro in range(5):
                 at = coordinates(case, rank)
-                itself = forced(case, 0, tokens_of(case, at, step, micro)).flatten(0, 1).sum(0)
+                itself = forced_experts(case, 0, tokens_of(case, at, step, micro)).flatten(0, 1).sum(0)
                 assert rows_sent(case, "layers.0", step, micro, rank) == tuple(itself.tolist())
 
 
@@ -74,22 +74,24 @@ def test_padded_rows_are_numbers_of_the_case() -> None:
 def test_forced_choices_load_experts_as_they_are_named() -> None:
     tokens = torch.arange(400)
     load = {
-        routing: forced(Case.of(experts=8, etp=1, routing=routing), 0, tokens)
+        routing: forced_experts(Case.of(experts=8, etp=1, routing=routing), 0, tokens)
         for routing in ("equal", "skewed", "empty", "one")
     }
     assert all((chosen.sum(-1) == 2).all() for chosen in load.values())
     assert load["equal"].sum(0).tolist() == [100] * 8
     assert (load["empty"].sum(0)[4:] == 0).all() and (load["empty"].sum(0)[:4] > 0).all()
-    half = forced(Case.of(experts=8, etp=1, routing="equal", skew=0.5), 0, torch.arange(256))
+    half = forced_experts(Case.of(experts=8, etp=1, routing="equal", skew=0.5), 0, torch.arange(256))
     assert (half.sum(-1) == 2).all() and half.sum(0).tolist() == [128 + 32] * 2 + [32] * 6
     assert sorted(load["one"].sum(0).tolist()) == [0] * 6 + [400] * 2
     skewed = load["skewed"].sum(0)
     assert skewed[0] > 2 * skewed[4:].max() and (skewed > 0).all()
     other = Case.of(experts=8, etp=1, routing="skewed", seed=1)
-    assert not torch.equal(load["skewed"], forced(other, 0, tokens)), "another seed"
-    assert not torch.equal(load["skewed"], forced(Case.of(experts=8, etp=1, routing="skewed"), 1, tokens)), "a layer"
+    assert not torch.equal(load["skewed"], forced_experts(other, 0, tokens)), "another seed"
+    assert not torch.equal(load["skewed"], forced_experts(Case.of(experts=8, etp=1, routing="skewed"), 1, tokens)), (
+        "a layer"
+    )
     with pytest.raises(ValueError, match="routing=learned: leaves the choice to the router"):
-        forced(Case.of(experts=8, etp=1), 0, tokens)
+        forced_experts(Case.of(experts=8, etp=1), 0, tokens)
 
 
 def _outcome(words: str) -> dict[str, Tensor]:

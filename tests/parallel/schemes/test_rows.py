@@ -12,7 +12,7 @@ from shardproof.harness.running.proof import prove
 from shardproof.harness.subject import named
 from shardproof.parallel import registry
 from shardproof.parallel.communication.expectation import terms
-from shardproof.parallel.data_parallel.calls import summed_over, trained
+from shardproof.parallel.data_parallel.calls import summed_over, trained_placements
 from shardproof.parallel.registry import scheme_of, strategy_of
 from shardproof.parallel.subject import subject
 from shardproof.reference.case import Case
@@ -56,7 +56,7 @@ def test_a_gradient_is_summed_over_what_neither_cuts_it_nor_shares_its_data(
     """By hand, from what a copy of the parameter has seen."""
     case = Case.parse(f"tp=2 dp=2 heads=4 kv_heads=2 {words}")
     strategy = strategy_of(case)
-    assert summed_over(strategy, case, parameter, trained(strategy, case)[parameter]) == axes
+    assert summed_over(strategy, case, parameter, trained_placements(strategy, case)[parameter]) == axes
 
 
 def test_the_example_of_a_row_in_the_docs_is_a_scheme_that_is_tested() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from shardproof.parallel.communication.layout import Cut, Placement
 from shardproof.parallel.slicing.checkpoint import inverse
 from shardproof.parallel.slicing.rows import Heads, RowRanges, consecutive, fused_rows
-from shardproof.parallel.slicing.slices import plain, scales, strided
+from shardproof.parallel.slicing.slices import plain, scales, strided_placement
 from shardproof.reference.errors import CaseError
 from tests.parallel.slicing.drawn_slices import check_round_trip, drawn, heads_and_ranks, parts_of
 
@@ -26,9 +26,9 @@ def test_a_copy_that_would_lose_or_merge_is_refused() -> None:
     with pytest.raises(CaseError, match="orientation=rows: is not a known word; legal: in-out|out-in"):
         plain((4, 6), (4, 3), ranks=2, orientation="rows")
     with pytest.raises(CaseError, match=r"parts=\(6, 6, 4\): must each be a multiple of ranks=4; legal: \(8, 8, 4\)"):
-        strided((4, 16), (4, 4), ranks=4, parts=(6, 6, 4))
+        strided_placement((4, 16), (4, 4), ranks=4, parts=(6, 6, 4))
     with pytest.raises(CaseError, match=r"parts=\(6, 6\): must sum to the 18 output features"):
-        strided((4, 18), (4, 9), ranks=2, parts=(6, 6))
+        strided_placement((4, 18), (4, 9), ranks=2, parts=(6, 6))
 
 
 @settings(max_examples=50, deadline=None)

@@ -21,7 +21,7 @@ from shardproof.parallel.slicing.rows import (
     shard_sizes,
     shared_qk_rows,
 )
-from shardproof.parallel.slicing.slices import plain, scales, strided
+from shardproof.parallel.slicing.slices import plain, scales, strided_placement
 from shardproof.reference.errors import CaseError
 from tests.parallel.slicing.deepspeed_copies import Named, copied, deepspeed, numbered, same
 from tests.parallel.slicing.drawn_slices import parts_of
@@ -52,7 +52,7 @@ def test_copies(orientation: str, cut: str) -> None:
         words: dict[str, Any] = {"allocate_tensor": source.random() < 0.5}
         place = plain(src, dst, ranks=ranks, orientation=orientation)
         if in_pieces:
-            place = strided(src, dst, ranks=ranks, parts=(long // splits,) * splits, orientation=orientation)
+            place = strided_placement(src, dst, ranks=ranks, parts=(long // splits,) * splits, orientation=orientation)
             words["num_splits"] = splits
         call = "strided_copy" if in_pieces else "copy"
         theirs = copied(call, whole, dst, ranks, orientation, **words)
@@ -232,7 +232,7 @@ def test_whole_scales() -> None:
     """The scale is attached whole, however many blocks of rows it has; ours follow the rows."""
     weight = numbered((12, 4), torch.int8)
     weight.scale = torch.arange(12.0)[:, None]  # type: ignore[attr-defined]
-    place = strided((12, 4), (6, 4), ranks=2, parts=(4, 4, 4), orientation="out-in")
+    place = strided_placement((12, 4), (6, 4), ranks=2, parts=(4, 4, 4), orientation="out-in")
     for rank in range(2):
         replace = deepspeed().slicing(mp_size=2, out_dim=0, in_dim=1)
         replace.gpu_index = rank

@@ -36,7 +36,7 @@ def dense_run(case: Case, batch: Batch, values: dict[str, Tensor] | None = None)
     """Run the case's weights, or these instead, on one batch."""
     leaves = {name: value.clone().requires_grad_() for name, value in (values or weights(case, CPU)).items()}
     logits = decoder.logits(case, leaves, batch)
-    summed, tokens = loss.summed(logits, batch.labels, batch.loss_mask, case.label_smoothing)
+    summed, tokens = loss.summed_loss(logits, batch.labels, batch.loss_mask, case.label_smoothing)
     mean = summed / tokens
     mean.backward()
     gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}

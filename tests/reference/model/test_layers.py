@@ -58,7 +58,7 @@ def test_mean_loss_and_gradient_equal_torch_after_conversion_of_the_smoothing(
 ) -> None:
     # torch spreads its share over all V classes, the target included; Megatron over the other V - 1
     logits, labels, mask = drawn(vocab, seed)
-    summed, tokens = loss.summed(logits, labels, mask, torch_smoothing * (vocab - 1) / vocab)
+    summed, tokens = loss.summed_loss(logits, labels, mask, torch_smoothing * (vocab - 1) / vocab)
     right = functional.cross_entropy(
         logits.flatten(0, 1), labels.where(mask > 0, -100).flatten(), label_smoothing=torch_smoothing, reduction="sum"
     )
@@ -71,8 +71,8 @@ def test_mean_loss_and_gradient_equal_torch_after_conversion_of_the_smoothing(
 
 def test_loss_mask_is_a_weight_not_only_a_switch() -> None:
     logits, labels, mask = drawn(9, seed=4)
-    summed, tokens = loss.summed(logits, labels, mask)
-    scaled, scaled_tokens = loss.summed(logits, labels, 0.25 * mask)
+    summed, tokens = loss.summed_loss(logits, labels, mask)
+    scaled, scaled_tokens = loss.summed_loss(logits, labels, 0.25 * mask)
     torch.testing.assert_close(scaled, 0.25 * summed)
     torch.testing.assert_close(scaled_tokens, 0.25 * tokens)
 
@@ -81,8 +81,8 @@ def test_loss_mask_is_a_weight_not_only_a_switch() -> None:
 def test_loss_of_low_precision_logits_is_computed_in_float32(dtype: torch.dtype) -> None:
     logits, labels, mask = drawn(40, seed=2)
     rounded = logits.detach().to(dtype)
-    summed, tokens = loss.summed(rounded, labels, mask, 0.1)
-    right, _ = loss.summed(rounded.double(), labels, mask, 0.1)
+    summed, tokens = loss.summed_loss(rounded, labels, mask, 0.1)
+    right, _ = loss.summed_loss(rounded.double(), labels, mask, 0.1)
     assert summed.dtype == tokens.dtype == torch.float32
     torch.testing.assert_close(summed.double(), right, rtol=1e-6, atol=0)
 
