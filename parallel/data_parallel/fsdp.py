@@ -103,14 +103,14 @@ _SavedView = tuple[int, tuple[int, ...], tuple[int, ...], int]
 
 
 class Shards:
-    """The units of one rank; `prepare` makes them, and the parts of a step do the rest in their order."""
+    """The units of one rank, as the parts of a step (`parallel.model.strategy.Step`)."""
 
     def __init__(self, case: Case) -> None:
         self._case = case
         self._units: list[_Unit] = []
 
     def prepare(self, rank: Rank) -> Rank:
-        """Keep this rank's rows of every parameter, and have each unit gathered when it is used."""
+        """Cut every parameter by rows, keep this rank's shard, and wrap each unit's forward with its gather."""
         axes = {name: rank.mesh.axis(shard_axis(self._case, name)) for name in rank.places}
         cuts = {name: Cut(axis=axis.name, dim=0, order="chunks") for name, axis in axes.items()}
         places = {name: replace(place, cuts=(*place.cuts, cuts[name])) for name, place in rank.places.items()}
@@ -128,36 +128,37 @@ class Shards:
         return replace(rank, parameters=in_order, places=places, updated=in_order, updated_places=places)
 
     def _link_prefetches(self, units: "Mapping[str, _Unit]", numbers: Sequence[int]) -> None:
-        """Have the model start its first layer, and a layer the next one and, in backward, the next one there."""
+        """Set which unit each one starts to gather before it computes: the next one in forward and in backward."""
         layers = [units[f"layers.{number}"] for number in numbers]
         if root := units.get(""):  # a stage in the middle has nothing outside of its layers
             root.following = layers[0]
         for unit, following in itertools.pairwise(layers):
             unit.following = following
-        for one, other in itertools.pairwise(in_backward(self._case, numbers)) if self._case.zero == 3 else ():
-            units[f"layers.{one}"].preceding = units[f"layers.{other}"]
+        # with zero=2 a unit stays gathered until its backward
+        for number, preceding in itertools.pairwise(in_backward(self._case, numbers)) if self._case.zero == 3 else ():
+            units[f"layers.{number}"].preceding = units[f"layers.{preceding}"]
 
     def reduce(self, rank: Rank) -> None:
-        """The shards of the gradients are sums over all data ranks."""
+        """Complete the sums of the step: add every unit's gradient shards up over the replicas, with `shard=`."""
         for unit in self._units:
             unit.sum_over(rank.mesh.axis(REPLICAS) if self._case.shard else None)
 
     def gradients(self) -> Mapping[str, Tensor]:
-        """Every parameter's padded shard of the gradient, flat."""
+        """The padded shard of every parameter's gradient, flat."""
         return {name: part for unit in self._units for name, part in unit.gradients().items()}
 
     def hand_over(self, rank: Rank) -> None:
-        """Give the optimizer's tensors their gradients, in their dtype, without padding."""
+        """Set the gradients of the tensors that the optimizer steps, in their dtype, without padding."""
         padded = self.gradients()
         for name, tensor in rank.updated.items():
             tensor.grad = padded[name][: tensor.numel()].view(tensor.shape).to(tensor.dtype)
 
     def afterwards(self, _rank: Rank) -> None:
-        """Nothing: shards are gathered where they are used."""
+        """Do nothing: shards are gathered where they are used."""
 
 
 class _Unit:
-    """A unit on one rank."""
+    """A unit on one rank: its shards, and its full parameters while it is gathered."""
 
     def __init__(self, case: Case, model: Transformer, module: str, wholes: Mapping[str, Tensor], axis: Axis) -> None:
         self._case, self._axis, self._model, self.module = case, axis, model, module
@@ -187,11 +188,11 @@ class _Unit:
         used.forward = functools.partial(self._forward, used.forward)
 
     def gradients(self) -> Mapping[str, Tensor]:
-        """Every padded shard of the sum, flat."""
+        """The padded shard of each parameter's summed gradient, flat."""
         return {name: self._grad_shards[first : first + size] for name, first, size in self._layout.places()}
 
     def start(self) -> None:
-        """Begin to gather, unless the unit is gathered or under way."""
+        """Start the all-gather of the unit, unless it is gathered or on its way."""
         if self._full_params or self._pending_gather is not None:
             return
         dtype = dtype_of(self._case)
@@ -203,7 +204,7 @@ class _Unit:
         self._pending_gather = start_all_gather(flat, self._axis, dim=0, overlap=overlap)
 
     def gather(self) -> list[Tensor]:
-        """Every whole parameter, by a collective unless the unit is still gathered."""
+        """The full parameters; gathered here unless they still are."""
         if not self._full_params:
             self.start()
             assert self._pending_gather is not None
@@ -215,10 +216,9 @@ class _Unit:
         return self._full_params
 
     def reduce(self, gradients: Sequence[Tensor]) -> None:
-        """Add this rank's rows of the sums of these gradients of whole parameters, and drop the unit unless another
-        backward of a pipeline's step follows.
-        """
+        """Reduce-scatter the gradients of the full parameters into the shards of the step's sum; reshard the unit."""
         last = self._backwards_done + 1 == self._case.micro
+        # on a pipeline another micro-batch may be between its forward and its backward, so the unit stays gathered
         if last or self._case.pp == 1:
             self._full_params = []
             self._restore_shards()
@@ -244,41 +244,42 @@ class _Unit:
         self._backwards_done += 1
 
     def sum_over(self, replicas: Axis | None) -> None:
-        """The sum of the step is complete, over the replicas too; the next gradient begins a new one."""
+        """Sum the gradient shards over the replicas, if any; the next gradient begins the sum of the next step."""
         if replicas is not None:
             self._grad_shards = all_reduce(self._grad_shards, replicas)
         self._backwards_done = 0
 
     def _forward(self, forward: Callable[..., Any], *args: Any) -> Any:
-        """The unit's forward with whole parameters in the places of its shards; backward may compute it once more."""
-        repeated = self._model.again
-        wholes = _Gather.apply(self, *self.shards.values())
-        upcoming = self.preceding if repeated else self.following
-        if upcoming is not None:
-            upcoming.start()
-        again = self._reshard_after_forward and not self._recomputed and torch.is_grad_enabled()
-        for whole, (owner, leaf) in zip(wholes, self._places_of_params.values(), strict=True):
-            owner.__dict__[leaf] = whole  # found before the parameter, which stays registered
+        """Run the unit's forward with the full parameters in the places of its shards."""
+        recomputing = self._model.again
+        full_params = _Gather.apply(self, *self.shards.values())
+        prefetched = self.preceding if recomputing else self.following
+        if prefetched is not None:
+            prefetched.start()
+        for full_param, (owner, leaf) in zip(full_params, self._places_of_params.values(), strict=True):
+            owner.__dict__[leaf] = full_param  # found before the parameter, which stays registered
+        # A recomputed unit is gathered by its second forward, which comes before its backward.
+        gather_in_backward = self._reshard_after_forward and not self._recomputed and torch.is_grad_enabled()
         try:
-            if not again:
+            if not gather_in_backward:
                 return forward(*args)
-            self._storages = [whole.untyped_storage() for whole in wholes]
+            self._storages = [full_param.untyped_storage() for full_param in full_params]
             with torch.autograd.graph.saved_tensors_hooks(self._pack_saved, self._unpack_saved):
                 return _GatherAgain.apply(self, forward(*args))
         finally:
             self._storages = []
             if self.module or not torch.is_grad_enabled():  # backward computes parts of the model again
                 self._restore_shards()
-            if self._reshard_after_forward and not repeated:
+            if self._reshard_after_forward and not recomputing:
                 self._full_params = []
 
     def _restore_shards(self) -> None:
-        """Have modules find their shards again, in the places of whole parameters."""
+        """Take the full parameters out of the modules, which find their shards again."""
         for owner, leaf in self._places_of_params.values():
             owner.__dict__.pop(leaf, None)
 
     def _pack_saved(self, tensor: Tensor) -> Tensor | _SavedView:
-        """Saved value for autograd: of a gathered parameter only which part of it this is."""
+        """What autograd keeps of a tensor that it saves: of a full parameter, which shall be freed, only the view."""
         storage = tensor.untyped_storage()
         for number, own in enumerate(self._storages):
             if storage is own:
@@ -293,12 +294,12 @@ class _Unit:
 
 
 class _Gather(torch.autograd.Function):
-    """Shards -> whole parameters; backward adds the reduced gradients to the unit's sum itself."""
+    """Shards -> full parameters; backward reduces their gradients into the unit's own sum and returns none."""
 
     @staticmethod
     def forward(ctx: Any, unit: _Unit, *shards: Tensor) -> tuple[Tensor, ...]:
         ctx.unit = unit
-        return tuple(whole.detach() for whole in unit.gather())
+        return tuple(full_param.detach() for full_param in unit.gather())
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
@@ -307,7 +308,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _GatherAgain(torch.autograd.Function):
-    """Forward identity; backward gathers the unit, before any of its modules needs it."""
+    """The identity; backward gathers the unit before any of its modules needs it, and prefetches the one before."""
 
     @staticmethod
     def forward(ctx: Any, unit: _Unit, y: Tensor) -> Tensor:
@@ -323,15 +324,12 @@ class _GatherAgain(torch.autograd.Function):
 
 
 def units_of(case: Case, names: Iterable[str]) -> dict[str, list[str]]:
-    """Parameters by the module that they are gathered with: their layer, or "", the model, outside of layers.
-
-    Parameters that are sharded over other ranks than dense ones are gathered with the module of their linears, as
-    torchtitan's experts are.
-    """
+    """Names of parameters by the module that they are gathered with: their layer, or "" (the model) outside layers."""
     units = dict[str, list[str]]()
     for name in names:
         first, number, *_ = [*name.split("."), ""]
         module = f"{first}.{number}" if first == "layers" else ""
+        # parameters sharded over other ranks than dense ones are a unit of their own, as torchtitan's experts are
         own = shard_axis(case, name) != shard_axis(case)
         units.setdefault(name.rsplit(".", 2)[0] if own else module, []).append(name)
     return units

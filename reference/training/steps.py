@@ -49,7 +49,7 @@ _MOMENTS: Mapping[str, tuple[str, ...]] = {"sgd": (), "adamw": ("exp_avg", "exp_
 
 
 def holds_states(case: Case) -> bool:
-    """Whether an outcome holds the states: not those of a run on large models or of many steps."""
+    """Whether an outcome of the case holds the states of training: not of a large model or of many steps."""
     elements = sum(map(math.prod, shapes(case).values()))
     return case.steps * (1 + len(_MOMENTS[case.optimizer])) * elements <= LARGEST_STATES
 
@@ -62,7 +62,7 @@ def states_after(
     *,
     updated: Mapping[str, Tensor] | None = None,
 ) -> Iterator[tuple[str, str, Tensor]]:
-    """(name in the outcome, parameter, a copy of the tensor) of everything that this step left.
+    """Yield (name in the outcome, parameter, a copy of the tensor) for the state after this step.
 
     `updated` are the tensors that the optimizer steps, by the parameters' names, where they are others than these.
     """
@@ -80,30 +80,27 @@ def states_after(
 def saved_checkpoint(
     case: Case, outcome: Mapping[str, Tensor], parameters: Mapping[str, Tensor], stepper: torch.optim.Optimizer
 ) -> dict[str, Tensor]:
-    """Content of the checkpoint that the case saves, as "saved/<name>" of an outcome; nothing without `save=`.
-
-    Counts of the optimizer's steps are included.
-    """
+    """The content of the checkpoint that the case saves, as "saved/<name>" of an outcome; nothing without `save=`."""
     if not case.save:
         return {}
     last = ("param/", *(f"{moment}_after/{case.steps - 1}/" for moment in _MOMENTS[case.optimizer]))
-    found = {f"saved/{name}": outcome[name] for kind in last for name in outcome if name.startswith(kind)}
+    content = {f"saved/{name}": outcome[name] for kind in last for name in outcome if name.startswith(kind)}
     for name, parameter in parameters.items():
         if "step" in stepper.state.get(parameter, {}):
-            found[f"saved/step_after/{case.steps - 1}/{name}"] = stepper.state[parameter]["step"].clone()
-    return found | {"saved/steps": torch.tensor(steps_before(case) + case.steps)}
+            content[f"saved/step_after/{case.steps - 1}/{name}"] = stepper.state[parameter]["step"].clone()
+    return content | {"saved/steps": torch.tensor(steps_before(case) + case.steps)}
 
 
 def load_checkpoint(case: Case, parameters: Mapping[str, Tensor], stepper: torch.optim.Optimizer) -> None:
-    """Put the checkpoint that the case loads, if any, into parameters and optimizer."""
-    found = stored_tensors(case) if case.load else {}
+    """Copy the checkpoint that the case loads, if any, into parameters and optimizer."""
+    checkpoint = stored_tensors(case) if case.load else {}
     with torch.no_grad():
-        for name, parameter in parameters.items() if found else ():
-            parameter.copy_(found[f"model.{name}"])
-            state = {key: found.get(f"optimizer.state.{name}.{key}") for key in _MOMENTS[case.optimizer]}
+        for name, parameter in parameters.items() if checkpoint else ():
+            parameter.copy_(checkpoint[f"model.{name}"])
+            state = {key: checkpoint.get(f"optimizer.state.{name}.{key}") for key in _MOMENTS[case.optimizer]}
             if state and None not in state.values():  # none where every step was skipped
                 state = {key: tensor.to(parameter, copy=True) for key, tensor in state.items() if tensor is not None}
-                stepper.state[parameter] = {"step": found[f"optimizer.state.{name}.step"].clone(), **state}
+                stepper.state[parameter] = {"step": checkpoint[f"optimizer.state.{name}.step"].clone(), **state}
 
 
 def load_state(
@@ -113,7 +110,7 @@ def load_state(
     stepper: torch.optim.Optimizer,
     states: Mapping[str, Tensor],
 ) -> None:
-    """Put the state after this step, from `states` under the names above, into parameters and optimizer."""
+    """Copy the state after this step, from `states` under the names above, into parameters and optimizer."""
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(states[f"param_after/{step}/{name}"])
@@ -129,7 +126,7 @@ WEIGHT_DECAY = 0.01
 
 
 class Feed(Protocol):
-    """Where micro-batches come from: `reference.data.batches.micro_batch`, or rows that a test drew itself."""
+    """A source of micro-batches: `reference.data.batches.micro_batch`, or rows that a test drew itself."""
 
     def __call__(self, case: Case, step: int, micro: int, dp_rank: int, /, *, device: torch.device) -> Batch:
         """Micro-batch of a data rank, on the device."""
@@ -140,9 +137,9 @@ class Feed(Protocol):
 class Sums:
     """Sums of one step's forwards: scalars, logits, metric and activations.
 
-    Logits are [dp*micro*batch, seq, vocab] or None when too large. The metric is of every data rank, when the case has
-    one; activations are of micro-batch 0, when observed. `reach` is known with a loss scale. `counts`: integers that
-    branches leave (`reference.model.branch`), rows as those of the logits.
+    Logits are [dp*micro*batch, seq, vocab], or None when they are too large. The metric is that of every data rank, if
+    the case has one. Activations are those of micro-batch 0, if they are observed. `reach` is filled only with a loss
+    scale. `counts` are the integers that branches leave (`reference.model.branch`), with rows like those of the logits.
     """
 
     loss: Tensor
@@ -165,11 +162,11 @@ def train(
     dtype: torch.dtype | None = None,
     observed: bool = False,
 ) -> dict[str, Tensor]:
-    """The outcome of training these full weights on their device and in their dtype, or in the one given.
+    """The outcome of training these full weights on their device, in their dtype or in `dtype`; they are not changed.
 
-    `last_first` adds the micro-batches' gradients in reversed order. `states` are the states after all steps but the
-    last (`reference.training.steps`). Every step then begins at the given state before it and not at the model's own.
-    `observed` adds the activations. The given weights are left as they are.
+    `last_first` adds the gradients of the micro-batches in reversed order. `states` are the states after all steps but
+    the last, under the names above: every step then begins at the given state, not at the model's own. `observed` adds
+    the activations to the outcome.
     """
     parameters = {
         name: weight.detach().to(dtype or weight.dtype, copy=True).requires_grad_() for name, weight in weights.items()
@@ -213,14 +210,14 @@ def train(
 
 
 def _summed_up(sums: Sums, step: int) -> dict[str, Tensor]:
-    """Entries of an outcome about a step's forwards."""
+    """The entries of an outcome about a step's forwards: tokens, loss, logits and counts."""
     found = {f"tokens/{step}": sums.tokens.long(), f"loss/{step}": sums.loss / sums.tokens}
     found |= {} if sums.logits is None else {f"logits/{step}": sums.logits}
     return found | {name.replace("/", f"/{step}/", 1): counts for name, counts in sums.counts.items()}
 
 
 def _observed_activations(sums: Sums, factor: float, *, skipped: bool) -> Mapping[str, Tensor]:
-    """The activations and, but for a skipped step, their gradients times this factor."""
+    """The activations, and their gradients times this factor unless the step was skipped."""
     of_step = {name: x for name, x in sums.activations.items() if not (skipped and name.startswith("act_grad/"))}
     return {name: x * factor if name.startswith("act_grad/") else x for name, x in of_step.items()}
 
@@ -236,21 +233,21 @@ def _make_optimizer(
 
 
 def _trained_tensors(case: Case, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors that the optimizer steps: the parameters, or with `master=float32` copies in at least that dtype."""
+    """The tensors that the optimizer steps: the parameters, or with `master=float32` copies in at least that dtype."""
     if case.master == "none":
         return parameters
     return {name: weight.detach().to(wide(weight.dtype), copy=True) for name, weight in parameters.items()}
 
 
 def _hand_gradient(parameter: Tensor, trained: Tensor) -> Tensor:
-    """Move a parameter's gradient to the trained tensor, in its dtype; return it."""
+    """Move a parameter's gradient to the tensor that the optimizer steps, in its dtype, and return it."""
     if trained is not parameter:
         trained.grad, parameter.grad = _gradient(parameter).to(trained.dtype), None
     return _gradient(trained)
 
 
 def _round_masters(case: Case, trained: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
-    """Round masters, if any, to the case's dtype into the parameters."""
+    """Copy the masters, if any, into the parameters, rounded to the case's dtype."""
     with torch.no_grad():
         for name, weight in trained.items() if case.master != "none" else ():
             parameters[name].copy_(weight.to(getattr(torch, case.dtype)))
@@ -267,7 +264,7 @@ def _accumulate(
     observed: bool,
     scale: float,
 ) -> Sums:
-    """Run every micro-batch of a step forward and backward; gradients of the summed loss add up in the parameters."""
+    """Run every micro-batch of a step forward and backward; the parameters accumulate the summed loss's gradients."""
     device, dtype = next((weight.device, weight.dtype) for weight in parameters.values())
     for weight in parameters.values():
         weight.grad = None
@@ -318,7 +315,7 @@ def _keep_output(outputs: dict[str, Tensor], module: str, output: Tensor) -> Non
 
 
 def _join_outputs(outputs: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Every module's output and the gradient in it, of all data ranks."""
+    """Every module's output and the gradient in it, end to end over the data ranks."""
     modules = list(outputs[0]) if outputs else []
     acts = {f"act/{name}": torch.cat([one[name].detach().flatten(2) for one in outputs]) for name in modules}
     slopes = {f"act_grad/{name}": torch.cat([_gradient(one[name]).flatten(2) for one in outputs]) for name in modules}
