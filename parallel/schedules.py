@@ -45,8 +45,6 @@ from typing import NamedTuple
 from shardproof.reference.case import Case
 from shardproof.reference.groups import PipelineGroup
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved")
-
 
 class Kind(StrEnum):
     """Kinds of work of a rank: computations (forward, backward) and messages."""

@@ -48,8 +48,6 @@ def summed_loss(
     return (loss_BS * weight_BS).sum(), weight_BS.sum()
 
 
-DATASETS = 1
-"""Number of datasets: a case has one corpus."""
 MetricTotals = dict[str, Tensor]
 """`right` and `tokens` int64 [], `log_likelihood` []."""
 

@@ -8,10 +8,9 @@ from fractions import Fraction
 import pytest
 from hypothesis import given
 
-from shardproof.parallel.schedules import SCHEDULES, Kind, Pipeline, bubble_stated, programs
+from shardproof.parallel.schedules import Kind, Pipeline, bubble_stated, programs
 from tests import ROOT
-from tests.parallel.schedules.laws import Sends, bubble, check_legal, orders, timeline
-from tests.parallel.schedules.shapes import broken, every, larger
+from tests.parallel.schedules.laws import SCHEDULES, Sends, broken, bubble, check_legal, every, larger, orders, timeline
 
 
 @pytest.mark.parametrize(("schedule", "sizes"), [("gpipe", (8, 20)), ("1f1b", (8, 20)), ("interleaved", (5, 11))])

@@ -9,8 +9,7 @@ import pytest
 from torch.distributed.pipelining import schedules as theirs
 
 from shardproof.parallel.schedules import Kind, Pipeline, groups_between, order, programs
-from tests.parallel.schedules.laws import COMPUTED, Sends, check_legal
-from tests.parallel.schedules.shapes import broken, every
+from tests.parallel.schedules.laws import COMPUTED, Sends, broken, check_legal, every
 
 Place = tuple[str, int, int]
 """Kind, virtual stage, micro-batch."""
