@@ -24,8 +24,7 @@ from shardproof.parallel.slicing.rows import (
 from shardproof.parallel.slicing.slices import plain, scales, strided_placement
 from shardproof.reference.errors import CaseError
 from tests.parallel.slicing.deepspeed_copies import Named, copied, deepspeed, numbered, same
-from tests.parallel.slicing.drawn_slices import parts_of
-from tests.parallel.slicing.laws import of_heads
+from tests.parallel.slicing.laws import of_heads, parts_of
 
 pytestmark = pytest.mark.peers
 DRAWS = 200

@@ -7,8 +7,7 @@ from shardproof.parallel.slicing.rows import widths
 from shardproof.parallel.slicing.slices import slices
 from shardproof.parallel.slicing.words import FAMILIES, Sliced
 from shardproof.reference.errors import CaseError
-from tests.parallel.slicing.drawn_slices import check_round_trip
-from tests.parallel.slicing.laws import broken_by
+from tests.parallel.slicing.laws import broken_by, check_round_trip
 
 CONTAINER = "family=opt hidden=48 heads=12"
 

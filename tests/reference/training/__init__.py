@@ -1,1 +1,0 @@
-"""Tests of the dense model, its parameters and its training."""
