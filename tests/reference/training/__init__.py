@@ -1,0 +1,1 @@
+"""Tests of the dense model, its parameters and its training."""
