@@ -7,8 +7,7 @@ are design notes outside this repository. A folder imports only folders below it
     training                                     the steps of a rank
     checkpoints                                  written by every rank, read at any other layout
     model                                        the strategy that schemes make, and the decoder under it
-    layers                                       the modules of a transformer, with weights that are whole or gathered
-    randomness, slicing                          streams, fields and dropout; DeepSpeed's slices
-    communication                                mesh, layouts, collectives and their closed form
-    schedules                                    pipelines as pure functions
+    layers                                       the modules of a transformer and their weights; random numbers
+    slicing                                      DeepSpeed's slices
+    communication                                mesh, layouts, schedules, collectives and their closed form
 """

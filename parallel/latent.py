@@ -40,9 +40,9 @@ from shardproof.parallel.communication.mesh import Mesh
 from shardproof.parallel.layers.attention import Attention, HeadShape, MaskedCore
 from shardproof.parallel.layers.block import Norm
 from shardproof.parallel.layers.linear import ColumnLinear, Region
+from shardproof.parallel.layers.randomness import Dropout
 from shardproof.parallel.layers.roles import ATTENTION, with_widths
 from shardproof.parallel.model.strategy import Parts, Strategy
-from shardproof.parallel.randomness import Dropout
 from shardproof.parallel.schemes.tensor import COLUMNS, GATHERED_AGAIN, SPLIT_COLUMNS
 from shardproof.reference.case import Case
 from shardproof.reference.model.parameters import dtype_of, shapes

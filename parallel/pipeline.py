@@ -28,8 +28,7 @@ from torch import Tensor
 
 from shardproof.parallel.communication.expectation import ACTIVATION, STAGES, CallRow
 from shardproof.parallel.communication.layout import Cut, Placement
-from shardproof.parallel.model.strategy import Rank, Scheduled, Step, Strategy
-from shardproof.parallel.schedules import (
+from shardproof.parallel.communication.schedules import (
     TABLE,
     Action,
     Kind,
@@ -43,6 +42,7 @@ from shardproof.parallel.schedules import (
     program,
     programs,
 )
+from shardproof.parallel.model.strategy import Rank, Scheduled, Step, Strategy
 from shardproof.parallel.training import MicroBatches, sum_gradients
 from shardproof.reference.case import Case
 from shardproof.reference.model.parameters import dtype_of

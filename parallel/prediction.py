@@ -46,13 +46,13 @@ from shardproof.parallel.communication.expectation import (
 )
 from shardproof.parallel.communication.layout import Placement, local_shape
 from shardproof.parallel.communication.mesh import Mesh
+from shardproof.parallel.communication.schedules import stages
 from shardproof.parallel.layers.block import Norm
 from shardproof.parallel.layers.linear import ColumnLinear, Region, column_linear
 from shardproof.parallel.layers.loss import IGNORED, LOSS, Terms, token_weights
 from shardproof.parallel.layers.recompute import computed_later_again
 from shardproof.parallel.model.strategy import MakesLayer, Parts, Rank, Scheduled, Step, Strategy
 from shardproof.parallel.model.transformer import Transformer
-from shardproof.parallel.schedules import stages
 from shardproof.reference.case import Case
 from shardproof.reference.data.batches import micro_batch
 from shardproof.reference.model.parameters import dtype_of

@@ -25,9 +25,9 @@ from shardproof.bugs.planting import planted
 from shardproof.parallel.communication.expectation import CompleteTerm, terms
 from shardproof.parallel.communication.layout import Box, pieces, rows
 from shardproof.parallel.communication.mesh import Mesh, coordinates
+from shardproof.parallel.communication.schedules import held_at
 from shardproof.parallel.model.strategy import Value
 from shardproof.parallel.registry import rows_of, strategy_of
-from shardproof.parallel.schedules import held_at
 from shardproof.parallel.training import train
 from shardproof.reference.case import Case
 from shardproof.reference.features import FEATURES

@@ -27,13 +27,13 @@ from shardproof.parallel.communication.batch import deliver
 from shardproof.parallel.communication.collectives import all_reduce
 from shardproof.parallel.communication.layout import Box, Placement, rows
 from shardproof.parallel.communication.mesh import Axis, Mesh
+from shardproof.parallel.communication.schedules import TABLE, held_at
 from shardproof.parallel.layers.block import wide
 from shardproof.parallel.layers.loss import Metric, token_weights
+from shardproof.parallel.layers.randomness import SHARES, Dropout, goes_on, initial, streams_of
 from shardproof.parallel.model.loss_scale import LossScaling
 from shardproof.parallel.model.strategy import Rank, Scheduled, Step, Strategy, Value
 from shardproof.parallel.model.transformer import Transformer
-from shardproof.parallel.randomness import SHARES, Dropout, goes_on, initial, streams_of
-from shardproof.parallel.schedules import TABLE, held_at
 from shardproof.reference.case import Case
 from shardproof.reference.language.core import MODES
 from shardproof.reference.model.parameters import dtype_of

@@ -16,7 +16,7 @@ from types import CodeType
 from typing import Any
 
 from shardproof.parallel.communication.mesh import axis_size
-from shardproof.parallel.schedules import ends_of_units, lies_in, modules_again, stages
+from shardproof.parallel.communication.schedules import ends_of_units, lies_in, modules_again, stages
 from shardproof.reference.case import Case
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "bool": 1}

@@ -39,10 +39,10 @@ from torch import Tensor
 from shardproof.parallel.communication import expectation
 from shardproof.parallel.communication.collectives import Pending, all_gather, start_all_reduce, start_reduce_scatter
 from shardproof.parallel.communication.layout import Cut, Placement
+from shardproof.parallel.communication.schedules import TABLE, Stage
 from shardproof.parallel.layers.linear import set_holder
 from shardproof.parallel.layers.roles import is_column, is_row
 from shardproof.parallel.model.strategy import Rank
-from shardproof.parallel.schedules import TABLE, Stage
 from shardproof.reference.case import Case
 from shardproof.reference.model.parameters import dtype_of
 

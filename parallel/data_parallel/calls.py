@@ -26,11 +26,7 @@ from typing import Any
 from shardproof.parallel.communication.expectation import MICRO_BATCHES, ONCE_A_STEP, CallPlace, CallRow, Places
 from shardproof.parallel.communication.layout import Coordinates, Cut, Placement, local_shape
 from shardproof.parallel.communication.mesh import axis_size, coordinates
-from shardproof.parallel.data_parallel.buckets import Bucket, stage_buckets, taken_over
-from shardproof.parallel.data_parallel.fsdp import REPLICAS, shard_axis, units_of
-from shardproof.parallel.layers.roles import column_linears
-from shardproof.parallel.model.strategy import Strategy
-from shardproof.parallel.schedules import (
+from shardproof.parallel.communication.schedules import (
     TABLE,
     Kind,
     Stage,
@@ -42,6 +38,10 @@ from shardproof.parallel.schedules import (
     pipeline_of,
     stages,
 )
+from shardproof.parallel.data_parallel.buckets import Bucket, stage_buckets, taken_over
+from shardproof.parallel.data_parallel.fsdp import REPLICAS, shard_axis, units_of
+from shardproof.parallel.layers.roles import column_linears
+from shardproof.parallel.model.strategy import Strategy
 from shardproof.reference.case import Case
 from shardproof.reference.language.core import MODES
 from shardproof.reference.model.parameters import shapes

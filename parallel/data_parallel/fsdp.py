@@ -42,10 +42,10 @@ from torch import Tensor, nn
 from shardproof.parallel.communication.collectives import Pending, all_reduce, reduce_scatter, start_all_gather
 from shardproof.parallel.communication.layout import Cut, Placement, shard
 from shardproof.parallel.communication.mesh import Axis
+from shardproof.parallel.communication.schedules import in_backward, lies_in, modules_again
 from shardproof.parallel.data_parallel.buckets import gradient_dtype, trained_dtype
 from shardproof.parallel.model.strategy import Rank
 from shardproof.parallel.model.transformer import Transformer
-from shardproof.parallel.schedules import in_backward, lies_in, modules_again
 from shardproof.reference.case import Case
 from shardproof.reference.model.parameters import dtype_of
 

@@ -25,11 +25,11 @@ from torch import Tensor
 from shardproof.parallel.communication.collectives import all_gather
 from shardproof.parallel.communication.expectation import CallPlace, CallRow
 from shardproof.parallel.communication.mesh import axis_size
+from shardproof.parallel.communication.schedules import TABLE, held_by_rank
 from shardproof.parallel.data_parallel.buckets import Buckets, BucketsByAxis
 from shardproof.parallel.data_parallel.fsdp import REPLICAS, Shards, shard_axis
 from shardproof.parallel.model.loss_scale import LossScaling
 from shardproof.parallel.model.strategy import Rank, Step, Strategy
-from shardproof.parallel.schedules import TABLE, held_by_rank
 from shardproof.reference.case import Case
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -21,7 +21,7 @@ from torch import Tensor
 from shardproof.parallel.communication.expectation import ACTIVATION, CallPlace, CallRow, in_modules
 from shardproof.parallel.communication.layout import Coordinates
 from shardproof.parallel.communication.mesh import coordinates
-from shardproof.parallel.schedules import Stage, held_at, stages
+from shardproof.parallel.communication.schedules import Stage, held_at, stages
 from shardproof.reference.case import Case
 from shardproof.reference.data.routing import first_token, forced_experts, period
 from shardproof.reference.training.truth import chosen_by_the_dense_model

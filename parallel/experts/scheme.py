@@ -30,13 +30,13 @@ from shardproof.parallel.communication.collectives import all_reduce
 from shardproof.parallel.communication.expectation import ONCE_A_STEP, CallPlace, CallRow
 from shardproof.parallel.communication.layout import Box, Cut, Placement, rows, whole_box
 from shardproof.parallel.communication.mesh import Mesh
+from shardproof.parallel.communication.schedules import held_by_rank
 from shardproof.parallel.experts.block import ExpertBlock, blocks_of
 from shardproof.parallel.experts.counts import rows_of_experts
 from shardproof.parallel.layers.block import Mlp, wide
+from shardproof.parallel.layers.randomness import Dropout
 from shardproof.parallel.layers.roles import mlp_linears
 from shardproof.parallel.model.strategy import Parts, Rank, Step, Strategy, Value
-from shardproof.parallel.randomness import Dropout
-from shardproof.parallel.schedules import held_by_rank
 from shardproof.parallel.training import norm, sum_gradients
 from shardproof.reference.case import Case
 from shardproof.reference.model.parameters import dtype_of

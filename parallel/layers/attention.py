@@ -33,7 +33,7 @@ from shardproof.parallel.communication import pairs
 from shardproof.parallel.communication.collectives import start_all_to_all
 from shardproof.parallel.communication.mesh import Axis
 from shardproof.parallel.layers.block import wide
-from shardproof.parallel.randomness import Draw, Dropout
+from shardproof.parallel.layers.randomness import Draw, Dropout
 
 Core = Callable[[Tensor, Tensor, Tensor], Tensor]
 """q [B,S,N,D], k and v [B,S,K,D] of whole sequences -> context [B,S,N,D]."""

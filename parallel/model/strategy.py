@@ -16,11 +16,11 @@ from shardproof.parallel.communication.batch import Delivered
 from shardproof.parallel.communication.expectation import CallRow
 from shardproof.parallel.communication.layout import Box, Cut, Placement, pieces
 from shardproof.parallel.communication.mesh import Axis, Mesh
+from shardproof.parallel.communication.schedules import Stage
 from shardproof.parallel.layers.attention import Exchange, MaskedCore, core_attention, direct
 from shardproof.parallel.layers.loss import Metric, Terms
+from shardproof.parallel.layers.randomness import Dropout
 from shardproof.parallel.model.loss_scale import LossScaling
-from shardproof.parallel.randomness import Dropout
-from shardproof.parallel.schedules import Stage
 from shardproof.reference.case import Case
 
 MakesLayer = Callable[[str], nn.Module]

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from shardproof.parallel.communication.batch import Delivered
+from shardproof.parallel.communication.schedules import Stage, units
 from shardproof.parallel.layers.attention import Attention, HeadShape, rotary_table
 from shardproof.parallel.layers.block import Mlp, Norm
+from shardproof.parallel.layers.randomness import Draw, Dropout
 from shardproof.parallel.layers.recompute import computed_later_again
 from shardproof.parallel.layers.roles import attention_linears, head_norms, mlp_linears
 from shardproof.parallel.model.strategy import Parts, Strategy
-from shardproof.parallel.randomness import Draw, Dropout
-from shardproof.parallel.schedules import Stage, units
 from shardproof.reference.case import Case
 from shardproof.reference.model.parameters import dtype_of
 

@@ -31,13 +31,13 @@ from shardproof.parallel.communication.collectives import own_slice
 from shardproof.parallel.communication.expectation import STAGES, CallPlace, CallRow, Places
 from shardproof.parallel.communication.layout import Cut, Placement, local_shape
 from shardproof.parallel.communication.mesh import Axis, Mesh
+from shardproof.parallel.communication.schedules import computed_again, held_at, stages
 from shardproof.parallel.layers.attention import by_all_to_all
 from shardproof.parallel.layers.loss import LOSS, vocabulary_cross_entropy
 from shardproof.parallel.layers.prefetch import Gathers, PrefetchPlan
 from shardproof.parallel.layers.roles import ATTENTION, is_column, is_row, linears
 from shardproof.parallel.layers.weight_parallel import WeightEmbedding, WeightHead, WeightLinear
 from shardproof.parallel.model.strategy import Parts, Strategy
-from shardproof.parallel.schedules import computed_again, held_at, stages
 from shardproof.reference.case import Case
 from shardproof.reference.model.parameters import Shape, dtype_of, shapes
 

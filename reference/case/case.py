@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from shardproof.reference.case.presets import LEADING, PRESETS, resolve_words
 from shardproof.reference.errors import CaseError
 from shardproof.reference.features import FEATURES, ORDER_NAMES, WORDS
-from shardproof.reference.groups import Layout
 from shardproof.reference.language import rules
 from shardproof.reference.language.core import Core
+from shardproof.reference.language.groups import Layout
 from shardproof.reference.language.words import Meaning, declared_words, describe_words, legal_values, read, write
 
 Word = int | float | bool | str

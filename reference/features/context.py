@@ -9,8 +9,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from shardproof.reference.groups import Layout
 from shardproof.reference.language.core import Core
+from shardproof.reference.language.groups import Layout
 from shardproof.reference.language.words import Problem, multiple, not_default, word
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from shardproof.reference.groups import Layout
 from shardproof.reference.language.core import Core, whose
+from shardproof.reference.language.groups import Layout
 from shardproof.reference.language.words import Problem, not_default, word
 
 _NARROW = ("bfloat16", "float16")

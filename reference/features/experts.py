@@ -13,8 +13,8 @@ from dataclasses import replace
 from typing import Any
 
 from shardproof.reference.errors import CaseError
-from shardproof.reference.groups import Layout, RankOrder
 from shardproof.reference.language.core import Core, whose
+from shardproof.reference.language.groups import Layout, RankOrder
 from shardproof.reference.language.rules import expert_problems
 from shardproof.reference.language.words import Problem, declared_words, multiple, not_default, word
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from shardproof.reference.errors import CaseError
-from shardproof.reference.groups import Groups, Layout, PipelineGroup
 from shardproof.reference.language.core import Core, whose
+from shardproof.reference.language.groups import Groups, Layout, PipelineGroup
 from shardproof.reference.language.words import Problem, declared_words, not_default, word
 
 _LAYERS = "0, or at least 1"

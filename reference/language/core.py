@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from shardproof.reference.groups import Groups, Layout, RankOrder
+from shardproof.reference.language.groups import Groups, Layout, RankOrder
 from shardproof.reference.language.words import DATA, MODEL, SPLIT, TRAFFIC, TRAINING, Problem, word
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from contextlib import suppress
 from typing import Any
 
 from shardproof.reference.errors import CaseError
-from shardproof.reference.groups import RankOrder
 from shardproof.reference.language.core import Core, whose
+from shardproof.reference.language.groups import RankOrder
 from shardproof.reference.language.words import LARGEST_SIZE, Field, Problem, legal_values, multiple
 
 _EMBEDDINGS = {"whole": "leaves it whole", "vocab": "splits the vocabulary"}

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from shardproof.reference.case import Case
 from shardproof.reference.data.batches import Batch
-from shardproof.reference.losses import wide
 from shardproof.reference.model import layers
 from shardproof.reference.model.branch import Beside, branch_of
+from shardproof.reference.model.losses import wide
 from shardproof.reference.model.randomness import SHARES, mask, rate_of
 
 Tap = Callable[[str, Tensor], None]

@@ -28,9 +28,9 @@ from torch.nn import functional
 
 from shardproof.reference.case import Case
 from shardproof.reference.errors import CaseError
-from shardproof.reference.losses import wide
 from shardproof.reference.model import layers
 from shardproof.reference.model.decoder import Arithmetic
+from shardproof.reference.model.losses import wide
 from shardproof.reference.model.parameters import LastRead, weights
 from shardproof.reference.model.randomness import takes_given
 from shardproof.reference.training.steps import train

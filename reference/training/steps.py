@@ -31,14 +31,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shardproof.reference import losses as loss
 from shardproof.reference.case import Case
 from shardproof.reference.checkpoints.stored import steps_before, stored_tensors
 from shardproof.reference.data.batches import Batch, micro_batch
-from shardproof.reference.losses import MetricTotals, metric_outcome, metric_totals, wide
 from shardproof.reference.model import decoder, layers
+from shardproof.reference.model import losses as loss
 from shardproof.reference.model.branch import Beside, updated_values, values_of
 from shardproof.reference.model.decoder import PLAIN, Arithmetic
+from shardproof.reference.model.losses import MetricTotals, metric_outcome, metric_totals, wide
 from shardproof.reference.model.parameters import shapes
 from shardproof.reference.training.reach import Reach, with_terms
 from shardproof.reference.training.scaling import LossScale

@@ -23,12 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardproof.reference import losses as loss
 from shardproof.reference.case import Case
 from shardproof.reference.data.batches import micro_batch, shard_edges
 from shardproof.reference.errors import CaseError
 from shardproof.reference.features import WORDS
 from shardproof.reference.model import decoder
+from shardproof.reference.model import losses as loss
 from shardproof.reference.model.branch import Beside
 from shardproof.reference.model.parameters import full, shapes, weights
 from shardproof.reference.model.randomness import deviation, given_now, masks, sites, takes_given

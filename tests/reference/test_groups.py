@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardproof.reference.case import Case
 from shardproof.reference.errors import CaseError
-from shardproof.reference.groups import Groups, Layout, PipelineGroup, RankOrder
+from shardproof.reference.language.groups import Groups, Layout, PipelineGroup, RankOrder
 from shardproof.suites.drawing.strategies import cases
 
 

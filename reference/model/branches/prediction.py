@@ -15,9 +15,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from shardproof.reference import losses as loss
 from shardproof.reference.case import Case
 from shardproof.reference.data.batches import Batch
+from shardproof.reference.model import losses as loss
 from shardproof.reference.model.decoder import Pass
 
 

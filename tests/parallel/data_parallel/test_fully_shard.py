@@ -24,10 +24,10 @@ from shardproof.harness.running.request import Request
 from shardproof.harness.running.run import run
 from shardproof.harness.subject import named
 from shardproof.parallel.communication.layout import Cut
+from shardproof.parallel.communication.schedules import Action
 from shardproof.parallel.model.strategy import Rank, Step
 from shardproof.parallel.pipeline import StageRun, as_scheduled, with_channels
 from shardproof.parallel.registry import strategy_of
-from shardproof.parallel.schedules import Action
 from shardproof.reference.case import Case
 from shardproof.reports.commands.cli import main
 from shardproof.suites.session.prover import Prover

@@ -15,7 +15,7 @@ from itertools import product
 
 from hypothesis import strategies as st
 
-from shardproof.parallel.schedules import (
+from shardproof.parallel.communication.schedules import (
     Action,
     Kind,
     Pipeline,

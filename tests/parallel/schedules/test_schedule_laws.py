@@ -1,4 +1,4 @@
-"""Laws of every schedule, over every small pipeline and drawn larger ones."""
+"""Tests of communication/schedules: laws of every schedule, over every small pipeline and drawn larger ones."""
 
 import re
 import subprocess
@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 from hypothesis import given
 
-from shardproof.parallel.schedules import Kind, Pipeline, bubble_stated, programs
+from shardproof.parallel.communication.schedules import Kind, Pipeline, bubble_stated, programs
 from tests import ROOT
 from tests.parallel.schedules.laws import SCHEDULES, Sends, broken, bubble, check_legal, every, larger, orders, timeline
 
@@ -55,5 +55,5 @@ def test_the_picture_of_the_docs_is_the_timeline() -> None:
 
 
 def test_schedules_need_no_torch() -> None:
-    code = "import sys, shardproof.parallel.schedules; print('torch' in sys.modules)"
+    code = "import sys, shardproof.parallel.communication.schedules; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"False\n"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import schedules as theirs
 
-from shardproof.parallel.schedules import Kind, Pipeline, groups_between, order, programs
+from shardproof.parallel.communication.schedules import Kind, Pipeline, groups_between, order, programs
 from tests.parallel.schedules.laws import COMPUTED, Sends, broken, check_legal, every
 
 Place = tuple[str, int, int]

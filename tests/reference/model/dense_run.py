@@ -9,11 +9,11 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardproof.reference import losses as loss
 from shardproof.reference.case import Case
 from shardproof.reference.case.presets import FAMILIES
 from shardproof.reference.data.batches import Batch
 from shardproof.reference.model import decoder
+from shardproof.reference.model import losses as loss
 from shardproof.reference.model.parameters import weights
 
 CPU = torch.device("cpu")

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from shardproof.reference import losses as loss
 from shardproof.reference.case import Case
 from shardproof.reference.model import layers
+from shardproof.reference.model import losses as loss
 from shardproof.reference.model.parameters import shapes
 from shardproof.reference.training.adam import EPS, rounding_slack, slack
 from tests.reference.model.dense_run import noise

@@ -9,7 +9,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from shardproof.parallel.schedules import Pipeline, bubble_stated
+from shardproof.parallel.communication.schedules import Pipeline, bubble_stated
 from shardproof.reports.commands.show import show_run
 from shardproof.reports.commands.trace import trace_events
 from shardproof.reports.pages import drawings, page

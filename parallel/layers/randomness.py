@@ -63,7 +63,7 @@ import torch
 from torch import Tensor
 
 from shardproof.parallel.communication.layout import Box, Coordinates, Placement, local_shape, pieces, rows, shard
-from shardproof.parallel.schedules import held_at
+from shardproof.parallel.communication.schedules import held_at
 from shardproof.reference.case import Case
 from shardproof.reference.checkpoints.stored import steps_before
 from shardproof.reference.language.core import MODES

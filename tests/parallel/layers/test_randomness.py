@@ -10,7 +10,7 @@ from shardproof.harness.checking.evidence import FAIL, PASS
 from shardproof.harness.checking.state_checks import initial_values
 from shardproof.harness.shard import Shard
 from shardproof.parallel.communication.layout import Cut, Placement
-from shardproof.parallel.randomness import (
+from shardproof.parallel.layers.randomness import (
     CONTEXT_STRIDE,
     EXPERT,
     MODEL_PARALLEL,

@@ -43,7 +43,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from shardproof.reference.case import Case
-from shardproof.reference.groups import PipelineGroup
+from shardproof.reference.language.groups import PipelineGroup
 
 
 class Kind(StrEnum):
