@@ -178,7 +178,7 @@ def _parts(strategy: Strategy, places: Mapping[str, Placement], case: Case, mesh
         )
         made = LatentAttention(
             heads,
-            _pad_values(parts.core, case) if case.sliced else parts.core,
+            _pad_values(parts.core, case) if case.is_sliced else parts.core,
             parts.exchange,
             {one.rpartition(".")[2]: module(one) for one in inside},
             {},

@@ -214,7 +214,7 @@ class CasePipeline:
 
     def _kinds(self, stage: Stage) -> list[tuple[str, ...]]:
         """Kinds of branches in the place of attention and MLP in each of its layers."""
-        return [tuple(sorted(self.case.replaced(layer).values())) for layer in stage.layers]
+        return [tuple(sorted(self.case.replaced_branches(layer).values())) for layer in stage.layers]
 
     @property
     def programs(self) -> tuple[Program, ...]:

@@ -135,7 +135,7 @@ class MicroBatches:
                 rank.metric(output, labels, weights)
         if self._boxes is not None:
             self._boxes += self._logits(micro, output.detach())
-        return summed if rank.step.loss_scale is None else rank.step.loss_scale.scaled(summed)
+        return summed if rank.step.loss_scale is None else rank.step.loss_scale.scale_loss(summed)
 
     def _logits(self, micro: int, logits: Tensor) -> tuple[Box, ...]:
         rank, case = self.rank, self.rank.case
@@ -291,7 +291,7 @@ def set_up(case: Case, strategy: Strategy, mesh: Mesh, device: torch.device) -> 
         dropout=dropout,
     )
     if rank.step.loss_scale is not None:
-        parts.terms.scaled = rank.step.loss_scale.scaled
+        parts.terms.scale_loss = rank.step.loss_scale.scale_loss
     return rank.step.prepare(rank)
 
 

@@ -49,7 +49,7 @@ class Slices:
     hidden: Tensor | None = None
 
     @property
-    def whole(self) -> Tensor:
+    def gather_order(self) -> Tensor:
         """The places of all ranks, end to end: the order of what is gathered."""
         return torch.cat(self.held)
 
@@ -60,7 +60,7 @@ class Slices:
         where = self.hidden.device
         return ~self.hidden[:, queries.to(where)[:, None], keys.to(where)]
 
-    def joined(self, ranks: int) -> "Slices":
+    def merge_ranks(self, ranks: int) -> "Slices":
         """The slices of groups of `ranks` consecutive ranks, each group as one.
 
         Raises ValueError when `ranks` does not divide them.

@@ -170,8 +170,8 @@ def gathered_attention(
     """
     slices.require_equal("gather")
     k, v = (gather_from_sequence(x, axis, dim=1) for x in (k_BqKD, v_BqKD))
-    visible = slices.visible(slices.held[axis.rank], slices.whole)
-    return over_all_keys(q_BqND, k, v, visible, of_keys(keep, slices.whole))
+    visible = slices.visible(slices.held[axis.rank], slices.gather_order)
+    return over_all_keys(q_BqND, k, v, visible, of_keys(keep, slices.gather_order))
 
 
 def gathered_rows(keys: str, *, axis: str) -> tuple[CallRow, ...]:
@@ -192,8 +192,8 @@ def exchanged_attention(
     `keep` are the factors of dropout of the exchanged heads and queries, keys in the order of the row.
     """
     slices.require_equal("alltoall")
-    visible = slices.visible(slices.whole, slices.whole)
-    factors = of_keys(keep, slices.whole)
+    visible = slices.visible(slices.gather_order, slices.gather_order)
+    factors = of_keys(keep, slices.gather_order)
     return by_all_to_all(axis)(lambda q, k, v: over_all_keys(q, k, v, visible, factors), q_BqND, k_BqKD, v_BqKD)
 
 
@@ -213,7 +213,7 @@ def nested_attention(
     Rank r of the slices is inner rank r % a of outer rank r // a. Raises ValueError for unequal slices.
     """
     slices.require_equal("alltoall inside of a ring")
-    groups = slices.joined(inner.size)
+    groups = slices.merge_ranks(inner.size)
 
     def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return ring_attention(q, k, v, axis=outer, slices=groups, keep=keep, overlap=overlap)

@@ -41,7 +41,7 @@ from shardproof.reference.case import Case
 
 def apply(strategy: Strategy, case: Case) -> Strategy:
     """The strategy with the slices and the attention of this case's context ranks; itself without any."""
-    if not case.sliced:
+    if not case.is_sliced:
         return strategy
 
     def parts(case: Case, mesh: Mesh, device: torch.device) -> Parts:
@@ -80,7 +80,7 @@ def _shares(case: Case, place: Placement) -> Placement:
     if exchanged is None:
         return replace(place, cuts=(*place.cuts, _token_cut(case, dim=2)))
     inner = case.cp if exchanged == "cp" else case.cp_inner
-    slices = Slices(held=_places_of_ranks(case)).joined(inner).held
+    slices = Slices(held=_places_of_ranks(case)).merge_ranks(inner).held
     queries = Cut(axis="cp_outer", dim=2, held=tuple(_ranges(own) for own in slices))
     if exchanged == "cp":
         queries = replace(queries, axis="cp", held=queries.held * case.cp)  # all of them, on every rank

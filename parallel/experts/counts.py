@@ -30,7 +30,7 @@ from shardproof.reference.training.truth import chosen_by_the_dense_model
 def places_of(case: Case, at: Coordinates) -> Tensor:
     """The places in a row that the rank at these coordinates routes, in the order in which it holds them."""
     places = torch.arange(case.row_tokens)
-    if case.sliced:
+    if case.is_sliced:
         places = torch.cat([places[run.start : run.stop] for run in case.slices[at["cp"][0]]])
     mine: Tensor = places.chunk(case.tp)[at["tp"][0]]
     return mine
@@ -105,14 +105,14 @@ class RowCounts:
         return range(self.ep * share, (self.ep + 1) * share)
 
     @property
-    def sent(self) -> list[int]:
+    def rows_to_send(self) -> list[int]:
         """Rows that this rank sends to every ep rank."""
         mine = self.rows[self.etp][self.ep]
         share = len(self.local)
         return [sum(mine[first : first + share]) for first in range(0, len(mine), share)]
 
     @property
-    def received(self) -> list[int]:
+    def rows_to_receive(self) -> list[int]:
         """Rows that it receives from every ep rank."""
         return self._rows_arriving(self.etp)
 
@@ -306,4 +306,4 @@ def _counts(
 def _numbers(rows: tuple[tuple[tuple[int, ...], ...], ...]) -> dict[tuple[int, int], _Numbers]:
     """Place (etp, ep) in such a group -> its numbers."""
     every = (RowCounts(rows=rows, etp=etp, ep=ep) for etp in range(len(rows)) for ep in range(len(rows[0])))
-    return {(one.etp, one.ep): _Numbers(sum(one.sent), sum(one.received), one.most) for one in every}
+    return {(one.etp, one.ep): _Numbers(sum(one.rows_to_send), sum(one.rows_to_receive), one.most) for one in every}

@@ -96,17 +96,19 @@ class ByAllToAll(_Among):
     def __call__(self, x_TH: Tensor, weights_TE: Tensor, chosen_TE: Tensor, compute: Compute, known: Known) -> Tensor:
         """Sum of the outputs of every token's experts: [T, H]."""
         sent = self._count_sent(chosen_TE, known)
-        experts_R, tokens_R = _pairs(chosen_TE, sum(sent.sent))
+        experts_R, tokens_R = _pairs(chosen_TE, sum(sent.rows_to_send))
         x_RH, weights_R = x_TH[tokens_R], weights_TE[tokens_R, experts_R]
         if self.case.pad:
             (x_RH, places_R), (weights_R, _) = (pad_to_most(self.case, experts_R, rows) for rows in (x_RH, weights_R))
-        x_RH, weights_R = (exchange_rows(rows, self.ep, sent.sent, sent.received) for rows in (x_RH, weights_R))
+        x_RH, weights_R = (
+            exchange_rows(rows, self.ep, sent.rows_to_send, sent.rows_to_receive) for rows in (x_RH, weights_R)
+        )
         x_RH, weights_R = (self._gather_rows(rows, sent.most) for rows in (x_RH, weights_R))
         order = torch.tensor(sent.sorted_by_expert(), dtype=torch.int64, device=x_TH.device)
         y_RH = compute(x_RH[order], weights_R[order], sent.by_expert)
         y_RH = torch.zeros_like(x_RH).index_copy(0, order, y_RH)
-        y_RH = reduce_scatter_to_sequence(y_RH, self.etp, dim=0)[: sum(sent.received)]
-        y_RH = exchange_rows(y_RH, self.ep, sent.received, sent.sent)
+        y_RH = reduce_scatter_to_sequence(y_RH, self.etp, dim=0)[: sum(sent.rows_to_receive)]
+        y_RH = exchange_rows(y_RH, self.ep, sent.rows_to_receive, sent.rows_to_send)
         if self.case.pad:
             y_RH = y_RH[places_R]
         return torch.zeros_like(x_TH).index_add(0, tokens_R, y_RH)

@@ -146,14 +146,14 @@ def _identity(loss: Tensor) -> Tensor:
 
 
 class Terms:
-    """The terms of one rank. `scaled` gives their gradients the factor of the loss's own (`Step.loss_scale`)."""
+    """The terms of one rank. `scale_loss` gives their gradients the factor of the loss's own (`Step.loss_scale`)."""
 
     def __init__(self) -> None:
-        self.scaled: Callable[[Tensor], Tensor] = _identity
+        self.scale_loss: Callable[[Tensor], Tensor] = _identity
 
     def attach(self, x: Tensor, term: Tensor) -> Tensor:
         """A tensor that the loss depends on, with a term [] that is added to this micro-batch's summed loss."""
-        attached: Tensor = _Attached.apply(x, self.scaled(term))
+        attached: Tensor = _Attached.apply(x, self.scale_loss(term))
         return attached
 
 

@@ -49,16 +49,19 @@ def _shares(case: Case) -> Placement:
 class Parts:
     """A strategy on one rank: the modules that talk, and what happens around the parts that do not.
 
-    `linear` makes the module of a dotted name ("layers.0.mlp.w1"). A column linear has hidden states in and inner
-    features out, a row linear the other way round. `embedding` takes (tokens [B,S], positions [B,S]), `head` takes
-    (hidden states, embedding weight). `loss` gives every token's loss from (logits, labels), both in the strategy's
-    layout. `behind_layer` makes the modules of features, by name, that hidden states pass as they leave a layer.
-    `branches` makes a feature's modules in the place of a layer's attention or MLP (`Core.replaced`), called as these
-    are. They are made from the dotted name and the rank's dropout. `behind_head` makes the modules of
-    `Core.behind_decoder`, by name, from a function that makes a transformer layer of a dotted name. The logits pass
-    them, called with (logits, normed hidden states, micro-batch, `parallel.model.transformer.Transformer`). `terms` are
-    what modules add to the loss. `local` is this rank's part of a delivered micro-batch. `saved_over` is the axis whose
-    ranks share the saved inputs of recomputed layers, None where each rank saves them whole.
+    linear        makes the module of a dotted name ("layers.0.mlp.w1"). A column linear has hidden states in and inner
+                  features out, a row linear the other way round
+    embedding     makes the module that takes (tokens [B,S], positions [B,S])
+    head          makes the module that takes (hidden states, embedding weight)
+    loss          (logits, labels), both in the strategy's layout -> every token's loss
+    behind_layer  makes the modules of features, by name, that hidden states pass as they leave a layer
+    branches      makes a feature's module in the place of a layer's attention or MLP (`Core.replaced_branches`), from
+                  the dotted name and the rank's dropout; it is called as that one is
+    behind_head   makes the modules of `Core.behind_decoder`, by name, from a function that makes a transformer layer.
+                  They are called with (logits, normed hidden states, micro-batch, the `Transformer`), one by one
+    terms         what modules add to the loss
+    local         delivered micro-batch -> this rank's part of it
+    saved_over    axis whose ranks share the saved inputs of recomputed layers; None: each rank saves them whole
     """
 
     linear: Callable[[str], nn.Module]

@@ -148,7 +148,7 @@ class Transformer(nn.Module):
 
 
 def _layer(case: Case, strategy: Strategy, parts: Parts, dropout: Dropout, device: torch.device, name: str) -> Layer:
-    replaced = case.replaced(case.blocks[name])
+    replaced = case.replaced_branches(case.blocks[name])
 
     def branch(leaf: str, plain: Callable[[], nn.Module]) -> nn.Module:
         feature = replaced.get(leaf)

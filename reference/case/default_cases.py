@@ -111,7 +111,7 @@ def default_cases(
         else list(zip(stored, _modes_of(stored, modes), strict=True))
     )
     long = {case: {"steps": max(2, case.steps), "layers": max(2, case.layers)} if deep else {} for case in stored}
-    found = dict.fromkeys(filter(None, (changes.made(case, {"mode": mode, **long[case]}) for case, mode in places)))
+    found = dict.fromkeys(filter(None, (changes.make(case, {"mode": mode, **long[case]}) for case, mode in places)))
     return (*plain, *moved, *(found if deep else _cover_pairs(found)))
 
 
@@ -153,7 +153,7 @@ class _Changes:
         legal = repair_words(self._plain, {word: value}, self._domains)
         return bool(legal and self._refuses(Case(**legal)))
 
-    def made(self, case: Case, fixed: Words) -> Case | None:
+    def make(self, case: Case, fixed: Words) -> Case | None:
         """The case with these words, and with others changed until it is taken; None where that is not found."""
         words = {**words_of(case), **self._sizes}
         found = repair_words(words, fixed, self._domains, self._problem)

@@ -36,7 +36,7 @@ class Context(Core):
     )
 
     @property
-    def sliced(self) -> bool:
+    def is_sliced(self) -> bool:
         """Is a row split over several ranks?"""
         return self.cp > 1
 
@@ -69,7 +69,7 @@ class Context(Core):
         """The same with the axis of data and context ranks together, and the two levels of an exchange in a ring."""
         layout, inner = super().layout, self.cp_inner
         if inner > 1:
-            levels = layout.orders[0].divided("cp", cp_inner=inner, cp_outer=self.cp // inner)
+            levels = layout.orders[0].divide("cp", cp_inner=inner, cp_outer=self.cp // inner)
             layout = replace(layout, orders=(*layout.orders, levels))
         return replace(layout, joined={**layout.joined, "dp_cp": "dp-cp"}) if self.cp > 1 else layout
 

@@ -101,7 +101,7 @@ class DataParallel(Core):
         layout, size = super().layout, self.shard
         if not size:
             return layout
-        parts = layout.orders[0].divided("dp", shard=size, replica=self.dp // size)
+        parts = layout.orders[0].divide("dp", shard=size, replica=self.dp // size)
         return replace(layout, orders=(*layout.orders, parts))
 
     def problems(self) -> Iterator[Problem]:

@@ -215,9 +215,9 @@ class Experts(Core):
         """Does this layer have experts?"""
         return self.experts > 0 and layer >= self.dense_layers
 
-    def replaced(self, layer: int) -> dict[str, str]:
+    def replaced_branches(self, layer: int) -> dict[str, str]:
         """The same with experts in place of the MLP."""
-        return {**super().replaced(layer), **({"mlp": "experts"} if self.has_experts(layer) else {})}
+        return {**super().replaced_branches(layer), **({"mlp": "experts"} if self.has_experts(layer) else {})}
 
     def data_axis_of(self, parameter: str) -> str:
         """The same; experts' weights have copies of their own."""

@@ -258,7 +258,7 @@ class Core:
         """Hidden states of the dense model as they leave a layer; `_weights` gives one of `layer_shapes` by name."""
         return x_BSH
 
-    def replaced(self, _layer: int) -> dict[str, str]:
+    def replaced_branches(self, _layer: int) -> dict[str, str]:
         """Branch of this layer, "attention" or "mlp", that a feature replaces -> the feature.
 
         Its parameters and mathematics are `reference.model.branches.FEATURE`, its module is that of `Parts.branches`.

@@ -93,7 +93,7 @@ class RankOrder:
         self._check_rank(rank)
         return {axis: rank // stride % size for axis, size, stride in self._strides()}
 
-    def divided(self, axis: str, **parts: int) -> "RankOrder":
+    def divide(self, axis: str, **parts: int) -> "RankOrder":
         """These ranks with one axis divided into levels of these sizes, the fastest first.
 
         Raises CaseError for an unknown axis, and when the sizes do not multiply to the axis' own.

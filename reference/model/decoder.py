@@ -98,7 +98,7 @@ class Pass:
         if self.case.positions == "learned":
             table_SH = self.weights[f"{name}.positions.weight"]
             x_BSH = x_BSH + self.arithmetic.look_up(table_SH, self.batch.positions)
-        return self.dropped(name, self.tap_output(name, x_BSH))
+        return self.apply_dropout(name, self.tap_output(name, x_BSH))
 
     def block(self, name: str, x_BSH: Tensor, visible_SS: Tensor) -> Tensor:
         """Hidden states behind the transformer layer of this name."""
@@ -112,7 +112,7 @@ class Pass:
                 )
             else:
                 y_BSH = plain(f"{name}.{branch}", y_BSH, visible_SS)
-            x_BSH = self.arithmetic.join(branch, x_BSH, self.dropped(f"{name}.{branch}", y_BSH))
+            x_BSH = self.arithmetic.join(branch, x_BSH, self.apply_dropout(f"{name}.{branch}", y_BSH))
         behind = getattr(self.case, "behind_layer", None)
         return self.tap_output(name, behind(x_BSH, lambda leaf: self.weights[f"{name}.{leaf}"]) if behind else x_BSH)
 
@@ -167,7 +167,7 @@ class Pass:
         weight, bias = self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias")
         return self.tap_output(name, self.arithmetic.norm(x, weight, bias))
 
-    def dropped(self, site: str, x_BSH: Tensor) -> Tensor:
+    def apply_dropout(self, site: str, x_BSH: Tensor) -> Tensor:
         """Hidden states with the dropout of this site."""
         kept_BSH = mask(self.case, self.batch, site)
         return x_BSH if kept_BSH is None else x_BSH * kept_BSH / (1 - rate_of(self.case, site))

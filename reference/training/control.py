@@ -56,7 +56,7 @@ def reorder_sums(case: Case, parts: int = 0) -> Arithmetic:
     context ranks it is merged elsewhere, as theirs is.
     """
     attention = fused_attention if parts and parts % 2 == 0 and not case.attention_dropout else None
-    by_hand = merged_attention if case.sliced else split_attention
+    by_hand = merged_attention if case.is_sliced else split_attention
     parts = parts or max(2, case.tp, case.wp)
     return Arithmetic(
         linear=partial(split_linear, parts=parts),

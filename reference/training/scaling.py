@@ -55,7 +55,7 @@ class LossScale:
             return cls(case=case, value=value, finite=int(finite), infinite=HYSTERESIS - int(hysteresis))
         return cls(case=case, value=1.0 if case.scaler == "none" else case.loss_scale)
 
-    def taken(self, step: int, backward: Callable[[float], _Sums], *, exact: bool) -> tuple[_Sums, float, bool]:
+    def run_step(self, step: int, backward: Callable[[float], _Sums], *, exact: bool) -> tuple[_Sums, float, bool]:
         """A step: its sums, the scale that they have, and whether it is skipped.
 
         `exact`: they are in more than float16. In float16 another order of sums may have parts that overflow where no
@@ -99,7 +99,7 @@ class LossScale:
             return {}
         return {f"loss_scale/{step}": torch.tensor(self.value), f"skipped/{step}": torch.tensor(int(skipped))}
 
-    def saved(self) -> dict[str, Tensor]:
+    def saved_state(self) -> dict[str, Tensor]:
         """State of the scale in a checkpoint of the case: "saved/loss_scale", float64 [3] as `train.loss_scale`."""
         if self.case.scaler == "none" or not self.case.save:
             return {}

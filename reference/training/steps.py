@@ -184,7 +184,7 @@ def train(
         backward = partial(
             _accumulate, case, parameters, values, step, feed, arithmetic, last_first, observed and step == 0
         )
-        sums, scaled, skipped = scale.taken(step, backward, exact=dtype is not None)
+        sums, scaled, skipped = scale.run_step(step, backward, exact=dtype is not None)
         outcome |= _summed_up(sums, step)
         gradients = {n: _hand_gradient(parameters[n], w).div_(sums.tokens * scaled) for n, w in trained.items()}
         outcome |= scale.outcome(step, skipped=skipped)
@@ -206,7 +206,7 @@ def train(
         metrics = [_add_totals(*both) for both in zip(metrics, sums.metrics, strict=True)] if metrics else sums.metrics
     outcome |= _metrics(case, metrics) if metrics else {}
     outcome |= {f"param/{name}": weight.detach() for name, weight in trained.items()}
-    return outcome | saved_checkpoint(case, outcome, trained, stepper) | scale.saved() | dict(activations)
+    return outcome | saved_checkpoint(case, outcome, trained, stepper) | scale.saved_state() | dict(activations)
 
 
 def _summed_up(sums: Sums, step: int) -> dict[str, Tensor]:

@@ -112,8 +112,8 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
         "group=tp-ep: its axes must stand in one rank order; legal: axes of tp-dp-pp or of etp-ep",
     ),
     (lambda: MESH.group("tp", 6), "rank=6: must be one of 6 ranks; legal: 0..5"),
-    (lambda: TP.divided("cp", inner=2, outer=2), "axis=cp: is not an axis of this mesh; legal: tp"),
-    (lambda: TP.divided("tp", inner=2, outer=3), "tp=4: cannot be divided into 2x3; legal: sizes that multiply to it"),
+    (lambda: TP.divide("cp", inner=2, outer=2), "axis=cp: is not an axis of this mesh; legal: tp"),
+    (lambda: TP.divide("tp", inner=2, outer=3), "tp=4: cannot be divided into 2x3; legal: sizes that multiply to it"),
     (
         lambda: PipelineGroup(ranks=(3,), chunks=2),
         "chunks=2: more than one chunk needs pp of at least 2; legal: chunks=1",

@@ -118,7 +118,7 @@ def apply_capacity(case: Case, weights_BSE: Tensor, chosen_BSE: Tensor) -> Tenso
 def _places_of_ranks(case: Case) -> list[Tensor]:
     """The places of a row whose tokens one rank routes, for every rank that holds a part of it."""
     rows = [[*range(case.row_tokens)]]
-    if case.sliced:
+    if case.is_sliced:
         rows = [[place for run in runs for place in run] for runs in case.slices]
     size = case.row_tokens // len(rows) // case.tp
     return [torch.tensor(row[first : first + size]) for row in rows for first in range(0, len(row), size)]

@@ -69,7 +69,7 @@ def forward(run: Pass, _layer: str, x_BSH: Tensor, visible_SS: Tensor) -> Tensor
         if case.positions == "learned":
             positions_SH = run.weights["embedding.positions.weight"]
             embedded_BSH = embedded_BSH + run.arithmetic.look_up(positions_SH, moved.positions)
-        embedded_BSH = run.dropped(f"{name}.embedding", embedded_BSH)
+        embedded_BSH = run.apply_dropout(f"{name}.embedding", embedded_BSH)
         both_BSE = torch.cat((run.norm(f"{name}.enorm", embedded_BSH), run.norm(f"{name}.hnorm", x_BSH)), -1)
         x_BSH = run.block(f"{name}.layer", run.linear(f"{name}.eh_proj", both_BSE), visible_SS)
         x_BSH = run.norm(f"{name}.final_norm", x_BSH)

@@ -114,10 +114,10 @@ def test_the_places_by_hand() -> None:
 
 def test_joined_slices_are_those_of_the_groups() -> None:
     slices = Slices(held=zigzag(24, 6))
-    assert torch.equal(slices.joined(2).held[1], torch.cat((slices.held[2], slices.held[3])))
-    assert torch.equal(slices.joined(3).whole, slices.whole)
+    assert torch.equal(slices.merge_ranks(2).held[1], torch.cat((slices.held[2], slices.held[3])))
+    assert torch.equal(slices.merge_ranks(3).gather_order, slices.gather_order)
     with pytest.raises(ValueError, match="ranks=4: must divide the 6 ranks of the row; legal: ranks=1"):
-        slices.joined(4)
+        slices.merge_ranks(4)
 
 
 @pytest.mark.peers

@@ -113,11 +113,11 @@ def test_a_sum_is_outside_where_its_smallest_largest_part_is() -> None:
         return Sums(reach)
 
     for size, skipped in ((60_000.0, False), (150_000.0, True)):
-        sums, scale, found = LossScale.of(case).taken(0, backward, exact=True)
+        sums, scale, found = LossScale.of(case).run_step(0, backward, exact=True)
         assert (sums.reach.least, sums.reach.bound, scale, found) == (size / 2, size, case.loss_scale, skipped)
     size = 100_000.0
     with pytest.raises(CaseError, match="in step 0 reaches 5e.04 to 1e.05, at the edge of float16"):
-        LossScale.of(case).taken(0, backward, exact=True)
+        LossScale.of(case).run_step(0, backward, exact=True)
 
 
 def test_a_scale_has_the_split_decide() -> None:
