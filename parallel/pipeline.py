@@ -94,7 +94,7 @@ class StageRun(MicroBatches):
         self._gradients: dict[tuple[int, int], Tensor] = {}
 
     def backward(self, action: Action) -> None:
-        """Gradients of a stage's parameters and of what it received, from the gradient of what it sent."""
+        """Compute the gradients of a stage's parameters and input from the gradient of its output."""
         key = action.micro, action.stage
         torch.autograd.backward(self.outputs.pop(key), self._gradients.pop(key, None))
 

@@ -117,7 +117,7 @@ class MicroBatches:
         return rank.has_numbers and rank.chunks[-1][0].last and small
 
     def forward(self, micro: int, chunk: int = 0, received: Tensor | None = None) -> Tensor:
-        """A stage's layers of a micro-batch, and what it sends on; on the last one the summed loss instead."""
+        """Run a stage's layers on a micro-batch; return what it sends on, or on the last stage the summed loss."""
         rank, strategy = self.rank, self.rank.strategy
         stage, model = rank.chunks[chunk]
         batch = rank.parts.local(deliver(rank.case, rank.mesh, self.step, micro, rank.device, stage=stage))
@@ -162,7 +162,7 @@ def over_data(rank: Rank) -> None:
 
 
 def over_weights(rank: Rank) -> None:
-    """The sums over the weight axis of the gradients that are partial there, in one flat call or one each."""
+    """Sum the gradients that are partial on the weight axis over it, in one flat call or one each."""
     strategy, gradients = rank.strategy, rank.step.partial(rank)
     weight_axis = rank.mesh.axis(strategy.weight_axis)
     partial = [gradient for name, gradient in gradients.items() if strategy.partial(rank.case, name)]
@@ -296,7 +296,7 @@ def set_up(case: Case, strategy: Strategy, mesh: Mesh, device: torch.device) -> 
 
 
 def _place(case: Case, strategy: Strategy, module: str) -> Placement:
-    """How what dropout reads lies for the rows of a data rank: a module's output, or the shares of attention."""
+    """The placement of what dropout reads, a module's output or attention probabilities, for a data rank's rows."""
     place = strategy.shares(case) if module == SHARES else strategy.activation(case, module)
     assert place is not None  # every mode states where hidden states lie
     return place

@@ -34,7 +34,7 @@ _KINDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Likeness:
-    """How many tensors of a kind were compared, their elements, and how many of the tensors differ."""
+    """Numbers of a kind of tensors: those compared, their elements, and those that differ."""
 
     kind: str
     tensors: int
@@ -219,7 +219,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def unlike(a: Tensor, b: Tensor) -> Tensor:
-    """Which elements of two tensors of one shape differ; NaN is NaN."""
+    """A mask of the elements that differ between two tensors of one shape; NaN equals NaN."""
     return (a != b) & ~(a.isnan() & b.isnan()) if a.is_floating_point() else a != b
 
 
@@ -250,7 +250,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def _wrote(name: str, stored: Source, key: str, at: tuple[int, ...] = ()) -> str:
-    """Which rank wrote the chunk that holds this element."""
+    """The rank that wrote the chunk with this element."""
     chunks = stored.chunks(key)
     for (offsets, sizes), file in chunks:
         if not at or all(first <= i < first + size for i, first, size in zip(at, offsets, sizes, strict=True)):

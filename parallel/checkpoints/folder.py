@@ -135,12 +135,12 @@ def writes(case: Case, rank: int, axes: Sequence[str]) -> bool:
 
 
 def chunk_of(box: Box) -> ChunkStorageMetadata:
-    """Where a box lies in its full tensor."""
+    """The place of a box in its full tensor, as torch's metadata states it."""
     return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.local.shape))
 
 
 class BoxWriter(DefaultSavePlanner):
-    """Plans to write these boxes, by key; those of one key must not overlap."""
+    """A planner that writes these boxes, by key; boxes of one key must not overlap."""
 
     def __init__(self, boxes: Mapping[str, Sequence[Box]]) -> None:
         super().__init__(flatten_state_dict=False)

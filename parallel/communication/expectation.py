@@ -184,7 +184,7 @@ def _compile(formula: str) -> tuple[CodeType, tuple[str, ...]]:
 
 
 class _Repeated:
-    """Which forward calls backward issues once more (`recompute`): those of a layer that is computed again.
+    """The forward calls that backward issues once more (`recompute`): those of recomputed layers.
 
     `early_stop` leaves out what ends a unit, unless dropout or a feature follows it, which needs it in backward.
     """

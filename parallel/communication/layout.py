@@ -228,7 +228,7 @@ def _length(cut: Cut, shape: tuple[int, ...]) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def _width(cut: Cut, shape: tuple[int, ...], index: int, parts: int) -> int:
-    """Elements that one rank holds of what is cut, padding included."""
+    """Number of elements along the cut that one rank holds, padding included."""
     if cut.held or cut.order != "blocks":
         return sum(length for _, length in _runs(cut, shape, index, parts))
     _check(cut, shape)

@@ -305,7 +305,7 @@ class Stage:
 
     @property
     def chunk(self) -> int:
-        """Which chunk of its rank it is."""
+        """The number of this chunk on its rank."""
         return self.index // self.ranks
 
     @property
@@ -409,7 +409,7 @@ def ends_of_units(case: Case) -> frozenset[int]:
 
 
 def in_backward(case: Case, layers: Sequence[int]) -> tuple[int, ...]:
-    """These layers, which are all of a stage's, as backward comes to them: those of a unit from its first one on."""
+    """All layers of a stage in the order of backward; a recomputed unit is run from its first layer on."""
     made = units(case, layers)
     rest = layers[sum(map(len, made)) :]
     return (*reversed(rest), *(layer for unit in reversed(made) for layer in unit))

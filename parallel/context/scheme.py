@@ -97,7 +97,7 @@ def _ranges(places: Tensor) -> tuple[range, ...]:
 
 
 def _token_cut(case: Case, *, dim: int) -> Cut:
-    """Of the tokens of a row."""
+    """The cut of a row's tokens over the context ranks."""
     return Cut(axis="cp", dim=dim, order="zigzag" if case.cp_slices == "zigzag" else "blocks")
 
 

@@ -65,7 +65,7 @@ def trained_dtype(case: Case) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """Where one flattened parameter lies in the buffer: elements [start, end)."""
+    """The place of one flattened parameter in the buffer: elements [start, end)."""
 
     name: str
     start: int
@@ -337,7 +337,7 @@ def _part(tensor: Tensor, elements: range) -> Tensor:
 
 
 def _trained_leaf(tensor: Tensor, case: Case) -> Tensor:
-    """Leaf that the optimizer steps for this tensor: itself, or a float32 copy."""
+    """The leaf that the optimizer steps for this tensor: itself, or a float32 copy."""
     return tensor.detach().to(trained_dtype(case)).requires_grad_()
 
 
@@ -359,7 +359,7 @@ def stage_buckets(case: Case, stage: Stage, sizes: Mapping[str, int], ranks: int
 
 
 def taken_over(case: Case, name: str) -> bool:
-    """Does the buffer of gradients take over the products of this parameter's gradient? Of weights of linears."""
+    """Whether products of this parameter's gradient are added to the buffer directly: for weights of linears."""
     module, _, leaf = name.rpartition(".")
     table = module == "head" or (case.tied and module == "embedding.tokens")
     return case.wgrad != "plain" and leaf == "weight" and (table or is_column(module) or is_row(module))

@@ -89,7 +89,7 @@ def sum_row(
 
 
 def trained_placements(strategy: Strategy, case: Case) -> Placements:
-    """How the parameters lie that a rank keeps: with zero=2|3 cut by rows over the ranks that share them."""
+    """The placements of what a rank keeps of the parameters: with zero=2|3 rows, cut over the ranks that share them."""
     places = strategy.placements(case)
     if case.zero < 2:
         return places

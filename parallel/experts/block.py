@@ -58,7 +58,7 @@ from shardproof.reference.model.parameters import dtype_of
 
 
 def has_balance(case: Case) -> bool:
-    """Has the case a balance loss?"""
+    """Whether the case has a balance loss."""
     return any((case.aux_loss, case.sequence_loss, case.global_loss, case.z_loss))
 
 
@@ -294,7 +294,7 @@ class ExpertBlock(nn.Module):
         return forced_experts(self.case, self.case.blocks[self.block], self._tokens(self.at)).to(logits_TE.device)
 
     def _counted_tokens(self, device: torch.device) -> Tensor | None:
-        """Which of this rank's own tokens balance losses count, bool [rows, places of a row]; None: all."""
+        """A mask of this rank's own tokens that balance losses count, bool [rows, places of a row]; None: all."""
         if self.case.balance_of == "all":
             return None
         batch = micro_batch(self.case, *self.draw, self.at["dp"][0])

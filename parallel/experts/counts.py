@@ -56,7 +56,7 @@ def rows_sent(case: Case, block: str, step: int, micro: int, rank: int) -> tuple
 
 @lru_cache(maxsize=4)
 def _latest_counts(_case: Case) -> dict[tuple[str, int, int, int], tuple[int, ...]]:
-    """Where the counts of the cases that were counted last are kept."""
+    """A cache of the counts of the cases that were counted last."""
     return {}
 
 
@@ -165,14 +165,14 @@ def rows_of_experts(case: Case) -> tuple[CallRow, ...]:
 
 
 def _around(case: Case) -> Iterator[CallRow]:
-    """Where hidden states are whole, around all."""
+    """The calls around all experts where hidden states are whole."""
     if not case.system.sequence:
         yield CallRow(_layers, "forward", "all_gather", ACTIVATION, "outputs of the tokens of all tensor ranks")
         yield CallRow(_layers, "backward", "all_gather", ACTIVATION, "gradients of the tokens of all tensor ranks")
 
 
 def _capacity_rows(case: Case, router: str) -> Iterator[CallRow]:
-    """Where tokens of several ranks compete for an expert."""
+    """The calls where tokens of several ranks compete for an expert."""
     if case.capacity_of != "rank":
         elements, dtype = f"ranks * {_OWN} * experts", router if case.drop == "score" else "bool"
         yield CallRow(_layers, "forward", "all_gather", elements, "who competes for whom", axis="tp_cp", dtype=dtype)

@@ -146,12 +146,12 @@ def _place_expert(name: str, place: Placement) -> Placement:
 
 
 def _is_expert(name: str) -> bool:
-    """Is this an expert's parameter, whose gradient holds the tokens of all ranks that send it any?"""
+    """Whether this is an expert's parameter, whose gradient holds the tokens of all ranks that send it any."""
     return ".mlp.experts." in name
 
 
 def _partial(case: Case, name: str) -> bool:
-    """Does this whole parameter's gradient hold a tensor rank's own tokens alone?"""
+    """Whether the gradient of this whole parameter holds only a tensor rank's own tokens."""
     return name.endswith(".mlp.router.weight") or (name.endswith(".mlp.shared_gate.weight") and case.system.sequence)
 
 

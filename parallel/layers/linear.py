@@ -84,7 +84,7 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """How hidden states lie outside the tensor-parallel region on `axis`, and how they are brought in and out.
+    """The tensor-parallel region on `axis`: how hidden states lie outside it, and what brings them in and out.
 
     `sequence_dim` is the dim split over the axis, None when every rank holds them whole. `keep`: a column linear saves
     the gathered input for backward instead of gathering it again. `overlap`: gradients travel during the weight GEMM.

@@ -84,7 +84,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _sum_terms(terms: list[Tensor], axis: Axis, fused: bool) -> list[Tensor]:
-    """Every term summed over the axis, in one call or in one call each."""
+    """The sum of every term over the axis, in one call or in one call each."""
     if fused:
         return list(all_reduce(torch.stack(terms), axis))
     return [all_reduce(term, axis) for term in terms]

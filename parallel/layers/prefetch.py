@@ -78,7 +78,7 @@ class PrefetchPlan:
     again: Container[int]
 
     def by_block(self, block: int) -> bool:
-        """Is this block gathered as a whole in backward?"""
+        """Whether this block is gathered as a whole in backward."""
         return self.fused or (self.ahead and block in self.again)
 
 
@@ -167,7 +167,7 @@ class Gathers:
 
     @property
     def idle(self) -> bool:
-        """Is nothing held and nothing under way? True between micro-batches."""
+        """Whether nothing is gathered and nothing is on its way, as between micro-batches."""
         return not self._loans and not self._edges
 
     def edges(self, seat: Seat) -> tuple[Tensor, ...]:

@@ -175,7 +175,7 @@ class Streams:
 
     @contextmanager
     def fork(self, name: str) -> Iterator[torch.Generator]:
-        """In it, draws come from this stream; the one before goes on after it as if nothing had been drawn.
+        """A context in which draws come from this stream; afterwards the former stream goes on as if nothing was drawn.
 
         A fork of the stream in force, at any depth, goes on with it: a stream never draws its numbers twice. Raises
         ValueError for an unknown name.
@@ -203,7 +203,7 @@ class Streams:
 
     @contextmanager
     def rewound(self, states: Mapping[str, Tensor]) -> Iterator[None]:
-        """In it, draws begin at these states; after it every stream goes on as if nothing had been drawn."""
+        """A context in which draws begin at these states; afterwards every stream goes on as if nothing was drawn."""
         now = self.state_dict()
         self.load_state_dict(states)
         try:

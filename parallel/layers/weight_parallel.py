@@ -53,7 +53,7 @@ from shardproof.parallel.layers.prefetch import Gathers, Seat
 
 
 class Supply(Protocol):
-    """Where a product gets its full weight from (see `Seat`)."""
+    """The source of a product's full weight (see `Seat`)."""
 
     def edges(self) -> tuple[Tensor, ...]:
         """Tensors that the product depends on in the graph: weight, and bias when there is one."""

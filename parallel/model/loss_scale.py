@@ -28,7 +28,7 @@ class ScaleState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DynamicScale:
-    """How the scale changes after a step."""
+    """The rule by which the scale changes after a step."""
 
     first: float = 2.0**32
     least: float = 1.0

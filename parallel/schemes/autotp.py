@@ -57,7 +57,7 @@ _SEQUENCE_DIM = 1
 
 
 def placements(case: Case) -> dict[str, Placement]:
-    """How every parameter lies on the axis tp."""
+    """The placement of every parameter on the axis tp."""
     return {name: _placement(case, name, shape) for name, shape in shapes(case).items()}
 
 
@@ -108,7 +108,7 @@ def head_held(case: Case) -> RowRanges:
 
 
 def activation(case: Case, module: str) -> Placement | None:
-    """How a module's output [rows of a data rank, seq, width] lies on the axis tp; None for a module unknown here."""
+    """The placement of a module's output [rows of a data rank, seq, width] on tp; None for a module unknown here."""
     rows, length = case.rows, case.row_tokens
     leaf = module.rpartition(".")[2]
     if module == "head":
@@ -123,7 +123,7 @@ def activation(case: Case, module: str) -> Placement | None:
 
 
 def shares(case: Case) -> Placement:
-    """How the shares of attention [rows of a data rank, heads, queries, keys] lie: the heads that the ranks hold."""
+    """The placement of attention probabilities [rows of a data rank, heads, queries, keys]: by the ranks' heads."""
     rows, length = case.rows, case.row_tokens
     held = query_rows(dataclasses.replace(_heads(case), size=1), case.tp)
     return Placement(shape=(rows, case.heads, length, length), cuts=(_cut_of(held, dim=1),))

@@ -48,7 +48,7 @@ _TABLES = ("embedding.tokens", "head")
 
 
 def placements(case: Case) -> dict[str, Placement]:
-    """How every parameter lies on the axis wp: linears by plain rows, since no rank ever uses a part of one."""
+    """The placement of every parameter on the axis wp: linears by plain rows, since no rank uses a part of one."""
     return {name: _placement(case, name, shape) for name, shape in shapes(case).items()}
 
 
@@ -67,7 +67,7 @@ def _is_split(module: str) -> bool:
 
 
 def activation(case: Case, module: str) -> Placement | None:
-    """How a module's output [rows of a data rank, seq, width] lies on the mesh; None for a module unknown here.
+    """The placement of a module's output [rows of a data rank, seq, width]; None for a module unknown here.
 
     Everything is split along the sequence over tp, but the logits that were exchanged or gathered.
     """

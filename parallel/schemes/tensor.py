@@ -90,7 +90,7 @@ GATHERED_AGAIN = tuple(
 
 
 def placements(case: Case) -> dict[str, Placement]:
-    """How every parameter lies on the axis tp."""
+    """The placement of every parameter on the axis tp."""
     return {name: _placement(case, name, shape) for name, shape in shapes(case).items()}
 
 
@@ -108,7 +108,7 @@ def _placement(case: Case, name: str, shape: tuple[int, ...]) -> Placement:
 
 
 def _output_cut(case: Case, module: str, *, dim: int = 0) -> Cut:
-    """Of a column linear's output features."""
+    """The cut of a column linear's output features."""
     return Cut(axis="tp", dim=dim, blocks=_blocks(case, module), unit=_unit(case, module))
 
 
@@ -133,7 +133,7 @@ def _unit(case: Case, module: str) -> int:
 
 
 def activation(case: Case, module: str, *, sequence_split: bool) -> Placement | None:
-    """How a module's output [rows of a data rank, seq, width] lies on the axis tp; None for a module unknown here."""
+    """The placement of a module's output [rows of a data rank, seq, width] on tp; None for a module unknown here."""
     rows, length = case.rows, case.row_tokens
     leaf = module.rpartition(".")[2]
     if is_column(module):
@@ -154,12 +154,12 @@ def activation(case: Case, module: str, *, sequence_split: bool) -> Placement | 
 
 
 def head_partial(_case: Case, name: str) -> bool:
-    """Is this whole parameter's gradient a sum over heads? True for q/k norms, under every layout of hidden states."""
+    """Whether the gradient of this whole parameter is a sum over heads: for q/k norms, in every layout."""
     return name.rpartition(".")[0].rpartition(".")[2] in ("q_norm", "k_norm")
 
 
 def sequence_partial(_case: Case, name: str) -> bool:
-    """Is this whole parameter's gradient a sum over a rank's own tokens or heads? True for norms and row biases.
+    """Whether the gradient of this whole parameter is a sum over a rank's own tokens or heads: norms, row biases.
 
     Learned positions are not partial. They meet the hidden states before the split, and the all-gather in the backward
     of the split gives every rank the whole gradient.

@@ -81,7 +81,7 @@ def consecutive(sizes: Sequence[int], *, first: int = 0) -> RowRanges:
 
 
 def concat(*parts: RowRanges) -> RowRanges:
-    """Every rank holds what it holds of each part, one part behind the other."""
+    """The rows of every rank when these parts lie one behind the other."""
     return tuple(merge_ranges(part for ranges in own for part in ranges) for own in zip(*parts, strict=True))
 
 
@@ -91,7 +91,7 @@ def in_units(held: RowRanges, size: int) -> RowRanges:
 
 
 def merge_ranges(ranges: Iterable[range]) -> Ranges:
-    """These elements in their order with as few ranges as possible."""
+    """The same elements in the same order, in as few ranges as possible."""
     found: list[range] = []
     for part in ranges:
         if part and found and found[-1].stop == part.start:
@@ -102,7 +102,7 @@ def merge_ranges(ranges: Iterable[range]) -> Ranges:
 
 
 def widths(held: RowRanges) -> tuple[int, ...]:
-    """How many elements each rank holds."""
+    """The number of elements that each rank holds."""
     return tuple(sum(map(len, ranges)) for ranges in held)
 
 

@@ -54,7 +54,7 @@ def features_dim(shape: Shape, orientation: str) -> int:
 
 
 def ranges_of_parts(parts: Sequence[int], ranks: int) -> RowRanges:
-    """Equal shares of every part, which lie one behind the other. Raises CaseError where one leaves a remainder."""
+    """The rows of equal shares of every part; parts lie end to end. Raises CaseError where one leaves a remainder."""
     if any(length % ranks for length in parts):
         legal = str(tuple(-(-length // ranks) * ranks for length in parts))
         raise CaseError("parts", tuple(parts), f"must each be a multiple of ranks={ranks}", legal)
@@ -67,7 +67,7 @@ def ranges_of_parts(parts: Sequence[int], ranks: int) -> RowRanges:
 def strided_placement(
     src: Shape, dst: Shape, *, ranks: int, parts: Sequence[int], orientation: str = "in-out"
 ) -> Placement:
-    """How a weight or bias of shape `src`, made of `parts` along its output features, becomes `dst` on each rank.
+    """The placement by which a weight or bias `src`, made of `parts` along its outputs, becomes `dst` on each rank.
 
     `parts` sum to those features. Raises CaseError for shapes between which there is no such cut.
     """
@@ -78,7 +78,7 @@ def strided_placement(
 
 
 def plain(src: Shape, dst: Shape, *, ranks: int, orientation: str = "in-out") -> Placement:
-    """How a weight or bias of shape `src` becomes the contiguous part `dst` on each rank, along the dim that differs.
+    """The placement by which a weight or bias `src` becomes a contiguous part `dst`, along the dim that differs.
 
     Raises CaseError when both dims differ, and for shapes between which there is no such cut.
     """
@@ -104,7 +104,7 @@ def _cut_between(src: Shape, dst: Shape, dim: int, parts: Sequence[int], ranks: 
 
 
 def scales(place: Placement, grid: Shape) -> Placement:
-    """How the scales of a quantised weight lie when the weight lies as `place`: dequantising commutes with slicing.
+    """The placement of a quantised weight's scales if it lies as `place`: dequantising commutes with slicing.
 
     `grid` is the shape of the scales: entry (i, j) is the scale of an equal block of the weight. In a dim, 1 is one
     scale for all of it. A rank holds the scales of the blocks that it holds, in the order in which it holds them.

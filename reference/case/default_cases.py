@@ -149,7 +149,7 @@ class _Changes:
         return problem_of(words, reason)
 
     def _refused_alone(self, word: str, value: Any) -> bool:
-        """Does the subject refuse a plain case with this value?"""
+        """Whether the subject refuses a plain case with this value."""
         legal = repair_words(self._plain, {word: value}, self._domains)
         return bool(legal and self._refuses(Case(**legal)))
 
@@ -164,12 +164,12 @@ class _Changes:
 
 
 def _cover_pairs(cases: Iterable[Case]) -> list[Case]:
-    """Few of these cases that hold all pairs that they hold together: the next one has the most more for its ranks."""
+    """A few of these cases with all pairs of values that they have together, chosen greedily by pairs per rank."""
     return [case for case, more in _in_order(cases, lambda case: 2 + case.world_size) if more]
 
 
 def _in_order(cases: Iterable[Case], price: Callable[[Case], int] = lambda case: 1) -> Iterator[tuple[Case, int]]:
-    """These cases, the next one with the most pairs that none before it has for its price; and how many those are."""
+    """These cases in greedy order, the most new pairs for the price first, each with the number of its new pairs."""
     varied = paired_domains()
     numbers: dict[Level, int] = {}
     levels = {

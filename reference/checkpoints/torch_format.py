@@ -161,7 +161,7 @@ def _entry(key: str, parsed: Any, kinds: Any) -> Any:
 
 
 def _places(parsed: Mapping[Any, Any], kinds: Any) -> dict[Any, Any]:
-    """Where each chunk lies: its index in its tensor -> its file, and its bytes there."""
+    """The places of chunks: index in the tensor -> its file, and its bytes there."""
     module, _, name = _INFO.partition(" ")
     info_class, found = getattr(importlib.import_module(module), name), {}
     for key, value in parsed.items():

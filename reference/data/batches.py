@@ -207,7 +207,7 @@ class Batch:
 
     @property
     def counted(self) -> Tensor:
-        """Which tokens count in the loss: bool, as the labels."""
+        """A mask of the tokens that count in the loss, bool, in the shape of the labels."""
         return (self.loss_mask == 1) & (self.labels != IGNORED)
 
 
@@ -276,7 +276,7 @@ class _Edges:
 
 @lru_cache(maxsize=64)
 def _mixed_in(case: Case, step: int) -> dict[int, _Edges]:
-    """Which edge ids stand where in a step, by the number of the micro-batch in it; empty for data of a user's own."""
+    """The edge ids of a step and their places, by the number of the micro-batch; empty for data of a user's own."""
     found: dict[int, _Edges] = {}
     edges = shard_edges(case) if not case.data else ()
     first = (
@@ -327,18 +327,18 @@ def _rows(case: Case, window: Tensor, is_end: Tensor) -> Rows:
 
 
 def _valid_count(case: Case, number: int) -> int:
-    """How many tokens shall be valid in micro-batch `number` of a step: another number for each, at least 1."""
+    """The number of valid tokens of micro-batch `number` of a step: another one for each, at least 1."""
     most = max(1, 3 * (case.tokens - 1) // 4)
     return most - number * max(1, most // (case.micro * case.dp)) % most
 
 
 def _most_valid(learned: int, wanted: int) -> int:
-    """How many of the learned tokens can be valid when `wanted` are wanted: some are masked or lose their labels."""
+    """The number of learned tokens that can be valid when `wanted` are wanted: some are masked or lose their labels."""
     return min(wanted, max(1, _labels_to_keep(learned) - 1))
 
 
 def _labels_to_keep(learned: int) -> int:
-    """How many of the learned tokens keep their labels: all but one in eight, but at least one."""
+    """The number of learned tokens that keep their labels: all but one in eight, at least one."""
     return learned - min(1 + learned // 8, learned - 1)
 
 

@@ -129,13 +129,13 @@ class DenseModel:
         return control(case, device, **words)
 
     def kinks(self, case: Case, device: "torch.device", **words: Any) -> Outcome:
-        """How far the outcome moves where rounding decides the side of a relu's kink; `side` is 1 or -1."""
+        """The change of the outcome where rounding decides the side of a relu's kink; `side` is 1 or -1."""
         from shardproof.reference.training.control import kinks
 
         return kinks(case, device, **words)
 
     def adam_slack(self, case: Case, states: Outcome, truth: Outcome, controls: Sequence[Outcome]) -> Outcome:
-        """How far Adam may carry rounding of a gradient in one step, by name."""
+        """The largest error that Adam may make of a gradient's rounding in one step, by name."""
         from shardproof.reference.training.adam import slack
 
         return slack(case, states, truth, controls)

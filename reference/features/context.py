@@ -37,7 +37,7 @@ class Context(Core):
 
     @property
     def is_sliced(self) -> bool:
-        """Is a row split over several ranks?"""
+        """Whether a row is split over several ranks."""
         return self.cp > 1
 
     @property
@@ -50,7 +50,7 @@ class Context(Core):
 
     @property
     def slice_tokens(self) -> int:
-        """Tokens of one micro-batch on one context rank: all of its data rank's without context parallelism."""
+        """The number of tokens of a micro-batch on a context rank: all of the data rank's without context parallelism."""
         return self.tokens // self.cp
 
     @property

@@ -87,7 +87,7 @@ class DataParallel(Core):
 
     @property
     def shares_gradients(self) -> bool:
-        """Does a word replace the one flat sum of all gradients?"""
+        """Whether a word replaces the one flat sum of all gradients."""
         return any(key not in ("parity", "loss_scale") for key, _ in not_default(DataParallel, self))
 
     @property

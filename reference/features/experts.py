@@ -212,7 +212,7 @@ class Experts(Core):
         return max(first, multiple(self.dense_layers, unit)), unit
 
     def has_experts(self, layer: int) -> bool:
-        """Does this layer have experts?"""
+        """Whether this layer has experts."""
         return self.experts > 0 and layer >= self.dense_layers
 
     def replaced_branches(self, layer: int) -> dict[str, str]:

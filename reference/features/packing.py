@@ -31,7 +31,7 @@ class Packing(Core):
 
     @property
     def rows(self) -> int:
-        """Rows of one micro-batch on one data rank."""
+        """The number of rows of a micro-batch on a data rank."""
         return 1 if self.packed else self.batch
 
     @property

@@ -50,7 +50,7 @@ class Mode:
 
     @property
     def gathers_weights(self) -> bool:
-        """Are weights split over an axis of their own, and whole only while they are used?"""
+        """Whether weights are split over an axis of their own, and whole only while they are used."""
         return self.weight_axis == "wp"
 
 
@@ -236,7 +236,7 @@ class Core:
 
     @property
     def block_count(self) -> int:
-        """How many transformer layers there are, those behind the decoder among them."""
+        """The number of transformer layers, those behind the decoder among them."""
         return self.layers
 
     @property
@@ -246,7 +246,7 @@ class Core:
 
     @property
     def truth_depends_on_split(self) -> bool:
-        """Does the dense model need to know how the work is split?"""
+        """Whether the dense model needs to know how the work is split."""
         return False
 
     @property
@@ -279,12 +279,12 @@ class Core:
 
     @property
     def embeds_behind(self) -> bool:
-        """Does something behind the decoder embed tokens?"""
+        """Whether something behind the decoder embeds tokens."""
         return False
 
     @property
     def repeating_layers(self) -> tuple[int, int]:
-        """How many first layers differ from the rest, and how many of the rest are one unit."""
+        """(number of first layers that differ from the rest, layers of a unit among the rest)."""
         return 0, 1
 
     @property
@@ -335,12 +335,12 @@ class Core:
 
     @property
     def tokens(self) -> int:
-        """Tokens of one micro-batch on one data rank."""
+        """The number of tokens of a micro-batch on a data rank."""
         return self.batch * self.seq
 
     @property
     def slice_tokens(self) -> int:
-        """Tokens of one micro-batch on one context rank; all of the data rank's, unless a feature slices rows."""
+        """The number of tokens of a micro-batch on a context rank: all of the data rank's, unless a feature slices rows."""
         return self.tokens
 
     @property

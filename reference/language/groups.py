@@ -94,7 +94,7 @@ class RankOrder:
         return {axis: rank // stride % size for axis, size, stride in self._strides()}
 
     def divide(self, axis: str, **parts: int) -> "RankOrder":
-        """These ranks with one axis divided into levels of these sizes, the fastest first.
+        """The order of the same ranks with one axis divided into levels of these sizes, the fastest first.
 
         Raises CaseError for an unknown axis, and when the sizes do not multiply to the axis' own.
         """

@@ -30,7 +30,7 @@ def problems(case: Core) -> Iterator[Problem]:
 
 @functools.cache
 def _restricted_words(kind: Any) -> tuple[tuple[Field, ...], dict[str, bool]]:
-    """The words of a class of cases that take one of a list, and those of whole numbers with whether 0 is legal."""
+    """Words of a class of cases: those that take one of a list, and whole numbers with whether 0 is legal."""
     fields = dataclasses.fields(kind)
     sizes = {field.name: bool(field.metadata["legal"]) for field in fields if type(field.default) is int}
     return tuple(field for field in fields if legal_values(field)), sizes

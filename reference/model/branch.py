@@ -40,7 +40,7 @@ def values_of(case: Case) -> dict[str, Tensor]:
 
 
 def updated_values(case: Case, values: Mapping[str, Tensor], counts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """These values after a step whose micro-batches left these counts."""
+    """The values after a step whose micro-batches left these counts."""
     return {
         name: value for branch in _with_values(case) for name, value in branch.updated(case, values, counts).items()
     }

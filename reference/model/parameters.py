@@ -145,7 +145,7 @@ def _drawn_weights(case: Case) -> dict[str, Tensor]:
 
 @lru_cache(maxsize=1)
 def _latest(_seed: int, _dtype: torch.dtype, _kind: tuple[object, ...]) -> dict[str, Tensor]:
-    """Where the weights of the model that was drawn last are kept."""
+    """A cache of the weights of the model that was drawn last."""
     return {}
 
 
@@ -167,7 +167,7 @@ def _scale_unit(name: str, unit: Tensor) -> Tensor:
 
 
 def _away(unit: Tensor) -> Tensor:
-    """These signs with magnitudes in [1/4, 1): nothing near 0."""
+    """Numbers of the same signs with magnitudes in [1/4, 1), so none is near 0."""
     return (0.25 + 0.75 * unit.abs()).copysign(unit)
 
 

@@ -36,7 +36,7 @@ _ANYTHING = 1e30
 def slack(
     case: Case, states: Mapping[str, Tensor], truth: Mapping[str, Tensor], controls: Sequence[Mapping[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """By name, `param_after/<step>/<param>` and `param/<param>`: how far every element may be off; {} for sgd.
+    """The largest error of every element, by name (`param_after/<step>/<param>`, `param/<param>`); {} for sgd.
 
     `states`: where the steps of `truth` and `controls` began (see reference.training.steps); moments say
     which gradients went into them. Steps that are skipped have none, and Adam does not count them.
@@ -108,6 +108,6 @@ def _gradient(outcome: Mapping[str, Tensor], step: int, name: str, mean: Tensor)
 
 
 def _noise(gradient: Tensor, others: Sequence[Tensor], floor: float) -> Tensor:
-    """How far the elements of a right gradient may be off."""
+    """The largest error of the elements of a right gradient."""
     gaps = [_CONTROL_FACTOR * float((other - gradient).abs().max()) for other in others]
     return torch.full_like(gradient, max(floor, *(gap if gap < _ANYTHING else _ANYTHING for gap in gaps), 0.0))

@@ -229,7 +229,7 @@ class _Moved(torch.autograd.Function):
 def kinks(
     case: Case, device: torch.device, *, side: int, states: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """By how much every float of the outcome and of the activations changes when the kink moves to this side (1, -1).
+    """The change of every float of the outcome and the activations when the kink moves to this side (1, -1).
 
     `states`: those from which every step begins (see reference.training.steps). `given`: see
     reference.training.truth. Empty without a relu, and in float64.

@@ -94,7 +94,7 @@ class Reach:
 
     @property
     def bound(self) -> float:
-        """No tensor of float16 holds a larger number."""
+        """A number that no element of the float16 tensors exceeds."""
         case = self.case
         kept = 1 - max(case.dropout, case.attention_dropout)  # what a mask drops is scaled before it is dropped
         experts = max(1, case.top_k) if case.experts else 1  # a token's gradient is the sum of its experts'

@@ -30,7 +30,7 @@ class Reaching(Protocol):
 
     @property
     def reach(self) -> Reach:
-        """How far."""
+        """The largest numbers that float16 tensors of the step may hold."""
         ...
 
 
@@ -122,7 +122,7 @@ class LossScale:
 
 
 def _roundings(case: Case) -> int:
-    """How many roundings follow each other at most, from the tokens to a gradient: each is of a share of _UNIT.
+    """The most roundings in a row from the tokens to a gradient; each is of a share of _UNIT.
 
     A block has 13 operations, forward and backward: norm, linear, heads' norm, rotation, scores, context, linear, sum;
     norm, linear, activation, linear, sum. Outside of blocks there are no more than in one. Up to four sums over ranks

@@ -92,7 +92,7 @@ def choose_experts(case: Case, logits_BSE: Tensor, bias_E: Tensor | None = None)
 
 
 def _largest(score_E: Tensor, count: int) -> Tensor:
-    """Which scores are the largest of the last dim, the first of equal ones."""
+    """A mask of the largest scores along the last dim, the first of equal ones."""
     order = score_E.sort(dim=-1, descending=True, stable=True).indices[..., :count]
     return torch.zeros_like(score_E, dtype=torch.bool).scatter(-1, order, True)
 
