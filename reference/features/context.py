@@ -50,7 +50,7 @@ class Context(Core):
 
     @property
     def slice_tokens(self) -> int:
-        """The number of tokens of a micro-batch on a context rank: all of the data rank's without context parallelism."""
+        """The number of tokens of a micro-batch on a context rank; all of the data rank's if rows are not sliced."""
         return self.tokens // self.cp
 
     @property

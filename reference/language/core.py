@@ -340,7 +340,7 @@ class Core:
 
     @property
     def slice_tokens(self) -> int:
-        """The number of tokens of a micro-batch on a context rank: all of the data rank's, unless a feature slices rows."""
+        """The number of tokens of a micro-batch on a context rank; all of the data rank's if rows are not sliced."""
         return self.tokens
 
     @property
