@@ -1,4 +1,6 @@
-"""Pipeline stages beside the dense model and their closed form, and in Megatron-Core's and torch's own schedules."""
+"""Tests of pipeline. Pipeline stages beside the dense model and their closed form, and in Megatron-Core's and
+torch's own schedules.
+"""
 
 from collections import Counter
 from collections.abc import Callable

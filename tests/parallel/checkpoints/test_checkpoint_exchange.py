@@ -1,4 +1,6 @@
-"""Weights of Hugging Face: they give its logits, train in parallel, are and are compared; what is refused."""
+"""Tests of reference/checkpoints/foreign. Weights of Hugging Face: they give its logits, train in parallel, are and
+are compared; what is refused.
+"""
 
 import json
 import sys

@@ -1,4 +1,6 @@
-"""Checkpoints of Megatron-Core's dist_checkpointing: the dense model gives its logits, ranks train from them."""
+"""Tests of reference/checkpoints/foreign. Checkpoints of Megatron-Core's dist_checkpointing: the dense model gives
+its logits, ranks train from them.
+"""
 
 import io
 import pickle

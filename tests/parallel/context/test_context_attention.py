@@ -1,4 +1,6 @@
-"""Attention on slices is the dense model's, by every method; slices of a row: a partition, its inverse, its work."""
+"""Tests of context/blocks and context/methods. Attention on slices is the dense model's, by every method; slices of
+a row: a partition, its inverse, its work.
+"""
 
 import itertools
 from typing import Any

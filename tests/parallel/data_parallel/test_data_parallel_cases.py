@@ -1,4 +1,5 @@
-"""Buckets, ZeRO, masters and loss scales: bytes of a step, replicas that differ, skipped steps, what a rank keeps.
+"""Tests of data_parallel/scheme. Buckets, ZeRO, masters and loss scales: bytes of a step, replicas that differ, skipped
+steps, what a rank keeps.
 
 Behind two skips, which use up the patience of the loss scale, the third step is real at half of it.
 """

@@ -1,4 +1,6 @@
-"""Column linears in forms that no case has, against the dense one; a tie is right for the metric of every split."""
+"""Tests of layers/linear. Column linears in forms that no case has, against the dense one; a tie is right for the
+metric of every split.
+"""
 
 from collections.abc import Callable
 from functools import partial

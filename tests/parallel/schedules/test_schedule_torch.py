@@ -1,4 +1,6 @@
-"""The orders of torch.distributed.pipelining and of Megatron-Core, action by action; laws that a planted bug breaks."""
+"""Tests of communication/schedules. The orders of torch.distributed.pipelining and of Megatron-Core, action by
+action; laws that a planted bug breaks.
+"""
 
 import importlib
 from collections.abc import Iterator

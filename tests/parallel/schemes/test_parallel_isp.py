@@ -1,4 +1,6 @@
-"""The modes of InternEvo: mtp, msp, fsp and isp, and their calls against modes.md."""
+"""Tests of schemes/isp and schemes/tensor. The modes of InternEvo: mtp, msp, fsp and isp, and their calls against
+modes.md.
+"""
 
 from collections import Counter
 

@@ -1,4 +1,6 @@
-"""Rows of closed forms: each is met by a case, sums follow from placements; a new scheme is one file, two entries."""
+"""Tests of registry. Rows of closed forms: each is met by a case, sums follow from placements; a new scheme is one
+file, two entries.
+"""
 
 import dataclasses
 import json

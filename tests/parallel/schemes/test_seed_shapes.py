@@ -1,4 +1,5 @@
-"""Every tensor shape that InternEvo's page "Data Load and Procedure" prints for the forward pass, on a real run.
+"""Tests of model/transformer. Every tensor shape that InternEvo's page "Data Load and Procedure" prints for the forward
+pass, on a real run.
 
 The page's words stand on the left (micro_bsz, seq_len, sp_size ...), the real tensors of ranks on the right. They are
 module inputs and outputs by forward hooks, and q, k, v, kv and context where attention hands them over. Corrections

@@ -1,6 +1,8 @@
-"""DeepSpeed's own functions cut as ours wherever they are right; where they are wrong, their cut breaks a law.
+"""Tests of slicing/rows. DeepSpeed's own functions cut as ours wherever they are right; where they are wrong, their cut
+breaks a law.
 
-Inputs are drawn from a seed. Rows are numbered, so that equal results mean the same rows in the same order."""
+Inputs are drawn from a seed. Rows are numbered, so that equal results mean the same rows in the same order.
+"""
 
 import random
 from collections.abc import Callable

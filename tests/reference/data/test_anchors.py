@@ -1,4 +1,5 @@
-"""Statements about the data of the reference hold for every case, each can fail, and edges of shards are met.
+"""Tests of data/batches. Statements about the data of the reference hold for every case, each can fail, and edges of
+shards are met.
 
 The keys that pipeline stages are sent are typed from Megatron's tables.
 """

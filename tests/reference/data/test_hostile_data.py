@@ -1,4 +1,6 @@
-"""Files that cannot be data: each gives one DataError that names file, place, rule and what is legal."""
+"""Tests of data/readers. Files that cannot be data: each gives one DataError that names file, place, rule and what
+is legal.
+"""
 
 import io
 import os

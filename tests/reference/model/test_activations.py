@@ -1,4 +1,6 @@
-"""Activations and their gradients by canonical modules; dense training: means, optimizers, clipping, ties, packs."""
+"""Tests of training/steps. Activations and their gradients by canonical modules; dense training: means, optimizers,
+clipping, ties, packs.
+"""
 
 import pytest
 import torch

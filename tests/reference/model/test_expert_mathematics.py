@@ -1,4 +1,5 @@
-"""The dense mathematics of experts by formula; presets with experts have the published numbers of parameters.
+"""Tests of model/branches/experts. The dense mathematics of experts by formula; presets with experts have the published
+numbers of parameters.
 
 Formulas of presets are written down from the papers' tables, apart from `shapes`: one line a part of the model.
 """

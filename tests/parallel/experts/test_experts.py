@@ -1,4 +1,6 @@
-"""Laws of experts that no single case shows: bytes by hand, one batch however it is grouped, capacity, checkpoints."""
+"""Tests of experts/scheme. Laws of experts that no single case shows: bytes by hand, one batch however it is
+grouped, capacity, checkpoints.
+"""
 
 from collections import Counter
 from pathlib import Path

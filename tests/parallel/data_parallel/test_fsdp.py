@@ -108,7 +108,7 @@ theirs = Otherwise(
 
 
 SIZES = "mode=tp tp=1 layers=2 heads=6 kv_heads=3 hidden=30 ffn=41 vocab=389 seq=9 batch=2 micro=3 steps=2 lr=0.1"
-THEIRS = "tests.parallel.data_parallel.test_fully_shard:theirs"
+THEIRS = "tests.parallel.data_parallel.test_fsdp:theirs"
 
 
 def test_one_compare_of_ours_and_torchs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

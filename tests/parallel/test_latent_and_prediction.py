@@ -1,4 +1,5 @@
-"""Latent attention and predictions of further tokens: the outcome and the ledger beside other splits, calls by tables.
+"""Tests of latent and prediction. Latent attention and predictions of further tokens: the outcome and the ledger beside
+other splits, calls by tables.
 
 The tables are Megatron-Core's as measured; that of attention is corrected where its gradient of the rotary keys is
 wrong (experts.md 23.2).
