@@ -47,7 +47,7 @@ def updated_values(case: Case, values: Mapping[str, Tensor], counts: Mapping[str
 
 
 def _with_values(case: Case) -> list[Branch]:
-    replaced = getattr(case, "replaced", None)  # a case that is words alone has no features
+    replaced = getattr(case, "replaced_branches", None)  # a case that is words alone has no features
     features = {feature for layer in range(case.layers) for feature in replaced(layer).values()} if replaced else set()
     return [branch for feature in sorted(features) if hasattr(branch := branch_of(feature), "values")]
 

@@ -102,7 +102,7 @@ class Pass:
 
     def block(self, name: str, x_BSH: Tensor, visible_SS: Tensor) -> Tensor:
         """Hidden states behind the transformer layer of this name."""
-        replaced = getattr(self.case, "replaced", None)
+        replaced = getattr(self.case, "replaced_branches", None)
         others = replaced(self.case.blocks[name]) if replaced else {}  # a case that is words alone has no features
         for branch, plain in (("attention", self.attention), ("mlp", self.mlp)):
             y_BSH = self.norm(f"{name}.{branch}_norm", x_BSH)

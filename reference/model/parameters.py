@@ -175,7 +175,7 @@ def _block(case: Case, block: str) -> dict[str, Shape]:
     """The parameters of the transformer layer of this name."""
     found: dict[str, Shape] = {}
     for branch, plain in (("attention", _attention), ("mlp", _mlp)):
-        replaced = getattr(case, "replaced", None)  # a case that is words alone has no features
+        replaced = getattr(case, "replaced_branches", None)  # a case that is words alone has no features
         other = replaced(case.blocks[block]).get(branch) if replaced else None
         shapes_of = branch_of(other).shapes if other else plain
         found |= _norm(case, f"{branch}_norm", case.hidden) | shapes_of(case)
