@@ -34,13 +34,13 @@ from shardproof.parallel.communication.schedules import (
     Kind,
     Program,
     Stage,
-    bubble_stated,
+    bubble_closed_form,
     groups_between,
-    held_by_rank,
     peer,
     pipeline_of,
     program,
     programs,
+    stages_by_rank,
 )
 from shardproof.parallel.model.strategy import Rank, Scheduled, Step, Strategy
 from shardproof.parallel.training import MicroBatches, sum_gradients
@@ -138,7 +138,7 @@ def apply(strategy: Strategy, case: Case) -> Strategy:
         return strategy
 
     def placements(case: Case) -> dict[str, Placement]:
-        ranks = held_by_rank(case)
+        ranks = stages_by_rank(case)
         return {name: _on_stages(place, ranks, name) for name, place in strategy.placements(case).items()}
 
     def step(case: Case, plain: Step) -> Step:
@@ -195,7 +195,7 @@ class CasePipeline:
     @property
     def layers(self) -> tuple[int, ...]:
         """The layers of every rank, all chunks together."""
-        return tuple(sum(len(stage.layers) for stage in own) for own in held_by_rank(self.case))
+        return tuple(sum(len(stage.layers) for stage in own) for own in stages_by_rank(self.case))
 
     @property
     def chunks(self) -> int:
@@ -205,12 +205,12 @@ class CasePipeline:
     @property
     def alike(self) -> tuple[int, ...]:
         """Rank -> the first rank that has as many layers of every kind and the same ends of the model."""
-        ranks = held_by_rank(self.case)
+        ranks = stages_by_rank(self.case)
         kinds = [[(stage.first, stage.last, self._kinds(stage)) for stage in own] for own in ranks]
         return tuple(kinds.index(kind) for kind in kinds)
 
     def _kinds_of_ranks(self) -> list[set[tuple[str, ...]]]:
-        return [{kind for stage in own for kind in self._kinds(stage)} for own in held_by_rank(self.case)]
+        return [{kind for stage in own for kind in self._kinds(stage)} for own in stages_by_rank(self.case)]
 
     def _kinds(self, stage: Stage) -> list[tuple[str, ...]]:
         """Kinds of branches in the place of attention and MLP in each of its layers."""
@@ -224,7 +224,7 @@ class CasePipeline:
     @property
     def bubble_stated(self) -> float | None:
         """Closed form of the share of time in which stages wait, None where none is known."""
-        stated = bubble_stated(pipeline_of(self.case))
+        stated = bubble_closed_form(pipeline_of(self.case))
         return None if stated is None else float(stated)
 
     def sample(self, depth: int | None) -> Case:

@@ -50,7 +50,7 @@ from shardproof.parallel.communication.schedules import stages
 from shardproof.parallel.layers.block import Norm
 from shardproof.parallel.layers.linear import ColumnLinear, Region, column_linear
 from shardproof.parallel.layers.loss import IGNORED, LOSS, Terms, token_weights
-from shardproof.parallel.layers.recompute import computed_later_again
+from shardproof.parallel.layers.recompute import checkpoint_unit
 from shardproof.parallel.model.strategy import MakesLayer, Parts, Rank, Scheduled, Step, Strategy
 from shardproof.parallel.model.transformer import Transformer
 from shardproof.reference.case import Case
@@ -122,7 +122,7 @@ class Depth(nn.Module):
         through, case = partial(self._through, batch, model), model.case
         if not (case.layers_again and torch.is_grad_enabled()):
             return through(both)
-        return computed_later_again(through, both, early_stop=case.early_stop, distribute=None, contexts=model.contexts)
+        return checkpoint_unit(through, both, early_stop=case.early_stop, distribute=None, contexts=model.contexts)
 
     def _through(self, batch: Delivered, model: Transformer, both: Tensor) -> Tensor:
         x = self.eh_proj(both)

@@ -25,7 +25,7 @@ from shardproof.bugs.planting import planted
 from shardproof.parallel.communication.expectation import CompleteTerm, terms
 from shardproof.parallel.communication.layout import Box, pieces, rows
 from shardproof.parallel.communication.mesh import Mesh, coordinates
-from shardproof.parallel.communication.schedules import held_at
+from shardproof.parallel.communication.schedules import stages_at
 from shardproof.parallel.model.strategy import Value
 from shardproof.parallel.registry import rows_of, strategy_of
 from shardproof.parallel.training import train
@@ -132,7 +132,7 @@ class ParallelSubject:
         strategy = strategy_of(case)
         place = strategy.activation(case, module)
         at = coordinates(case, rank)
-        if place is None or not any(stage.holds(module) for stage in held_at(case, at)):
+        if place is None or not any(stage.holds(module) for stage in stages_at(case, at)):
             return None
         boxes = pieces(strategy.laid_out(local).flatten(2), place, at)
         first = at["dp"][0] * place.shape[0]

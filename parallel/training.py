@@ -27,10 +27,10 @@ from shardproof.parallel.communication.batch import deliver
 from shardproof.parallel.communication.collectives import all_reduce
 from shardproof.parallel.communication.layout import Box, Placement, rows
 from shardproof.parallel.communication.mesh import Axis, Mesh
-from shardproof.parallel.communication.schedules import TABLE, held_at
+from shardproof.parallel.communication.schedules import TABLE, stages_at
 from shardproof.parallel.layers.block import wide
 from shardproof.parallel.layers.loss import Metric, token_weights
-from shardproof.parallel.layers.randomness import SHARES, Dropout, goes_on, initial, streams_of
+from shardproof.parallel.layers.randomness import SHARES, Dropout, continues_streams, initial_value, streams_of
 from shardproof.parallel.model.loss_scale import LossScaling
 from shardproof.parallel.model.strategy import Rank, Scheduled, Step, Strategy, Value
 from shardproof.parallel.model.transformer import Transformer
@@ -146,7 +146,7 @@ class MicroBatches:
         return rows(boxes, first=first, total=case.dp * case.micro * case.rows)
 
 
-def one_after_another(rank: Rank, step: int) -> Scheduled:
+def run_micro_batches(rank: Rank, step: int) -> Scheduled:
     """All micro-batches of a step, each forward and backward: this rank's loss sum, number of tokens and logits."""
     micro_batches = MicroBatches(rank, step)
     for micro in range(rank.case.micro):
@@ -154,14 +154,14 @@ def one_after_another(rank: Rank, step: int) -> Scheduled:
     return micro_batches.sums
 
 
-def over_data(rank: Rank) -> None:
+def sum_over_data(rank: Rank) -> None:
     """The sums of all gradients over the data axes, in one flat call each."""
     mesh, gradients = rank.mesh, rank.step.partial(rank)
     for axis in rank.strategy.data_axes:
         sum_gradients(gradients.values(), mesh.axis(axis))
 
 
-def over_weights(rank: Rank) -> None:
+def sum_over_weights(rank: Rank) -> None:
     """Sum the gradients that are partial on the weight axis over it, in one flat call or one each."""
     strategy, gradients = rank.strategy, rank.step.partial(rank)
     weight_axis = rank.mesh.axis(strategy.weight_axis)
@@ -179,7 +179,7 @@ def total_norm(rank: Rank) -> Tensor:
     return norm(gradients, rank.updated_places, axes, wide(dtype_of(rank.case)))
 
 
-def made_optimizer(case: Case, parameters: list[Tensor]) -> torch.optim.Optimizer:
+def make_optimizer(case: Case, parameters: list[Tensor]) -> torch.optim.Optimizer:
     """The case's optimizer over these tensors."""
     if case.optimizer == "adamw":
         return torch.optim.AdamW(parameters, lr=case.lr, weight_decay=_WEIGHT_DECAY)
@@ -196,11 +196,11 @@ def _do_nothing(_rank: Rank) -> None:
 
 PLAIN = Step(
     prepare=_same_rank,
-    schedule=one_after_another,
-    reductions={"data": over_data, "partial": over_weights},
+    schedule=run_micro_batches,
+    reductions={"data": sum_over_data, "partial": sum_over_weights},
     partial=Rank.gradients,
     norm=total_norm,
-    optimizer=lambda rank: made_optimizer(rank.case, list(rank.updated.values())),
+    optimizer=lambda rank: make_optimizer(rank.case, list(rank.updated.values())),
     afterwards=_do_nothing,
     beside=lambda _rank, _step: {},
 )
@@ -259,7 +259,7 @@ def set_up(case: Case, strategy: Strategy, mesh: Mesh, device: torch.device) -> 
     """Build the model and fill every parameter with its part of the full weight; a meta device holds no values."""
     places = strategy.placements(case)
     parts = strategy.parts(case, mesh, device)
-    own = held_at(case, mesh.coordinates)
+    own = stages_at(case, mesh.coordinates)
     dropout = Dropout.of(
         case, mesh.coordinates, partial(_place, case, strategy), sequence_dim=strategy.sequence_dim, device=device
     )
@@ -272,8 +272,8 @@ def set_up(case: Case, strategy: Strategy, mesh: Mesh, device: torch.device) -> 
             if case.load:
                 parameter.fill_(math.nan)  # until the checkpoint is read, by another reader than the dense model's
             else:
-                parameter.copy_(initial(case, name, places[name], mesh.coordinates, streams))
-    if case.init == "shard" and goes_on(mesh.coordinates) and MODES[case.mode].system == "Megatron-Core":
+                parameter.copy_(initial_value(case, name, places[name], mesh.coordinates, streams))
+    if case.init == "shard" and continues_streams(mesh.coordinates) and MODES[case.mode].system == "Megatron-Core":
         dropout.streams.load_state_dict(streams.state_dict())  # they go on; other context ranks have seeds of their own
     rank = Rank(
         case=case,

@@ -16,7 +16,7 @@ from types import CodeType
 from typing import Any
 
 from shardproof.parallel.communication.mesh import axis_size
-from shardproof.parallel.communication.schedules import ends_of_units, lies_in, modules_again, stages
+from shardproof.parallel.communication.schedules import ends_of_units, is_inside, recomputed_modules, stages
 from shardproof.reference.case import Case
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "bool": 1}
@@ -190,14 +190,14 @@ class _Repeated:
     """
 
     def __init__(self, case: Case) -> None:
-        layers = modules_again(case)
+        layers = recomputed_modules(case)
         self._again = {"": (), "layer": layers, "core": tuple(case.blocks) if case.core_again else layers}
         followed = case.dropout or case.layer_shapes
         ends = ends_of_units(case) if case.early_stop and not followed else frozenset[int]()
         self._left_out = {f"layers.{layer}.mlp.w2" for layer in ends}
 
     def __call__(self, row: CallRow, term: CompleteTerm) -> bool:
-        inside = lies_in(term.region, self._again[row.again])
+        inside = is_inside(term.region, self._again[row.again])
         return term.phase == "forward" and inside and term.region not in self._left_out
 
 

@@ -147,7 +147,7 @@ def order(pipeline: Pipeline, rank: int) -> tuple[Action, ...]:
     return (*forwards[:warm], *steady, *backwards[len(forwards) - warm :])
 
 
-def bubble_stated(pipeline: Pipeline) -> Fraction | None:
+def bubble_closed_form(pipeline: Pipeline) -> Fraction | None:
     """Closed form of the share of all ranks' time in which they compute nothing; None where none is known.
 
     For stages and messages alike that take no time to send. GPipe, 1F1B: (pp-1)/(micro+pp-1), arXiv:2104.04473 section
@@ -349,12 +349,12 @@ def stages_of_rank(case: Case, rank: int) -> tuple[Stage, ...]:
     return stages(case)[rank :: case.pp]
 
 
-def held_by_rank(case: Case) -> tuple[tuple[Stage, ...], ...]:
+def stages_by_rank(case: Case) -> tuple[tuple[Stage, ...], ...]:
     """The stages of every rank of a pipeline."""
     return tuple(stages_of_rank(case, rank) for rank in range(case.pp))
 
 
-def held_at(case: Case, at: Mapping[str, tuple[int, int]]) -> tuple[Stage, ...]:
+def stages_at(case: Case, at: Mapping[str, tuple[int, int]]) -> tuple[Stage, ...]:
     """The stages of the rank at these coordinates, mesh axis -> (place, ranks)."""
     return stages_of_rank(case, at["pp"][0])
 
@@ -388,17 +388,20 @@ def units(case: Case, layers: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(layers[first : first + size]) for first in range(0, len(layers), size))
 
 
-def computed_again(case: Case) -> frozenset[int]:
+def recomputed_layers(case: Case) -> frozenset[int]:
     """The numbers of all layers that are computed again, on whatever stage."""
     return frozenset(layer for stage in stages(case) for unit in units(case, stage.layers) for layer in unit)
 
 
-def modules_again(case: Case) -> tuple[str, ...]:
+def recomputed_modules(case: Case) -> tuple[str, ...]:
     """The modules that backward computes again: layers, and units behind the decoder."""
-    return (*(f"layers.{layer}" for layer in computed_again(case)), *(case.units_behind if case.layers_again else ()))
+    return (
+        *(f"layers.{layer}" for layer in recomputed_layers(case)),
+        *(case.units_behind if case.layers_again else ()),
+    )
 
 
-def lies_in(module: str, units: Iterable[str]) -> bool:
+def is_inside(module: str, units: Iterable[str]) -> bool:
     """Whether a module is one of these, or inside of one."""
     return any(f"{module}.".startswith(f"{unit}.") for unit in units)
 
@@ -408,7 +411,7 @@ def ends_of_units(case: Case) -> frozenset[int]:
     return frozenset(unit[-1] for stage in stages(case) for unit in units(case, stage.layers))
 
 
-def in_backward(case: Case, layers: Sequence[int]) -> tuple[int, ...]:
+def backward_order(case: Case, layers: Sequence[int]) -> tuple[int, ...]:
     """All layers of a stage in the order of backward; a recomputed unit is run from its first layer on."""
     made = units(case, layers)
     rest = layers[sum(map(len, made)) :]

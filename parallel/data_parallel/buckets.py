@@ -138,7 +138,7 @@ def make_buckets(
     return tuple(found)
 
 
-def shares(bucket: Bucket, rank: int, ranks: int) -> Iterator[Share]:
+def shares_of_rank(bucket: Bucket, rank: int, ranks: int) -> Iterator[Share]:
     """Parts of parameters that this rank owns in a bucket; parameters outside its part are left out."""
     owned = bucket.owned_range(rank, ranks)
     for slot in bucket.slots:
@@ -201,7 +201,7 @@ class Buckets:
         self.lay_out(rank)
         for name, parameter in rank.parameters.items():
             self._came[name] = 0
-            if taken_over(case, name):
+            if accumulates_in_buffer(case, name):
                 set_holder(parameter, _weak_hook(self._take_over, name))
             parameter.register_post_accumulate_grad_hook(_weak_hook(self._on_gradient, name))
         return self._prepare_split(rank) if self._sharded else self._prepare_whole(rank)
@@ -230,7 +230,7 @@ class Buckets:
         ranges_by_name: dict[str, list[range]] = {name: [range(0)] * self._axis.size for name in rank.parameters}
         for under in self._under:
             for index in range(self._axis.size):
-                for share in shares(under.bucket, index, self._axis.size):
+                for share in shares_of_rank(under.bucket, index, self._axis.size):
                     ranges_by_name[share.name][index] = range(share.first, share.last)
         self._own = {name: ranges[self._axis.rank] for name, ranges in ranges_by_name.items()}
         updated = {
@@ -246,7 +246,7 @@ class Buckets:
     def _on_gradient(self, name: str, parameter: Tensor) -> None:
         """Backward has completed a parameter's gradient of one micro-batch."""
         assert parameter.grad is not None
-        taken = taken_over(self._case, name)
+        taken = accumulates_in_buffer(self._case, name)
         if not taken or name == TABLE:
             if name in self._begun:
                 self._views[name].add_(parameter.grad)
@@ -322,7 +322,7 @@ class Buckets:
         """Every rank's part of a bucket into the parameters."""
         first = next(iter(self._model.values()))
         part = first.new_zeros(bucket.size // self._axis.size)
-        for share in shares(bucket, self._axis.rank, self._axis.size):
+        for share in shares_of_rank(bucket, self._axis.rank, self._axis.size):
             own = range(share.first, share.last)
             part[share.at : share.at + len(own)].copy_(_part(self._model[share.name], own))
         whole = all_gather(part, self._axis, dim=0)
@@ -358,7 +358,7 @@ def stage_buckets(case: Case, stage: Stage, sizes: Mapping[str, int], ranks: int
     )
 
 
-def taken_over(case: Case, name: str) -> bool:
+def accumulates_in_buffer(case: Case, name: str) -> bool:
     """Whether products of this parameter's gradient are added to the buffer directly: for weights of linears."""
     module, _, leaf = name.rpartition(".")
     table = module == "head" or (case.tied and module == "embedding.tokens")

@@ -30,15 +30,15 @@ from shardproof.parallel.communication.schedules import (
     TABLE,
     Kind,
     Stage,
-    held_by_rank,
-    in_backward,
-    lies_in,
-    modules_again,
+    backward_order,
+    is_inside,
     order,
     pipeline_of,
+    recomputed_modules,
     stages,
+    stages_by_rank,
 )
-from shardproof.parallel.data_parallel.buckets import Bucket, stage_buckets, taken_over
+from shardproof.parallel.data_parallel.buckets import Bucket, accumulates_in_buffer, stage_buckets
 from shardproof.parallel.data_parallel.fsdp import REPLICAS, shard_axis, units_of
 from shardproof.parallel.layers.roles import column_linears
 from shardproof.parallel.model.strategy import Strategy
@@ -116,7 +116,7 @@ def _by_rank(strategy: Strategy, places: Placements, axis: str, case: Case) -> I
     names = [name for name, place in places.items() if axis in summed_over(strategy, case, name, place)]
     together = strategy.coalesced or axis != strategy.weight_axis
     every = range(case.tp if MODES[case.mode].uneven else 1)
-    for own in held_by_rank(case):
+    for own in stages_by_rank(case):
         mine = [name for name in names if any(stage.holds(name) for stage in own)]
         ranks = [ranks_at(case, tp=tp, **own[0].at) for tp in every]
         for group in [mine] if together and mine else [[name] for name in mine]:
@@ -174,7 +174,9 @@ def _completing_module(case: Case, stage: Stage, bucket: Bucket) -> tuple[str, b
     deferred gradient. And whether its sum is hidden: unless it starts behind the last product, that of the first layer
     of the rank's first chunk.
     """
-    if not case.bucket or (case.wgrad == "deferred" and any(taken_over(case, slot.name) for slot in bucket.slots)):
+    if not case.bucket or (
+        case.wgrad == "deferred" and any(accumulates_in_buffer(case, slot.name) for slot in bucket.slots)
+    ):
         return "", False
     order = [*reversed(dict.fromkeys(name.rpartition(".")[0] for name in shapes(case)))]  # in which backward completes
     if stage.copies_table:  # its gradient comes from the head, and from what embeds behind the decoder
@@ -206,12 +208,12 @@ def _units(places: Placements, case: Case, phase: Kind | None = None) -> Iterato
     """The units of every stage: where they are gathered for forwards or backwards, or at their own modules. A unit that
     is started ahead begins in the one that is used before it.
     """
-    again = modules_again(case)
+    again = recomputed_modules(case)
     for stage in stages(case):
         at, layers = ranks_at(case, **stage.at), [*stage.layers]
         units = units_of(case, filter(stage.holds, places))
         forward = [*([""] if "" in units else []), *(f"layers.{layer}" for layer in layers)]
-        sequence = forward if phase is Kind.F else [f"layers.{layer}" for layer in in_backward(case, layers)]
+        sequence = forward if phase is Kind.F else [f"layers.{layer}" for layer in backward_order(case, layers)]
         for module, names in units.items():
             shard = sum(elements_at(places[name], at) for name in names)
             values = {"unit": shard * axis_size(case, shard_axis(case, names[0])), "shard": shard}
@@ -223,7 +225,7 @@ def _units(places: Placements, case: Case, phase: Kind | None = None) -> Iterato
             values |= {
                 "gathers": _gathers(case, stage, phase, drops=case.zero == 3 and bool(module)),
                 "ahead": case.overlap and starts not in ("", module),
-                "recomputed": lies_in(starts, again),
+                "recomputed": is_inside(starts, again),
             }
             yield CallPlace(module=starts, at=stage.at, values=values)
 

@@ -42,7 +42,7 @@ from torch import Tensor, nn
 from shardproof.parallel.communication.collectives import Pending, all_reduce, reduce_scatter, start_all_gather
 from shardproof.parallel.communication.layout import Cut, Placement, shard
 from shardproof.parallel.communication.mesh import Axis
-from shardproof.parallel.communication.schedules import in_backward, lies_in, modules_again
+from shardproof.parallel.communication.schedules import backward_order, is_inside, recomputed_modules
 from shardproof.parallel.data_parallel.buckets import gradient_dtype, trained_dtype
 from shardproof.parallel.model.strategy import Rank
 from shardproof.parallel.model.transformer import Transformer
@@ -135,8 +135,8 @@ class Shards:
         for unit, following in itertools.pairwise(layers):
             unit.following = following
         # with zero=2 a unit stays gathered until its backward
-        for number, preceding in itertools.pairwise(in_backward(self._case, numbers)) if self._case.zero == 3 else ():
-            units[f"layers.{number}"].preceding = units[f"layers.{preceding}"]
+        for layer, earlier in itertools.pairwise(backward_order(self._case, numbers)) if self._case.zero == 3 else ():
+            units[f"layers.{layer}"].preceding = units[f"layers.{earlier}"]
 
     def reduce(self, rank: Rank) -> None:
         """Complete the sums of the step: add every unit's gradient shards up over the replicas, with `shard=`."""
@@ -183,7 +183,7 @@ class _Unit:
         self.following: _Unit | None = None
         self.preceding: _Unit | None = None
         self._reshard_after_forward = case.zero == 3 and module != ""
-        self._recomputed = lies_in(module, modules_again(case))
+        self._recomputed = is_inside(module, recomputed_modules(case))
         used = model.get_submodule(module)
         used.forward = functools.partial(self._forward, used.forward)
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from shardproof.parallel.communication.collectives import all_gather
 from shardproof.parallel.communication.expectation import CallPlace, CallRow
 from shardproof.parallel.communication.mesh import axis_size
-from shardproof.parallel.communication.schedules import TABLE, held_by_rank
+from shardproof.parallel.communication.schedules import TABLE, stages_by_rank
 from shardproof.parallel.data_parallel.buckets import Buckets, BucketsByAxis
 from shardproof.parallel.data_parallel.fsdp import REPLICAS, Shards, shard_axis
 from shardproof.parallel.model.loss_scale import LossScaling
@@ -60,7 +60,7 @@ def _rows(replicated: Mapping[str, Sequence[str]]) -> Iterator[CallRow]:
 def _hashes(axis: str, names: frozenset[str], case: Case) -> Iterator[CallPlace]:
     """Every rank of a pipeline that holds any of the parameters."""
     ranks = 2 if axis == "embedding" else axis_size(case, axis)
-    for own in held_by_rank(case):
+    for own in stages_by_rank(case):
         if count := sum(any(stage.holds(name) for stage in own) for name in names):
             yield CallPlace(at=own[0].at, values={"hashes": count * ranks})
 

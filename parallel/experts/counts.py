@@ -21,10 +21,10 @@ from torch import Tensor
 from shardproof.parallel.communication.expectation import ACTIVATION, CallPlace, CallRow, in_modules
 from shardproof.parallel.communication.layout import Coordinates
 from shardproof.parallel.communication.mesh import coordinates
-from shardproof.parallel.communication.schedules import Stage, held_at, stages
+from shardproof.parallel.communication.schedules import Stage, stages, stages_at
 from shardproof.reference.case import Case
 from shardproof.reference.data.routing import first_token, forced_experts, period
-from shardproof.reference.training.truth import chosen_by_the_dense_model
+from shardproof.reference.training.truth import dense_router_choices
 
 
 def places_of(case: Case, at: Coordinates) -> Tensor:
@@ -75,7 +75,7 @@ def _choices_of_rank(case: Case, block: str, step: int, micro: int, at: Coordina
     """The choices for one rank's tokens, bool [rows, places of a row, experts]."""
     places = places_of(case, at)
     if case.routing == "learned" or (case.capacity_of != "rank" and case.drop == "score"):
-        every = chosen_by_the_dense_model(case)[step, block]
+        every = dense_router_choices(case)[step, block]
         first = (at["dp"][0] * case.micro + micro) * case.rows
         return every[first : first + case.rows][:, places]
     if case.capacity_of == "rank":
@@ -277,7 +277,7 @@ def _of_layers(case: Case) -> tuple[tuple[Stage, str, dict[int, Counter[_Numbers
     kinds, groups = micro_batches(case), case.axes["etp_ep"]
     found = []
     for stage in stages(case):
-        own = [ranks for ranks in groups if stage in held_at(case, coordinates(case, ranks[0]))]
+        own = [ranks for ranks in groups if stage in stages_at(case, coordinates(case, ranks[0]))]
         for block in filter(stage.holds, case.layers_with_experts):
             counts = {rank: of_rank for ranks in own for rank, of_rank in _counts(case, block, ranks, kinds).items()}
             found.append((stage, block, counts))

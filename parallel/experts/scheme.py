@@ -30,7 +30,7 @@ from shardproof.parallel.communication.collectives import all_reduce
 from shardproof.parallel.communication.expectation import ONCE_A_STEP, CallPlace, CallRow
 from shardproof.parallel.communication.layout import Box, Cut, Placement, rows, whole_box
 from shardproof.parallel.communication.mesh import Mesh
-from shardproof.parallel.communication.schedules import held_by_rank
+from shardproof.parallel.communication.schedules import stages_by_rank
 from shardproof.parallel.experts.block import ExpertBlock, blocks_of
 from shardproof.parallel.experts.counts import rows_of_experts
 from shardproof.parallel.layers.block import Mlp, wide
@@ -43,7 +43,7 @@ from shardproof.reference.model.parameters import dtype_of
 
 
 def _layers_of_ranks(case: Case) -> Iterator[CallPlace]:
-    for own in held_by_rank(case):
+    for own in stages_by_rank(case):
         layers = [block for block in case.layers_with_experts if any(stage.holds(block) for stage in own)]
         if layers:
             yield CallPlace(at=own[0].at, values={"layers_here": len(layers)})

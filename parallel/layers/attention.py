@@ -57,7 +57,7 @@ class HeadShape:
     recompute_core: bool = False
 
 
-def direct(core: Core, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def no_exchange(core: Core, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The exchange of modes whose ranks see whole sequences anyway: none."""
     return core(q, k, v)
 

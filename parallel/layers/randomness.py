@@ -63,7 +63,7 @@ import torch
 from torch import Tensor
 
 from shardproof.parallel.communication.layout import Box, Coordinates, Placement, local_shape, pieces, rows, shard
-from shardproof.parallel.communication.schedules import held_at
+from shardproof.parallel.communication.schedules import stages_at
 from shardproof.reference.case import Case
 from shardproof.reference.checkpoints.stored import steps_before
 from shardproof.reference.language.core import MODES
@@ -91,7 +91,7 @@ def philox(key: tuple[int, int], counter: Sequence[Tensor]) -> tuple[Tensor, Ten
     return c0, c1, c2, c3
 
 
-def indices(place: Placement, at: Coordinates) -> list[Tensor]:
+def element_indices(place: Placement, at: Coordinates) -> list[Tensor]:
     """For every dim of a placed tensor, the global indices that the rank at these coordinates holds, as they lie there.
 
     Padding has index 0. Every cut must be along a dim.
@@ -111,17 +111,17 @@ def keep_mask(
 
     `elements` are the indices of each dim of a sample, whose full tensor has this `shape`.
     """
-    first, *_ = _words(f"{seed} dropout {site}", elements, shape, step=step, samples=samples)
+    first, *_ = _philox_words(f"{seed} dropout {site}", elements, shape, step=step, samples=samples)
     return first >= math.ceil(rate * 2**32)
 
 
-def standard(seed: int, name: str, elements: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+def standard_values(seed: int, name: str, elements: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
     """Float64 [*elements]: values of mean 0 and standard deviation 1 of a parameter of this full `shape`."""
-    words = _words(f"{seed} init {name}", elements, shape, step=0, samples=torch.zeros(1, dtype=torch.int64))
+    words = _philox_words(f"{seed} init {name}", elements, shape, step=0, samples=torch.zeros(1, dtype=torch.int64))
     return (sum(words[1:], words[0])[0] - 2 * _WORD).double() / math.sqrt((2.0**64 - 1) / 3)
 
 
-def _words(
+def _philox_words(
     text: str, elements: Sequence[Tensor], shape: Sequence[int], *, step: int, samples: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     digest = hashlib.sha256(text.encode("ascii")).digest()
@@ -141,7 +141,7 @@ _SEEDS = 2**64
 """A generator takes seeds below this."""
 
 
-def seeds(
+def stream_seeds(
     seed: int, *, tp_rank: int = 0, pp_rank: int = 0, cp_rank: int = 0, ep_rank: int = 0, etp_rank: int = 0
 ) -> dict[str, int]:
     """Name of each stream of a rank -> its seed."""
@@ -152,10 +152,10 @@ def seeds(
 
 def seeds_at(seed: int, at: Coordinates, *, slices: bool) -> dict[str, int]:
     """Seeds of the rank at these coordinates; `slices`: each context rank has seeds of its own."""
-    return seeds(seed, tp_rank=at["tp"][0], pp_rank=at["pp"][0], cp_rank=at["cp"][0] if slices else 0)
+    return stream_seeds(seed, tp_rank=at["tp"][0], pp_rank=at["pp"][0], cp_rank=at["cp"][0] if slices else 0)
 
 
-def goes_on(at: Coordinates) -> bool:
+def continues_streams(at: Coordinates) -> bool:
     """Whether the streams of initial values go on as those of dropout: on the first context ranks."""
     return at["cp"][0] == 0
 
@@ -228,11 +228,11 @@ def streams_of(case: Case, at: Coordinates) -> Streams:
     """The streams from which the rank at these coordinates draws initial values."""
     if not _is_internevo(case):
         return Streams(seeds_at(case.seed, at, slices=False))
-    first, rank = case.seed + _STAGE * held_at(case, at)[0].rank, at[_axis(case)][0]
+    first, rank = case.seed + _STAGE * stages_at(case, at)[0].rank, at[_axis(case)][0]
     return Streams({_FIRST: first, **({_OWN: first + rank} if rank else {})})
 
 
-def initial(case: Case, name: str, place: Placement, at: Coordinates, streams: Streams) -> Tensor:
+def initial_value(case: Case, name: str, place: Placement, at: Coordinates, streams: Streams) -> Tensor:
     """Initial part of a parameter on the rank at these coordinates; padding is 0."""
     if case.init == "whole":
         return shard(drawn_weight(case, name), place, at)
@@ -244,7 +244,7 @@ def initial(case: Case, name: str, place: Placement, at: Coordinates, streams: S
         return real
     scale = _STANDARD / math.sqrt(2 * case.layers) if module.rpartition(".")[2] in _ROW else _STANDARD
     if case.init == "field":
-        return standard(case.seed, name, indices(place, at), place.shape) * scale * real
+        return standard_values(case.seed, name, element_indices(place, at), place.shape) * scale * real
     if not _is_internevo(case):
         stream = MODEL_PARALLEL if "tp" in place.axes else DEFAULT  # of a pipeline's stage each rank holds all
         return _draw_normal(streams, stream, local_shape(place, at), scale) * real
@@ -339,7 +339,7 @@ class Dropout:
         step, micro = draw
         count = place.shape[0]
         first = (micro * self.case.dp + self.at["dp"][0]) * count
-        held = indices(place, self.at)
+        held = element_indices(place, self.at)
         if self.device.type == "meta":
             return torch.empty([len(index) for index in held], dtype=torch.bool, device=self.device)
         if self.case.random == "field":

@@ -26,7 +26,7 @@ from shardproof.parallel.communication.schedules import ends_of_units
 from shardproof.reference.case import Case
 
 
-def computed_later_again(
+def checkpoint_unit(
     unit: Callable[[Tensor], Tensor],
     x: Tensor,
     *,

@@ -17,7 +17,7 @@ from shardproof.parallel.communication.expectation import CallRow
 from shardproof.parallel.communication.layout import Box, Cut, Placement, pieces
 from shardproof.parallel.communication.mesh import Axis, Mesh
 from shardproof.parallel.communication.schedules import Stage
-from shardproof.parallel.layers.attention import Exchange, MaskedCore, core_attention, direct
+from shardproof.parallel.layers.attention import Exchange, MaskedCore, core_attention, no_exchange
 from shardproof.parallel.layers.loss import Metric, Terms
 from shardproof.parallel.layers.randomness import Dropout
 from shardproof.parallel.model.loss_scale import LossScaling
@@ -69,7 +69,7 @@ class Parts:
     head: Callable[[], nn.Module]
     loss: Callable[[Tensor, Tensor], Tensor]
     core: MaskedCore = core_attention
-    exchange: Exchange = direct
+    exchange: Exchange = no_exchange
     local: Callable[[Delivered], Delivered] = _whole_batch
     behind_layer: Mapping[str, Callable[[], nn.Module]] = field(default_factory=dict)
     branches: Mapping[str, Callable[[str, Dropout], nn.Module]] = field(default_factory=dict)

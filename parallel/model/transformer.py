@@ -16,7 +16,7 @@ from shardproof.parallel.communication.schedules import Stage, units
 from shardproof.parallel.layers.attention import Attention, HeadShape, rotary_table
 from shardproof.parallel.layers.block import Mlp, Norm
 from shardproof.parallel.layers.randomness import Draw, Dropout
-from shardproof.parallel.layers.recompute import computed_later_again
+from shardproof.parallel.layers.recompute import checkpoint_unit
 from shardproof.parallel.layers.roles import attention_linears, head_norms, mlp_linears
 from shardproof.parallel.model.strategy import Parts, Strategy
 from shardproof.reference.case import Case
@@ -95,7 +95,7 @@ class Transformer(nn.Module):
         early_stop, contexts = self.case.early_stop, self.contexts
         for unit in self.units if torch.is_grad_enabled() else ():
             through = partial(self._through, unit, table, batch.attention_mask, batch.draw)
-            x = computed_later_again(through, x, early_stop=early_stop, distribute=self.saved_over, contexts=contexts)
+            x = checkpoint_unit(through, x, early_stop=early_stop, distribute=self.saved_over, contexts=contexts)
         held = [int(layer) for layer in self.layers]
         rest = held[sum(map(len, self.units)) :] if torch.is_grad_enabled() else held
         x = self._through(rest, table, batch.attention_mask, batch.draw, x)

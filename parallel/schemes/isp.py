@@ -31,7 +31,7 @@ from shardproof.parallel.communication.collectives import own_slice
 from shardproof.parallel.communication.expectation import STAGES, CallPlace, CallRow, Places
 from shardproof.parallel.communication.layout import Cut, Placement, local_shape
 from shardproof.parallel.communication.mesh import Axis, Mesh
-from shardproof.parallel.communication.schedules import computed_again, held_at, stages
+from shardproof.parallel.communication.schedules import recomputed_layers, stages, stages_at
 from shardproof.parallel.layers.attention import by_all_to_all
 from shardproof.parallel.layers.loss import LOSS, vocabulary_cross_entropy
 from shardproof.parallel.layers.prefetch import Gathers, PrefetchPlan
@@ -107,8 +107,8 @@ def parts(case: Case, mesh: Mesh, device: torch.device) -> Parts:
     """The strategy of a case on one rank."""
     sequence, weights = mesh.axis("tp"), mesh.axis("wp")
     places, dtype = placements(case), dtype_of(case)
-    plan = PrefetchPlan(ahead=case.overlap, fused=case.fuse_weights, again=computed_again(case))
-    own_stages = held_at(case, mesh.coordinates)
+    plan = PrefetchPlan(ahead=case.overlap, fused=case.fuse_weights, again=recomputed_layers(case))
+    own_stages = stages_at(case, mesh.coordinates)
     by_layer = {layer: one for stage in own_stages for one in [Gathers(weights, plan)] for layer in stage.layers}
 
     def own(name: str) -> tuple[int, ...] | None:
@@ -185,7 +185,12 @@ class _Gather:
 def _gathers(case: Case, layers: Sequence[int], full: dict[str, Shape]) -> Iterator[_Gather]:
     """The gathers of these consecutive layers, all of a stage's: each stage begins and ends as a whole model does."""
     blocks = {layer: [linear for linear in linears(case) if linear.startswith(f"layers.{layer}.")] for layer in layers}
-    order, first, last, recomputed = [*itertools.chain(*blocks.values())], layers[0], layers[-1], computed_again(case)
+    order, first, last, recomputed = (
+        [*itertools.chain(*blocks.values())],
+        layers[0],
+        layers[-1],
+        recomputed_layers(case),
+    )
     following = dict(zip(order, [*order[1:], order[-1]], strict=True))
     for layer, own in blocks.items():
         again = layer in recomputed

@@ -75,15 +75,15 @@ class DenseModel:
 
     def sizes(self, case: Case, *, shapes_alone: bool) -> Mapping[str, int]:
         """Elements of the dense model and its data by what they are; of a micro-batch for ranks without numbers."""
-        from shardproof.reference.training.size import first_batch, parts
+        from shardproof.reference.training.size import first_batch, sizes_by_part
 
-        return first_batch(case) if shapes_alone else parts(case)
+        return first_batch(case) if shapes_alone else sizes_by_part(case)
 
     def too_large(self, case: Case, limit: int) -> tuple[str, int] | None:
         """The word without which the case has at most `limit` elements, and its usual value; None for no single one."""
-        from shardproof.reference.training.size import culprit
+        from shardproof.reference.training.size import word_of_size
 
-        return culprit(case, limit)
+        return word_of_size(case, limit)
 
     def alike(self, case: Case) -> Case:
         """The case that stands for all that are one case to the dense model."""
@@ -93,9 +93,9 @@ class DenseModel:
 
     def given_kinds(self, case: Case) -> tuple[str, ...]:
         """The kinds of names of an outcome that the dense model cannot know and takes as given=mapping."""
-        from shardproof.reference.training.truth import kinds
+        from shardproof.reference.training.truth import given_kinds
 
-        return kinds(case)
+        return given_kinds(case)
 
     def self_contained(self, case: Case) -> Case:
         """A case with equal names whose dense model needs nothing given."""
@@ -112,9 +112,9 @@ class DenseModel:
 
     def initial_deviations(self, case: Case) -> Mapping[str, float]:
         """The standard deviation of initial values by parameter."""
-        from shardproof.reference.training.truth import deviations
+        from shardproof.reference.training.truth import initial_deviations
 
-        return deviations(case)
+        return initial_deviations(case)
 
     def truth(self, case: Case, device: "torch.device", **words: Any) -> Outcome:
         """The outcome in float64, and the activations; `states`: where every step begins."""
@@ -130,9 +130,9 @@ class DenseModel:
 
     def kinks(self, case: Case, device: "torch.device", **words: Any) -> Outcome:
         """The change of the outcome where rounding decides the side of a relu's kink; `side` is 1 or -1."""
-        from shardproof.reference.training.control import kinks
+        from shardproof.reference.training.control import relu_flips
 
-        return kinks(case, device, **words)
+        return relu_flips(case, device, **words)
 
     def adam_slack(self, case: Case, states: Outcome, truth: Outcome, controls: Sequence[Outcome]) -> Outcome:
         """The largest error that Adam may make of a gradient's rounding in one step, by name."""

@@ -17,7 +17,7 @@ from shardproof.reference.case import Case
 from shardproof.reference.checkpoints.stored import stored_tensors
 from shardproof.reference.errors import CaseError
 from shardproof.reference.model.branch import branch_of
-from shardproof.reference.model.randomness import given_now, of_field
+from shardproof.reference.model.randomness import field_values, given_now
 
 Shape = tuple[int, ...]
 _LARGE = 2**20
@@ -80,7 +80,7 @@ def drawn_weight(case: Case, name: str) -> Tensor:
         raise CaseError("init", case.init, rule, "init=field, or return the initial values under that name")
     weights = _drawn_weights(case)
     if name not in weights:
-        value = of_field(case, name, shape) if case.init == "field" else _draw(case.seed, name, shape)
+        value = field_values(case, name, shape) if case.init == "field" else _draw(case.seed, name, shape)
         weights[name] = value.to(dtype)
     return weights[name]
 

@@ -16,7 +16,7 @@ The field is Philox4x32-10: numbers of the coordinates (site, step, sample, elem
 Products of two words are unsigned numbers of 64 bits, in numpy, because torch multiplies signed ones alone. Source:
 Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011; its test vectors are in the tests.
 
-Initial values as Megatron sets them, of which `of_field` gives the field's:
+Initial values as Megatron sets them, of which `field_values` gives the field's:
 
     weight of a column linear, table, head    mean 0, standard deviation 0.02
     weight of a row linear (wo, w2)            the same / sqrt(2 * layers), so that residuals do not grow with depth
@@ -74,7 +74,7 @@ STANDARD = 0.02
 _ROW = (".wo", ".w2", ".experts.down")
 
 
-def deviation(case: Case, name: str) -> float:
+def initial_deviation(case: Case, name: str) -> float:
     """The standard deviation of a parameter's initial values; 0 for one that begins as a constant."""
     module, _, leaf = name.rpartition(".")
     if leaf == "bias" or module.endswith("norm"):
@@ -82,9 +82,9 @@ def deviation(case: Case, name: str) -> float:
     return STANDARD / math.sqrt(2 * case.layers) if module.endswith(_ROW) else STANDARD
 
 
-def of_field(case: Case, name: str, shape: tuple[int, ...]) -> Tensor:
+def field_values(case: Case, name: str, shape: tuple[int, ...]) -> Tensor:
     """A parameter's values in float64 by the field: a sum of four uniform numbers for each element, or its constant."""
-    scale = deviation(case, name)
+    scale = initial_deviation(case, name)
     if not scale:
         return torch.full(shape, 0.0 if name.endswith(".bias") else 1.0, dtype=torch.float64, device="cpu")
     four = words(f"{case.seed} init {name}", samples=range(1), step=0, shape=shape)[:, 0]

@@ -42,7 +42,7 @@ def control(
 ) -> dict[str, Tensor]:
     """The outcome of dense training and its activations, in the case's dtype, with the sums in another order.
 
-    `parts`: of how many (see reordered). `states`: those from which every step begins (reference.training.steps).
+    `parts`: of how many (see `reorder_sums`). `states`: those from which every step begins (reference.training.steps).
     `given`: see reference.training.truth.
     """
     other = reorder_sums(case, parts)
@@ -226,7 +226,7 @@ class _Moved(torch.autograd.Function):
 
 
 @takes_given
-def kinks(
+def relu_flips(
     case: Case, device: torch.device, *, side: int, states: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
     """The change of every float of the outcome and the activations when the kink moves to this side (1, -1).

@@ -31,7 +31,7 @@ from shardproof.reference.model import decoder
 from shardproof.reference.model import losses as loss
 from shardproof.reference.model.branch import Beside
 from shardproof.reference.model.parameters import full, shapes, weights
-from shardproof.reference.model.randomness import deviation, given_now, masks, sites, takes_given
+from shardproof.reference.model.randomness import given_now, initial_deviation, masks, sites, takes_given
 from shardproof.reference.training.control import refuse_decisive
 from shardproof.reference.training.steps import Feed, train
 
@@ -55,7 +55,7 @@ def dense_case(case: Case) -> Case:
     return found if shard_edges(found) == shard_edges(case) else case
 
 
-def kinds(case: Case) -> tuple[str, ...]:
+def given_kinds(case: Case) -> tuple[str, ...]:
     """The kinds of names of an outcome that truth, control and kinks take as given=, none where they know all."""
     return (("mask",) if case.random == "stateful" else ()) + (("init",) if case.init == "shard" else ())
 
@@ -75,14 +75,14 @@ def drawn_values(case: Case) -> dict[str, Tensor]:
     return {f"init/{name}": w for name, w in weights(case, torch.device("cpu")).items()} | found
 
 
-def deviations(case: Case) -> dict[str, float]:
+def initial_deviations(case: Case) -> dict[str, float]:
     """The standard deviation of every parameter's initial values, by name; none where they are this project's own."""
     if case.init == "whole":
         return {}
-    return {name: deviation(case, name) for name in shapes(case)}
+    return {name: initial_deviation(case, name) for name in shapes(case)}
 
 
-def chosen_by_the_dense_model(case: Case) -> Mapping[tuple[int, str], Tensor]:
+def dense_router_choices(case: Case) -> Mapping[tuple[int, str], Tensor]:
     """(step, layer) -> the experts of every token, bool [dp*micro*rows, seq, experts], rows as those of the logits."""
     return _router_choices(dense_case(case))
 
@@ -107,7 +107,7 @@ _SLOWER = (0.1, 0.01, 0.001)
 """Shares of the learning rate that are tried."""
 
 
-def diverged_in(case: Case, outcome: Mapping[str, Tensor]) -> int | None:
+def first_diverged_step(case: Case, outcome: Mapping[str, Tensor]) -> int | None:
     """The first step whose loss or gradient norm is not finite, or whose loss has grown by GROWN; None when none has.
 
     Parameters that are not finite after the last step count as that step's.
@@ -126,13 +126,13 @@ def refuse_divergence(
     case: Case, weights: Mapping[str, Tensor], outcome: Mapping[str, Tensor], *, feed: Feed = micro_batch
 ) -> None:
     """Raise CaseError when this outcome of dense training on these micro-batches, in float64, diverges."""
-    step = diverged_in(case, outcome)
+    step = first_diverged_step(case, outcome)
     if step is None:
         return
     rule = f"the dense model diverges in step {step} (loss {float(outcome[f'loss/{step}']):.3g})"
     for share in _SLOWER:
         slower = case.but(lr=float(f"{case.lr * share:.2g}"))
-        if diverged_in(slower, train(slower, weights, feed=feed, dtype=torch.float64)) is None:
+        if first_diverged_step(slower, train(slower, weights, feed=feed, dtype=torch.float64)) is None:
             raise CaseError("lr", case.lr, rule, f"lr={slower.lr}")
     raise CaseError("steps", case.steps, rule, f"steps={max(step, 1)}")
 

@@ -54,7 +54,7 @@ def planted(
     text: str, monkeypatch: pytest.MonkeyPatch, bug: Callable[..., None], *, explain: bool = False
 ) -> CaseResult:
     """The case on our subject with `bug(optimizer, step number, step)` in the place of every optimizer step."""
-    make = step_.made_optimizer
+    make = step_.make_optimizer
 
     def bugged(case: Case, parameters: list[Tensor]) -> torch.optim.Optimizer:
         optimizer = make(case, parameters)
@@ -62,7 +62,7 @@ def planted(
         monkeypatch.setattr(optimizer, "step", lambda: bug(optimizer, next(calls), right), raising=False)
         return optimizer
 
-    monkeypatch.setattr(step_, "made_optimizer", bugged)
+    monkeypatch.setattr(step_, "make_optimizer", bugged)
     return proved(subject, text, explain=explain)
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shardproof import cuda_on_cpu
-from shardproof.parallel.data_parallel.buckets import make_buckets, shares
+from shardproof.parallel.data_parallel.buckets import make_buckets, shares_of_rank
 from shardproof.parallel.data_parallel.fsdp import UnitLayout
 from shardproof.parallel.model.loss_scale import DynamicScale
 from shardproof.reference.case import Case
@@ -94,7 +94,7 @@ def test_buckets_and_ranges_of_every_rank_are_megatrons(layout: Layout) -> None:
         for number, bucket in enumerate(ours if layout.sharded else ()):
             owned = optimizer._build_model_gbuf_range(buffer, number)["param_map"]
             assert {
-                share.name: (share.first, share.last, share.at) for share in shares(bucket, rank, layout.ranks)
+                share.name: (share.first, share.last, share.at) for share in shares_of_rank(bucket, rank, layout.ranks)
             } == {names[p]: (at["param"].start, at["param"].end, at["gbuf_local"].start) for p, at in owned.items()}
 
 

@@ -15,9 +15,9 @@ from shardproof.parallel.layers.randomness import (
     EXPERT,
     MODEL_PARALLEL,
     Streams,
-    initial,
+    initial_value,
     philox,
-    seeds,
+    stream_seeds,
     streams_of,
 )
 from shardproof.reference.case import Case
@@ -59,16 +59,16 @@ def of_seed(seed: int, count: int) -> list[float]:
 )
 def test_seeds_are_megatrons(ranks: dict[str, Any], right: tuple[int, ...]) -> None:
     """The first row is what Megatron-Core 0.16.1 gives; the others follow from its formula, with our term of cp."""
-    assert tuple(seeds(1234, **ranks).values()) == right
+    assert tuple(stream_seeds(1234, **ranks).values()) == right
 
 
 def test_the_largest_seed_of_a_case_has_streams() -> None:
-    Streams(seeds(2**64 - 1, tp_rank=3))
+    Streams(stream_seeds(2**64 - 1, tp_rank=3))
 
 
 def test_nested_forks_go_on_with_their_streams() -> None:
     """Attention dropout inside a block that is forked already; Megatron before 0.16 drew the block's numbers again."""
-    streams = Streams(seeds(7))
+    streams = Streams(stream_seeds(7))
     with streams.fork(MODEL_PARALLEL):
         found = drawn(streams, 2)
         with streams.fork(MODEL_PARALLEL):
@@ -83,7 +83,7 @@ def test_nested_forks_go_on_with_their_streams() -> None:
 
 
 def test_a_fork_ends_with_an_error_too() -> None:
-    streams = Streams(seeds(7))
+    streams = Streams(stream_seeds(7))
     with pytest.raises(KeyError), streams.fork(MODEL_PARALLEL):
         raise KeyError
     with pytest.raises(ValueError, match="name=router: is no stream; legal: data-parallel-rng"), streams.fork("router"):
@@ -95,7 +95,7 @@ def test_a_fork_ends_with_an_error_too() -> None:
 
 def test_states_are_saved_and_restored_inside_of_a_fork() -> None:
     """Saved states are copies (TransformerEngine #1723 kept aliases); after a repetition all streams go on."""
-    streams = Streams(seeds(7))
+    streams = Streams(stream_seeds(7))
     with streams.fork(MODEL_PARALLEL):
         drawn(streams)
         saved = streams.state_dict()
@@ -108,7 +108,7 @@ def test_states_are_saved_and_restored_inside_of_a_fork() -> None:
                 again += drawn(streams)
         assert again == first
         following = drawn(streams)
-    resumed = Streams(seeds(99))
+    resumed = Streams(stream_seeds(99))
     resumed.load_state_dict(saved)
     assert drawn(resumed) == of_seed(7, 3)
     with resumed.fork(MODEL_PARALLEL):
@@ -131,7 +131,7 @@ def test_internevos_ranks_draw_from_streams_of_their_own(words: str, axis: str) 
         held = streams_of(case, at)
         column = Placement(shape=(12, 24), cuts=(Cut(axis=axis, dim=0),))
         values = [
-            initial(case, name, place, at, held) for name, place in (("a.w1.weight", column), ("b.weight", WHOLE))
+            initial_value(case, name, place, at, held) for name, place in (("a.w1.weight", column), ("b.weight", WHOLE))
         ]
         own = torch.Generator().manual_seed(5 + rank + 1024)
         drawn_here = torch.empty(12 // size, 24, dtype=torch.float64).normal_(0, 0.02, generator=own)

@@ -20,7 +20,7 @@ from shardproof.parallel.communication.schedules import (
     Kind,
     Pipeline,
     Program,
-    bubble_stated,
+    bubble_closed_form,
     counterpart,
     groups_between,
     order,
@@ -224,7 +224,7 @@ def broken(pipeline: Pipeline, made: Sequence[Program]) -> dict[str, object]:
     try:
         computed = [[action for step in steps for action in step if action.kind in COMPUTED] for steps in made]
         simulated = bubble(timeline(pipeline, computed))
-        stated = bubble_stated(pipeline)
+        stated = bubble_closed_form(pipeline)
         slow = [f"bubble {simulated}, closed form {stated}"] if stated is not None and simulated != stated else []
     except ValueError as forever:
         slow = [str(forever)]
