@@ -56,7 +56,7 @@ def full(case: Case, name: str, *, device: torch.device | str = "cpu") -> Tensor
     """The full value of one parameter in the case's dtype; on the meta device its shape alone, at no cost.
 
     Values are drawn uniformly in float64 from a generator seeded with sha256(seed, name), with init=field as in
-    `initial`, then rounded. So every dtype, mode and mesh starts from the same numbers. `load=` has the checkpoint's.
+    `field_values`, then rounded. So every dtype, mode and mesh starts from the same numbers. `load=`: the checkpoint's.
     Raises ValueError for a name that the case does not have, and for init=shard, which leaves them to each rank.
     """
     if torch.device(device).type == "meta":
