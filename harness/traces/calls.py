@@ -6,8 +6,7 @@ and never 0. Payloads are counted as in the ledger (harness.ledger). Bytes, micr
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 
 from shardproof.harness.ledger import OTHER
 
@@ -52,6 +51,20 @@ class TracedCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TracedStep:
+    """A step of the profiler. `compute_us` and `communication_us` are the times in which the device did each, and
+    `exposed_us` that in which it communicated and did nothing else; None without kernels.
+    """
+
+    number: int
+    start_us: float
+    end_us: float
+    compute_us: float | None = None
+    communication_us: float | None = None
+    exposed_us: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
     """The calls of one rank, in order of issue.
 
@@ -67,26 +80,12 @@ class Trace:
     rank: int | None
     world_size: int | None
     calls: tuple[TracedCall, ...]
-    groups: Mapping[str, tuple[int, ...]] = MappingProxyType({})
-    steps: tuple["TracedStep", ...] = ()
+    groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    steps: tuple[TracedStep, ...] = ()
     notes: tuple[str, ...] = ()
     lost: str = ""
     clock: str = ""
     backend: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TracedStep:
-    """A step of the profiler. `compute_us` and `communication_us` are the times in which the device did each, and
-    `exposed_us` that in which it communicated and did nothing else; None without kernels.
-    """
-
-    number: int
-    start_us: float
-    end_us: float
-    compute_us: float | None = None
-    communication_us: float | None = None
-    exposed_us: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
