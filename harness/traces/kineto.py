@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from shardproof.harness.engines.calls.operators import OPERATORS
 from shardproof.harness.errors import RequestError, ranks_text
-from shardproof.harness.traces.calls import Trace, TracedCall, TracedStep, find_dtype, find_op, payload_bytes
+from shardproof.harness.traces.calls import TORCH, Trace, TracedCall, TracedStep, find_dtype, find_op, payload_bytes
 from shardproof.harness.traces.event_stream import LEGAL, EventStream, Json, reading
 from shardproof.harness.traces.intervals import Stretches, covered_us, minus, union
 from shardproof.harness.traces.kineto_groups import Groups
@@ -208,14 +208,13 @@ def _trace(path: Path, header: Json, rows: _Rows) -> Trace:
     _check_ranks(path, rank, world_size, traced)
     return Trace(
         source=str(path),
-        format="torch",
+        format=TORCH,
         rank=rank,
         world_size=world_size,
         calls=traced,
         groups=groups.ranks,
         steps=_steps(rows, kernels),
         lost=f"{kernels.early} kernels of calls that were issued before the trace began" if kernels.early else "",
-        clock="" if header.get("baseTimeNanoseconds") is None else str(header["baseTimeNanoseconds"]),
         backend=str(about.get("backend", "")),
     )
 
