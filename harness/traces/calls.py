@@ -6,8 +6,7 @@ and never 0. Payloads are counted as in the ledger (harness.ledger). Bytes, micr
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 
 from shardproof.harness.ledger import OTHER
 
@@ -67,7 +66,7 @@ class Trace:
     rank: int | None
     world_size: int | None
     calls: tuple[TracedCall, ...]
-    groups: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+    groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     steps: tuple["TracedStep", ...] = ()
     notes: tuple[str, ...] = ()
     lost: str = ""
@@ -140,16 +139,16 @@ _OPS: Mapping[str, str] = {
         "broadcast": "broadcast,broadcastoop",
         "all_reduce": "allreduce,allreducesparse,allreducecoalesced",
         "all_gather": "allgather,allgatherbase,allgatherintotensor,allgatherintotensorcoalesced,allgathercoalesced,"
-        "allgatherv",
+        "allgatherv,allgathersingle",
         "reduce_scatter": "reducescatter,reducescatterbase,reducescattertensor,reducescattertensorcoalesced,"
-        "reducescattercoalesced,reducescatterv",
-        "all_to_all": "alltoall,alltoallv,alltoallbase,alltoallsingle",
+        "reducescattercoalesced,reducescatterv,reducescattersingle",
+        "all_to_all": "alltoall,alltoallv,alltoallbase,alltoallsingle,alltoallvsingle",
         "send": "send",
         "recv": "recv,recvanysource",
         "reduce": "reduce,reduceoop",
         "gather": "gather",
         "scatter": "scatter",
-        "barrier": "barrier,monitoredbarrier,barriernode",
+        "barrier": "barrier,allreducebarrier,monitoredbarrier,barriernode",
     }.items()
     for word in words.split(",")
 }

@@ -152,8 +152,9 @@ def differing_field(one: GroupCall, other: GroupCall) -> str:
     """
     if name := difference(one.signature, other.signature):
         return name
+    all_known = NOT_KNOWN not in (one.signature.op, other.signature.op)  # else further members may follow
     members = enumerate(zip_longest(one.members, other.members), 1)
-    if place := next((n for n, (a, b) in members if a is None or b is None or difference(a, b)), 0):
+    if place := next((n for n, (a, b) in members if (difference(a, b) if a and b else all_known)), 0):
         return f"member {place}"
     return "payload" if differing_size(one, other) else ""
 
@@ -165,7 +166,7 @@ def differing_size(one: GroupCall, other: GroupCall) -> bool:
 
 def words_of(signature: Signature) -> str:
     """A signature in words, its op first."""
-    return f"{signature.op} {described(signature)}".strip()
+    return f"{signature.op or 'coalesced'} {described(signature)}".strip()
 
 
 def message_text(sender: int, sent: Signature, receiver: int, received: Signature) -> str:
