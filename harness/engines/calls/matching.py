@@ -82,7 +82,7 @@ class RankCalls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """Ranks that parted, `how` (skipped, extra, differs, behind, gone, cycle, message), in which call of their group.
+    """Ranks that diverge, `how` (skipped, extra, differs, behind, gone, cycle, message), in which call of their group.
 
     `calls` are those that ranks issued as this `number`. `call` is that of most ranks, or the one that is lacking or in
     excess; None where it is not known. `waiting` wait for it. `label` names the group where its name and ranks do not.
@@ -113,6 +113,8 @@ class Divergence:
             case "gone":
                 are = "is" if len(self.ranks) == 1 else "are"
                 return f"{who} {are} gone, and {ranks_named(self.waiting)} issued last {called}{what}"
+        if self.channel[2]:
+            called = f"the other end of {called}"
         return f"{who} never issued {called}{what}" + (f"; {ranks_named(self.waiting)} {waits}" if self.waiting else "")
 
     def _difference(self) -> str:
