@@ -51,6 +51,20 @@ class TracedCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TracedStep:
+    """A step of the profiler. `compute_us` and `communication_us` are the times in which the device did each, and
+    `exposed_us` that in which it communicated and did nothing else; None without kernels.
+    """
+
+    number: int
+    start_us: float
+    end_us: float
+    compute_us: float | None = None
+    communication_us: float | None = None
+    exposed_us: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
     """The calls of one rank, in order of issue.
 
@@ -67,25 +81,11 @@ class Trace:
     world_size: int | None
     calls: tuple[TracedCall, ...]
     groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    steps: tuple["TracedStep", ...] = ()
+    steps: tuple[TracedStep, ...] = ()
     notes: tuple[str, ...] = ()
     lost: str = ""
     clock: str = ""
     backend: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TracedStep:
-    """A step of the profiler. `compute_us` and `communication_us` are the times in which the device did each, and
-    `exposed_us` that in which it communicated and did nothing else; None without kernels.
-    """
-
-    number: int
-    start_us: float
-    end_us: float
-    compute_us: float | None = None
-    communication_us: float | None = None
-    exposed_us: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
