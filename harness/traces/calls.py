@@ -147,16 +147,16 @@ _OPS: Mapping[str, str] = {
         "broadcast": "broadcast,broadcastoop",
         "all_reduce": "allreduce,allreducesparse,allreducecoalesced",
         "all_gather": "allgather,allgatherbase,allgatherintotensor,allgatherintotensorcoalesced,allgathercoalesced,"
-        "allgatherv",
+        "allgatherv,allgathersingle",
         "reduce_scatter": "reducescatter,reducescatterbase,reducescattertensor,reducescattertensorcoalesced,"
-        "reducescattercoalesced,reducescatterv",
-        "all_to_all": "alltoall,alltoallv,alltoallbase,alltoallsingle",
+        "reducescattercoalesced,reducescatterv,reducescattersingle",
+        "all_to_all": "alltoall,alltoallv,alltoallbase,alltoallsingle,alltoallvsingle",
         "send": "send",
         "recv": "recv,recvanysource",
         "reduce": "reduce,reduceoop",
         "gather": "gather",
         "scatter": "scatter",
-        "barrier": "barrier,monitoredbarrier,barriernode",
+        "barrier": "barrier,allreducebarrier,monitoredbarrier,barriernode",
     }.items()
     for word in words.split(",")
 }

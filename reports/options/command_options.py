@@ -19,8 +19,8 @@ def add_others(add: Callable[..., argparse.ArgumentParser], truth: str, timeout:
     record.epilog = "example: shardproof record --steps 10:20 -- torchrun --nproc-per-node 4 train.py --lr 0.1"
     add_options(record)
     record.add_argument("program", nargs=argparse.REMAINDER, metavar="COMMAND ...", help="the command, after --")
-    hang = add("hang", help="after a hang: which ranks parted from the others, at which call, module and line")
-    hang.description = "Compare what every rank did last. Exit status 1 when ranks parted, 0 when none did."
+    hang = add("hang", help="after a hang: which ranks diverge from the others, at which call, module and line")
+    hang.description = "Compare what every rank did last. Exit status 1 when ranks diverge, 0 when none does."
     hang.epilog = "example: shardproof hang runs/latest   or   shardproof hang /tmp/nccl_trace_rank_*"
     hang.add_argument("dumps", nargs="+", metavar="DUMP", help="a run folder of `record`, or Flight Recorder files")
     show = add("show", help="the tables of a run again")

@@ -82,7 +82,7 @@ class RankCalls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """Ranks that parted, `how` (skipped, extra, differs, behind, gone, cycle, message), in which call of their group.
+    """Ranks that diverge, `how` (skipped, extra, differs, behind, gone, cycle, message), in which call of their group.
 
     `calls` are those that ranks issued as this `number`. `call` is that of most ranks, or the one that is lacking or in
     excess; None where it is not known. `waiting` wait for it. `label` names the group where its name and ranks do not.
@@ -113,6 +113,8 @@ class Divergence:
             case "gone":
                 are = "is" if len(self.ranks) == 1 else "are"
                 return f"{who} {are} gone, and {ranks_named(self.waiting)} issued last {called}{what}"
+        if self.channel[2]:
+            called = f"the other end of {called}"
         return f"{who} never issued {called}{what}" + (f"; {ranks_named(self.waiting)} {waits}" if self.waiting else "")
 
     def _difference(self) -> str:
@@ -152,8 +154,9 @@ def differing_field(one: GroupCall, other: GroupCall) -> str:
     """
     if name := difference(one.signature, other.signature):
         return name
+    all_known = NOT_KNOWN not in (one.signature.op, other.signature.op)  # else further members may follow
     members = enumerate(zip_longest(one.members, other.members), 1)
-    if place := next((n for n, (a, b) in members if a is None or b is None or difference(a, b)), 0):
+    if place := next((n for n, (a, b) in members if (difference(a, b) if a and b else all_known)), 0):
         return f"member {place}"
     return "payload" if differing_size(one, other) else ""
 
@@ -165,7 +168,7 @@ def differing_size(one: GroupCall, other: GroupCall) -> bool:
 
 def words_of(signature: Signature) -> str:
     """A signature in words, its op first."""
-    return f"{signature.op} {described(signature)}".strip()
+    return f"{signature.op or 'coalesced'} {described(signature)}".strip()
 
 
 def message_text(sender: int, sent: Signature, receiver: int, received: Signature) -> str:

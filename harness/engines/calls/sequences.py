@@ -1,6 +1,6 @@
-"""Where ranks first part in sequences of calls: those of a recorded or dry run, or the latest ones, from dumps.
+"""Where ranks first diverge in sequences of calls: those of a recorded or dry run, or the latest ones, from dumps.
 
-Calls are compared by the numbers that each group gives them. A rank parted where its call differs from that of most
+Calls are compared by the numbers that each group gives them. A rank diverges where its call differs from that of most
 ranks under the same number. Where its later calls are those of the others one number further, it skipped that call.
 Where theirs are its own one number further, it issued one more. Else a rank whose last number is smaller than that of
 others never issued the next call. Of several such ranks those are named that do not wait in a call that still others
@@ -27,18 +27,19 @@ _SHIFTED = 8
 
 
 def find_divergences(ranks: Sequence[RankCalls], first: int = 1) -> list[Divergence]:
-    """Where ranks parted, what came first on its ranks first; [] when no rank did. Calls are numbered from `first`."""
+    """Where ranks diverge, what came first on its ranks first; [] when none does. Calls are numbered from `first`."""
     by_channel: dict[Channel, list[RankCalls]] = {}
     for one in ranks:
         for channel in one.last:
             by_channel.setdefault(channel, []).append(one)
     differing = [found for channel, members in by_channel.items() for found in _differing(channel, members)]
-    differing += _unequal(by_channel)
+    messages = list(_messages(by_channel, ranks))
+    differing += _unequal(messages)
     if differing:
         return sorted(differing, key=lambda found: _order(found, ranks))
     lacking = [
         *(found for channel in by_channel for found in _behind(channel, ranks, first) if not channel[2]),
-        *_unmatched(by_channel, first),
+        *_unmatched(messages, first),
     ]
     return _roots(lacking, ranks) or list(_gone(ranks))
 
@@ -57,12 +58,12 @@ def _differing(channel: Channel, members: Sequence[RankCalls]) -> Iterator[Diver
     whole = all(one.whole for one in members)
     for number in sorted({n for ranks in alike for n in own[ranks[0]] if n >= start}):  # one stands for all alike
         at_number = [ranks for ranks in alike if number in own[ranks[0]]]
-        if found := list(_parted_at(channel, number, own, at_number, lasts, whole=whole)):
+        if found := list(_diverging_at(channel, number, own, at_number, lasts, whole=whole)):
             yield from found
             return
 
 
-def _parted_at(
+def _diverging_at(
     channel: Channel,
     number: int,
     own: Mapping[int, Mapping[int, GroupCall]],
@@ -71,7 +72,7 @@ def _parted_at(
     *,
     whole: bool,
 ) -> Iterator[Divergence]:
-    """Ranks that part in this call. Where it differs in its place alone, it must explain that ranks lack calls."""
+    """Ranks that diverge in this call. Where it differs in its place alone, it must explain that ranks lack calls."""
     weights: Counter[tuple[object, ...]] = Counter()
     for ranks in alike:
         weights[own[ranks[0]][number].identity] += len(ranks)
@@ -182,32 +183,34 @@ def _roots(lacking: Sequence[Divergence], ranks: Sequence[RankCalls]) -> list[Di
     return sorted(roots, key=lambda found: _order(found, ranks))
 
 
-def _order(parting: Divergence, ranks: Sequence[RankCalls]) -> int:
+def _order(found: Divergence, ranks: Sequence[RankCalls]) -> int:
     """When the call came among those of the first rank that issued it."""
     for one in ranks:
-        call = one.calls.get(parting.channel, {}).get(parting.number)
-        if call is not None and (one.rank not in parting.ranks or parting.how in ("message", "differs")):
+        call = one.calls.get(found.channel, {}).get(found.number)
+        if call is not None and (one.rank not in found.ranks or found.how in ("message", "differs")):
             return call.order
     return 0
 
 
-def _messages(
-    by_channel: Mapping[Channel, Sequence[RankCalls]],
-) -> Iterator[tuple[Channel, RankCalls, Channel, RankCalls | None]]:
+_Messages = tuple[Channel, RankCalls, Channel, RankCalls | None]
+
+
+def _messages(by_channel: Mapping[Channel, Sequence[RankCalls]], ranks: Sequence[RankCalls]) -> Iterator[_Messages]:
     """Messages to or from a peer, and what that peer issued in answer; of ranks alone whose messages can be counted."""
+    counted = {one.rank for one in ranks if one.counted and (one.last or one.whole)}
     for channel, those in by_channel.items():
         group, members, direction = channel
         op, _, peer = direction.partition(" ")
         for one in those if peer else ():
             there = (group, members, f"{'recv' if op == 'send' else 'send'} {one.rank}")
             answer = next((other for other in by_channel.get(there, ()) if other.rank == int(peer)), None)
-            if one.counted and (answer is None or answer.counted):
+            if {one.rank, int(peer)} <= counted:
                 yield channel, one, there, answer
 
 
-def _unequal(by_channel: Mapping[Channel, Sequence[RankCalls]]) -> Iterator[Divergence]:
+def _unequal(messages: Sequence[_Messages]) -> Iterator[Divergence]:
     """The first message of a pair whose ends have other numbers of bytes."""
-    for channel, one, there, answer in _messages(by_channel):
+    for channel, one, there, answer in messages:
         if answer is None or not channel[2].startswith("send"):
             continue
         sent, received = one.calls.get(channel, {}), answer.calls.get(there, {})
@@ -220,9 +223,9 @@ def _unequal(by_channel: Mapping[Channel, Sequence[RankCalls]]) -> Iterator[Dive
                 break
 
 
-def _unmatched(by_channel: Mapping[Channel, Sequence[RankCalls]], first: int) -> Iterator[Divergence]:
+def _unmatched(messages: Sequence[_Messages], first: int) -> Iterator[Divergence]:
     """Messages whose other end was not issued: more sends to a peer than receives there, or the reverse."""
-    for channel, one, there, answer in _messages(by_channel):
+    for channel, one, there, answer in messages:
         op, _, peer = channel[2].partition(" ")
         number, latest = (answer.last[there] if answer else first - 1) + 1, one.latest
         inside = latest is not None and latest[0] == channel

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,3 +57,60 @@ def write_flight(folder: Path, *, as_json: bool, rank_1_calls: int) -> None:
         dump = {"version": "2.10", "pg_config": config, "pg_status": {}, "entries": entries}
         path = folder / f"nccl_trace_rank_{rank}{'.json' if as_json else ''}"
         path.write_bytes(json.dumps(dump).encode() if as_json else pickle.dumps(dump))
+
+
+WORLD = ("0", "default_pg")
+
+
+class Recorded:
+    """The entries of one rank, numbered as torch's Flight Recorder numbers them (FlightRecorder.hpp 2.10).
+
+    A batch of messages has one `p2p_seq_id`, and a coalesced call one `collective_seq_id`; each member is an entry, and
+    the entry that ends them has no sizes. No member's state is ever updated.
+    """
+
+    def __init__(self) -> None:
+        self.entries: list[dict[str, Any]] = []
+        self.collectives = self.batches = 0
+
+    def call(
+        self, op: str, sizes: Sequence[list[int]], outputs: Sequence[list[int]] | None = None, state: str = "completed"
+    ) -> "Recorded":
+        self.collectives += 1
+        return self._add(op, sizes, sizes if outputs is None else outputs, state)
+
+    def coalesced(self, op: str, *sizes: list[int], member: str = "_broadcast_oop", ends: bool = True) -> "Recorded":
+        self.collectives += 1
+        for size in sizes:
+            self._add(member, [size], [size], "scheduled")
+        return self._add(op, [], [], "completed") if ends else self
+
+    def batch(self, *messages: tuple[str, list[int]], state: str = "completed", ends: bool = True) -> "Recorded":
+        self.batches += 1
+        for op, size in messages:
+            self._add(op, [size], [size], "scheduled", is_p2p=True)
+        return self._add("coalesced", [], [], state, is_p2p=True) if ends else self
+
+    def message(self, op: str, size: list[int], state: str = "completed") -> "Recorded":
+        self.batches += 1
+        return self._add(op, [size], [size], state, is_p2p=True)
+
+    def _add(
+        self, op: str, inputs: Sequence[list[int]], outputs: Sequence[list[int]], state: str, *, is_p2p: bool = False
+    ) -> "Recorded":
+        number = len(self.entries)
+        one = entry(number, WORLD, op, list(inputs), state, 10 + number)
+        changed = {"collective_seq_id": self.collectives, "p2p_seq_id": self.batches, "output_sizes": list(outputs)}
+        dtypes = {"input_dtypes": ["Float"] * len(inputs), "output_dtypes": ["Float"] * len(outputs)}
+        self.entries.append({**one, **changed, **dtypes, "is_p2p": is_p2p})
+        return self
+
+
+def write_entries(folder: Path, *ranks: list[dict[str, Any]]) -> Path:
+    """The dumps of ranks of one group with these entries."""
+    config = {"0": {"name": "0", "desc": "default_pg", "ranks": str([*range(len(ranks))])}}
+    folder.mkdir()
+    for rank, entries in enumerate(ranks):
+        dump = {"version": "2.10", "pg_config": config, "entries": entries}
+        (folder / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps(dump))
+    return folder

@@ -1,8 +1,28 @@
-"""Fields of a dump, which others wrote: each is of its type, or a TypeError; pickles hold plain values."""
+"""Fields of a trace, which others wrote: each is of its type, or a TypeError; pickles hold plain values."""
 
 import io
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+from shardproof.harness.errors import RequestError, error_text
+
+
+@contextmanager
+def refuse_torn(what: str, legal: str) -> Iterator[None]:
+    """Read a file of others in the body. Raises RequestError for one that is torn or holds other than it must.
+
+    `what` names the file, and `legal` a legal one.
+    """
+    try:
+        yield
+    except RequestError:
+        raise
+    except OSError as problem:
+        raise RequestError(f"{what}: cannot be read ({problem.strerror or problem}); legal: {legal}") from problem
+    except Exception as problem:  # nested without end, torn, fields of any type
+        raise RequestError(f"{what}: is torn, or no such file ({error_text(problem)}); legal: {legal}") from problem
 
 
 class _Plain(pickle._Unpickler):  # in Python: the one in C takes any number of gigabytes for an index that a file says
@@ -12,7 +32,7 @@ class _Plain(pickle._Unpickler):  # in Python: the one in C takes any number of 
         raise pickle.UnpicklingError(f"it holds a {module}.{name}, which is no plain value")
 
 
-def pickled(content: bytes) -> dict[str, Any]:
+def unpickle(content: bytes) -> dict[str, Any]:
     """The dict of plain values in a pickle. Raises TypeError for another value, and anything for a torn file."""
     found = _Plain(io.BytesIO(content)).load()
     if not isinstance(found, dict):
