@@ -97,9 +97,7 @@ def world_of(traces: Sequence[Trace]) -> int:
 
 def ledger_rows(trace: Trace, case: str, world_size: int, origin_us: float) -> list[Row]:
     """The rows of ledger.csv of one rank."""
-    return [
-        _row(call, index, trace.rank or 0, case, world_size, origin_us) for index, call in enumerate(trace.calls)
-    ]
+    return [_row(call, index, trace.rank or 0, case, world_size, origin_us) for index, call in enumerate(trace.calls)]
 
 
 def _row(call: TracedCall, index: int, rank: int, case: str, world_size: int, origin_us: float) -> Row:

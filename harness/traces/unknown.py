@@ -57,8 +57,8 @@ def sentences(traces: Sequence[Trace], world_size: int) -> list[str]:
                 how_many = f"all {len(calls)}" if number == len(calls) else f"{number} of {len(calls)}"
                 option = _OPTIONS.get(format_, {}).get(name, _WHOLE_TRACE)
                 found.append(f"unknown: the {name} of {how_many} calls; {option}")
-    if calls := sum(len(trace.calls) for trace in traces):
-        found.append(f"unknown: the micro-batch of all {calls} calls; {_NEVER}")
+    if number := sum(len(trace.calls) for trace in traces):
+        found.append(f"unknown: the micro-batch of all {number} calls; {_NEVER}")
     ranks = {trace.rank for trace in traces}
     if absent := [rank for rank in range(world_size) if rank not in ranks]:
         of = f"rank{'s' if len(absent) > 1 else ''} {ranks_text(absent)} of {world_size}"
