@@ -3,8 +3,7 @@
 A cell that a trace does not know is empty where the ledger has a number, and "?" where it has a word. `env.json` has
 what is unknown under `unknown`: columns with how many calls, and sentences that name the option which records it.
 
-device.csv of a rank: step, compute_us, communication_us, exposed_us: when its device did each within the step, and when
-it communicated and computed nothing.
+device.csv of a rank: step, device_us, compute_us, communication_us, exposed_us (harness.traces.calls.TracedStep).
 """
 
 import csv
@@ -22,7 +21,7 @@ from shardproof.harness.running.store import environment
 from shardproof.harness.traces.calls import Trace, TracedCall
 from shardproof.harness.traces.unknown import UNKNOWN, sentences
 
-DEVICE_COLUMNS = ("step", "compute_us", "communication_us", "exposed_us")
+DEVICE_COLUMNS = ("step", "device_us", "compute_us", "communication_us", "exposed_us")
 _NUMBERS = tuple(name for name in COLUMNS if Event.__annotations__[name] is not str)
 _REDUCING = ("all_reduce", "reduce_scatter", "reduce", "other")
 Row = dict[str, object]
@@ -148,7 +147,7 @@ def _write_part(path: Path, trace: Trace, rows: Sequence[Row], origin_us: float)
     _table(path / "groups.csv", GROUP_COLUMNS, ((axis, " ".join(map(str, ranks))) for axis, ranks in sorted(groups)))
     begins = ((s.number, round(s.start_us - origin_us, 3), round(s.end_us - origin_us, 3), "") for s in trace.steps)
     _table(path / "steps.csv", STEP_COLUMNS, begins)
-    device = [(s.number, s.compute_us, s.communication_us, s.exposed_us) for s in trace.steps]
+    device = ((s.number, s.device_us, s.compute_us, s.communication_us, s.exposed_us) for s in trace.steps)
     _table(path / "device.csv", DEVICE_COLUMNS, (row for row in device if row[1] is not None))
     end = {"calls": len(rows), "doubts": [], "failed": "", "unwaited": []}
     (path / "end.json").write_text(json.dumps(end) + "\n", encoding="utf-8")

@@ -55,13 +55,14 @@ class TracedCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedStep:
-    """A step of the profiler. `compute_us` and `communication_us` are the times in which the device did each, and
-    `exposed_us` that in which it communicated and did nothing else; None without kernels.
+    """A step of the profiler. `device_us` is how long it took on the device, `compute_us` and `communication_us` the
+    times in which that did each, `exposed_us` that in which it communicated and did not compute; None without kernels.
     """
 
     number: int
     start_us: float
     end_us: float
+    device_us: float | None = None
     compute_us: float | None = None
     communication_us: float | None = None
     exposed_us: float | None = None

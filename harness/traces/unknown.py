@@ -38,10 +38,7 @@ _OPTIONS: Mapping[str, Mapping[str, str]] = {
         "duration": "TORCH_NCCL_ENABLE_TIMING=1",
         "line": "TORCH_NCCL_TRACE_CPP_STACK=0 and TORCH_FR_BUFFER_SIZE above 0 record Python's stack",
     },
-    NSYS: {
-        "ranks of the group": "torch's profiler records them",
-        "dtype": "torch's profiler records it",
-    },
+    NSYS: {"ranks of the group": "torch's profiler records them", "dtype": "torch's profiler records it"},
 }
 _WHOLE_TRACE = "torch's profiler records it"
 

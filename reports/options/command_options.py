@@ -71,13 +71,13 @@ def add_others(add: Callable[..., argparse.ArgumentParser], truth: str, timeout:
 
 def _add_read(read: argparse.ArgumentParser) -> None:
     read.description = (
-        "Read what the profiler of a job wrote, one file a rank, into a run folder, and show it. With a case: hold every "
-        "call against its closed form; exit status 1 when they differ."
+        "Read what the profiler of a job wrote, one file a rank, into a run folder, and show it. With a case: hold "
+        "every call against its closed form; exit status 1 when they differ."
     )
     read.epilog = 'example: shardproof read traces/ --steps 10:12 --case "mode=tp tp=8"'
     read.add_argument("files", nargs="+", metavar="FILE", help="traces (.json, .json.gz, .pickle, .sqlite), or folders")
     meant = read.add_mutually_exclusive_group()
-    meant.add_argument("--case", metavar="CASE", help="the layout that was meant, key=value words in quotes (help case)")
+    meant.add_argument("--case", metavar="CASE", help="the layout that was meant, in key=value words (help case)")
     meant.add_argument("--subject", nargs=2, metavar=("M:O", "CASE"), help="the same in words of a subject")
     read.add_argument("--steps", metavar="FIRST:END", help="these steps of the profiler; END is not included (all)")
     read.add_argument("--rank-regex", metavar="REGEX", help="where the rank stands in a file's name (rank[-_.]?(\\d+))")

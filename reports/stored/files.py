@@ -177,7 +177,9 @@ def _unzipped(path: Path, notes: list[str]) -> bytes:
 
 
 STEP_TYPES = {"step": "int64", "start_us": "float64", "updated_us": "Float64", "microbatches": "Int64"}
-DEVICE_TYPES = {"step": "int64"} | dict.fromkeys(("compute_us", "communication_us", "exposed_us"), "float64")
+DEVICE_TYPES = {"step": "int64"} | dict.fromkeys(
+    ("device_us", "compute_us", "communication_us", "exposed_us"), "float64"
+)
 GROUP_TYPES = {"axis": "str", "ranks": "str"}
 
 
