@@ -32,6 +32,7 @@ def add_others(add: Callable[..., argparse.ArgumentParser], truth: str, timeout:
     page.add_argument("-o", dest="output", metavar="FILE", help="where to write it (report.html in the run folder)")
     page.add_argument("--markdown", action="store_true", help="a comment for a pull request, printed without -o")
     trace.add_argument("-o", dest="output", metavar="FILE", help="where to write it (trace.json there); .gz is packed")
+    trace.add_argument("--kineto", action="store_true", help="a folder with a torch profiler file a rank, for HTA")
     _add_faults(add("faults", help="plant bugs one at a time: which check notices which"), truth, timeout)
     _add_predict(add("predict", help="memory, calls and bytes at any size, without running it; whether it fits"))
     _add_slice(add("slice", help="what every rank holds of each tensor that DeepSpeed slices; cut a checkpoint"))
