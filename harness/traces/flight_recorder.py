@@ -6,6 +6,7 @@ ring. Format: torch/csrc/distributed/c10d/FlightRecorder.hpp, version 2.
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -61,6 +62,9 @@ def trace_of(dump: Mapping[str, Any], source: str) -> Trace:
     groups = {text(group["name"]): _ranks(group["ranks"]) for group in (dump.get("pg_config") or {}).values()}
     entries = sorted(listed(dump["entries"]), key=lambda entry: number(entry.get("record_id", 0)))
     _check_all_recorded(entries)
+    rank, world_size = dump.get("rank"), max(map(len, groups.values()), default=None)
+    if rank is not None and not 0 <= number(rank) < (world_size or math.inf):
+        raise ValueError(f"it is of rank {rank} in a world of {world_size} ranks")
     calls = [_traced(those, groups.get(name, ())) for name, those in _calls(entries)]
     lost = _lost(entries)
     if lost and calls and (calls[0].members or calls[0].shapes is None):
@@ -71,8 +75,8 @@ def trace_of(dump: Mapping[str, Any], source: str) -> Trace:
     return Trace(
         source=source,
         format=FORMAT,
-        rank=number(dump["rank"]) if "rank" in dump else None,
-        world_size=max(map(len, groups.values()), default=None),
+        rank=rank,
+        world_size=world_size,
         calls=tuple(calls),
         groups=groups,
         notes=tuple(notes),
@@ -109,7 +113,7 @@ def _calls(entries: Sequence[Entry]) -> list[tuple[str, list[Entry]]]:
     batches: dict[object, list[list[Entry]]] = {}  # the messages of a group behind it, which may be a batch
     for entry in entries:
         name, own = text(entry["process_group"][0]), [entry]
-        group = name, entry.get("pg_id")
+        group = name, number(entry.get("pg_id", 0))
         if group in batches and _ends(entry):
             for message in batches.pop(group):
                 message.append(entry)
@@ -175,6 +179,8 @@ def _one(entry: Entry, ranks: tuple[int, ...]) -> TracedCall:
     shapes = None if _ends(entry) else tuple(map(numbers, sizes))
     name, description = map(text, listed(entry["process_group"])[:2])
     lasted_ms = entry.get("duration_ms")
+    if lasted_ms is not None and not 0 <= lasted_ms < math.inf:
+        raise ValueError(f"a call lasts {lasted_ms} ms, which must be at least 0")
     return TracedCall(
         op=op,
         name=text(entry["profiling_name"]),
@@ -209,5 +215,5 @@ def _complete(entry: Entry) -> bool | None:
 def _caller(entry: Entry) -> str:
     """The innermost line that is not torch's."""
     frames = listed(entry.get("frames") or ())
-    own = next((frame for frame in frames if "/torch/" not in str(frame.get("filename"))), None)
+    own = next((frame for frame in frames if "/torch/" not in text(frame["filename"])), None)
     return f"{text(own['filename'])}:{number(own['line'])} in {text(own['name'])}" if own else ""
