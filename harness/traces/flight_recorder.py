@@ -40,7 +40,7 @@ def read_flight_recorder(path: Path) -> Trace:
 
 
 def load_dump(path: Path) -> dict[str, Any]:
-    """The JSON object or the dict of plain values in a file. Raises TypeError, or anything for a torn file."""
+    """The JSON object or the dict of plain values in a file. Raises TypeError or ValueError, or anything for a torn file."""
     with path.open("rb") as file:
         is_json = file.read(1) in (b"{", b"[")
     if path.stat().st_size > MOST_BYTES:
