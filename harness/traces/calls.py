@@ -6,9 +6,12 @@ and never 0. Payloads are counted as in the ledger (harness.ledger). Bytes, micr
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shardproof.harness.ledger import OTHER
+
+TORCH, FLIGHT_RECORDER, NSYS = "torch", "flight recorder", "nsys"
+"""The formats of traces."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,13 +55,14 @@ class TracedCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedStep:
-    """A step of the profiler. `compute_us` and `communication_us` are the times in which the device did each, and
-    `exposed_us` that in which it communicated and did nothing else; None without kernels.
+    """A step of the profiler. `device_us` is how long it took on the device, `compute_us` and `communication_us` the
+    times in which that did each, `exposed_us` that in which it communicated and did not compute; None without kernels.
     """
 
     number: int
     start_us: float
     end_us: float
+    device_us: float | None = None
     compute_us: float | None = None
     communication_us: float | None = None
     exposed_us: float | None = None
@@ -68,7 +72,7 @@ class TracedStep:
 class Trace:
     """The calls of one rank, in order of issue.
 
-    `source` is the file, and `format` one of "torch", "flight recorder", "nsys". `rank` and `world_size` are None where
+    `source` is the file, and `format` one of TORCH, FLIGHT_RECORDER, NSYS. `rank` and `world_size` are None where
     the file does not say. `groups` are the ranks of the groups by torch's name of them. `notes` are sentences on what
     the trace does not know and which option of its profiler records it. `lost` is what is missing before the first
     call, "" for a trace that is whole. `clock` names the clock of the times: those of one clock can be compared.
@@ -86,6 +90,11 @@ class Trace:
     lost: str = ""
     clock: str = ""
     backend: str = ""
+
+    def within(self, steps: range) -> "Trace":
+        """The trace of these steps alone."""
+        kept = tuple(call for call in self.calls if call.step is not None and call.step in steps)
+        return replace(self, calls=kept, steps=tuple(step for step in self.steps if step.number in steps), lost="")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

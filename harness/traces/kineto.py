@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from shardproof.harness.engines.calls.operators import OPERATORS
 from shardproof.harness.errors import RequestError, ranks_text
-from shardproof.harness.traces.calls import Trace, TracedCall, TracedStep, find_dtype, find_op, payload_bytes
+from shardproof.harness.traces.calls import TORCH, Trace, TracedCall, TracedStep, find_dtype, find_op, payload_bytes
 from shardproof.harness.traces.event_stream import LEGAL, EventStream, Json, reading
 from shardproof.harness.traces.intervals import Stretches, covered_us, minus, union
 from shardproof.harness.traces.kineto_groups import Groups
@@ -112,7 +112,9 @@ def _take(rows: _Rows, event: Json) -> None:
         rows.kernels.append((start_us, end_us, int(args.get("External id", -1)), named))
     elif name.startswith("ProfilerStep#"):
         steps = rows.device_steps if category == "gpu_user_annotation" else rows.steps
-        steps[int(name.partition("#")[2])] = start_us, end_us
+        number = int(name.partition("#")[2])
+        start, end = steps.get(number, (start_us, end_us))
+        steps[number] = min(start, start_us), max(end, end_us)  # a row for each stream of a device
     elif category.encode() in _CPU and (role := _role(name)) is not None:
         rows.calls.append(CallRow(start_us, end_us, event.get("tid"), name, role, event.get("args", {})))
     elif name.startswith(_GLOO):
@@ -208,14 +210,13 @@ def _trace(path: Path, header: Json, rows: _Rows) -> Trace:
     _check_ranks(path, rank, world_size, traced)
     return Trace(
         source=str(path),
-        format="torch",
+        format=TORCH,
         rank=rank,
         world_size=world_size,
         calls=traced,
         groups=groups.ranks,
         steps=_steps(rows, kernels),
         lost=f"{kernels.early} kernels of calls that were issued before the trace began" if kernels.early else "",
-        clock="" if header.get("baseTimeNanoseconds") is None else str(header["baseTimeNanoseconds"]),
         backend=str(about.get("backend", "")),
     )
 
@@ -384,22 +385,23 @@ def _device_times(call: RowsOfCall, kernels: _Kernels) -> tuple[float | None, fl
 
 
 def _steps(rows: _Rows, kernels: _Kernels) -> tuple[TracedStep, ...]:
+    """The steps; on the device one lasts until the next one begins there, and the last one to the last kernel."""
     exposed = minus(kernels.communication, kernels.compute)
+    ordered = sorted(rows.steps.items())
+    starts = [rows.device_steps.get(number, times)[0] for number, times in ordered]
+    last_us = max((end for _, end in (*kernels.compute[-1:], *kernels.communication[-1:])), default=0.0)
     steps = []
-    for number, (start, end) in sorted(rows.steps.items()):
-        on_device = rows.device_steps.get(number, (start, end))
-        times = (covered_us(one, *on_device) for one in (kernels.compute, kernels.communication, exposed))
-        compute, communication, alone = times if rows.kernels else (None, None, None)
-        steps.append(
-            TracedStep(
-                number=number,
-                start_us=start,
-                end_us=end,
-                compute_us=compute,
-                communication_us=communication,
-                exposed_us=alone,
+    for (number, (start, end)), first, after in zip(ordered, starts, [*starts[1:], last_us], strict=True):
+        step = TracedStep(number=number, start_us=start, end_us=end)
+        if rows.kernels and after > first:
+            step = replace(
+                step,
+                device_us=after - first,
+                compute_us=covered_us(kernels.compute, first, after),
+                communication_us=covered_us(kernels.communication, first, after),
+                exposed_us=covered_us(exposed, first, after),
             )
-        )
+        steps.append(step)
     return tuple(steps)
 
 

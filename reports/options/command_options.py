@@ -19,6 +19,7 @@ def add_others(add: Callable[..., argparse.ArgumentParser], truth: str, timeout:
     record.epilog = "example: shardproof record --steps 10:20 -- torchrun --nproc-per-node 4 train.py --lr 0.1"
     add_options(record)
     record.add_argument("program", nargs=argparse.REMAINDER, metavar="COMMAND ...", help="the command, after --")
+    _add_read(add("read", help="traces of a job as a run folder: torch profiler, Flight Recorder, nsys"))
     hang = add("hang", help="after a hang: which ranks diverge from the others, at which call, module and line")
     hang.description = "Compare what every rank did last. Exit status 1 when ranks diverge, 0 when none does."
     hang.epilog = "example: shardproof hang runs/latest   or   shardproof hang /tmp/nccl_trace_rank_*"
@@ -67,6 +68,21 @@ def add_others(add: Callable[..., argparse.ArgumentParser], truth: str, timeout:
     about.add_argument("case", nargs="*", metavar="CASE", help="of `help calls`: key=value words")
     about.add_argument("--subject", default=SUBJECT, metavar="M:O", help=f"whose calls ({SUBJECT})")
     about.add_argument("--markdown", action="store_true", help="as a page of markdown, such as docs/case.md")
+
+
+def _add_read(read: argparse.ArgumentParser) -> None:
+    read.description = (
+        "Read what the profiler of a job wrote, one file a rank, into a run folder, and show it. With a case: hold "
+        "every call against its closed form; exit status 1 when they differ."
+    )
+    read.epilog = 'example: shardproof read traces/ --steps 10:12 --case "mode=tp tp=8"'
+    read.add_argument("files", nargs="+", metavar="FILE", help="traces (.json, .json.gz, .pickle, .sqlite), or folders")
+    meant = read.add_mutually_exclusive_group()
+    meant.add_argument("--case", metavar="CASE", help="the layout that was meant, in key=value words (help case)")
+    meant.add_argument("--subject", nargs=2, metavar=("M:O", "CASE"), help="the same in words of a subject")
+    read.add_argument("--steps", metavar="FIRST:END", help="these steps of the profiler; END is not included (all)")
+    read.add_argument("--rank-regex", metavar="REGEX", help="where the rank stands in a file's name (rank[-_.]?(\\d+))")
+    read.add_argument("--out", default="runs", metavar="DIR", help="where run folders go (runs)")
 
 
 def _add_compare(compare: argparse.ArgumentParser) -> None:

@@ -27,6 +27,7 @@ from shardproof.reports.stored.files import (
     recorded,
     run_folder,
     unfinished,
+    unknown_of,
 )
 
 MOST_RANKS = 2**20
@@ -55,6 +56,10 @@ _SPAN_TYPES = {"case": "str", "rank": "int64", "step": "int64", "kind": "str"} |
 }
 _TYPES: dict[object, str] = {int: "int64", float: "float64", bool: "bool", str: "str"}
 _LEDGER_TYPES = {name: _TYPES[Event.__annotations__[name]] for name in COLUMNS}
+_SETTLED = ("step", "microbatch", "group_size")
+"""Numbers that tell events apart: -1 where a trace does not know them."""
+_NULLABLE = {"int64": "Int64", "float64": "Float64", "bool": "boolean"}
+_TRACED_TYPES = {name: _NULLABLE.get(kind, kind) for name, kind in _LEDGER_TYPES.items()}
 # Read as categories, every distinct text is made once: a million events then fit in a few hundred megabytes.
 _PACKED_TYPES = {name: "category" if kind == "str" else kind for name, kind in _LEDGER_TYPES.items()}
 
@@ -64,7 +69,8 @@ class Run:
     """Everything one command produced.
 
     cases     case, mode, world_size and what else the run said of it; one row a case
-    ledger    the contract's columns; one row an event
+    ledger    the contract's columns; one row an event. Of traces, what they do not know: "?", -1 for step, microbatch
+              and group_size, NA for bytes, NaN for times
     summary   calls and bytes of one rank by case, mode, phase, op, axis, group_size, beside the expectation (NA: none)
     verdicts  case, check, verdict, worst_name, worst_error, worst_allowed, worst_epsilons, message, unchecked (names,
               joined by "; "), decided ("grad 8/23; loss 2/2": 8 of 23 gradients are decided), mode; one row a check,
@@ -103,12 +109,14 @@ def load(run: str | Path = "runs/latest") -> Run:
     env = environment_of(path, notes)
     cut: list[str] = []
     cases = _cases(path / "cases.jsonl", cut)
-    ledger = _ledger(path, cut)
+    ledger = _ledger(path, cut, traced="source" in env)
     summary = _summary(path / "summary.csv", ledger, [] if recorded(path) else cut)
     verdicts = _verdicts(path / "verdicts.jsonl", [] if recorded(path) else cut)
     timings = csv_table(path / "timings.csv", {}, (), cut) if (path / "timings.csv").is_file() else pd.DataFrame()
     doubts: list[str] = []
-    if recorded(path):
+    if "source" in env:
+        doubts = unknown_of(env)
+    elif recorded(path):
         sizes = [int(size) for size in cases["world_size"].dropna()]
         cut += unfinished(path, max(sizes, default=0))
         doubts = doubts_of(path)
@@ -219,17 +227,31 @@ def _number(value: object) -> float:
     return float("nan") if value is None else float(str(value))
 
 
-def _ledger(path: Path, notes: list[str]) -> pd.DataFrame:
+def _ledger(path: Path, notes: list[str], *, traced: bool) -> pd.DataFrame:
     for name in ("ledger.csv", "ledger.csv.gz"):
         if (path / name).is_file():
             packed = _of_its_world(csv_table(path / name, _PACKED_TYPES, COLUMNS, notes), path / name)
             return packed.astype({name: kind for name, kind in _LEDGER_TYPES.items() if kind == "str"})
     if recorded(path):
-        rows = joined(path, "ledger.csv", _LEDGER_TYPES, notes)
+        rows = joined(path, "ledger.csv", _TRACED_TYPES if traced else _LEDGER_TYPES, notes)
+        rows = _with_unknown(rows) if traced else rows
         rows = _of_its_world(rows, path / "ranks").drop_duplicates(["rank", "call_index"], keep="last")
         return rows.sort_values(["rank", "call_index"], kind="stable", ignore_index=True)
     notes.append("ledger.csv is missing: the run was stopped before its first event was stored")
     return pd.DataFrame({name: pd.Series(dtype=kind) for name, kind in _LEDGER_TYPES.items()})
+
+
+def _with_unknown(rows: pd.DataFrame) -> pd.DataFrame:
+    """The ledger of traces: -1 for numbers by which events are told apart, NA for bytes, NaN for times.
+
+    Whether a call is asynchronous is False where it is not known; `env["unknown"]["columns"]` says so.
+    """
+    columns: dict[str, Any] = {name: rows[name].fillna(-1).astype("int64") for name in _SETTLED}
+    columns |= {name: rows[name].astype("float64") for name, kind in _LEDGER_TYPES.items() if kind == "float64"}
+    columns["is_async"] = rows["is_async"].fillna(False).astype("bool")
+    for name in ("payload_bytes", "wire_bytes", "rank", "world_size", "call_index"):
+        columns[name] = rows[name] if rows[name].hasnans else rows[name].astype("int64")
+    return rows.assign(**columns)
 
 
 def _of_its_world(ledger: pd.DataFrame, path: Path) -> pd.DataFrame:

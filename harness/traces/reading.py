@@ -1,0 +1,89 @@
+"""Traces of any format, by their content: one function for a file, one for the files of a job."""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from shardproof.harness.errors import RequestError
+from shardproof.harness.traces.calls import Trace
+from shardproof.harness.traces.event_stream import opened, reading
+from shardproof.harness.traces.kineto import read_kineto
+
+RANK = r"rank[-_.]?(\d+)"
+"""Where the rank stands in the name of a file, unless the user says otherwise."""
+_HEAD_BYTES = 2**20
+_SUFFIXES = (".json", ".json.gz", ".pickle", ".pkl", ".sqlite", ".nsys-rep")
+LEGAL = "legal: a trace of torch.profiler, a dump of NCCL's Flight Recorder, or a report of nsys"
+
+
+def read_trace(path: Path) -> list[Trace]:
+    """The traces of the ranks in a file: one, but for a report of nsys. Raises RequestError, in one sentence."""
+    if path.suffix == ".nsys-rep":
+        return _read_report(path)
+    with reading(path), opened(path) as file:
+        head = file.read(_HEAD_BYTES)
+    if head.startswith(b"SQLite format 3\0"):
+        from shardproof.harness.traces.nsys import read_nsys  # noqa: PLC0415  (sqlite3)
+
+        return read_nsys(path)
+    if head[:1] == b"\x80" or (b'"traceEvents"' not in head and b'"entries"' in head):
+        from shardproof.harness.traces.flight_recorder import read_flight_recorder  # noqa: PLC0415  (pickle)
+
+        return [read_flight_recorder(path)]
+    if head.lstrip()[:1] not in (b"{", b"["):
+        raise RequestError(f"trace {path}: is of no known format; {LEGAL}")
+    return [read_kineto(path)]
+
+
+def read_traces(names: Iterable[str], rank_regex: str = RANK) -> list[Trace]:
+    """The traces in these files and folders, by rank.
+
+    A file that does not state its rank has it in its name, where the pattern's group 1 matches. Raises RequestError for
+    what is no trace, a file without a rank, and two files of one rank.
+    """
+    pattern = _pattern(rank_regex)
+    found: dict[int, Trace] = {}
+    for name in names:
+        for path in _files(Path(name)):
+            for trace in read_trace(path):
+                rank = _rank(trace, path, pattern)
+                if rank in found:
+                    rule = f"rank {rank} is in {found[rank].source} too"
+                    raise RequestError(f"trace {path}: {rule}; legal: one file a rank, all of one window")
+                found[rank] = replace(trace, rank=rank)
+    return [found[rank] for rank in sorted(found)]
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        pattern = re.compile(text)
+    except re.error as problem:
+        raise RequestError(f"rank-regex={text}: is no regular expression ({problem}); legal: {RANK}") from problem
+    if pattern.groups < 1:
+        raise RequestError(f"rank-regex={text}: has no group for the rank; legal: {RANK}")
+    return pattern
+
+
+def _files(path: Path) -> Iterator[Path]:
+    """The file, or those in a folder that are named as traces are."""
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.name.endswith(_SUFFIXES) and file.is_file())
+        if not files:
+            raise RequestError(f"trace {path}: the folder holds no {', '.join(_SUFFIXES)}; {LEGAL}")
+        yield from files
+    elif path.is_file():
+        yield path
+    else:
+        raise RequestError(f"trace {path}: no such file or folder; {LEGAL}")
+
+
+def _rank(trace: Trace, path: Path, pattern: re.Pattern[str]) -> int:
+    """The rank that the file states, else that of its name."""
+    if trace.rank is not None:
+        return trace.rank
+    found = pattern.search(path.name)
+    if not found or not (found[1] or "").isdecimal():
+        rule = f"does not state its rank, and {pattern.pattern!r} finds none in its name"
+        raise RequestError(f"trace {path}: {rule}; legal: --rank-regex 'worker(\\d+)'")
+    return int(found[1])
