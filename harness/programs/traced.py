@@ -18,7 +18,7 @@ from shardproof.harness.programs.part import GROUP_COLUMNS, MODE, STEP_COLUMNS
 from shardproof.harness.recording.naming import axis_name, group_word
 from shardproof.harness.run_folder import link_latest, new_run_folder, writing
 from shardproof.harness.running.store import environment
-from shardproof.harness.traces.calls import Trace, TracedCall
+from shardproof.harness.traces.calls import FLIGHT_RECORDER, Trace, TracedCall
 from shardproof.harness.traces.unknown import UNKNOWN, sentences
 
 DEVICE_COLUMNS = ("step", "device_us", "compute_us", "communication_us", "exposed_us")
@@ -149,7 +149,9 @@ def _write_part(path: Path, trace: Trace, rows: Sequence[Row], origin_us: float)
     _table(path / "steps.csv", STEP_COLUMNS, begins)
     device = ((s.number, s.device_us, s.compute_us, s.communication_us, s.exposed_us) for s in trace.steps)
     _table(path / "device.csv", DEVICE_COLUMNS, (row for row in device if row[1] is not None))
-    end = {"calls": len(rows), "doubts": [], "failed": "", "unwaited": []}
+    # A window of the profiler begins with a step, on every rank the same; a ring begins anywhere.
+    lost = trace.lost if trace.format == FLIGHT_RECORDER else ""
+    end = {"calls": len(rows), "doubts": [], "failed": "", "unwaited": [], "lost": lost}
     (path / "end.json").write_text(json.dumps(end) + "\n", encoding="utf-8")
 
 

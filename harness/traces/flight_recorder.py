@@ -14,23 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from shardproof.harness.ledger import OTHER
-from shardproof.harness.traces.calls import Trace, TracedCall, find_dtype, find_op, payload_bytes
+from shardproof.harness.traces.calls import FLIGHT_RECORDER, Trace, TracedCall, find_dtype, find_op, payload_bytes
 from shardproof.harness.traces.fields import listed, number, numbers, refuse_torn, text, unpickle
 
 Entry = Mapping[str, Any]
-FORMAT = "flight recorder"
 LEGAL = "a file that torch's Flight Recorder wrote, such as nccl_trace_rank_3"
 MESSAGES = ("send", "recv")
 MOST_BYTES = 2**30
 """A larger file is no dump: a ring of 2,000 entries takes a few megabytes."""
 _WRITTEN = ("all_gather", "scatter", "recv")
 """Ops whose payload is what they write, which all ranks of the group have in the same sizes."""
-_NOTE = (
-    "a Flight Recorder dump has no reduce op, root, phase, module or step, and does not tell asynchronous calls "
-    "(the torch profiler records phases, modules and steps)"
-)
 _NO_SPLITS = "what an all_to_all sends to each rank is not in a Flight Recorder dump (the torch profiler records it)"
-_NO_TIMES = "how long calls took is not in this dump (TORCH_NCCL_ENABLE_TIMING=1 records it)"
 
 
 def read_flight_recorder(path: Path) -> Trace:
@@ -40,7 +34,7 @@ def read_flight_recorder(path: Path) -> Trace:
 
 
 def load_dump(path: Path) -> dict[str, Any]:
-    """The JSON object or the dict of plain values in a file. Raises TypeError or ValueError, or anything for a torn file."""
+    """The JSON object or dict of plain values in a file. Raises TypeError, ValueError, or anything for a torn file."""
     with path.open("rb") as file:
         is_json = file.read(1) in (b"{", b"[")
     if path.stat().st_size > MOST_BYTES:
@@ -69,17 +63,14 @@ def trace_of(dump: Mapping[str, Any], source: str) -> Trace:
     lost = _lost(entries)
     if lost and calls and (calls[0].members or calls[0].shapes is None):
         del calls[0]  # some of its members may be lost too
-    notes = [_NOTE]
-    notes += [_NO_SPLITS] if any(call.op == "all_to_all" for call in calls) else []
-    notes += [_NO_TIMES] if all(call.device_us is None for call in calls) else []
     return Trace(
         source=source,
-        format=FORMAT,
+        format=FLIGHT_RECORDER,
         rank=rank,
         world_size=world_size,
         calls=tuple(calls),
         groups=groups,
-        notes=tuple(notes),
+        notes=(_NO_SPLITS,) if any(call.op == "all_to_all" for call in calls) else (),
         lost=lost,
         backend=text(entries[0]["profiling_name"]).partition(":")[0] if entries else "",
     )

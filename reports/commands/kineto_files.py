@@ -20,6 +20,7 @@ from shardproof.harness.ledger import OTHER
 from shardproof.harness.protocols import Axes
 from shardproof.harness.traces.calls import find_dtype
 from shardproof.harness.traces.intervals import minus, union
+from shardproof.harness.traces.unknown import UNKNOWN
 from shardproof.reports.stored.files import GROUP_TYPES, joined, recorded
 from shardproof.reports.stored.frames import Run
 
@@ -72,6 +73,8 @@ def write_kineto(run: Run, folder: Path) -> list[str]:
         untimed += int((timed["duration_us"] <= 0).sum())
         for rank in range(int(events["world_size"].max())):
             own = timed[timed["rank"] == rank].sort_values(["start_us", "call_index"], kind="stable")
+            if not len(own):
+                continue
             computed = spans[(spans["rank"] == rank) & (spans["call_index"] < 0)]
             rows = [*_steps(own), *_phases(own), *_calls(own, groups), *_computed(own, computed)]
             _write(within / f"rank{rank}.json", str(case), rank, groups, rows)
@@ -85,7 +88,8 @@ def _timed(events: pd.DataFrame, spans: pd.DataFrame) -> pd.DataFrame:
     calls = spans[spans["call_index"] >= 0].assign(lasts_us=lambda call: call["end_us"] - call["start_us"])
     events = events.merge(calls[["case", "rank", "call_index", "lasts_us"]], "left", ["case", "rank", "call_index"])
     known = events["duration_us"].where(events["duration_us"] > 0, events["lasts_us"].fillna(0.0))
-    return events.assign(duration_us=known.clip(lower=0))
+    times = {"start_us": events["start_us"].ffill().fillna(0.0), "duration_us": known.fillna(0.0).clip(lower=0)}
+    return events.assign(**times)
 
 
 class _Groups:
@@ -118,29 +122,28 @@ class _Groups:
         """What torch says of a group in a call's row."""
         ranks = self._of.get((rank, axis), ())
         name = self.names.get((ranks, axis))
-        known = {"Process Group Ranks": str(list(ranks))} if name is not None else {}
-        return {
-            "Process Group Name": axis if name is None else name,
-            "Process Group Description": axis,
-            "Group size": size,
-            **known,
-        }
+        known: Row = {"Process Group Ranks": str(list(ranks))} if name is not None else {}
+        known |= {"Group size": size} if size > 0 else {}
+        return {"Process Group Name": axis if name is None else name, "Process Group Description": axis, **known}
 
 
 def _steps(events: pd.DataFrame) -> Iterator[Row]:
     for step, start, end in _stretches(events, ["step"]):
+        if step < 0:  # of a trace without steps
+            continue
         yield _row(f"ProfilerStep#{step}", "user_annotation", _HOST, start, end)
 
 
 def _phases(events: pd.DataFrame) -> Iterator[Row]:
     for phase, start, end in _stretches(events, ["step", "microbatch", "phase"]):
-        yield _row(f"## {phase} ##", "user_annotation", _HOST, start, end)
+        if phase == UNKNOWN:
+            continue
+        word = "optimizer step" if phase == "step" else phase  # programs call a whole step so
+        yield _row(f"## {word} ##", "user_annotation", _HOST, start, end)
 
 
 def _stretches(events: pd.DataFrame, levels: list[str]) -> Iterator[tuple[Any, float, float]]:
     """The values of the last level, each until just before the next change of one; the last one ends with all calls."""
-    if not len(events):
-        return
     changes = (events[levels] != events[levels].shift()).any(axis=1)
     starts = [float(start) for start in events.loc[changes, "start_us"]]
     last_us = float((events["start_us"] + events["duration_us"]).max()) + 1.0
@@ -166,14 +169,18 @@ def _calls(events: pd.DataFrame, groups: _Groups) -> Iterator[Row]:
 
 
 def _fields(event: Mapping[Any, Any]) -> Row:
-    """torch's fields of the payload. A payload of several dtypes is told in bytes."""
-    op, size = str(event["op"]), int(event["payload_bytes"])
+    """torch's fields of the payload. A payload of several dtypes is told in bytes, an unknown one not at all."""
+    op = str(event["op"])
+    told = {"Collective name": OTHER if op == OTHER else _NAMES.get(op, op)}
+    if pd.isna(event["payload_bytes"]):
+        return told
+    size = int(event["payload_bytes"])
     dtype, known = _DTYPES.get(str(event["dtype"]), str(event["dtype"]).capitalize()), find_dtype(str(event["dtype"]))
     dtype, elements = (_BYTE, size) if known is None else (dtype, size // known.item_bytes)
     part = elements // max(1, int(event["group_size"]))
     inside, out = {"all_gather": (part, elements), "reduce_scatter": (elements, part)}.get(op, (elements, elements))
     return {
-        "Collective name": OTHER if op == OTHER else _NAMES.get(op, op),
+        **told,
         "dtype": dtype,
         "In msg nelems": inside,
         "Out msg nelems": out,

@@ -72,9 +72,7 @@ def test_calls_are_those_of_the_ledger_and_what_is_not_in_the_file_is_unknown(tm
         "",
         "nccl",
     )
-    assert [note.partition(" is ")[0].partition(" has ")[0] for note in trace.notes] == [
-        "a Flight Recorder dump", "what an all_to_all sends to each rank", "how long calls took",
-    ]  # fmt: skip
+    assert [note.partition(" is ")[0] for note in trace.notes] == ["what an all_to_all sends to each rank"]
 
 
 def test_a_ring_says_what_it_lost_and_a_cut_coalesced_call_is_left_out(tmp_path: Path) -> None:
@@ -84,7 +82,7 @@ def test_a_ring_says_what_it_lost_and_a_cut_coalesced_call_is_left_out(tmp_path:
         assert len(trace.calls) == rest - (dropped in (6, 9))
     timed = [{**JOB.entries[0], "duration_ms": 0.25}]
     trace = read(tmp_path, dump(entries=timed))
-    assert trace.calls[0].device_us == 250 and len(trace.notes) == 1
+    assert trace.calls[0].device_us == 250 and trace.notes == ()
     assert read(tmp_path, dump(entries=[])).calls == ()
 
 
