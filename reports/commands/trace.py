@@ -62,7 +62,7 @@ def write(run: Run, path: Path) -> Path:
         file.write(json.dumps({"run": run.path.resolve().name, "notes": list(run.notes), "env": run.env}))
         file.write(', "traceEvents": [')
         for number, event in enumerate(trace_events(run)):
-            file.write(("," if number else "") + "\n" + json.dumps(event))
+            file.write(("," if number else "") + "\n" + json.dumps(event, default=lambda _unknown: None))
         file.write("\n]}\n")
     return path
 
@@ -169,7 +169,7 @@ def _calls(events: pd.DataFrame, pid: int, tracks: dict[str, int]) -> Iterator[S
 
 def _counters(events: pd.DataFrame, pid: int) -> Iterator[Slice]:
     for axis, calls in events.sort_values("start_us", kind="stable").groupby("axis", sort=True):
-        sent = calls["wire_bytes"].cumsum()
+        sent = calls["wire_bytes"].fillna(0).cumsum()
         name = f"bytes sent over {axis}"
         for start_us, total in zip(calls["start_us"], sent, strict=True):
             yield {"ph": "C", "pid": pid, "name": name, "ts": round(float(start_us), 3), "args": {"bytes": int(total)}}

@@ -70,18 +70,28 @@ class Snapshot:
 def snapshot(run: Run, name: str = "") -> Snapshot:
     """The snapshot of a run."""
     # Equal texts are told apart by number: a million rows are then grouped in seconds.
-    plain = run.ledger.astype(dict.fromkeys(("mode", "phase", "op", "axis"), "str")).astype(_PACKED)
+    traced = "source" in run.env
+    ledger = _from_its_first_step(run.ledger) if traced else run.ledger
+    plain = ledger.astype(dict.fromkeys(("mode", "phase", "op", "axis"), "str")).astype(_PACKED)
     return Snapshot(
         name=name or str(run.path),
         cases=run.cases[["case", "mode", "world_size"]].astype({"case": "str", "mode": "str"}),
         events=counted(plain),
-        times=timed(plain),
+        times=timed(plain[:0] if traced else plain),  # a trace starts calls on the host and times them on the device
         memory=run.memory.astype(MEMORY_TYPES),
         env=run.env,
         notes=run.notes,
         cut=run.cut,
         callers=called_from(run.ledger) if recorded(run.path) else {},
     )
+
+
+def _from_its_first_step(ledger: pd.DataFrame) -> pd.DataFrame:
+    """The ledger of traces with steps counted from 0, whenever the profiler was on, and -1 for unknown bytes."""
+    steps = ledger["step"]
+    first = steps[steps >= 0].min() if (steps >= 0).any() else 0
+    payload = ledger["payload_bytes"].fillna(-1).astype("int64")
+    return ledger.assign(step=(steps - first).where(steps >= 0, -1), payload_bytes=payload)
 
 
 def called_from(ledger: pd.DataFrame) -> dict[tuple[str, ...], tuple[str, ...]]:
