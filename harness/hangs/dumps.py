@@ -17,7 +17,7 @@ from shardproof.harness.engines.calls.signature import NOT_KNOWN, Shapes, Signat
 from shardproof.harness.errors import RequestError
 from shardproof.harness.hangs.standing import RankStanding, standing_of
 from shardproof.harness.interpreter import without_garbage_collection
-from shardproof.harness.traces.calls import find_dtype, payload_bytes
+from shardproof.harness.traces.calls import MOST_RANKS, find_dtype, payload_bytes
 from shardproof.harness.traces.fields import listed, number, numbers, refuse_torn, text
 from shardproof.harness.traces.flight_recorder import MESSAGES, load_dump, trace_of
 
@@ -25,8 +25,6 @@ KIND = ("group", "axis", "op", "reduce_op", "dtype", "shape", "root", "peer", "p
 """Fields of a kind of call that our recorder writes."""
 RECORD = ("kind", "number", "order", "step", "microbatch")
 """Fields of one call that it writes."""
-MOST_RANKS = 2**20
-"""A larger world is no job."""
 _NUMBERS = ("root", "peer")
 _LEGAL = "the run folder of `shardproof record`, or the files that torch's Flight Recorder wrote"
 
