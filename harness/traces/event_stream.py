@@ -21,6 +21,8 @@ from shardproof.harness.errors import RequestError, error_text
 _CHUNK_BYTES = 2**22
 _MOST_BYTES = 2**26
 """A header or an event that is longer is none."""
+_MOST_JOINED = 1000
+"""Pieces in a row of which no event comes."""
 _EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
 _BETWEEN = re.compile(rb'\}\s*,\s*(\{\s*"ph"\s*:)')
 _ABOUT = re.compile(rb'\s*"(.)"\s*,\s*"cat"\s*:\s*"([^"\\]*)"\s*,\s*"name"\s*:\s*"((?:[^"\\]|\\.)*)"')
@@ -71,29 +73,28 @@ class EventStream:
         return head[found.end() :]
 
     def _read_wanted(self, rest: bytes, file: IO[bytes], between: bytes, start: bytes) -> Iterator[Json]:
-        """The wanted events among pieces that lack their start, as `between` cuts them."""
-        piece = b""
+        """The wanted events among the pieces into which `between` cuts the file; all but the first lack `start`."""
+        piece, begin, joined = b"", b"", 0
         rest = rest.lstrip()
-        first, _, rest = rest.partition(between)
-        yield from self._decode_all(first + b"}")
         while chunk := file.read(_CHUNK_BYTES):
             *pieces, rest = (rest + chunk).split(between)
             for one in pieces:
                 piece = piece + between + one if piece else one
-                if not self._is_wanted(piece):
+                if begin and not self._is_wanted(piece):
                     piece = b""
                     continue
                 try:
-                    events = self._decode_all(start + piece + b"}")
+                    events = self._decode_all(begin + piece + b"}")
                 except ValueError:  # a list of objects inside of an event was cut
-                    if len(piece) > _MOST_BYTES:
+                    joined += 1
+                    if joined > _MOST_JOINED:
                         raise
                     continue
-                piece = b""
+                piece, begin, joined = b"", start, 0
                 yield from events
             if len(rest) > _MOST_BYTES:
                 raise ValueError(f"an event in it has more than {_MOST_BYTES:,} bytes")
-        yield from self._read_one_by_one(start + (piece + between if piece else b"") + rest, file)
+        yield from self._read_one_by_one(begin + (piece + between if piece else b"") + rest, file)
 
     def _is_wanted(self, piece: bytes) -> bool:
         if b'"ph"' in piece:  # several events

@@ -8,7 +8,7 @@ earlier step come first, and a coalesced one stands for several calls. They give
 
 import math
 from bisect import bisect_right
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -74,11 +74,17 @@ class _Rows:
 
 def read_kineto(path: Path) -> Trace:
     """The calls of the rank whose trace this is. Raises RequestError, in one sentence, for a file that is none."""
-    stream, rows = EventStream(path, _wants), _Rows()
+    stream = EventStream(path, _wants)
     with reading(path):
-        for event in stream:
-            _take(rows, event)
-        return _trace(path, stream.header, rows)
+        return trace_of(stream, stream.header, str(path))
+
+
+def trace_of(events: Iterable[Json], header: Json, source: str) -> Trace:
+    """The calls in these events; `header` has the other entries of the file once the events are through."""
+    rows = _Rows()
+    for event in events:
+        _take(rows, event)
+    return _trace(source, header, rows)
 
 
 def _wants(category: bytes, name: bytes) -> bool:
@@ -95,7 +101,7 @@ def _wants(category: bytes, name: bytes) -> bool:
 
 def _take(rows: _Rows, event: Json) -> None:
     """Keep what matters of an event."""
-    category, name, phase = str(event.get("cat", "")), str(event.get("name", "")), event.get("ph")
+    category, name, phase = str(event.get("cat", "")), str(event.get("name", "")), event.get("ph", "X")
     if category == "fwdbwd" and phase == "s":
         start_us = float(event["ts"])
         rows.around.append(Row(start_us, start_us, FORWARD, event.get("tid"), ""))
@@ -184,7 +190,7 @@ def _own_ids(row: CallRow, cluster: Sequence[CallRow]) -> tuple[int, ...]:
     return tuple(int(one.args.get("External id", -1)) for one in inside)
 
 
-def _trace(path: Path, header: Json, rows: _Rows) -> Trace:
+def _trace(source: str, header: Json, rows: _Rows) -> Trace:
     about = header.get("distributedInfo") or {}
     groups = Groups(about.get("pg_config") or ())
     rank, world_size = _whole(about.get("rank")), _whole(about.get("world_size"))
@@ -207,9 +213,9 @@ def _trace(path: Path, header: Json, rows: _Rows) -> Trace:
         )
         for call, place in zip(calls, found, strict=True)
     )
-    _check_ranks(path, rank, world_size, traced)
+    _check_ranks(source, rank, world_size, traced)
     return Trace(
-        source=str(path),
+        source=source,
         format=TORCH,
         rank=rank,
         world_size=world_size,
@@ -391,7 +397,7 @@ def _steps(rows: _Rows, kernels: _Kernels) -> tuple[TracedStep, ...]:
     starts = [rows.device_steps.get(number, times)[0] for number, times in ordered]
     last_us = max((end for _, end in (*kernels.compute[-1:], *kernels.communication[-1:])), default=0.0)
     steps = []
-    for (number, (start, end)), first, after in zip(ordered, starts, [*starts[1:], last_us], strict=True):
+    for (number, (start, end)), first, after in zip(ordered, starts, [*starts, last_us][1:], strict=True):
         step = TracedStep(number=number, start_us=start, end_us=end)
         if rows.kernels and after > first:
             step = replace(
@@ -405,15 +411,15 @@ def _steps(rows: _Rows, kernels: _Kernels) -> tuple[TracedStep, ...]:
     return tuple(steps)
 
 
-def _check_ranks(path: Path, rank: int | None, world_size: int | None, calls: Sequence[TracedCall]) -> None:
+def _check_ranks(source: str, rank: int | None, world_size: int | None, calls: Sequence[TracedCall]) -> None:
     """Raise RequestError for a rank that its world or the group of a call does not have."""
     if rank is None:
         return
     if rank < 0 or (world_size is not None and rank >= world_size):
-        raise RequestError(f"trace {path}: is of rank {rank} in a world of {world_size} ranks; {LEGAL}")
+        raise RequestError(f"trace {source}: is of rank {rank} in a world of {world_size} ranks; {LEGAL}")
     for call in calls:
         if call.group and rank not in call.group:
             raise RequestError(
-                f"trace {path}: is of rank {rank}, and calls in group {call.group_name} of ranks "
+                f"trace {source}: is of rank {rank}, and calls in group {call.group_name} of ranks "
                 f"{ranks_text(call.group)}; {LEGAL}"
             )

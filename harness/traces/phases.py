@@ -174,7 +174,8 @@ class _Sweep:
             self._stepped = True
             self._settle("grad_sync")
         elif kind == NODE:
-            self._settle("backward", since="forward" if self.has_modules else None)
+            if not self.has_modules:
+                self._settle("")  # of the loss, or of another micro-batch
             self._since = "backward"
         if kind != CHECKPOINT or inside:
             above.append(_Open(row, kind, model))
@@ -214,6 +215,8 @@ class _Sweep:
             return named[-1]
         if self._is_quiet(row.thread, above) and self._trained:
             return "metric"
+        if self._since == "forward" and self.has_modules:
+            return "loss"
         if self._since == "stepped" and self.has_modules:
             if row.op in ("all_reduce", "reduce") and row.elements == 1:
                 return "metric"
@@ -226,20 +229,14 @@ class _Sweep:
         """Gradients are off, as the user said, in a module that is no model."""
         return self._no_grad.get(thread, 0) > 0 and any(open_.kind == MODULE for open_ in above)
 
-    def _settle(self, by: str, *, since: str | None = None) -> None:
-        """What follows settles the calls before it, or those since something; `by` "" leaves them unknown.
-
-        Without modules it does where both sides are of one phase: another micro-batch may lie between them.
-        """
+    def _settle(self, by: str) -> None:
+        """What follows settles the calls before it; without modules, where both sides are sure to be of one phase."""
         last = {"backward": "grad_sync", "stepped": "metric"}
         sure = {("backward", "grad_sync"): "grad_sync", ("operator", "forward"): "forward"}
-        settled = [one for one in self._pending if since in (None, one[1])]
-        self._pending = [one for one in self._pending if one not in settled]
-        for call, before in settled:
+        for call, since in self._pending:
             if not self.has_modules:
-                phase = sure.get((before, by), "")
-            elif before == "forward":
-                phase = "loss" if by == "backward" else ""
+                phase = sure.get((since, by), "")
             else:
-                phase = "" if before == "backward" and not self._stepped else by or last.get(before, "data")
+                phase = "" if since == "backward" and not self._stepped else by or last.get(since, "data")
             self._found[call] = self._found[call]._replace(phase=phase)
+        self._pending.clear()

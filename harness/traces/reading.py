@@ -1,14 +1,16 @@
 """Traces of any format, by their content: one function for a file, one for the files of a job."""
 
 import re
+import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from shardproof.harness.errors import RequestError
-from shardproof.harness.traces.calls import Trace
+from shardproof.harness.traces.calls import FLIGHT_RECORDER, TORCH, Trace
 from shardproof.harness.traces.event_stream import opened, reading
 from shardproof.harness.traces.kineto import read_kineto
+from shardproof.harness.traces.logged import with_log
 
 RANK = r"rank[-_.]?(\d+)"
 """Where the rank stands in the name of a file, unless the user says otherwise."""
@@ -38,9 +40,25 @@ def read_trace(path: Path) -> list[Trace]:
     return [read_kineto(path)]
 
 
+def _read_report(path: Path) -> list[Trace]:
+    """The traces in a report that nsys has yet to export. Raises RequestError where there is no nsys."""
+    from shardproof.harness.traces.nsys import read_nsys  # noqa: PLC0415  (sqlite3)
+    from shardproof.harness.traces.nsys_export import exported, nsys_path  # noqa: PLC0415
+
+    nsys = nsys_path()
+    if nsys is None:
+        rule = "is a report, which the nsys that made it must export, and nsys is not on PATH"
+        raise RequestError(f"trace {path}: {rule}; legal: nsys export --type sqlite {path.name}")
+    with tempfile.TemporaryDirectory() as folder:
+        copied = Path(folder) / path.name
+        copied.symlink_to(path.resolve())
+        return [replace(trace, source=str(path)) for trace in read_nsys(exported(nsys, copied.with_suffix("")))]
+
+
 def read_traces(names: Iterable[str], rank_regex: str = RANK) -> list[Trace]:
     """The traces in these files and folders, by rank.
 
+    A trace of the torch profiler and a dump of the Flight Recorder of one rank are one trace: the dump completes it.
     A file that does not state its rank has it in its name, where the pattern's group 1 matches. Raises RequestError for
     what is no trace, a file without a rank, and two files of one rank.
     """
@@ -50,11 +68,24 @@ def read_traces(names: Iterable[str], rank_regex: str = RANK) -> list[Trace]:
         for path in _files(Path(name)):
             for trace in read_trace(path):
                 rank = _rank(trace, path, pattern)
+                if rank in found and {trace.format, found[rank].format} == {TORCH, FLIGHT_RECORDER}:
+                    found[rank] = _joined(found[rank], trace)
+                    continue
                 if rank in found:
                     rule = f"rank {rank} is in {found[rank].source} too"
                     raise RequestError(f"trace {path}: {rule}; legal: one file a rank, all of one window")
                 found[rank] = replace(trace, rank=rank)
     return [found[rank] for rank in sorted(found)]
+
+
+def _joined(one: Trace, other: Trace) -> Trace:
+    """Two traces of one rank, by the torch profiler and the Flight Recorder, as one."""
+    from shardproof.harness.traces.flight_recorder import load_dump  # noqa: PLC0415  (pickle)
+
+    profiled, logged = (one, other) if one.format == TORCH else (other, one)
+    with reading(Path(logged.source)):
+        joined = with_log(profiled, load_dump(Path(logged.source))["entries"])
+    return replace(joined, rank=one.rank)
 
 
 def _pattern(text: str) -> re.Pattern[str]:

@@ -57,7 +57,7 @@ def lines(run: Run, headline: pd.DataFrame) -> tuple[tuple[CaseBars, ...], str]:
     shared, own = apart(headline["words"])
     frame = headline.assign(own=own, bad=-headline["verdict"].map(badness))
     wire: dict[str, dict[str, float]] = {case: {} for case in frame["case"]}
-    for line in run.summary[["case", "phase", "wire_bytes"]].to_dict("records"):
+    for line in run.summary[["case", "phase", "wire_bytes"]].dropna().to_dict("records"):
         sent = wire.setdefault(line["case"], {})
         sent[line["phase"]] = sent.get(line["phase"], 0.0) + line["wire_bytes"]
     longest = max((sum(sizes.values()) for sizes in wire.values()), default=0.0)

@@ -277,6 +277,7 @@ def _summary(path: Path, ledger: pd.DataFrame, notes: list[str]) -> pd.DataFrame
     one_rank = rest.groupby([*_KEYS, "rank"], observed=True).agg(
         calls=("op", "size"), payload_bytes=("payload_bytes", added), wire_bytes=("wire_bytes", added)
     )
+    one_rank = one_rank.astype({name: rest[name].dtype for name in ("payload_bytes", "wire_bytes")})
     worst = one_rank.groupby(list(_KEYS), observed=True).max().reset_index()
     made = worst.assign(**{name: pd.array([pd.NA] * len(worst), dtype="Int64") for name in _EXPECTED})
     return pd.concat([summary, made], ignore_index=True) if len(summary) else made
