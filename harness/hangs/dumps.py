@@ -36,7 +36,7 @@ def standings(paths: Iterable[str | Path]) -> list[RankStanding]:
     for name in paths:
         path = Path(name)
         for dump in _dumps(path):
-            with refuse_torn(f"dump {dump}", _LEGAL):
+            with refuse_torn("dump", dump, _LEGAL):
                 one = _of_part(dump) if dump.is_dir() else _of_file(dump)
             _check_rank(one)
             if one.rank in by_rank:
@@ -54,7 +54,7 @@ def _dumps(path: Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise RequestError(f"dump {path}: no such file or folder; legal: {_LEGAL}")
-    with refuse_torn(f"dump {path}", _LEGAL):
+    with refuse_torn("dump", path, _LEGAL):
         inside = path / "ranks" if (path / "ranks").is_dir() else path
         parts = [part for part in inside.iterdir() if part.name.isdecimal() and part.is_dir()]
         return parts or [file for file in sorted(path.iterdir()) if file.is_file() and _rank_of(file) is not None]

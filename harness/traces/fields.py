@@ -1,28 +1,33 @@
 """Fields of a trace, which others wrote: each is of its type, or a TypeError; pickles hold plain values."""
 
+import gzip
 import io
 import pickle
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from shardproof.harness.errors import RequestError, error_text
 
 
 @contextmanager
-def refuse_torn(what: str, legal: str) -> Iterator[None]:
-    """Read a file of others in the body. Raises RequestError for one that is torn or holds other than it must.
-
-    `what` names the file, and `legal` a legal one.
-    """
+def refuse_torn(kind: str, path: Path, legal: str) -> Iterator[None]:
+    """Read a file of others in the body, "trace" or "dump". Raises RequestError, in one sentence, where that fails."""
     try:
         yield
     except RequestError:
         raise
+    except (EOFError, gzip.BadGzipFile, zlib.error) as problem:
+        reason = f"is packed and cut or broken ({error_text(problem)})"
+        raise RequestError(f"{kind} {path}: {reason}; legal: {legal}") from problem
     except OSError as problem:
-        raise RequestError(f"{what}: cannot be read ({problem.strerror or problem}); legal: {legal}") from problem
+        reason = f"cannot be read ({problem.strerror or problem})"
+        raise RequestError(f"{kind} {path}: {reason}; legal: {legal}") from problem
     except Exception as problem:  # nested without end, torn, fields of any type
-        raise RequestError(f"{what}: is torn, or no such file ({error_text(problem)}); legal: {legal}") from problem
+        reason = f"is cut, or is no {kind} ({error_text(problem)})"
+        raise RequestError(f"{kind} {path}: {reason}; legal: {legal}") from problem
 
 
 _PLAIN = (

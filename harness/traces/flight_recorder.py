@@ -29,7 +29,7 @@ _NO_SPLITS = "what an all_to_all sends to each rank is not in a Flight Recorder 
 
 def read_flight_recorder(path: Path) -> Trace:
     """The calls in a dump. Raises RequestError for a file that is none."""
-    with refuse_torn(f"trace {path}", LEGAL):
+    with refuse_torn("trace", path, LEGAL):
         return trace_of(load_dump(path), str(path))
 
 

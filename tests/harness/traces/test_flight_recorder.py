@@ -118,7 +118,7 @@ def test_a_hostile_file_is_one_sentence(tmp_path: Path, name: str) -> None:
     with pytest.raises(RequestError) as refused:
         read(tmp_path, content)
     assert told in str(refused.value) and len(str(refused.value).splitlines()) == 1
-    assert "nccl_trace_rank_4: is torn, or no such file (" in str(refused.value)
+    assert "nccl_trace_rank_4: is cut, or is no trace (" in str(refused.value)
     assert str(refused.value).endswith("legal: a file that torch's Flight Recorder wrote, such as nccl_trace_rank_3")
 
 

@@ -18,11 +18,12 @@ from shardproof.reports.programs.unlike import unlike
 from shardproof.reports.stored.frames import load
 from tests.harness.traces.nccl_trace import call, row, step, trace
 
+PEER: dict[str, Any] = {"Dst Rank": 1}
 ROWS = [
     step(3, 1, 100),
     row("nn.Module: Net_0", "python_function", 2, 50),
     *call("all_reduce", 32, 5, kernel_us=9),
-    *call("send", 16, 30, **{"Dst Rank": 1}),
+    *call("send", 16, 30, **PEER),
     row("autograd::engine::evaluate_function: MmBackward0", "cpu_op", 60, 5, 2),
 ]
 ODD: list[Any] = [None, -7, 10**12, 10**30, "x", [[]], {}, float("nan"), "9" * 5000, "[0, 1"]
