@@ -3,7 +3,7 @@
 import itertools
 import json
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -133,3 +133,11 @@ def right_job(rank: int, world: int, batch_end: str, keep: int = 0) -> list[dict
     job.coalesced("coalesced", [2], [], member="broadcast").batch(*reversed(batch), state=batch_end)
     job.call("barrier", [[1]])
     return job.entries[keep:]
+
+
+def leaves(value: Any, *path: Any) -> Iterator[tuple[Any, ...]]:
+    """The path to every value in nested dicts and lists."""
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in items:
+        yield from leaves(part, *path, key)

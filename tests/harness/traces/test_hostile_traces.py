@@ -3,7 +3,6 @@
 import copy
 import gzip
 import json
-from collections.abc import Iterator
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from shardproof.harness.traces.reading import read_traces
 from shardproof.harness.traces.unknown import sentences
 from shardproof.reports.programs.unlike import unlike
 from shardproof.reports.stored.frames import load
+from tests.harness.hangs.dumped import leaves
 from tests.harness.traces.nccl_trace import call, row, step, trace
 
 PEER: dict[str, Any] = {"Dst Rank": 1}
@@ -54,14 +54,6 @@ def test_a_trace_cut_anywhere_or_of_changed_bits_is_one_sentence_or_rows(tmp_pat
     for content in (whole, packed):
         for at in range(0, len(content), 2):
             refused(tmp_path, content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :])
-
-
-def leaves(value: Any, *path: Any) -> Iterator[tuple[Any, ...]]:
-    """The path to every value in nested dicts and lists."""
-    yield path
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, part in items:
-        yield from leaves(part, *path, key)
 
 
 def test_a_field_of_another_type_is_one_sentence_or_no_matter(tmp_path: Path) -> None:
