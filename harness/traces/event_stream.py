@@ -19,6 +19,8 @@ from shardproof.harness.traces.fields import refuse_torn
 _CHUNK_BYTES = 2**22
 _MOST_BYTES = 2**26
 """A header or an event that is longer is none."""
+_MOST_KNOWN = 100_000
+"""Texts of categories and names that are kept."""
 _MOST_JOINED = 1000
 """Pieces in a row of which no event comes."""
 _EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
@@ -43,6 +45,7 @@ class EventStream:
         self.header: Json = {}
         self._path, self._wants = path, wants
         self._decoder = json.JSONDecoder(strict=False)
+        self._known: dict[bytes, bool] = {}
 
     def __iter__(self) -> Iterator[Json]:
         with refuse_torn("trace", self._path, LEGAL), opened(self._path) as file:
@@ -95,12 +98,17 @@ class EventStream:
         yield from self._read_one_by_one(begin + (piece + between if piece else b"") + rest, file)
 
     def _is_wanted(self, piece: bytes) -> bool:
-        if b'"ph"' in piece:  # several events
-            return True
-        if about := _ABOUT.match(piece):
-            return self._wants(about[2], about[3])
-        category = _CATEGORY.search(piece)
-        return category is None or self._wants(category[1], b"")
+        """Whether an event is wanted, by its text from phase to name, which many have in common."""
+        about = piece[: piece.find(b'"pid"')]
+        if (known := self._known.get(about)) is None:
+            if found := _ABOUT.match(about):
+                known = self._wants(found[2], found[3])
+                if len(self._known) < _MOST_KNOWN:
+                    self._known[about] = known
+            else:
+                category = _CATEGORY.search(piece)
+                known = category is None or self._wants(category[1], b"")
+        return known or b'"ph"' in piece  # several events
 
     def _decode_all(self, text: bytes) -> list[Json]:
         """The events in a text, several where some begin with another key."""
