@@ -17,7 +17,7 @@ from shardproof.harness.engines.calls.signature import NOT_KNOWN, Shapes, Signat
 from shardproof.harness.errors import RequestError
 from shardproof.harness.hangs.standing import RankStanding, standing_of
 from shardproof.harness.interpreter import without_garbage_collection
-from shardproof.harness.traces.calls import find_dtype, payload_bytes
+from shardproof.harness.traces.calls import MOST_RANKS, find_dtype, payload_bytes
 from shardproof.harness.traces.fields import listed, number, numbers, refuse_torn, text
 from shardproof.harness.traces.flight_recorder import MESSAGES, load_dump, trace_of
 
@@ -25,8 +25,6 @@ KIND = ("group", "axis", "op", "reduce_op", "dtype", "shape", "root", "peer", "p
 """Fields of a kind of call that our recorder writes."""
 RECORD = ("kind", "number", "order", "step", "microbatch")
 """Fields of one call that it writes."""
-MOST_RANKS = 2**20
-"""A larger world is no job."""
 _NUMBERS = ("root", "peer")
 _LEGAL = "the run folder of `shardproof record`, or the files that torch's Flight Recorder wrote"
 
@@ -38,7 +36,7 @@ def standings(paths: Iterable[str | Path]) -> list[RankStanding]:
     for name in paths:
         path = Path(name)
         for dump in _dumps(path):
-            with refuse_torn(f"dump {dump}", _LEGAL):
+            with refuse_torn("dump", dump, _LEGAL):
                 one = _of_part(dump) if dump.is_dir() else _of_file(dump)
             _check_rank(one)
             if one.rank in by_rank:
@@ -56,7 +54,7 @@ def _dumps(path: Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise RequestError(f"dump {path}: no such file or folder; legal: {_LEGAL}")
-    with refuse_torn(f"dump {path}", _LEGAL):
+    with refuse_torn("dump", path, _LEGAL):
         inside = path / "ranks" if (path / "ranks").is_dir() else path
         parts = [part for part in inside.iterdir() if part.name.isdecimal() and part.is_dir()]
         return parts or [file for file in sorted(path.iterdir()) if file.is_file() and _rank_of(file) is not None]

@@ -18,7 +18,7 @@ from shardproof.harness.programs.part import GROUP_COLUMNS, MODE, STEP_COLUMNS
 from shardproof.harness.recording.naming import axis_name, group_word
 from shardproof.harness.run_folder import link_latest, new_run_folder, writing
 from shardproof.harness.running.store import environment
-from shardproof.harness.traces.calls import Trace, TracedCall
+from shardproof.harness.traces.calls import FLIGHT_RECORDER, MOST_RANKS, Trace, TracedCall
 from shardproof.harness.traces.unknown import UNKNOWN, sentences
 
 DEVICE_COLUMNS = ("step", "device_us", "compute_us", "communication_us", "exposed_us")
@@ -82,9 +82,11 @@ def world_of(traces: Sequence[Trace]) -> int:
         (one, first), (two, second) = sorted(stated.items(), key=lambda pair: pair[0] or 0)[:2]
         rule = f"is of a world of {two} ranks, and {first.source} of one of {one}"
         raise RequestError(f"trace {second.source}: {rule}; legal: the traces of one job")
-    known = [trace.rank or 0 for trace in traces] + [rank for trace in traces for c in trace.calls for rank in c.group]
-    least = max(known, default=0) + 1
+    least = max(map(_last_rank, traces), default=0) + 1
     world_size = next(iter(stated), None) or least
+    if world_size > MOST_RANKS:
+        rule = f"is of a world of {world_size} ranks; legal: at most {MOST_RANKS}"
+        raise RequestError(f"trace {max(traces, key=_last_rank).source}: {rule}")
     for trace in traces:
         if (trace.rank or 0) >= world_size:
             raise RequestError(
@@ -92,6 +94,12 @@ def world_of(traces: Sequence[Trace]) -> int:
                 "legal: the traces of one job"
             )
     return world_size
+
+
+def _last_rank(trace: Trace) -> int:
+    """The largest rank that a trace names, or that its world has."""
+    groups = {call.group for call in trace.calls}
+    return max(trace.rank or 0, (trace.world_size or 1) - 1, *(rank for group in groups for rank in group))
 
 
 def ledger_rows(trace: Trace, case: str, world_size: int, origin_us: float) -> list[Row]:
@@ -149,7 +157,9 @@ def _write_part(path: Path, trace: Trace, rows: Sequence[Row], origin_us: float)
     _table(path / "steps.csv", STEP_COLUMNS, begins)
     device = ((s.number, s.device_us, s.compute_us, s.communication_us, s.exposed_us) for s in trace.steps)
     _table(path / "device.csv", DEVICE_COLUMNS, (row for row in device if row[1] is not None))
-    end = {"calls": len(rows), "doubts": [], "failed": "", "unwaited": []}
+    # A window of the profiler begins with a step, on every rank the same; a ring begins anywhere.
+    lost = trace.lost if trace.format == FLIGHT_RECORDER else ""
+    end = {"calls": len(rows), "doubts": [], "failed": "", "unwaited": [], "lost": lost}
     (path / "end.json").write_text(json.dumps(end) + "\n", encoding="utf-8")
 
 

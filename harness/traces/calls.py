@@ -10,6 +10,9 @@ from dataclasses import dataclass, field, replace
 
 from shardproof.harness.ledger import OTHER
 
+MOST_RANKS = 2**20
+"""A larger world is no job: its ranks are listed in messages and tables."""
+
 TORCH, FLIGHT_RECORDER, NSYS = "torch", "flight recorder", "nsys"
 """The formats of traces."""
 

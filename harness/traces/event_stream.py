@@ -10,13 +10,11 @@ import codecs
 import gzip
 import json
 import re
-import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
 
-from shardproof.harness.errors import RequestError, error_text
+from shardproof.harness.traces.fields import refuse_torn
 
 _CHUNK_BYTES = 2**22
 _MOST_BYTES = 2**26
@@ -32,7 +30,7 @@ _ABOUT = re.compile(rb'\s*"(.)"\s*,\s*"cat"\s*:\s*"([^"\\]*)"\s*,\s*"name"\s*:\s
 _CATEGORY = re.compile(rb'"cat"\s*:\s*"([^"\\]*)"')
 """Category of an event that has it later: those of flows have."""
 _SPACE = re.compile(r"[ \t\r\n]*")
-LEGAL = "legal: what torch.profiler's export_chrome_trace wrote, .json or .json.gz"
+LEGAL = "what torch.profiler's export_chrome_trace wrote, .json or .json.gz"
 Json = dict[str, Any]
 
 
@@ -50,7 +48,7 @@ class EventStream:
         self._known: dict[bytes, bool] = {}
 
     def __iter__(self) -> Iterator[Json]:
-        with reading(self._path), opened(self._path) as file:
+        with refuse_torn("trace", self._path, LEGAL), opened(self._path) as file:
             rest = self._read_head(file)
             while not (found := _BETWEEN.search(rest)) and len(rest) < _CHUNK_BYTES:
                 if not (chunk := file.read(_CHUNK_BYTES)):
@@ -166,18 +164,3 @@ def opened(path: Path) -> IO[bytes]:
     with path.open("rb") as file:
         packed = file.read(2) == b"\x1f\x8b"
     return cast(IO[bytes], gzip.open(path)) if packed else path.open("rb")
-
-
-@contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Read a trace inside. Raises RequestError with one sentence for a file of others that cannot be read."""
-    try:
-        yield
-    except RequestError:
-        raise
-    except (EOFError, gzip.BadGzipFile, zlib.error) as problem:
-        raise RequestError(f"trace {path}: is packed and cut or broken ({error_text(problem)}); {LEGAL}") from problem
-    except OSError as problem:
-        raise RequestError(f"trace {path}: cannot be read ({problem.strerror or problem}); {LEGAL}") from problem
-    except Exception as problem:  # nested without end, torn, fields of any type
-        raise RequestError(f"trace {path}: is cut, or is no trace ({error_text(problem)}); {LEGAL}") from problem

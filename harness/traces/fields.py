@@ -1,35 +1,75 @@
 """Fields of a trace, which others wrote: each is of its type, or a TypeError; pickles hold plain values."""
 
+import gzip
 import io
 import pickle
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from shardproof.harness.errors import RequestError, error_text
 
 
 @contextmanager
-def refuse_torn(what: str, legal: str) -> Iterator[None]:
-    """Read a file of others in the body. Raises RequestError for one that is torn or holds other than it must.
-
-    `what` names the file, and `legal` a legal one.
-    """
+def refuse_torn(kind: str, path: Path, legal: str) -> Iterator[None]:
+    """Read a file of others in the body, "trace" or "dump". Raises RequestError, in one sentence, where that fails."""
     try:
         yield
     except RequestError:
         raise
+    except (EOFError, gzip.BadGzipFile, zlib.error) as problem:
+        reason = f"is packed and cut or broken ({error_text(problem)})"
+        raise RequestError(f"{kind} {path}: {reason}; legal: {legal}") from problem
     except OSError as problem:
-        raise RequestError(f"{what}: cannot be read ({problem.strerror or problem}); legal: {legal}") from problem
+        reason = f"cannot be read ({problem.strerror or problem})"
+        raise RequestError(f"{kind} {path}: {reason}; legal: {legal}") from problem
     except Exception as problem:  # nested without end, torn, fields of any type
-        raise RequestError(f"{what}: is torn, or no such file ({error_text(problem)}); legal: {legal}") from problem
+        reason = f"is cut, or is no {kind} ({error_text(problem)})"
+        raise RequestError(f"{kind} {path}: {reason}; legal: {legal}") from problem
 
 
-class _Plain(pickle._Unpickler):  # in Python: the one in C takes any number of gigabytes for an index that a file says
-    """Unpickles dicts, lists, texts and numbers, and nothing that has a class."""
+_PLAIN = (
+    "PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT SHORT_BINUNICODE BINUNICODE "
+    "BINUNICODE8 EMPTY_LIST APPEND APPENDS EMPTY_DICT SETITEM SETITEMS EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 BINPUT "
+    "LONG_BINPUT MEMOIZE BINGET LONG_BINGET"
+)
+"""The operations that make dicts, lists, tuples, texts and numbers: pickle, and torch's own pickler, need no others."""
 
-    def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"it holds a {module}.{name}, which is no plain value")
+
+class _Dispatch(dict[int, Any]):
+    def __missing__(self, key: int) -> Any:
+        raise pickle.UnpicklingError(f"operation {bytes([key])!r} makes more than plain values")
+
+
+_InPython: Any = pickle._Unpickler
+"""The one in C takes any number of gigabytes for an index that a file says."""
+
+
+class _Plain(_InPython):
+    """Unpickles dicts with texts as keys, lists, tuples, texts and numbers, and nothing that has a class."""
+
+    dispatch = _Dispatch(
+        {code: _InPython.dispatch[code] for code in (getattr(pickle, name)[0] for name in _PLAIN.split())}
+    )
+
+    def load_setitem(self) -> None:
+        _check_keys(self.stack[-2:-1])
+        super().load_setitem()
+
+    def load_setitems(self) -> None:
+        _check_keys(self.stack[::2])
+        super().load_setitems()
+
+    dispatch[pickle.SETITEM[0]] = load_setitem
+    dispatch[pickle.SETITEMS[0]] = load_setitems
+
+
+def _check_keys(keys: Iterable[Any]) -> None:
+    # The hash of tuples that hold each other twice takes 2**depth steps, and 100 bytes can say so.
+    for key in keys:
+        text(key)
 
 
 def unpickle(content: bytes) -> dict[str, Any]:

@@ -6,6 +6,7 @@ ring. Format: torch/csrc/distributed/c10d/FlightRecorder.hpp, version 2.
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,33 +14,27 @@ from pathlib import Path
 from typing import Any
 
 from shardproof.harness.ledger import OTHER
-from shardproof.harness.traces.calls import Trace, TracedCall, find_dtype, find_op, payload_bytes
+from shardproof.harness.traces.calls import FLIGHT_RECORDER, Trace, TracedCall, find_dtype, find_op, payload_bytes
 from shardproof.harness.traces.fields import listed, number, numbers, refuse_torn, text, unpickle
 
 Entry = Mapping[str, Any]
-FORMAT = "flight recorder"
 LEGAL = "a file that torch's Flight Recorder wrote, such as nccl_trace_rank_3"
 MESSAGES = ("send", "recv")
 MOST_BYTES = 2**30
 """A larger file is no dump: a ring of 2,000 entries takes a few megabytes."""
 _WRITTEN = ("all_gather", "scatter", "recv")
 """Ops whose payload is what they write, which all ranks of the group have in the same sizes."""
-_NOTE = (
-    "a Flight Recorder dump has no reduce op, root, phase, module or step, and does not tell asynchronous calls "
-    "(the torch profiler records phases, modules and steps)"
-)
 _NO_SPLITS = "what an all_to_all sends to each rank is not in a Flight Recorder dump (the torch profiler records it)"
-_NO_TIMES = "how long calls took is not in this dump (TORCH_NCCL_ENABLE_TIMING=1 records it)"
 
 
 def read_flight_recorder(path: Path) -> Trace:
     """The calls in a dump. Raises RequestError for a file that is none."""
-    with refuse_torn(f"trace {path}", LEGAL):
+    with refuse_torn("trace", path, LEGAL):
         return trace_of(load_dump(path), str(path))
 
 
 def load_dump(path: Path) -> dict[str, Any]:
-    """The JSON object or the dict of plain values in a file. Raises TypeError, or anything for a torn file."""
+    """The JSON object or dict of plain values in a file. Raises TypeError, ValueError, or anything for a torn file."""
     with path.open("rb") as file:
         is_json = file.read(1) in (b"{", b"[")
     if path.stat().st_size > MOST_BYTES:
@@ -61,21 +56,21 @@ def trace_of(dump: Mapping[str, Any], source: str) -> Trace:
     groups = {text(group["name"]): _ranks(group["ranks"]) for group in (dump.get("pg_config") or {}).values()}
     entries = sorted(listed(dump["entries"]), key=lambda entry: number(entry.get("record_id", 0)))
     _check_all_recorded(entries)
+    rank, world_size = dump.get("rank"), max(map(len, groups.values()), default=None)
+    if rank is not None and not 0 <= number(rank) < (world_size or math.inf):
+        raise ValueError(f"it is of rank {rank} in a world of {world_size} ranks")
     calls = [_traced(those, groups.get(name, ())) for name, those in _calls(entries)]
     lost = _lost(entries)
     if lost and calls and (calls[0].members or calls[0].shapes is None):
         del calls[0]  # some of its members may be lost too
-    notes = [_NOTE]
-    notes += [_NO_SPLITS] if any(call.op == "all_to_all" for call in calls) else []
-    notes += [_NO_TIMES] if all(call.device_us is None for call in calls) else []
     return Trace(
         source=source,
-        format=FORMAT,
-        rank=number(dump["rank"]) if "rank" in dump else None,
-        world_size=max(map(len, groups.values()), default=None),
+        format=FLIGHT_RECORDER,
+        rank=rank,
+        world_size=world_size,
         calls=tuple(calls),
         groups=groups,
-        notes=tuple(notes),
+        notes=(_NO_SPLITS,) if any(call.op == "all_to_all" for call in calls) else (),
         lost=lost,
         backend=text(entries[0]["profiling_name"]).partition(":")[0] if entries else "",
     )
@@ -109,7 +104,7 @@ def _calls(entries: Sequence[Entry]) -> list[tuple[str, list[Entry]]]:
     batches: dict[object, list[list[Entry]]] = {}  # the messages of a group behind it, which may be a batch
     for entry in entries:
         name, own = text(entry["process_group"][0]), [entry]
-        group = name, entry.get("pg_id")
+        group = name, number(entry.get("pg_id", 0))
         if group in batches and _ends(entry):
             for message in batches.pop(group):
                 message.append(entry)
@@ -175,6 +170,8 @@ def _one(entry: Entry, ranks: tuple[int, ...]) -> TracedCall:
     shapes = None if _ends(entry) else tuple(map(numbers, sizes))
     name, description = map(text, listed(entry["process_group"])[:2])
     lasted_ms = entry.get("duration_ms")
+    if lasted_ms is not None and not 0 <= lasted_ms < math.inf:
+        raise ValueError(f"a call lasts {lasted_ms} ms, which must be at least 0")
     return TracedCall(
         op=op,
         name=text(entry["profiling_name"]),
@@ -209,5 +206,5 @@ def _complete(entry: Entry) -> bool | None:
 def _caller(entry: Entry) -> str:
     """The innermost line that is not torch's."""
     frames = listed(entry.get("frames") or ())
-    own = next((frame for frame in frames if "/torch/" not in str(frame.get("filename"))), None)
+    own = next((frame for frame in frames if "/torch/" not in text(frame["filename"])), None)
     return f"{text(own['filename'])}:{number(own['line'])} in {text(own['name'])}" if own else ""

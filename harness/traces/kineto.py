@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 from shardproof.harness.engines.calls.operators import OPERATORS
 from shardproof.harness.errors import RequestError, ranks_text
 from shardproof.harness.traces.calls import TORCH, Trace, TracedCall, TracedStep, find_dtype, find_op, payload_bytes
-from shardproof.harness.traces.event_stream import LEGAL, EventStream, Json, reading
+from shardproof.harness.traces.event_stream import LEGAL, EventStream, Json
+from shardproof.harness.traces.fields import refuse_torn
 from shardproof.harness.traces.intervals import Stretches, covered_us, minus, union
 from shardproof.harness.traces.kineto_groups import Groups
 from shardproof.harness.traces.phases import CALL, FORWARD, MODULE, Place, Row, kind_of, places
@@ -75,7 +76,7 @@ class _Rows:
 def read_kineto(path: Path) -> Trace:
     """The calls of the rank whose trace this is. Raises RequestError, in one sentence, for a file that is none."""
     stream = EventStream(path, _wants)
-    with reading(path):
+    with refuse_torn("trace", path, LEGAL):
         return trace_of(stream, stream.header, str(path))
 
 
@@ -416,10 +417,10 @@ def _check_ranks(source: str, rank: int | None, world_size: int | None, calls: S
     if rank is None:
         return
     if rank < 0 or (world_size is not None and rank >= world_size):
-        raise RequestError(f"trace {source}: is of rank {rank} in a world of {world_size} ranks; {LEGAL}")
+        raise RequestError(f"trace {source}: is of rank {rank} in a world of {world_size} ranks; legal: {LEGAL}")
     for call in calls:
         if call.group and rank not in call.group:
             raise RequestError(
                 f"trace {source}: is of rank {rank}, and calls in group {call.group_name} of ranks "
-                f"{ranks_text(call.group)}; {LEGAL}"
+                f"{ranks_text(call.group)}; legal: {LEGAL}"
             )

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from shardproof.harness.errors import RequestError
 from shardproof.harness.traces.calls import FLIGHT_RECORDER, TORCH, Trace
-from shardproof.harness.traces.event_stream import opened, reading
+from shardproof.harness.traces.event_stream import opened
+from shardproof.harness.traces.fields import refuse_torn
 from shardproof.harness.traces.kineto import read_kineto
 from shardproof.harness.traces.logged import with_log
 
@@ -16,14 +17,16 @@ RANK = r"rank[-_.]?(\d+)"
 """Where the rank stands in the name of a file, unless the user says otherwise."""
 _HEAD_BYTES = 2**20
 _SUFFIXES = (".json", ".json.gz", ".pickle", ".pkl", ".sqlite", ".nsys-rep")
-LEGAL = "legal: a trace of torch.profiler, a dump of NCCL's Flight Recorder, or a report of nsys"
+_DUMP = re.compile(r"[^.]*rank_?\d+")
+"""The name that the Flight Recorder gives its files, which has no suffix."""
+LEGAL = "a trace of torch.profiler, a dump of NCCL's Flight Recorder, or a report of nsys"
 
 
 def read_trace(path: Path) -> list[Trace]:
     """The traces of the ranks in a file: one, but for a report of nsys. Raises RequestError, in one sentence."""
     if path.suffix == ".nsys-rep":
         return _read_report(path)
-    with reading(path), opened(path) as file:
+    with refuse_torn("trace", path, LEGAL), opened(path) as file:
         head = file.read(_HEAD_BYTES)
     if head.startswith(b"SQLite format 3\0"):
         from shardproof.harness.traces.nsys import read_nsys  # noqa: PLC0415  (sqlite3)
@@ -34,7 +37,7 @@ def read_trace(path: Path) -> list[Trace]:
 
         return [read_flight_recorder(path)]
     if head.lstrip()[:1] not in (b"{", b"["):
-        raise RequestError(f"trace {path}: is of no known format; {LEGAL}")
+        raise RequestError(f"trace {path}: is of no known format; legal: {LEGAL}")
     return [read_kineto(path)]
 
 
@@ -81,7 +84,7 @@ def _joined(one: Trace, other: Trace) -> Trace:
     from shardproof.harness.traces.flight_recorder import load_dump  # noqa: PLC0415  (pickle)
 
     profiled, logged = (one, other) if one.format == TORCH else (other, one)
-    with reading(Path(logged.source)):
+    with refuse_torn("trace", Path(logged.source), LEGAL):
         joined = with_log(profiled, load_dump(Path(logged.source))["entries"])
     return replace(joined, rank=one.rank)
 
@@ -99,14 +102,15 @@ def _pattern(text: str) -> re.Pattern[str]:
 def _files(path: Path) -> Iterator[Path]:
     """The file, or those in a folder that are named as traces are."""
     if path.is_dir():
-        files = sorted(file for file in path.iterdir() if file.name.endswith(_SUFFIXES) and file.is_file())
+        named = (one for one in path.iterdir() if one.name.endswith(_SUFFIXES) or _DUMP.fullmatch(one.name))
+        files = sorted(file for file in named if file.is_file())
         if not files:
-            raise RequestError(f"trace {path}: the folder holds no {', '.join(_SUFFIXES)}; {LEGAL}")
+            raise RequestError(f"trace {path}: the folder holds no {', '.join(_SUFFIXES)}; legal: {LEGAL}")
         yield from files
     elif path.is_file():
         yield path
     else:
-        raise RequestError(f"trace {path}: no such file or folder; {LEGAL}")
+        raise RequestError(f"trace {path}: no such file or folder; legal: {LEGAL}")
 
 
 def _rank(trace: Trace, path: Path, pattern: re.Pattern[str]) -> int:

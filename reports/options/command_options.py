@@ -32,7 +32,7 @@ def add_others(add: Callable[..., argparse.ArgumentParser], truth: str, timeout:
         command.add_argument("run", nargs="?", default="runs/latest", metavar="RUN", help="run folder (runs/latest)")
     page.add_argument("-o", dest="output", metavar="FILE", help="where to write it (report.html in the run folder)")
     page.add_argument("--markdown", action="store_true", help="a comment for a pull request, printed without -o")
-    trace.add_argument("-o", dest="output", metavar="FILE", help="where to write it (trace.json there); .gz is packed")
+    _add_trace(trace)
     _add_faults(add("faults", help="plant bugs one at a time: which check notices which"), truth, timeout)
     _add_predict(add("predict", help="memory, calls and bytes at any size, without running it; whether it fits"))
     _add_slice(add("slice", help="what every rank holds of each tensor that DeepSpeed slices; cut a checkpoint"))
@@ -99,6 +99,11 @@ def _add_compare(compare: argparse.ArgumentParser) -> None:
     compare.add_argument("--save-baseline", metavar="NAME", help="store NEW (or BASE alone) under this name")
     compare.add_argument("--baselines", default="baselines", metavar="DIR", help="where baselines are (baselines)")
     compare.add_argument("--json", action="store_true", help="everything as one JSON object")
+
+
+def _add_trace(trace: argparse.ArgumentParser) -> None:
+    trace.add_argument("-o", dest="output", metavar="FILE", help="where to write it (trace.json there); .gz is packed")
+    trace.add_argument("--kineto", action="store_true", help="a folder with a torch profiler file a rank, for HTA")
 
 
 def _add_faults(faults: argparse.ArgumentParser, truth: str, timeout: str) -> None:

@@ -244,6 +244,10 @@ def _laws(run: Run) -> Iterator[str]:
         missing = "has a trace" if is_traced(run) else "came to its end"
         yield f"laws: not looked at, since not every rank {missing}"
         return
+    if lost := [rank for rank, end in ends_of(run.path).items() if end.get("lost")]:
+        which = f"rank{'s' if len(lost) > 1 else ''} {ranks_text(lost)}"
+        yield f"laws: not looked at, since the first calls of {which} are lost (shardproof hang compares by number)"
+        return
     events = grouped(run)
     events = events[events["ranks"] != ""]
     if is_traced(run):

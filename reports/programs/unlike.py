@@ -26,6 +26,8 @@ def unlike(run: Run, unit: str) -> Iterator[str]:
     """Steps, or the micro-batches of a step, that issue other calls than most; one sentence for all of them."""
     word = {"step": "steps", "microbatch": "micro-batches"}[unit]
     events = _without_uneven_sizes(run.ledger.astype({"axis": "str", "op": "str", "phase": "str"}))
+    events = events.assign(payload_bytes=events["payload_bytes"].fillna(0))  # a call of a size that is not compared
+    events = events[events["step"] >= 0]  # a trace has calls outside of steps
     if unit == "microbatch":
         inside = events["phase"].isin(PASSES)
         events = events[inside & (events["step"] == events["step"].max())]

@@ -1,8 +1,9 @@
 """Dumps of ranks, as our recorder and NCCL's Flight Recorder write them, and what is found in them."""
 
+import itertools
 import json
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,3 +115,29 @@ def write_entries(folder: Path, *ranks: list[dict[str, Any]]) -> Path:
         dump = {"version": "2.10", "pg_config": config, "entries": entries}
         (folder / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps(dump))
     return folder
+
+
+def right_job(rank: int, world: int, batch_end: str, keep: int = 0) -> list[dict[str, Any]]:
+    """A rank of a healthy job whose members come in another order on every rank, where that is legal."""
+    root = rank == 0
+    others = [other for other in range(world) if other != rank]
+    sizes = {frozenset(pair): [3 + sum(pair), 2] for pair in itertools.permutations(range(world), 2)}
+    batch = [(f"send {rank}->{other}", sizes[frozenset((rank, other))]) for other in others]
+    batch += [(f"recv {rank}<-{other}", sizes[frozenset((rank, other))]) for other in reversed(others)]
+    batch = batch[rank:] + batch[:rank]  # messages of different pairs, and of both ways, have no order
+    job = Recorded().coalesced("ALLGATHER_coalesced", [4, 4], [5, 5], [1]).batch(*batch, state=batch_end)
+    job.call("scatter", [[4]] * world if root else [[0]], [[4]])  # an undefined tensor has the shape 0
+    job.call("gather", [[4]], [[4]] * world if root else [[0]])
+    job.call("all_to_all", [[rank + 1, 2]], [[2 * world - rank, 2]])
+    job.call("_reduce_scatter_base", [[6]], [[2]]).call("all_gather_v", [[rank + 1]], [[1 + n] for n in range(world)])
+    job.coalesced("coalesced", [2], [], member="broadcast").batch(*reversed(batch), state=batch_end)
+    job.call("barrier", [[1]])
+    return job.entries[keep:]
+
+
+def leaves(value: Any, *path: Any) -> Iterator[tuple[Any, ...]]:
+    """The path to every value in nested dicts and lists."""
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in items:
+        yield from leaves(part, *path, key)

@@ -1,6 +1,5 @@
 """Calls, members of coalesced calls and messages in dumps of NCCL's Flight Recorder."""
 
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import pytest
 
 from shardproof.harness.errors import RequestError
-from tests.harness.hangs.dumped import Recorded, entry, found_in, write_entries, write_flight
+from tests.harness.hangs.dumped import Recorded, entry, found_in, right_job, write_entries, write_flight
 
 
 @pytest.mark.parametrize("as_json", [False, True])
@@ -66,24 +65,6 @@ def test_messages_are_not_counted_where_the_first_ones_are_gone(tmp_path: Path) 
     received = [message(15, "recv 1<-0", [5]), message(16, "recv 1<-0", [6])]
     found, text = found_in(write_entries(tmp_path / "cut", sent, received))
     assert found == [] and "no rank diverges" in text
-
-
-def right_job(rank: int, world: int, batch_end: str, keep: int = 0) -> list[dict[str, Any]]:
-    """A rank of a healthy job whose members come in another order on every rank, where that is legal."""
-    root = rank == 0
-    others = [other for other in range(world) if other != rank]
-    sizes = {frozenset(pair): [3 + sum(pair), 2] for pair in itertools.permutations(range(world), 2)}
-    batch = [(f"send {rank}->{other}", sizes[frozenset((rank, other))]) for other in others]
-    batch += [(f"recv {rank}<-{other}", sizes[frozenset((rank, other))]) for other in reversed(others)]
-    batch = batch[rank:] + batch[:rank]  # messages of different pairs, and of both ways, have no order
-    job = Recorded().coalesced("ALLGATHER_coalesced", [4, 4], [5, 5], [1]).batch(*batch, state=batch_end)
-    job.call("scatter", [[4]] * world if root else [[0]], [[4]])  # an undefined tensor has the shape 0
-    job.call("gather", [[4]], [[4]] * world if root else [[0]])
-    job.call("all_to_all", [[rank + 1, 2]], [[2 * world - rank, 2]])
-    job.call("_reduce_scatter_base", [[6]], [[2]]).call("all_gather_v", [[rank + 1]], [[1 + n] for n in range(world)])
-    job.coalesced("coalesced", [2], [], member="broadcast").batch(*reversed(batch), state=batch_end)
-    job.call("barrier", [[1]])
-    return job.entries[keep:]
 
 
 @pytest.mark.parametrize("batch_end", ["completed", "scheduled"])
