@@ -40,7 +40,7 @@ _OPTIONS: Mapping[str, Mapping[str, str]] = {
     },
     NSYS: {"ranks of the group": "torch's profiler records them", "dtype": "torch's profiler records it"},
 }
-_BESIDE = "on gloo a dump of the Flight Recorder beside the trace has it (shardproof record --profile torch writes both)"
+_BESIDE = "on gloo a dump of the Flight Recorder beside it does (shardproof record --profile torch writes both)"
 _ON_GLOO: Mapping[str, str] = {
     **_OPTIONS[TORCH],
     **dict.fromkeys(("payload", "dtype", "size of the group", "ranks of the group"), _BESIDE),
