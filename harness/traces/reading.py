@@ -10,8 +10,6 @@ from shardproof.harness.errors import RequestError
 from shardproof.harness.traces.calls import FLIGHT_RECORDER, TORCH, Trace
 from shardproof.harness.traces.event_stream import opened
 from shardproof.harness.traces.fields import refuse_torn
-from shardproof.harness.traces.kineto import read_kineto
-from shardproof.harness.traces.logged import with_log
 
 RANK = r"rank[-_.]?(\d+)"
 """Where the rank stands in the name of a file, unless the user says otherwise."""
@@ -38,6 +36,8 @@ def read_trace(path: Path) -> list[Trace]:
         return [read_flight_recorder(path)]
     if head.lstrip()[:1] not in (b"{", b"["):
         raise RequestError(f"trace {path}: is of no known format; legal: {LEGAL}")
+    from shardproof.harness.traces.kineto import read_kineto  # noqa: PLC0415  (torch)
+
     return [read_kineto(path)]
 
 
@@ -79,9 +79,17 @@ def read_traces(names: Iterable[str], rank_regex: str = RANK) -> list[Trace]:
     return [found[rank] for rank in sorted(found)]
 
 
+def check_names(names: Iterable[str], rank_regex: str = RANK) -> None:
+    """Raise RequestError for what is no file or folder of traces, or no pattern, before anything is read."""
+    _pattern(rank_regex)
+    for name in names:
+        list(_files(Path(name)))
+
+
 def _joined(one: Trace, other: Trace) -> Trace:
     """Two traces of one rank, by the torch profiler and the Flight Recorder, as one."""
     from shardproof.harness.traces.flight_recorder import load_dump  # noqa: PLC0415  (pickle)
+    from shardproof.harness.traces.logged import with_log  # noqa: PLC0415  (torch)
 
     profiled, logged = (one, other) if one.format == TORCH else (other, one)
     with refuse_torn("trace", Path(logged.source), LEGAL):
