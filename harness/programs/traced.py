@@ -152,7 +152,7 @@ def _write_part(path: Path, trace: Trace, rows: Sequence[Row], origin_us: float)
     about = {"rank": trace.rank, "host": "", "pid": None, "clock": trace.clock or f"rank {trace.rank}"}
     (path / "rank.json").write_text(json.dumps(about) + "\n", encoding="utf-8")
     columns = (*COLUMNS, "needs_gradient", "sent_rows")
-    sent = ["+".join(map(str, call.sizes_sent or ())) for call in trace.calls]
+    sent = [_sent_rows(call) for call in trace.calls]
     _table(path / "ledger.csv", columns, ((*row.values(), "", text) for row, text in zip(rows, sent, strict=True)))
     groups = {(str(row["axis"]), call.group) for row, call in zip(rows, trace.calls, strict=True) if call.group}
     _table(path / "groups.csv", GROUP_COLUMNS, ((axis, " ".join(map(str, ranks))) for axis, ranks in sorted(groups)))
@@ -164,6 +164,13 @@ def _write_part(path: Path, trace: Trace, rows: Sequence[Row], origin_us: float)
     lost = trace.lost if trace.format == FLIGHT_RECORDER else ""
     end = {"calls": len(rows), "doubts": [], "failed": "", "unwaited": [], "lost": lost}
     (path / "end.json").write_text(json.dumps(end) + "\n", encoding="utf-8")
+
+
+def _sent_rows(call: TracedCall) -> str:
+    """The rows that an all-to-all sends to each rank; UNKNOWN where they may be uneven."""
+    if call.op != "all_to_all":
+        return ""
+    return UNKNOWN if call.sizes_sent is None else "+".join(map(str, call.sizes_sent))
 
 
 def _table(path: Path, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

@@ -14,7 +14,8 @@ from shardproof.harness.traces.fields import refuse_torn
 RANK = r"rank[-_.]?(\d+)"
 """Where the rank stands in the name of a file, unless the user says otherwise."""
 _HEAD_BYTES = 2**20
-_SUFFIXES = (".json", ".json.gz", ".pickle", ".pkl", ".sqlite", ".nsys-rep")
+SUFFIXES = (".json", ".json.gz", ".pickle", ".pkl", ".sqlite", ".nsys-rep")
+"""Ends of the names of traces, by which they are found in a folder."""
 _DUMP = re.compile(r"[^.]*rank_?\d+")
 """The name that the Flight Recorder gives its files, which has no suffix."""
 LEGAL = "a trace of torch.profiler, a dump of NCCL's Flight Recorder, or a report of nsys"
@@ -110,10 +111,10 @@ def _pattern(text: str) -> re.Pattern[str]:
 def _files(path: Path) -> Iterator[Path]:
     """The file, or those in a folder that are named as traces are."""
     if path.is_dir():
-        named = (one for one in path.iterdir() if one.name.endswith(_SUFFIXES) or _DUMP.fullmatch(one.name))
+        named = (one for one in path.iterdir() if one.name.endswith(SUFFIXES) or _DUMP.fullmatch(one.name))
         files = sorted(file for file in named if file.is_file())
         if not files:
-            raise RequestError(f"trace {path}: the folder holds no {', '.join(_SUFFIXES)}; legal: {LEGAL}")
+            raise RequestError(f"trace {path}: the folder holds no {', '.join(SUFFIXES)}; legal: {LEGAL}")
         yield from files
     elif path.is_file():
         yield path

@@ -13,7 +13,7 @@ from shardproof.harness.resolve import resolve
 from shardproof.harness.running.request import seconds
 from shardproof.harness.subject import cases_of, named, truth_of, vocabulary
 from shardproof.harness.traces.reading import RANK, check_names
-from shardproof.reports.comparing.compared_sides import check_name, limits, side_folder
+from shardproof.reports.comparing.compared_sides import check_name, is_trace, limits, side_folder
 from shardproof.reports.options.command_options import SLICED
 from shardproof.reports.stored.files import run_folder
 
@@ -38,7 +38,8 @@ def _check_compare(arguments: argparse.Namespace) -> None:
         run_folder(arguments.base, matrix=False)
     else:
         for name in (arguments.base, arguments.new):
-            side_folder(name, arguments.baselines)
+            if not is_trace(name):
+                side_folder(name, arguments.baselines)
 
 
 def _check_faults(arguments: argparse.Namespace) -> None:

@@ -20,7 +20,7 @@ from shardproof.reports.pages import page
 from shardproof.reports.programs import figures
 from shardproof.reports.stored.frames import load
 from tests.harness.command_line import CommandLine
-from tests.harness.traces.nccl_trace import call, row, step, trace, two_steps, write_job, written
+from tests.harness.traces.nccl_trace import Json, call, row, step, trace, two_steps, write_job, written
 
 
 @pytest.fixture
@@ -88,7 +88,22 @@ def test_traces_are_compared_whatever_their_steps_and_ranks(run: CommandLine, tm
     assert "the ranks are 0 and 1, so events are compared without the rank" in out
     status, out, _ = run("compare", "base/latest", "grown/latest", *gate)
     assert status == 1
+    assert run("compare", "base.json", "same/latest", *gate)[0] == 0
+    assert run("compare", "base.json", "grown.json", *gate)[0] == 1
     assert "all_reduce (?) of float32 ?, 4,096 bytes" in out and "breach: calls:0" in out
+
+
+def test_steps_that_differ_are_told_and_sizes_of_uneven_all_to_alls_differ_by_themselves(run: CommandLine) -> None:
+    def found(*sizes: int, split: str) -> str:
+        rows = [step(number, number * 100, 100) for number in range(len(sizes))]
+        for number, size in enumerate(sizes):
+            more: Json = {"In split size": split}
+            rows += call("all_to_all", size, number * 100 + 20, **more)
+        written(Path("x.json"), trace(rows))
+        return run("read", "x.json")[1]
+
+    assert "steps 2, other than 0..1: 1 more, first" in found(64, 64, 128, split="[]")
+    assert "other than" not in found(64, 64, 128, split="[1, 2, ...]")
 
 
 SPOILT: dict[str, tuple[Callable[[bytes], bytes], str]] = {
