@@ -8,7 +8,7 @@ The files here are the words that every room uses; they import no room. A room i
     diagnosing               why a check failed
     checking                 the checks, kind by kind, and what they look at
     witnesses, predicting    profilers that see the same events; memory and bytes at any size
-    hangs                    after a hang: which ranks parted, at which call
+    hangs                    after a hang: which ranks diverge, at which call
     recording                the collectives of a run, observed from outside, as a ledger
     subject                  what a subject provides: its program and its optional attributes
     engines                  how ranks run

@@ -1,1 +1,1 @@
-"""After a hang: what every rank did last, by our recorder or NCCL's Flight Recorder, and where they parted."""
+"""After a hang: what every rank did last, by our recorder or NCCL's Flight Recorder, and where they diverge."""

@@ -6,31 +6,27 @@ A field that is missing, of another type, or out of range is refused in one sent
 import csv
 import functools
 import itertools
-import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from shardproof.harness.engines.calls.matching import Channel, GroupCall
 from shardproof.harness.engines.calls.signature import NOT_KNOWN, Shapes, Signature
-from shardproof.harness.errors import RequestError, error_text
-from shardproof.harness.hangs.fields import listed, number, numbers, pickled, text
-from shardproof.harness.hangs.flight_entries import calls_of
-from shardproof.harness.hangs.standing import RankStanding, message_bytes
+from shardproof.harness.errors import RequestError
+from shardproof.harness.hangs.standing import RankStanding, standing_of
 from shardproof.harness.interpreter import without_garbage_collection
+from shardproof.harness.traces.calls import MOST_RANKS, find_dtype, payload_bytes
+from shardproof.harness.traces.fields import listed, number, numbers, refuse_torn, text
+from shardproof.harness.traces.flight_recorder import MESSAGES, load_dump, trace_of
 
 KIND = ("group", "axis", "op", "reduce_op", "dtype", "shape", "root", "peer", "phase", "region", "caller")
 """Fields of a kind of call that our recorder writes."""
 RECORD = ("kind", "number", "order", "step", "microbatch")
 """Fields of one call that it writes."""
-MOST_BYTES, MOST_RANKS = 2**30, 2**20
-"""A larger file is no dump, and a larger world no job."""
 _NUMBERS = ("root", "peer")
-_LEGAL = "legal: the run folder of `shardproof record`, or the files that NCCL's Flight Recorder wrote"
-_MESSAGES = ("send", "recv")
+_LEGAL = "the run folder of `shardproof record`, or the files that torch's Flight Recorder wrote"
 
 
 @without_garbage_collection()  # calls by the million, which all stay
@@ -40,14 +36,15 @@ def standings(paths: Iterable[str | Path]) -> list[RankStanding]:
     for name in paths:
         path = Path(name)
         for dump in _dumps(path):
-            with _reading(dump):
+            with refuse_torn("dump", dump, _LEGAL):
                 one = _of_part(dump) if dump.is_dir() else _of_file(dump)
             _check_rank(one)
             if one.rank in by_rank:
-                raise RequestError(f"dump {one.source}: rank {one.rank} is in {by_rank[one.rank].source} too; {_LEGAL}")
+                other = by_rank[one.rank].source
+                raise RequestError(f"dump {one.source}: rank {one.rank} is in {other} too; legal: {_LEGAL}")
             by_rank[one.rank] = one
     if not by_rank:
-        raise RequestError(f"dumps: hold no rank; {_LEGAL}")
+        raise RequestError(f"dumps: hold no rank; legal: {_LEGAL}")
     return [by_rank[rank] for rank in sorted(by_rank)]
 
 
@@ -56,24 +53,11 @@ def _dumps(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     if not path.is_dir():
-        raise RequestError(f"dump {path}: no such file or folder; {_LEGAL}")
-    with _reading(path):
+        raise RequestError(f"dump {path}: no such file or folder; legal: {_LEGAL}")
+    with refuse_torn("dump", path, _LEGAL):
         inside = path / "ranks" if (path / "ranks").is_dir() else path
         parts = [part for part in inside.iterdir() if part.name.isdecimal() and part.is_dir()]
         return parts or [file for file in sorted(path.iterdir()) if file.is_file() and _rank_of(file) is not None]
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Read a dump inside. Raises RequestError for one that is torn or holds other than a dump does."""
-    try:
-        yield
-    except RequestError:
-        raise
-    except OSError as problem:
-        raise RequestError(f"dump {path}: cannot be read ({problem.strerror or problem}); {_LEGAL}") from problem
-    except Exception as problem:  # files of others: nested without end, torn, fields of any type
-        raise RequestError(f"dump {path}: is torn, or no dump ({error_text(problem)}); {_LEGAL}") from problem
 
 
 def _check_rank(one: RankStanding) -> None:
@@ -90,9 +74,9 @@ def _of_part(folder: Path) -> RankStanding:
     """A rank of our recorder: what it wrote in silence or at its end; without that, what its ledger ends with."""
     last = folder / "last.json"
     if last.is_file():
-        return _of_last(_json(last), str(last))
+        return _of_last(load_dump(last), str(last))
     end = folder / "end.json"
-    failed = end.is_file() and bool(_json(end).get("failed"))
+    failed = end.is_file() and bool(load_dump(end).get("failed"))
     ended = "its recorder failed before" if failed else f"it was killed or crashed{_last_row(folder)}"
     return RankStanding(rank=int(folder.name), world_size=0, source=str(folder), ended=ended, lost=not failed)
 
@@ -113,7 +97,7 @@ def _of_last(words: Mapping[str, Any], source: str) -> RankStanding:
     inside = set(numbers(words["inside"]))
     signatures = [_signature(*(kind[name] for name in ("op", "reduce_op", "dtype", "shape", "root"))) for kind in kinds]
     channels = [(kind["group"], ranks[kind["group"]], _direction(kind)) for kind in kinds]
-    sizes = [message_bytes(one.dtype, one.shapes) if one.op in _MESSAGES else None for one in signatures]
+    sizes = [payload_bytes(find_dtype(one.dtype), one.shapes) if one.op in MESSAGES else None for one in signatures]
     calls: dict[Channel, dict[int, GroupCall]] = {}
     known = [tuple(sys.intern(kind[name]) for name in ("phase", "region", "axis", "caller")) for kind in kinds]
     own = [calls.setdefault(channel, {}) for channel in channels]
@@ -154,44 +138,20 @@ def _signature(op: str, reduce_op: str, dtype: str, shape: str, root: int) -> Si
 
 
 def _direction(kind: Mapping[str, Any]) -> str:
-    return f"{kind['op']} {kind['peer']}" if kind["op"] in _MESSAGES else ""
+    return f"{kind['op']} {kind['peer']}" if kind["op"] in MESSAGES else ""
 
 
 def _of_file(path: Path) -> RankStanding:
-    with path.open("rb") as file:
-        is_json = file.read(1) in (b"{", b"[")
-    words = _json(path) if is_json else pickled(_content(path))
+    words = load_dump(path)
     if words.get("shardproof") == "last calls":
         return _of_last(words, str(path))
-    if "entries" not in words:
-        raise RequestError(f"dump {path}: has no `entries`, so it is no Flight Recorder's; {_LEGAL}")
-    rank = number(words["rank"]) if "rank" in words else _rank_of(path)
+    trace = trace_of(words, str(path))
+    rank = trace.rank if trace.rank is not None else _rank_of(path)
     if rank is None:
         raise RequestError(f"dump {path}: its name must end in the rank; legal: nccl_trace_rank_3")
-    ranks, calls, whole = calls_of(words)
-    return RankStanding(
-        rank=rank,
-        world_size=max(map(len, ranks), default=0),
-        source=str(path),
-        calls=calls,
-        last={channel: max(by) for channel, by in calls.items()},
-        counted=whole,
-    )
+    return standing_of(trace, rank)
 
 
 def _rank_of(path: Path) -> int | None:
     found = re.search(r"(\d+)(\.json|\.pickle|\.pkl)?$", path.name)
     return int(found[1]) if found else None
-
-
-def _content(path: Path) -> bytes:
-    if path.stat().st_size > MOST_BYTES:
-        raise RequestError(f"dump {path}: has {path.stat().st_size:,} bytes; legal: at most {MOST_BYTES:,}")
-    return path.read_bytes()
-
-
-def _json(path: Path) -> dict[str, Any]:
-    found = json.loads(_content(path).decode())
-    if not isinstance(found, dict):
-        raise RequestError(f"dump {path}: must hold one JSON object; {_LEGAL}")
-    return found

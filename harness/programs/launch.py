@@ -15,8 +15,8 @@ from typing import NoReturn
 from shardproof.harness.dense_model import read_case
 from shardproof.harness.errors import RequestError
 from shardproof.harness.programs.session import VARIABLE, Options, ProgramSession, silence_of, steps_of, tools_of
+from shardproof.harness.traces.nsys_export import nsys_path
 from shardproof.harness.witnesses.nsys import command as under_nsys
-from shardproof.harness.witnesses.nsys import nsys_path
 
 _HOOK = Path(__file__).parent / "hook"
 _BLIND = {"-I": "ignores PYTHONPATH", "-E": "ignores PYTHONPATH", "-S": "imports no sitecustomize"}

@@ -13,10 +13,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from types import MappingProxyType
+from typing import Any
 
 from shardproof.harness.ledger import Event
 from shardproof.harness.protocols import Axes, TermLike
 from shardproof.harness.terms import ClosedForm, EventKey, Term, closed_forms, key_of, visible
+from shardproof.harness.traces.calls import TracedCall
 
 UNKNOWN = -1
 """Bytes that a witness does not know."""
@@ -36,6 +38,17 @@ class Sighting:
     step: int = -1
     start_us: float = 0.0
     duration_us: float = 0.0
+
+
+def sighting_of(call: TracedCall, rank: int, index: int, **known: Any) -> Sighting:
+    """A call of a trace as a witness saw it; `known` has fields that others tell better."""
+    facts: dict[str, Any] = {
+        "groups": (tuple(sorted(call.group)),) if call.group else (),
+        "payload_bytes": UNKNOWN if call.payload_bytes is None else call.payload_bytes,
+        "start_us": call.start_us or 0.0,
+        "duration_us": call.host_us or 0.0,
+    }
+    return Sighting(rank=rank, index=index, op=call.op, phase=call.phase, **facts | known)
 
 
 def of_ledger(events: Iterable[Event], *, steps: range | None = None) -> list[Sighting]:

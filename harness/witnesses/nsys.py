@@ -1,28 +1,16 @@
-"""Runs a command under Nsight Systems and turns its report into a sqlite database. All waits are bounded.
+"""Runs a command under Nsight Systems, which leaves a report.
 
-Old releases write `.qdstrm` and leave the import to `QdstrmImporter`, which Debian does not put where nsys looks; new
-ones write `.nsys-rep` at once. On a CPU everything is captured and the marks of the ranks say what belongs to the run.
+On a CPU everything is captured and the marks of the ranks say what belongs to the run.
 On a GPU the capture range is the stretch between cudaProfilerStart and Stop. Children must be spawned, never forked.
 """
 
-import os
 import shlex
-import shutil
-import signal
-import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shardproof.harness.errors import MachineError
+from shardproof.harness.traces.nsys_export import exported, failed, nsys_path, run_logged
 
 REPORT = "nsys"
-EXPORT_LIMIT_S = 120.0
-
-
-def nsys_path() -> Path | None:
-    """Where nsys is, None when it is not installed."""
-    found = shutil.which("nsys")
-    return Path(found) if found else None
 
 
 def command(nsys: str, report: Path, program: Sequence[str], *, device: str = "cpu") -> list[str]:
@@ -46,81 +34,7 @@ def database_of(
     """Run the program under nsys and export what was seen. Raises MachineError with one sentence when that fails."""
     nsys = nsys_path()
     if nsys is None:
-        raise _failed("nsys is not on PATH (Debian: nsight-systems in non-free; NVIDIA: nsight-systems-cli)")
+        raise failed("nsys is not on PATH (Debian: nsight-systems in non-free; NVIDIA: nsight-systems-cli)")
     report = folder / REPORT
-    _run(command(str(nsys), report, program, device=device), folder, timeout_s, environment)
+    run_logged(command(str(nsys), report, program, device=device), folder, timeout_s, environment)
     return exported(nsys, report)
-
-
-def exported(nsys: Path, report: Path) -> Path:
-    """The database of a report, named without its suffix, that nsys has finished or left raw. Raises MachineError."""
-    folder = report.parent
-    finished = report.with_suffix(".nsys-rep")
-    raw = report.with_suffix(".qdstrm")
-    if not finished.exists() and raw.exists():
-        importer = next(_importers(nsys), None)
-        if importer is None:
-            raise _failed(f"{nsys} wrote {raw.name}, and QdstrmImporter, which reads it, was not found beside it")
-        _run([str(importer), "-i", str(raw), "-o", str(finished)], folder, EXPORT_LIMIT_S)
-        raw.unlink()
-    if not finished.exists():
-        raise _failed(f"{nsys} wrote no report")
-    database = report.with_suffix(".sqlite")
-    options = ["--type=sqlite", "--force-overwrite=true", f"--output={database}", str(finished)]
-    _run([str(nsys), "export", *options], folder, EXPORT_LIMIT_S)
-    if not database.exists():
-        raise _failed(f"{nsys} exported no database from {finished.name}")
-    return database
-
-
-def _importers(nsys: Path) -> Iterator[Path]:
-    """QdstrmImporter on PATH or beside any of the places that the link `nsys` leads through."""
-    if found := shutil.which("QdstrmImporter"):
-        yield Path(found)
-    place = nsys
-    for _link in range(8):
-        yield from place.parent.parent.glob("*/QdstrmImporter")
-        yield from place.parent.parent.glob("lib/nsight-systems/*/QdstrmImporter")
-        if not place.is_symlink():
-            return
-        place = place.parent / os.readlink(place)
-
-
-def run_to_end(words: Sequence[str], log: Path, limit_s: float, environment: Mapping[str, str] | None = None) -> int:
-    """The exit status of a program whose output goes to a log. When it takes too long, all that it started is killed.
-
-    Raises subprocess.TimeoutExpired then, OSError when it cannot be started.
-    """
-    with log.open("ab") as output:
-        running = subprocess.Popen(
-            words,
-            stdout=output,
-            stderr=output,
-            stdin=subprocess.DEVNULL,
-            env=None if environment is None else dict(environment),
-            start_new_session=True,  # so that nobody outlives it
-        )
-    try:
-        return running.wait(limit_s)
-    finally:
-        if running.poll() is None:
-            os.killpg(running.pid, signal.SIGKILL)
-            running.wait()
-
-
-def _run(words: Sequence[str], folder: Path, limit_s: float, environment: Mapping[str, str] | None = None) -> None:
-    log, name = folder / "nsys.log", Path(words[0]).name
-    try:
-        status = run_to_end(words, log, limit_s, environment)
-    except subprocess.TimeoutExpired as problem:
-        raise _failed(f"{name} did not end within {limit_s:.0f} s; {log} has its words") from problem
-    except OSError as problem:
-        raise _failed(f"{words[0]} cannot be run ({problem.strerror or problem})") from problem
-    if status != 0:
-        lines = log.read_text(errors="replace").strip().splitlines()
-        last = f": {lines[-1].strip()}" if lines else ""
-        raise _failed(f"{name} ended with status {status}{last}")
-
-
-def _failed(why: str) -> MachineError:
-    return MachineError(f"witness nsys is missing: {why}")

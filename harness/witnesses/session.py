@@ -14,13 +14,14 @@ from functools import partial
 from pathlib import Path
 
 from shardproof.harness.engines.processes.rank_program import RankResult
-from shardproof.harness.errors import MachineError, error_text
+from shardproof.harness.errors import MachineError, RequestError, error_text
 from shardproof.harness.protocols import CaseLike, case_text
-from shardproof.harness.witnesses.agreement import Sighting
+from shardproof.harness.traces.nsys import read_own_ranges
+from shardproof.harness.traces.nsys_export import run_to_end
+from shardproof.harness.witnesses.agreement import Sighting, sighting_of
 from shardproof.harness.witnesses.chosen import steps_text
-from shardproof.harness.witnesses.database import read_database
 from shardproof.harness.witnesses.measured import SessionRequest, WatchedRank
-from shardproof.harness.witnesses.nsys import database_of, run_to_end
+from shardproof.harness.witnesses.nsys import database_of
 from shardproof.harness.witnesses.torch_trace import read_traces
 
 LIMIT_S = 60.0
@@ -68,6 +69,22 @@ def hold(job: SessionRequest, folder: Path) -> dict[str, Session]:
         text: _session(job, folder / str(index), case, None if in_database is None else in_database.get(text, ()))
         for index, case in enumerate(job.cases)
         for text in [case_text(case)]
+    }
+
+
+def read_database(path: Path) -> dict[str, list[Sighting]]:
+    """The sightings of every case by its text. Raises MachineError for a database that does not reconcile."""
+    try:
+        cases = read_own_ranges(path)
+    except RequestError as problem:
+        raise MachineError(f"witness nsys: {problem}") from problem
+    return {
+        case: [
+            sighting_of(call, trace.rank or 0, index, region=call.module or "")
+            for trace in traces
+            for index, call in enumerate(trace.calls)
+        ]
+        for case, traces in cases.items()
     }
 
 

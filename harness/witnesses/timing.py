@@ -16,8 +16,9 @@ from math import comb
 from pathlib import Path
 from typing import Any
 
+from shardproof.harness.traces.logged import backend_word
 from shardproof.harness.witnesses.agreement import Sighting
-from shardproof.harness.witnesses.torch_trace import TRACE_SUFFIX, backend_word
+from shardproof.harness.witnesses.torch_trace import TRACE_SUFFIX
 
 Span = tuple[float, float]
 _ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}

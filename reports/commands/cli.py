@@ -1,5 +1,5 @@
-"""The command line: `shardproof run | record | hang | show | compare | page | trace | predict | slice | checkpoint |
-faults | expect | names | new-subject | bench | doctor` and `help`.
+"""The command line: `shardproof run | record | read | hang | show | compare | page | trace | predict | slice |
+checkpoint | faults | expect | names | new-subject | bench | doctor` and `help`.
 
 Exit status: 0 all pass; 1 a check failed or could not be decided; 2 a wrong request, or nothing ran; 3 the machine
 failed. Further ones: 130 interrupted, 141 the reader of the output has closed it.
@@ -100,6 +100,8 @@ def _command(word: str) -> Callable[[argparse.Namespace], int]:  # noqa: PLR0912
             from shardproof.reports.programs.command import main
         case "hang":
             from shardproof.reports.programs.command import hang_main as main
+        case "read":
+            from shardproof.reports.commands.read import main
         case "show":
             from shardproof.reports.commands.show import main
         case "compare":

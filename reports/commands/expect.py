@@ -24,8 +24,8 @@ from shardproof.reports.stored.frames import Run, load
 _SHORT = ("op", "axis")
 """The fields of a short term."""
 _SIZED = tuple(name for name in FIELDS if name != "payload_bytes")
-Amounts = tuple[tuple[int, int], ...]
-"""Calls and bytes by rank."""
+Amounts = tuple[tuple[int, int | None], ...]
+"""Calls and bytes by rank; None where a trace does not know the bytes."""
 
 
 class Line(NamedTuple):
@@ -83,9 +83,11 @@ def lines(run: Run, case: str, *, short: bool = False) -> list[Line]:
     ranks, axes = _ranks(run, case, events), dict[str, Any]()
     with suppress(RequestError):  # of somebody else's cases no mesh is known
         axes |= read_case(case).axes
-    names = _SHORT if short else _SIZED
+    unknown = _unknown(run)
+    names = [name for name in (_SHORT if short else _SIZED) if name not in unknown]
+    short = short or "payload_bytes" in unknown
     lines_of_terms = []
-    for values, alike in events.groupby(list(names), sort=False, observed=True, dropna=False):
+    for values, alike in events.groupby(names, sort=False, observed=True, dropna=False):
         fields: dict[str, Any] = dict(zip(names, (_plain(value) for value in values), strict=True))
         sizes = [] if short else list(alike.groupby("payload_bytes", sort=False))
         if not short and all(len(set(_amounts(equal, ranks))) == 1 for _, equal in sizes):
@@ -97,6 +99,11 @@ def lines(run: Run, case: str, *, short: bool = False) -> list[Line]:
             summed = [_summed(fields, _amounts(alike, ranks), ranks)]
             lines_of_terms += (not short and _by_place(fields, sizes, ranks, axes)) or summed
     return lines_of_terms
+
+
+def _unknown(run: Run) -> set[str]:
+    """Columns that the traces of a run do not know for every call; their modules are no paths in a model."""
+    return {"region", *run.env.get("unknown", {}).get("columns", ())} if "source" in run.env else set()
 
 
 def _by_place(
@@ -124,8 +131,8 @@ def _by_place(
 
 
 def _ranks(run: Run, case: str, events: pd.DataFrame) -> list[int]:
-    """The ranks that were run: a dry run has some of them, and those that issue nothing have no events."""
-    if run.env.get("request", {}).get("engine") == "dry":
+    """The ranks that were run: a dry run and traces have some, and those that issue nothing have no events."""
+    if run.env.get("request", {}).get("engine") == "dry" or "source" in run.env:
         return sorted(set(events["rank"]))
     return list(range(int(run.cases.loc[run.cases["case"] == case, "world_size"].iloc[0])))
 
@@ -136,21 +143,30 @@ def _plain(value: object) -> Any:
 
 
 def _amounts(events: pd.DataFrame, ranks: Iterable[int]) -> Amounts:
-    calls = events.groupby("rank")["payload_bytes"].agg(["size", "sum"])
-    by_rank = {int(str(rank)): (int(row["size"]), int(row["sum"])) for rank, row in calls.to_dict("index").items()}
+    calls = events.groupby("rank")["payload_bytes"].agg(["size", _total])
+    by_rank = {
+        int(str(rank)): (int(size), None if total is pd.NA else int(total)) for rank, size, total in calls.itertuples()
+    }
     return tuple(by_rank.get(rank, (0, 0)) for rank in ranks)
+
+
+def _total(sizes: pd.Series) -> Any:
+    return sizes.sum(skipna=False)
 
 
 def _summed(fields: dict[str, Any], amounts: Amounts, ranks: Sequence[int]) -> Line:
     """A term of all these calls, with the numbers that all ranks have in common."""
-    calls, sizes = ({amount[place] for amount in amounts} for place in range(2))
+    calls, sizes = {amount[0] for amount in amounts}, {amount[1] for amount in amounts}
     term = Term(
         **fields, calls=calls.pop() if len(calls) == 1 else None, total_bytes=sizes.pop() if len(sizes) == 1 else None
     )
-    alike: dict[tuple[int, int], list[int]] = {}
+    alike: dict[tuple[int, int | None], list[int]] = {}
     for rank, amount in zip(ranks, amounts, strict=True):
         alike.setdefault(amount, []).append(rank)
-    amounts_of_ranks = [f"rank {ranks_text(who)}: {calls} calls, {size} B" for (calls, size), who in alike.items()]
+    amounts_of_ranks = [
+        f"rank {ranks_text(who)}: {calls} calls, {'unknown bytes' if size is None else f'{size} B'}"
+        for (calls, size), who in alike.items()
+    ]
     return Line(term, "; ".join(amounts_of_ranks) if len(alike) > 1 else "")
 
 

@@ -1,5 +1,7 @@
 """`shardproof trace`: a run as Chrome/Perfetto JSON (ui.perfetto.dev, chrome://tracing), one process a rank.
 
+`--kineto` writes a file a rank, as the torch profiler does (reports.commands.kineto_files).
+
 Tracks of a process are "program", where cases, steps, micro-batches and phases enclose each other, and one for each
 stream of calls. Calls that are waited for at once share "calls <axis>", asynchronous ones have "async <axis>".
 Overlapping calls of a stream get a second lane, for slices of a track must not cross. A rank of a pipeline on real
@@ -20,6 +22,7 @@ from typing import Any, TextIO, cast
 import pandas as pd
 
 from shardproof.harness.errors import RequestError
+from shardproof.reports.commands.kineto_files import write_kineto
 from shardproof.reports.printing.text import show_message, show_note
 from shardproof.reports.stored.frames import Run, load
 
@@ -35,15 +38,20 @@ Slice = dict[str, Any]
 def main(arguments: argparse.Namespace) -> int:
     """Write the trace of a run and print where it is. Raises RequestError when it cannot be written."""
     run = load(arguments.run)
-    target = Path(arguments.output) if arguments.output else run.path / "trace.json"
+    usual, readers = ("traces", "HTA and TraceLens") if arguments.kineto else ("trace.json", "ui.perfetto.dev")
+    target = Path(arguments.output) if arguments.output else run.path / usual
+    notes = list(run.notes)
     try:
-        write(run, target)
+        if arguments.kineto:
+            notes += write_kineto(run, target)
+        else:
+            write(run, target)
     except OSError as problem:
         reason = problem.strerror or str(problem)
-        raise RequestError(f"-o {target}: cannot be written ({reason}); legal: -o trace.json") from problem
-    for note in run.notes:
+        raise RequestError(f"-o {target}: cannot be written ({reason}); legal: -o {usual}") from problem
+    for note in notes:
         show_note(note, sys.stderr)
-    show_message(f"{target}  (opens in ui.perfetto.dev)", sys.stdout)
+    show_message(f"{target}  (opens in {readers})", sys.stdout)
     return 0
 
 
@@ -54,7 +62,7 @@ def write(run: Run, path: Path) -> Path:
         file.write(json.dumps({"run": run.path.resolve().name, "notes": list(run.notes), "env": run.env}))
         file.write(', "traceEvents": [')
         for number, event in enumerate(trace_events(run)):
-            file.write(("," if number else "") + "\n" + json.dumps(event))
+            file.write(("," if number else "") + "\n" + json.dumps(event, default=lambda _unknown: None))
         file.write("\n]}\n")
     return path
 
@@ -161,7 +169,7 @@ def _calls(events: pd.DataFrame, pid: int, tracks: dict[str, int]) -> Iterator[S
 
 def _counters(events: pd.DataFrame, pid: int) -> Iterator[Slice]:
     for axis, calls in events.sort_values("start_us", kind="stable").groupby("axis", sort=True):
-        sent = calls["wire_bytes"].cumsum()
+        sent = calls["wire_bytes"].fillna(0).cumsum()
         name = f"bytes sent over {axis}"
         for start_us, total in zip(calls["start_us"], sent, strict=True):
             yield {"ph": "C", "pid": pid, "name": name, "ts": round(float(start_us), 3), "args": {"bytes": int(total)}}

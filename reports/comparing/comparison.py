@@ -18,6 +18,7 @@ from typing import Any
 import pandas as pd
 
 from shardproof.harness.errors import RequestError
+from shardproof.reports.comparing.alike import alike
 from shardproof.reports.comparing.compared_sides import EXACT, Limit, breaches
 from shardproof.reports.comparing.intervals import phase_times
 from shardproof.reports.comparing.snapshot import CALLED, WHAT, Snapshot, members, span
@@ -88,7 +89,7 @@ def _row(place: EventSite, change: _EventChange) -> tuple[object, ...]:
     what = change.base or change.new or ()
     calls = _most(change.cells)
     kind = "new" if change.base is None else "gone" if change.new is None else "changed"
-    sizes = (int(str(side[WHAT.index("payload_bytes")])) if side else 0 for side in (change.base, change.new))
+    sizes = (max(0, int(str(side[WHAT.index("payload_bytes")]))) if side else 0 for side in (change.base, change.new))
     amounts = calls * (change.base is not None), calls * (change.new is not None)
     spans = (span({cell[axis] for cell in change.cells}) for axis in range(3))
     labels = what[WHAT.index("axis")], _in_words(place[4], change)
@@ -108,7 +109,8 @@ def _in_words(op: str, change: _EventChange) -> str:
     if change.base is None or change.new is None:
         event = dict(zip(WHAT, change.base or change.new or (), strict=True))
         reduced = f" ({event['reduce_op']})" if event["reduce_op"] else ""
-        return f"{op}{reduced} of {event['dtype']} {event['shape'] or 'scalar'}, {event['payload_bytes']:,} bytes"
+        size = f"{event['payload_bytes']:,} bytes" if event["payload_bytes"] != -1 else "of unknown bytes"
+        return f"{op}{reduced} of {event['dtype']} {event['shape'] or 'scalar'}, {size}"
     before, after = (dict(zip(WHAT, side, strict=True)) for side in (change.base, change.new))
     return ", ".join(
         f"{name} {_value(before[name])} -> {_value(after[name])}" for name in _TELLING if before[name] != after[name]
@@ -126,7 +128,7 @@ def totals(events: pd.DataFrame) -> pd.DataFrame:
     )
     cells = steps * micros * events["calls"]  # of no events too: then `map` alone would leave text
     frame = events[["case", "mode", "phase"]].assign(
-        calls=cells, payload_bytes=cells * events["payload_bytes"], rank=events["ranks"].map(members)
+        calls=cells, payload_bytes=cells * events["payload_bytes"].clip(lower=0), rank=events["ranks"].map(members)
     )
     each = frame.explode("rank").astype({"rank": "int64"})
     sums = each.groupby(["case", "mode", "phase", "rank"], observed=True, sort=False)[["calls", "payload_bytes"]].sum()
@@ -173,6 +175,7 @@ def compare(base: Snapshot, new: Snapshot, asked: Sequence[Limit] = EXACT) -> Co
     modes = dict(zip(base.cases["case"], base.cases["mode"], strict=True))
     one = {name: _of(getattr(base, name), dict.fromkeys(pairs), modes) for name in ("events", "times", "memory")}
     two = {name: _of(getattr(new, name), renamed, modes) for name in ("events", "times", "memory")}
+    one["events"], two["events"], left_out = alike(base.env, one["events"], new.env, two["events"])
     by_rank = _sizes(totals(one["events"]), totals(two["events"]))
     events = in_order(differences(one["events"], two["events"]))
     events = events.sort_values(["mode", "case", "phase", "region"], kind="stable", ignore_index=True)
@@ -182,19 +185,35 @@ def compare(base: Snapshot, new: Snapshot, asked: Sequence[Limit] = EXACT) -> Co
     return Comparison(
         base=base.name,
         new=new.name,
-        traffic=_traffic(by_rank),
+        traffic=_without_unknown(_traffic(by_rank), one["events"], two["events"]),
         events=events,
         times=times,
         memory=memory,
         asked=tuple(asked),
-        notes=tuple(_notes(base, new, pairs)),
+        notes=(*_notes(base, new, pairs), *left_out),
         breaches=(
             *(f"{side.name} was cut off, so that nothing is proved: {side.cut[0]}" for side in (base, new) if side.cut),
             *(f"case {case}: is in {base.name} and not in {new.name}" for case in lost),
+            *_unjudged(asked, one["events"], two["events"]),
             *breaches(asked, events, _busiest(by_rank, ["case"]), memory, times),
         ),
         lines=tuple(_lines(base, new, events)),
     )
+
+
+def _unjudged(asked: Sequence[Limit], *sides: pd.DataFrame) -> Iterator[str]:
+    """A limit of bytes where traces do not know them all."""
+    unknown = [int((events["payload_bytes"] < 0).sum()) for events in sides]
+    if any(unknown) and any(limit.what == "bytes" for limit in asked):
+        yield "bytes: are not judged, since the traces do not know those of every call"
+
+
+def _without_unknown(traffic: pd.DataFrame, *sides: pd.DataFrame) -> pd.DataFrame:
+    """The traffic with NA for the bytes of a phase in which a trace does not know those of every call."""
+    for name, events in zip(("payload_bytes", "new_payload_bytes"), sides, strict=True):
+        phases = set(events.loc[events["payload_bytes"] < 0, "phase"].astype("str"))
+        traffic[name] = traffic[name].astype("Int64").mask(traffic["phase"].astype("str").isin(phases))
+    return traffic
 
 
 def _lines(base: Snapshot, new: Snapshot, events: pd.DataFrame) -> Iterator[str]:

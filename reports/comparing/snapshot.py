@@ -10,6 +10,7 @@ of a recorded program callers.csv. events.csv is sorted and without times: equal
 """
 
 import json
+import tempfile
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from typing import Any
 import pandas as pd
 
 from shardproof.harness.errors import RequestError
-from shardproof.reports.comparing.compared_sides import FOLDER, MARK, check_name, side_folder
+from shardproof.reports.comparing.compared_sides import FOLDER, MARK, check_name, is_trace, side_folder
 from shardproof.reports.stored.files import RunFolderError, csv_table, json_object, recorded, shown
 from shardproof.reports.stored.frames import Run, load
 
@@ -70,18 +71,28 @@ class Snapshot:
 def snapshot(run: Run, name: str = "") -> Snapshot:
     """The snapshot of a run."""
     # Equal texts are told apart by number: a million rows are then grouped in seconds.
-    plain = run.ledger.astype(dict.fromkeys(("mode", "phase", "op", "axis"), "str")).astype(_PACKED)
+    traced = "source" in run.env
+    ledger = _from_its_first_step(run.ledger) if traced else run.ledger
+    plain = ledger.astype(dict.fromkeys(("mode", "phase", "op", "axis"), "str")).astype(_PACKED)
     return Snapshot(
         name=name or str(run.path),
         cases=run.cases[["case", "mode", "world_size"]].astype({"case": "str", "mode": "str"}),
         events=counted(plain),
-        times=timed(plain),
+        times=timed(plain[:0] if traced else plain),  # a trace starts calls on the host and times them on the device
         memory=run.memory.astype(MEMORY_TYPES),
         env=run.env,
         notes=run.notes,
         cut=run.cut,
         callers=called_from(run.ledger) if recorded(run.path) else {},
     )
+
+
+def _from_its_first_step(ledger: pd.DataFrame) -> pd.DataFrame:
+    """The ledger of traces with steps counted from 0, whenever the profiler was on, and -1 for unknown bytes."""
+    steps = ledger["step"]
+    first = steps[steps >= 0].min() if (steps >= 0).any() else 0
+    payload = ledger["payload_bytes"].fillna(-1).astype("int64")
+    return ledger.assign(step=(steps - first).where(steps >= 0, -1), payload_bytes=payload)
 
 
 def called_from(ledger: pd.DataFrame) -> dict[tuple[str, ...], tuple[str, ...]]:
@@ -165,12 +176,23 @@ _TABLES: Mapping[str, Mapping[str, str]] = {
 
 
 def side(name: str, folder: str = FOLDER) -> Snapshot:
-    """Snapshot of one side: a run folder, the folder of a baseline, or a baseline's name.
+    """Snapshot of one side: a run folder, the folder of a baseline, a baseline's name, or the file of a trace.
 
-    Raises RunFolderError when there is none.
+    Raises RunFolderError when there is none, RequestError for a file that is no trace.
     """
+    if is_trace(name):
+        return _of_trace(name)
     path = side_folder(name, folder)
     return _read(path, name) if (path / MARK).is_file() else snapshot(load(path), name)
+
+
+def _of_trace(name: str) -> Snapshot:
+    from shardproof.harness.programs.traced import write_folder  # noqa: PLC0415  (torch, for traces alone)
+    from shardproof.harness.traces.reading import read_traces  # noqa: PLC0415
+
+    with tempfile.TemporaryDirectory() as folder:
+        made = write_folder(read_traces([name]), Path(folder), Path(name).name, ["read", name], {})
+        return snapshot(load(made), name)
 
 
 def save(kept: Snapshot, name: str, folder: str = FOLDER) -> Path:

@@ -19,8 +19,9 @@ def add_others(add: Callable[..., argparse.ArgumentParser], truth: str, timeout:
     record.epilog = "example: shardproof record --steps 10:20 -- torchrun --nproc-per-node 4 train.py --lr 0.1"
     add_options(record)
     record.add_argument("program", nargs=argparse.REMAINDER, metavar="COMMAND ...", help="the command, after --")
-    hang = add("hang", help="after a hang: which ranks parted from the others, at which call, module and line")
-    hang.description = "Compare what every rank did last. Exit status 1 when ranks parted, 0 when none did."
+    _add_read(add("read", help="traces of a job as a run folder: torch profiler, Flight Recorder, nsys"))
+    hang = add("hang", help="after a hang: which ranks diverge from the others, at which call, module and line")
+    hang.description = "Compare what every rank did last. Exit status 1 when ranks diverge, 0 when none does."
     hang.epilog = "example: shardproof hang runs/latest   or   shardproof hang /tmp/nccl_trace_rank_*"
     hang.add_argument("dumps", nargs="+", metavar="DUMP", help="a run folder of `record`, or Flight Recorder files")
     show = add("show", help="the tables of a run again")
@@ -31,7 +32,7 @@ def add_others(add: Callable[..., argparse.ArgumentParser], truth: str, timeout:
         command.add_argument("run", nargs="?", default="runs/latest", metavar="RUN", help="run folder (runs/latest)")
     page.add_argument("-o", dest="output", metavar="FILE", help="where to write it (report.html in the run folder)")
     page.add_argument("--markdown", action="store_true", help="a comment for a pull request, printed without -o")
-    trace.add_argument("-o", dest="output", metavar="FILE", help="where to write it (trace.json there); .gz is packed")
+    _add_trace(trace)
     _add_faults(add("faults", help="plant bugs one at a time: which check notices which"), truth, timeout)
     _add_predict(add("predict", help="memory, calls and bytes at any size, without running it; whether it fits"))
     _add_slice(add("slice", help="what every rank holds of each tensor that DeepSpeed slices; cut a checkpoint"))
@@ -68,6 +69,21 @@ def add_others(add: Callable[..., argparse.ArgumentParser], truth: str, timeout:
     about.add_argument("--markdown", action="store_true", help="as a page of markdown, such as docs/case.md")
 
 
+def _add_read(read: argparse.ArgumentParser) -> None:
+    read.description = (
+        "Read what the profiler of a job wrote, one file a rank, into a run folder, and show it. With a case: hold "
+        "every call against its closed form; exit status 1 when they differ."
+    )
+    read.epilog = 'example: shardproof read traces/ --steps 10:12 --case "mode=tp tp=8"'
+    read.add_argument("files", nargs="+", metavar="FILE", help="traces (.json, .json.gz, .pickle, .sqlite), or folders")
+    meant = read.add_mutually_exclusive_group()
+    meant.add_argument("--case", metavar="CASE", help="the layout that was meant, in key=value words (help case)")
+    meant.add_argument("--subject", nargs=2, metavar=("M:O", "CASE"), help="the same in words of a subject")
+    read.add_argument("--steps", metavar="FIRST:END", help="these steps of the profiler; END is not included (all)")
+    read.add_argument("--rank-regex", metavar="REGEX", help="where the rank stands in a file's name (rank[-_.]?(\\d+))")
+    read.add_argument("--out", default="runs", metavar="DIR", help="where run folders go (runs)")
+
+
 def _add_compare(compare: argparse.ArgumentParser) -> None:
     compare.description = "What is new, gone, changed or slower in NEW. Exit status 1 when a limit is broken."
     compare.epilog = "example: shardproof compare main runs/latest --fail bytes:0 --fail calls:0 --fail time:10%"
@@ -83,6 +99,11 @@ def _add_compare(compare: argparse.ArgumentParser) -> None:
     compare.add_argument("--save-baseline", metavar="NAME", help="store NEW (or BASE alone) under this name")
     compare.add_argument("--baselines", default="baselines", metavar="DIR", help="where baselines are (baselines)")
     compare.add_argument("--json", action="store_true", help="everything as one JSON object")
+
+
+def _add_trace(trace: argparse.ArgumentParser) -> None:
+    trace.add_argument("-o", dest="output", metavar="FILE", help="where to write it (trace.json there); .gz is packed")
+    trace.add_argument("--kineto", action="store_true", help="a folder with a torch profiler file a rank, for HTA")
 
 
 def _add_faults(faults: argparse.ArgumentParser, truth: str, timeout: str) -> None:

@@ -22,8 +22,9 @@ from shardproof.reports.printing.text_tables import count, mebibytes, small
 from shardproof.reports.stored.frames import Run
 from shardproof.reports.stored.summary import apart, badness
 
-_COLOURS = "#8d99ae #3b82c4 #8e6bbf #e08a2e #d1495b #5b5f97 #2a9d6f #a1785a #2fa7b5 #6d6875"
-PHASE_COLOURS = dict(zip(PHASES, _COLOURS.split(), strict=True))
+_COLOURS = "#8d99ae #3b82c4 #8e6bbf #e08a2e #d1495b #5b5f97 #2a9d6f #a1785a #2fa7b5 #6d6875 #b8b8b8"
+PHASE_COLOURS = dict(zip((*PHASES, "?"), _COLOURS.split(), strict=True))
+"""The last one is that of calls in traces of which the phase is not known."""
 _SAVED, _WITHIN, _BEYOND = "#7a8450", "#2a9d6f", "#c8372d"
 _DECADES = 6
 """Powers of ten below the limit at which the bar of a margin begins."""
@@ -56,7 +57,7 @@ def lines(run: Run, headline: pd.DataFrame) -> tuple[tuple[CaseBars, ...], str]:
     shared, own = apart(headline["words"])
     frame = headline.assign(own=own, bad=-headline["verdict"].map(badness))
     wire: dict[str, dict[str, float]] = {case: {} for case in frame["case"]}
-    for line in run.summary[["case", "phase", "wire_bytes"]].to_dict("records"):
+    for line in run.summary[["case", "phase", "wire_bytes"]].dropna().to_dict("records"):
         sent = wire.setdefault(line["case"], {})
         sent[line["phase"]] = sent.get(line["phase"], 0.0) + line["wire_bytes"]
     longest = max((sum(sizes.values()) for sizes in wire.values()), default=0.0)
@@ -205,7 +206,7 @@ def last_micro_batch(ledger: pd.DataFrame) -> pd.DataFrame:
 def timeline(calls: pd.DataFrame, title: str) -> str:
     """An `<svg>` of these calls (columns of the ledger); "" when there is none."""
     ranks = sorted(calls["rank"].unique())[:_MOST_RANKS]
-    calls = calls[calls["rank"].isin(ranks)].head(_MOST_CALLS)
+    calls = calls[calls["rank"].isin(ranks)].head(_MOST_CALLS).fillna({"duration_us": 0.0})
     if calls.empty:
         return ""
     start_us = float(calls["start_us"].min())
@@ -219,7 +220,7 @@ def timeline(calls: pd.DataFrame, title: str) -> str:
         for rank, y in rows.items()
     ]
     drawn = [phase for phase in PHASE_COLOURS if (calls["phase"] == phase).any()]
-    for (phase, op, size, region), alike in calls.groupby(_CALL, observed=True, sort=False):
+    for (phase, op, size, region), alike in calls.groupby(_CALL, observed=True, sort=False, dropna=False):
         path = "".join(
             f"M{_LEFT + (start - start_us) * scale:.1f} {rows[rank] + (9 if later else 2):.0f}h"
             f"{(wide := max(spent * scale, 0.6)):.1f}v{8 if later else 14}h-{wide:.1f}z"  # thinner is not seen
@@ -227,7 +228,8 @@ def timeline(calls: pd.DataFrame, title: str) -> str:
                 alike["rank"], alike["start_us"], alike["duration_us"], alike["is_async"], strict=True
             )
         )
-        title_of_call = escape(f"{phase}: {op}, {size:,} bytes, {region or OUTSIDE}")
+        amount = "unknown" if size is pd.NA else f"{size:,}"
+        title_of_call = escape(f"{phase}: {op}, {amount} bytes, {region or OUTSIDE}")
         parts.append(f'<path d="{path}" fill="{PHASE_COLOURS[str(phase)]}"><title>{title_of_call}</title></path>')
     bottom = _TOP + _ROW * len(ranks)
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):

@@ -1,6 +1,6 @@
 """`shardproof record -- COMMAND`: a whole command, recorded in every process that initialises torch.distributed.
 
-`shardproof hang DUMPS...`: which ranks parted from the others, at which call, in which module and line.
+`shardproof hang DUMPS...`: which ranks diverge from the others, at which call, in which module and line.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def _name(command: list[str]) -> str:
 
 
 def hang_main(arguments: argparse.Namespace) -> int:
-    """Print what was found; exit status 1 when ranks parted. Raises RequestError for what is no dump."""
+    """Print what was found; exit status 1 when ranks diverge. Raises RequestError for what is no dump."""
     ranks = standings(arguments.dumps)
     found = find_divergences(ranks)
     for line in lines(ranks, found):

@@ -15,7 +15,7 @@ from shardproof.harness.errors import ranks_text
 from shardproof.harness.ledger import Event
 from shardproof.reports.comparing.snapshot import span
 from shardproof.reports.programs.unlike import median, unlike
-from shardproof.reports.stored.files import GROUP_TYPES, STEP_TYPES, about_ranks, ends_of, joined
+from shardproof.reports.stored.files import DEVICE_TYPES, GROUP_TYPES, STEP_TYPES, about_ranks, ends_of, joined
 from shardproof.reports.stored.frames import Run
 
 _MOST_LAWFUL = 100_000
@@ -31,20 +31,42 @@ def traffic(run: Run) -> pd.DataFrame:
     """phase, op, axis, group_size, calls, payload_bytes, wire_bytes (of the rank that has most), per_step (its calls in
     the median recorded step), in_calls_us (mean over ranks).
     """
-    events = run.ledger
-    one = events.groupby([*_KEYS, "rank"], observed=True)
+    events = run.ledger.assign(sized=run.ledger["wire_bytes"].notna())  # calls of unknown bytes have a row of their own
+    one = events.groupby([*_KEYS, "sized", "rank"], observed=True)
     sums = one.agg(
         calls=("op", "size"),
-        payload_bytes=("payload_bytes", "sum"),
-        wire_bytes=("wire_bytes", "sum"),
-        in_calls_us=("duration_us", "sum"),
+        payload_bytes=("payload_bytes", total),
+        wire_bytes=("wire_bytes", total),
+        in_calls_us=("duration_us", _known_total),
     )
-    kinds = sums.groupby(_KEYS, observed=True)
-    frame = kinds[["calls", "payload_bytes", "wire_bytes"]].max().join(kinds["in_calls_us"].mean())
-    each = events.groupby([*_KEYS, "rank", "step"], observed=True).size().groupby([*_KEYS, "step"], observed=True).max()
+    keys = [*_KEYS, "sized"]
+    kinds = sums.groupby(keys, observed=True)
+    frame = kinds[["calls", "payload_bytes", "wire_bytes"]].agg(most).join(kinds["in_calls_us"].mean())
+    each = events.groupby([*keys, "rank", "step"], observed=True).size().groupby([*keys, "step"], observed=True).max()
     number = max(1, events["step"].nunique())
-    frame["per_step"] = each.groupby(_KEYS, observed=True).agg(lambda calls: median(calls, number))
-    return frame.sort_index().reset_index()
+    frame["per_step"] = each.groupby(keys, observed=True).agg(lambda calls: median(calls, number))
+    return with_known_sizes(frame.sort_index().reset_index())
+
+
+def total(values: pd.Series) -> Any:
+    """The sum; NA where one of them is unknown."""
+    return values.sum(skipna=False)
+
+
+def most(values: pd.Series) -> Any:
+    """The largest; NA where one of them is unknown."""
+    return values.max(skipna=False)
+
+
+def _known_total(values: pd.Series) -> Any:
+    """The sum of those that are known; NA where none is."""
+    return values.sum(min_count=1)
+
+
+def with_known_sizes(frame: pd.DataFrame) -> pd.DataFrame:
+    """The frame with NA for the size of a group that traces do not know."""
+    sizes = frame["group_size"].astype("Int64")
+    return frame.assign(group_size=sizes.mask(sizes < 0))
 
 
 def by_module(run: Run) -> pd.DataFrame:
@@ -56,10 +78,11 @@ def by_module(run: Run) -> pd.DataFrame:
     ways = ways.where(~events["op"].isin(_MESSAGES), events["op"].astype("str"))
     frame = events.assign(way=ways, folded=events["region"].str.replace(_LAYER, "*", regex=True))
     one = frame.groupby(["folded", "rank"], observed=True)
-    sums = one[["payload_bytes", "wire_bytes"]].sum()
+    sums = one[["payload_bytes", "wire_bytes"]].agg(total)
     for way in ("forward", "backward", *_MESSAGES, "other"):
-        sums[way] = frame[frame["way"] == way].groupby(["folded", "rank"], observed=True).size()
-    sums = sums.fillna(0).astype("int64").groupby("folded", observed=True).max().reset_index()
+        calls = frame[frame["way"] == way].groupby(["folded", "rank"], observed=True).size()
+        sums[way] = calls.reindex(sums.index, fill_value=0)
+    sums = sums.groupby("folded", observed=True).agg(most).reset_index()
     sums["layers"] = sums["folded"].map(frame.groupby("folded", observed=True)["region"].nunique())
     return sums.sort_values("wire_bytes", ascending=False, kind="stable", ignore_index=True)
 
@@ -73,7 +96,7 @@ def exchanges(run: Run) -> pd.DataFrame:
     """
     events = grouped(run)
     sent = events.get("sent_rows", pd.Series("", index=events.index)).astype("str")
-    events = events.assign(sent=sent)[(sent != "") & (events["ranks"] != "")]
+    events = events.assign(sent=sent)[~sent.isin(["", "?"]) & (events["ranks"] != "")]
     if not len(events):
         return pd.DataFrame()
     events["number"] = events.groupby(["axis", "ranks", "rank"], observed=True).cumcount()
@@ -125,16 +148,16 @@ def by_rank(run: Run) -> pd.DataFrame:
 
     rank, calls, send and recv (those among them), async_calls (whose duration is not known), wire_bytes, exposed_us
     (inside calls that are waited for at once). late_us and latest are the median lateness behind the first rank of the
-    group, and the share of calls in which it came last. Both are NaN where clocks differ. host_bytes and device_bytes
-    are peaks of the process.
+    group, and the share of calls in which it came last. Both are NaN where clocks differ, but for traces: see
+    `_lateness`. host_bytes and device_bytes are peaks of the process.
     """
     events = run.ledger
     one = events.groupby("rank", observed=True)
     frame = one.agg(
         calls=("op", "size"),
         async_calls=("is_async", "sum"),
-        wire_bytes=("wire_bytes", "sum"),
-        exposed_us=("duration_us", "sum"),
+        wire_bytes=("wire_bytes", total),
+        exposed_us=("duration_us", _known_total),
     )
     for op in _MESSAGES:
         frame[op] = (events["op"] == op).groupby(events["rank"], observed=True).sum()
@@ -148,19 +171,54 @@ def by_rank(run: Run) -> pd.DataFrame:
 
 
 def _lateness(run: Run) -> pd.DataFrame:
-    """rank, late_us, last: of every collective that all ranks of its group issued, where all have one clock."""
+    """rank, late_us, last: of every collective that all ranks of its group issued, where all have one clock.
+
+    A kernel waits for the last rank, and all end together: in traces, a rank is late by as much as its kernel is
+    shorter than the longest one, on any clocks.
+    """
     clocks = {str(about.get("clock")) for about in about_ranks(run.path).values()}
-    events = grouped(run)
-    events = events[~events["op"].isin(_MESSAGES) & (events["group_size"] > 1)]
-    if len(clocks) != 1 or not len(events):
+    events, traced = grouped(run), is_traced(run)
+    events = events[~events["op"].isin(_MESSAGES) & (events["group_size"] > 1) & (events["ranks"] != "")]
+    if traced:
+        events = events[events["duration_us"].notna()]
+    if (len(clocks) != 1 and not traced) or not len(events):
         return pd.DataFrame({"rank": [], "late_us": [], "last": []})
     keys = ["axis", "ranks", "step"]
-    events = events.assign(number=events.groupby([*keys, "rank"], observed=True).cumcount())
+    events = events.assign(
+        number=events.groupby([*keys, "rank"], observed=True).cumcount(),
+        begin=-events["duration_us"] if traced else events["start_us"],
+    )
     calls = events.groupby([*keys, "number"], observed=True)
     whole = calls["rank"].transform("size") == events["group_size"]
-    late = events["start_us"] - calls["start_us"].transform("min")
-    last = events["start_us"] == calls["start_us"].transform("max")
+    late = events["begin"] - calls["begin"].transform("min")
+    last = events["begin"] == calls["begin"].transform("max")
     return pd.DataFrame({"rank": events["rank"], "late_us": late, "last": last.astype("float64")})[whole]
+
+
+def is_traced(run: Run) -> bool:
+    """Whether the run was read from traces."""
+    return "source" in run.env
+
+
+def on_device(run: Run) -> pd.DataFrame:
+    """rank, steps, device_us, compute_us, communication_us, exposed_us (it communicated and computed nothing), share
+    (of the step that is exposed): medians over the steps of a trace with kernels.
+    """
+    frame = joined(run.path, "device.csv", DEVICE_TYPES, [])
+    frame = frame.assign(steps=1, share=frame["exposed_us"] / frame["device_us"])
+    times = ("device_us", "compute_us", "communication_us", "exposed_us", "share")
+    return frame.groupby("rank").agg({"steps": "sum"} | dict.fromkeys(times, "median")).reset_index()
+
+
+def largest(run: Run, number: int = 3) -> pd.DataFrame:
+    """The places with the largest payloads: op, axis, payload_bytes, calls (of the rank that has most), phase, region,
+    caller.
+    """
+    events = run.ledger[run.ledger["payload_bytes"].notna()]
+    places = ["op", "axis", "payload_bytes", "phase", "region", "caller"]
+    calls = events.groupby([*places, "rank"], observed=True).size().groupby(places, observed=True).max()
+    frame = calls.rename("calls").reset_index()
+    return frame.sort_values(["payload_bytes", "calls"], ascending=False, kind="stable").head(number)
 
 
 def grouped(run: Run) -> pd.DataFrame:
@@ -183,10 +241,20 @@ def findings(run: Run) -> list[str]:
 def _laws(run: Run) -> Iterator[str]:
     sizes = [int(size) for size in run.cases["world_size"].dropna()]
     if set(ends_of(run.path)) != set(range(max(sizes, default=0))):
-        yield "laws: not looked at, since not every rank came to its end"
+        missing = "has a trace" if is_traced(run) else "came to its end"
+        yield f"laws: not looked at, since not every rank {missing}"
+        return
+    if lost := [rank for rank, end in ends_of(run.path).items() if end.get("lost")]:
+        which = f"rank{'s' if len(lost) > 1 else ''} {ranks_text(lost)}"
+        yield f"laws: not looked at, since the first calls of {which} are lost (shardproof hang compares by number)"
         return
     events = grouped(run)
     events = events[events["ranks"] != ""]
+    if is_traced(run):
+        events = events[events["step"].isin(_common_steps(run))]
+    if events.empty:
+        yield "laws: not looked at, since no rank's calls in a step that all have are of a known group"
+        return
     counts = events.groupby("step").size().cumsum()
     within = [int(step) for step in counts.index[(counts <= _MOST_LAWFUL) | (counts.index == counts.index.min())]]
     whole = tuple(_events(events[events["step"].isin(within)]))
@@ -198,6 +266,12 @@ def _laws(run: Run) -> Iterator[str]:
         yield f"broken law: {one.message}"
     if len(broken) > 5:
         yield f"broken laws: {len(broken) - 5} more ({which})"
+
+
+def _common_steps(run: Run) -> set[int]:
+    """The steps that the traces of all ranks have: the profiler may be on at other times on each."""
+    own = [set(numbers) for _, numbers in steps(run).groupby("rank")["step"]]
+    return set.intersection(*own) if own else set()
 
 
 def _unwaited(run: Run) -> Iterator[str]:

@@ -2,7 +2,17 @@
 
 import pandas as pd
 
-from shardproof.reports.printing.text_tables import Columns, Table, count, mark, mebibytes, milliseconds, table, three
+from shardproof.reports.printing.text_tables import (
+    Columns,
+    Table,
+    count,
+    mark,
+    mebibytes,
+    milliseconds,
+    percent,
+    table,
+    three,
+)
 from shardproof.reports.programs import figures, speed
 from shardproof.reports.programs.speed import beside
 from shardproof.reports.stored.files import about_ranks
@@ -10,13 +20,16 @@ from shardproof.reports.stored.frames import Run
 
 NO_CASE = "no case describes this program, so nothing is compared with a dense model: there is no verdict"
 _MOST_MODULES = 20
+_MOST_SIZES = 12
+_TIMES = {False: "inside calls that are waited for at once", True: "of their kernels"}
+"""Of what the durations are, in a recorded program and in a trace."""
 
 
 def overview(run: Run) -> Table:
     """The one row of a recorded program."""
     steps = figures.steps(run)
-    one = run.ledger.groupby("rank")[["payload_bytes", "wire_bytes"]].sum()
-    most = one.max() if len(one) else pd.Series({"payload_bytes": 0, "wire_bytes": 0})
+    one = run.ledger.groupby("rank")[["payload_bytes", "wire_bytes"]].agg(figures.total)
+    most = one.agg(figures.most) if len(one) else pd.Series({"payload_bytes": 0, "wire_bytes": 0})
     frame = pd.DataFrame(
         {
             "program": run.cases["case"],
@@ -29,15 +42,17 @@ def overview(run: Run) -> Table:
             "step_us": speed.step_s(run) * 1e6,
         }
     )
+    traced = figures.is_traced(run)
+    edges = "from begin to begin" if traced else "from first forward to first forward"
     return table(
-        "Recorded program",
+        "Traced program" if traced else "Recorded program",
         frame,
         (str, "program"),
         (count, "ranks | steps | micro-batches: microbatches | calls"),
         (mebibytes, "payload MiB: payload | wire MiB: wire"),
         (milliseconds, "ms a step: step_us"),
         note="calls and MiB: the rank that has most, all recorded steps; ms a step: the median over steps of the "
-        f"slowest rank, from first forward to first forward; {NO_CASE}",
+        f"slowest rank, {edges}; {NO_CASE}",
     )
 
 
@@ -50,7 +65,8 @@ def tables(run: Run) -> list[Table]:
     """Traffic, modules, ranks and bandwidth; speed and the case beside it where the recording holds what they need."""
     if not len(run.ledger):
         return []
-    return [_traffic(run), _modules(run), *_exchanges(run), _ranks(run), *_bandwidth(run), *_speed(run), *_beside(run)]
+    first = [_traffic(run), _modules(run), *_exchanges(run), _ranks(run)]
+    return [*first, *_on_device(run), *_bandwidth(run), *_largest(run), *_speed(run), *_beside(run)]
 
 
 def _traffic(run: Run) -> Table:
@@ -63,8 +79,15 @@ def _traffic(run: Run) -> Table:
         (mebibytes, "payload MiB: payload_bytes | wire MiB: wire_bytes"),
         (milliseconds, "ms in calls: in_calls_us"),
         note="one rank, the one that has most; a step: calls in the median step; wire: what the rank sends (ring "
-        "model); ms in calls: mean over ranks, of calls that are waited for at once (0 for others and on GPUs)",
+        f"model); ms in calls: mean over ranks, {_timed_calls(run)}",
     )
+
+
+def _timed_calls(run: Run) -> str:
+    """Words on the calls whose durations add up."""
+    if figures.is_traced(run):
+        return "of the kernels that the trace binds to calls, their waiting for other ranks included"
+    return "of calls that are waited for at once (0 for others and on GPUs)"
 
 
 def _exchanges(run: Run) -> list[Table]:
@@ -85,17 +108,54 @@ def _exchanges(run: Run) -> list[Table]:
     return [exchanged]
 
 
+def _on_device(run: Run) -> list[Table]:
+    frame = figures.on_device(run)
+    if not len(frame):
+        return []
+    timed = table(
+        "On the device",
+        frame,
+        (count, "rank | steps"),
+        (milliseconds, "ms a step: device_us | ms computing: compute_us | ms communicating: communication_us"),
+        (milliseconds, "ms exposed: exposed_us"),
+        (percent, "exposed: share"),
+        note="medians over the steps of the profiler, each until the next one begins on the device; exposed: a kernel "
+        "communicates and none computes",
+    )
+    return [timed]
+
+
+def _largest(run: Run) -> list[Table]:
+    if not figures.is_traced(run):
+        return []
+    listed = table(
+        "Largest calls",
+        figures.largest(run),
+        (str, "op | axis"),
+        (mebibytes, "MiB each: payload_bytes"),
+        (count, "calls"),
+        (str, "phase"),
+        (mark, "module: region | line: caller"),
+        note="calls of the rank that has most; a line is that at which its function begins",
+    )
+    return [listed]
+
+
 def _bandwidth(run: Run) -> list[Table]:
     frame = speed.bandwidth(run)
     if not len(frame):
         return []
+    by_size = "MiB each: payload_bytes" if figures.is_traced(run) else ""
+    frame = frame.sort_values("wire_bytes", ascending=False, kind="stable").head(_MOST_SIZES) if by_size else frame
     measured = table(
         "Bandwidth",
         frame,
         (str, "op | axis"),
-        (count, "ranks: group_size | calls"),
+        (count, "ranks: group_size"),
+        (mebibytes, by_size),
+        (count, "calls"),
         (three, "GB/s: gb_s"),
-        note="what one rank sends (ring model), 1e9 bytes, over the time inside calls that are waited for at once, "
+        note=f"what one rank sends (ring model), 1e9 bytes, over the time {_TIMES[bool(by_size)]}, "
         "waiting for late ranks included",
     )
     return [measured]
@@ -146,6 +206,19 @@ def _modules(run: Run) -> Table:
 
 def _ranks(run: Run) -> Table:
     frame = figures.by_rank(run).assign(latest=lambda rows: rows["latest"] * 100)
+    if figures.is_traced(run):
+        return table(
+            "Ranks",
+            frame,
+            (count, "rank | calls"),
+            _messages(frame),
+            (mebibytes, "wire MiB: wire_bytes"),
+            (milliseconds, "ms in kernels: exposed_us | ms late: late_us"),
+            (_half_percent, "last %: latest"),
+            note="late: median time by which the rank's kernel is shorter than the longest one of the group, over "
+            "collectives of which every rank left a trace: a kernel waits for the last rank; last: share of them in "
+            "which it came last",
+        )
     clock = "" if len({str(one.get("clock")) for one in about_ranks(run.path).values()}) == 1 else _NO_CLOCK
     return table(
         "Ranks",

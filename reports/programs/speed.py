@@ -14,7 +14,7 @@ from shardproof.harness.errors import ShardproofError
 from shardproof.harness.protocols import CaseLike
 from shardproof.harness.subject import named, named_axes, stated
 from shardproof.harness.terms import closed_forms
-from shardproof.reports.programs.figures import grouped, steps
+from shardproof.reports.programs.figures import grouped, is_traced, steps
 from shardproof.reports.programs.unlike import median
 from shardproof.reports.stored.frames import Run
 
@@ -37,12 +37,12 @@ def speed(run: Run) -> Iterator[tuple[str, str]]:
 def bandwidth(run: Run) -> pd.DataFrame:
     """Bandwidth of calls of known duration.
 
-    op, axis, group_size, calls, wire_bytes, gb_s (wire bytes over the time inside the calls, waiting for late ranks
-    included).
+    op, axis, group_size, payload_bytes (of traces), calls, wire_bytes, gb_s (wire bytes over the time inside the calls,
+    waiting for late ranks included).
     """
     events = grouped(run)
-    events = events[(events["duration_us"] > 0) & (events["wire_bytes"] > 0)]
-    keys = ["op", "axis", "group_size"]
+    events = events[(events["duration_us"] > 0) & (events["wire_bytes"] > 0).fillna(False)]
+    keys = ["op", "axis", "group_size", *(["payload_bytes"] if is_traced(run) else [])]
     sums = events.groupby(keys, observed=True).agg(
         calls=("op", "size"), wire_bytes=("wire_bytes", "sum"), us=("duration_us", "sum")
     )

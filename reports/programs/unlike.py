@@ -26,6 +26,8 @@ def unlike(run: Run, unit: str) -> Iterator[str]:
     """Steps, or the micro-batches of a step, that issue other calls than most; one sentence for all of them."""
     word = {"step": "steps", "microbatch": "micro-batches"}[unit]
     events = _without_uneven_sizes(run.ledger.astype({"axis": "str", "op": "str", "phase": "str"}))
+    events = events.assign(payload_bytes=events["payload_bytes"].fillna(0))  # a call of a size that is not compared
+    events = events[events["step"] >= 0]  # a trace has calls outside of steps
     if unit == "microbatch":
         inside = events["phase"].isin(PASSES)
         events = events[inside & (events["step"] == events["step"].max())]
@@ -58,11 +60,11 @@ def _typical(kinds: Mapping[_Kind, list[int]]) -> _Kind:
 
 
 def _without_uneven_sizes(events: pd.DataFrame) -> pd.DataFrame:
-    """The calls; all-to-alls of a place that sends unlike numbers of rows have no size: it follows from the data."""
+    """The calls; all-to-alls of a place that sends unlike numbers of rows, or may, have no size: the data decide."""
     if "sent_rows" not in events:
         return events
     sent = events["sent_rows"].astype("str")
-    unlike = sent.map({text: len({*text.split("+")}) > 1 for text in sent.unique()})
+    unlike = sent.map({text: text == "?" or len({*text.split("+")}) > 1 for text in sent.unique()})
     place = ["phase", "region", "op", "axis", "caller"]
     return events.assign(
         payload_bytes=events["payload_bytes"].mask(

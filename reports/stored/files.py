@@ -142,7 +142,8 @@ def csv_table(path: Path, types: dict[str, str], needed: Iterable[str], notes: l
         return pd.DataFrame({name: pd.Series(dtype=types[name]) for name in needed})
     if missing := [name for name in needed if name not in header]:
         raise RunFolderError(f"{path}: the column {missing[0]} is missing; it needs {','.join(needed)}")
-    absent = {name: [""] for name in header if types.get(name) == "Int64" or not types}
+    nullable = ("Int64", "Float64", "boolean")
+    absent = {name: [""] for name in header if types.get(name) in nullable or not types}
     try:
         return pd.read_csv(
             io.BytesIO(data),
@@ -180,7 +181,10 @@ def _unzipped(path: Path, notes: list[str]) -> bytes:
     return bytes(data)
 
 
-STEP_TYPES = {"step": "int64", "start_us": "float64", "updated_us": "Float64", "microbatches": "int64"}
+STEP_TYPES = {"step": "int64", "start_us": "float64", "updated_us": "Float64", "microbatches": "Int64"}
+DEVICE_TYPES = {"step": "int64"} | dict.fromkeys(
+    ("device_us", "compute_us", "communication_us", "exposed_us"), "float64"
+)
 GROUP_TYPES = {"axis": "str", "ranks": "str"}
 
 
@@ -243,6 +247,12 @@ def unfinished(run: Path, world_size: int) -> list[str]:
                 f"the recorder of rank {rank} stopped after {end.get('calls')} calls: {failed.splitlines()[-1]}"
             )
     return notes
+
+
+def unknown_of(env: Mapping[str, Any]) -> list[str]:
+    """Sentences on what the traces of a run folder do not know; none of another run."""
+    unknown = env.get("unknown")
+    return [str(one) for one in unknown.get("sentences") or ()] if isinstance(unknown, dict) else []
 
 
 def doubts_of(run: Path) -> list[str]:

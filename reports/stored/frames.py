@@ -32,6 +32,7 @@ from shardproof.reports.stored.files import (
     recorded,
     run_folder,
     unfinished,
+    unknown_of,
 )
 
 MOST_RANKS = 2**20
@@ -60,6 +61,10 @@ _SPAN_TYPES = {"case": "str", "rank": "int64", "step": "int64", "kind": "str"} |
 }
 _TYPES: dict[object, str] = {int: "int64", float: "float64", bool: "bool", str: "str"}
 _LEDGER_TYPES = {name: _TYPES[Event.__annotations__[name]] for name in COLUMNS}
+_SETTLED = ("step", "microbatch", "group_size")
+"""Numbers that tell events apart: -1 where a trace does not know them."""
+_NULLABLE = {"int64": "Int64", "float64": "Float64", "bool": "boolean"}
+_TRACED_TYPES = {name: _NULLABLE.get(kind, kind) for name, kind in _LEDGER_TYPES.items()}
 # Read as categories, every distinct text is made once: a million events then fit in a few hundred megabytes.
 _PACKED_TYPES = {name: "category" if kind == "str" else kind for name, kind in _LEDGER_TYPES.items()}
 
@@ -69,7 +74,8 @@ class Run:
     """Everything one command produced.
 
     cases     case, mode, world_size and what else the run said of it; one row a case
-    ledger    the contract's columns; one row an event
+    ledger    the contract's columns; one row an event. Of traces, what they do not know: "?", -1 for step, microbatch
+              and group_size, NA for bytes, NaN for times
     summary   calls and bytes of one rank by case, mode, phase, op, axis, group_size, beside the expectation (NA: none)
     verdicts  case, check, verdict, worst_name, worst_error, worst_allowed, worst_epsilons, message, unchecked (both as
               text), mode; one row a check, and an unknown "run" where a killed run lost some of a case
@@ -109,13 +115,15 @@ def load(run: str | Path = "runs/latest") -> Run:
     env = environment_of(path, notes)
     cut: list[str] = []
     cases = _cases(path / "cases.jsonl", cut)
-    ledger = _ledger(path, cut)
+    ledger = _ledger(path, cut, traced="source" in env)
     summary = _summary(path / "summary.csv", ledger, [] if recorded(path) else cut)
     records = _verdicts(path / "verdicts.jsonl", [] if recorded(path) else cut)
     verdicts = frame_of(records)
     timings = csv_table(path / "timings.csv", {}, (), cut) if (path / "timings.csv").is_file() else pd.DataFrame()
     doubts: list[str] = []
-    if recorded(path):
+    if "source" in env:
+        doubts = unknown_of(env)
+    elif recorded(path):
         sizes = [int(size) for size in cases["world_size"].dropna()]
         cut += unfinished(path, max(sizes, default=0))
         doubts = doubts_of(path)
@@ -224,17 +232,31 @@ def _torn(lines: Sequence[dict[str, Any]], notes: list[str]) -> list[Verdict]:
     return [Verdict(case=case, check="run", verdict=UNKNOWN, statement=f"{torn[case]}: {why}") for case in torn]
 
 
-def _ledger(path: Path, notes: list[str]) -> pd.DataFrame:
+def _ledger(path: Path, notes: list[str], *, traced: bool) -> pd.DataFrame:
     for name in ("ledger.csv", "ledger.csv.gz"):
         if (path / name).is_file():
             packed = _of_its_world(csv_table(path / name, _PACKED_TYPES, COLUMNS, notes), path / name)
             return packed.astype({name: kind for name, kind in _LEDGER_TYPES.items() if kind == "str"})
     if recorded(path):
-        rows = joined(path, "ledger.csv", _LEDGER_TYPES, notes)
+        rows = joined(path, "ledger.csv", _TRACED_TYPES if traced else _LEDGER_TYPES, notes)
+        rows = _with_unknown(rows) if traced else rows
         rows = _of_its_world(rows, path / "ranks").drop_duplicates(["rank", "call_index"], keep="last")
         return rows.sort_values(["rank", "call_index"], kind="stable", ignore_index=True)
     notes.append("ledger.csv is missing: the run was stopped before its first event was stored")
     return pd.DataFrame({name: pd.Series(dtype=kind) for name, kind in _LEDGER_TYPES.items()})
+
+
+def _with_unknown(rows: pd.DataFrame) -> pd.DataFrame:
+    """The ledger of traces: -1 for numbers by which events are told apart, NA for bytes, NaN for times.
+
+    Whether a call is asynchronous is False where it is not known; `env["unknown"]["columns"]` says so.
+    """
+    columns: dict[str, Any] = {name: rows[name].fillna(-1).astype("int64") for name in _SETTLED}
+    columns |= {name: rows[name].astype("float64") for name, kind in _LEDGER_TYPES.items() if kind == "float64"}
+    columns["is_async"] = rows["is_async"].fillna(False).astype("bool")
+    for name in ("payload_bytes", "wire_bytes", "rank", "world_size", "call_index"):
+        columns[name] = rows[name] if rows[name].hasnans else rows[name].astype("int64")
+    return rows.assign(**columns)
 
 
 def _of_its_world(ledger: pd.DataFrame, path: Path) -> pd.DataFrame:
@@ -255,9 +277,12 @@ def _summary(path: Path, ledger: pd.DataFrame, notes: list[str]) -> pd.DataFrame
         return summary
     cases = rest["case"].nunique()
     notes.append(f"summary.csv lacks {cases} of the ledger's cases: the run was stopped; added up, no expectation")
+    # A sum of unknown bytes is unknown; pandas' own sum is the faster one.
+    added = (lambda sizes: sizes.sum(skipna=False)) if rest["wire_bytes"].hasnans else "sum"
     one_rank = rest.groupby([*_KEYS, "rank"], observed=True).agg(
-        calls=("op", "size"), payload_bytes=("payload_bytes", "sum"), wire_bytes=("wire_bytes", "sum")
+        calls=("op", "size"), payload_bytes=("payload_bytes", added), wire_bytes=("wire_bytes", added)
     )
+    one_rank = one_rank.astype({name: rest[name].dtype for name in ("payload_bytes", "wire_bytes")})
     worst = one_rank.groupby(list(_KEYS), observed=True).max().reset_index()
     made = worst.assign(**{name: pd.array([pd.NA] * len(worst), dtype="Int64") for name in (*_EXPECTED, *_BY_RANK)})
     return pd.concat([summary, made], ignore_index=True) if len(summary) else made

@@ -16,6 +16,7 @@ import pytest
 from shardproof.pytest_options import OPTIONS
 from shardproof.reports.commands import cli
 from tests import ROOT
+from tests.harness.traces.nccl_trace import write_job
 from tests.project.prose import CODE, FENCED
 from tests.project.test_documents import PAGES
 
@@ -44,6 +45,8 @@ NOT_RUN = {
     "shardproof compare train runs/latest": _GATE,
     "--subject my_package.my_module:subject": _RECIPE,
     "shardproof compare runs/latest --save-baseline main": _RECIPE,
+    "shardproof trace runs/latest": "a folder of `record`: tests/reports/commands/test_trace.py",
+    "shardproof trace runs/latest --kineto -o traces": "the same: tests/reports/commands/test_kineto_files.py",
     "shardproof hang runs/latest": "a folder that a hang leaves: tests/harness/hangs",
     "shardproof hang /tmp/nccl_trace_rank_*": "files of NCCL: tests/harness/hangs",
     "--subject shardproof.suites.subjects.mcore_experts:subject": _MEGATRON,
@@ -123,6 +126,8 @@ def test_every_costly_command_of_a_page_runs(page: Path, tmp_path: Path, monkeyp
 def test_every_command_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 1)  # no second process, which would load torch once more
     (tmp_path / "corpus.txt").write_text("Words to train on. " * 200)
+    if page.name == "traces.md":
+        write_job(tmp_path / "traces")
     packages = {line: lacking(line) for line in here(page)}
     for line in (line for line, package in packages.items() if not package):
         run(line, tmp_path, monkeypatch)

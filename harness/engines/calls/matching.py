@@ -90,7 +90,7 @@ class RankCalls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """Ranks that parted, `how` (skipped, extra, differs, behind, gone, cycle, message), in which call of their group.
+    """Ranks that diverge, `how` (skipped, extra, differs, behind, gone, cycle, message), in which call of their group.
 
     `calls` are those that ranks issued as this `number`. `call` is that of most ranks, or the one that is lacking or in
     excess; None where it is not known. `waiting` wait for it. `label` names the group where its name and ranks do not.
@@ -121,6 +121,8 @@ class Divergence:
             case "gone":
                 are = "is" if len(self.ranks) == 1 else "are"
                 return f"{who} {are} gone, and {ranks_named(self.waiting)} issued last {called}{what}"
+        if self.channel[2]:
+            called = f"the other end of {called}"
         return f"{who} never issued {called}{what}" + (f"; {ranks_named(self.waiting)} {waits}" if self.waiting else "")
 
     def _difference(self) -> str:
@@ -160,8 +162,9 @@ def differing_field(one: GroupCall, other: GroupCall) -> str:
     """
     if name := difference(one.signature, other.signature):
         return name
+    all_known = NOT_KNOWN not in (one.signature.op, other.signature.op)  # else further members may follow
     members = enumerate(zip_longest(one.members, other.members), 1)
-    if place := next((n for n, (a, b) in members if a is None or b is None or difference(a, b)), 0):
+    if place := next((n for n, (a, b) in members if (difference(a, b) if a and b else all_known)), 0):
         return f"member {place}"
     return "payload" if differing_size(one, other) else ""
 
@@ -173,7 +176,7 @@ def differing_size(one: GroupCall, other: GroupCall) -> bool:
 
 def words_of(signature: Signature) -> str:
     """A signature in words, its op first."""
-    return f"{signature.op} {describe_signature(signature)}".strip()
+    return f"{signature.op or 'coalesced'} {describe_signature(signature)}".strip()
 
 
 def message_text(sender: int, sent: Signature, receiver: int, received: Signature) -> str:
@@ -229,18 +232,19 @@ _SHIFTED = 8
 
 
 def find_divergences(ranks: Sequence[RankCalls], first: int = 1) -> list[Divergence]:
-    """Where ranks parted, what came first on its ranks first; [] when no rank did. Calls are numbered from `first`."""
+    """Where ranks diverge, what came first on its ranks first; [] when none does. Calls are numbered from `first`."""
     by_channel: dict[Channel, list[RankCalls]] = {}
     for one in ranks:
         for channel in one.last:
             by_channel.setdefault(channel, []).append(one)
     differing = [found for channel, members in by_channel.items() for found in _differing(channel, members)]
-    differing += _unequal(by_channel)
+    messages = list(_messages(by_channel, ranks))
+    differing += _unequal(messages)
     if differing:
         return sorted(differing, key=lambda found: _order(found, ranks))
     lacking = [
         *(found for channel in by_channel for found in _behind(channel, ranks, first) if not channel[2]),
-        *_unmatched(by_channel, first),
+        *_unmatched(messages, first),
     ]
     return _roots(lacking, ranks) or list(_gone(ranks))
 
@@ -259,12 +263,12 @@ def _differing(channel: Channel, members: Sequence[RankCalls]) -> Iterator[Diver
     whole = all(one.whole for one in members)
     for number in sorted({n for ranks in alike for n in own[ranks[0]] if n >= start}):  # one stands for all alike
         at_number = [ranks for ranks in alike if number in own[ranks[0]]]
-        if found := list(_parted_at(channel, number, own, at_number, lasts, whole=whole)):
+        if found := list(_diverging_at(channel, number, own, at_number, lasts, whole=whole)):
             yield from found
             return
 
 
-def _parted_at(
+def _diverging_at(
     channel: Channel,
     number: int,
     own: Mapping[int, Mapping[int, GroupCall]],
@@ -273,7 +277,7 @@ def _parted_at(
     *,
     whole: bool,
 ) -> Iterator[Divergence]:
-    """Ranks that part in this call. Where it differs in its place alone, it must explain that ranks lack calls."""
+    """Ranks that diverge in this call. Where it differs in its place alone, it must explain that ranks lack calls."""
     weights: Counter[tuple[object, ...]] = Counter()
     for ranks in alike:
         weights[own[ranks[0]][number].identity] += len(ranks)
@@ -384,32 +388,34 @@ def _roots(lacking: Sequence[Divergence], ranks: Sequence[RankCalls]) -> list[Di
     return sorted(roots, key=lambda found: _order(found, ranks))
 
 
-def _order(parting: Divergence, ranks: Sequence[RankCalls]) -> int:
+def _order(found: Divergence, ranks: Sequence[RankCalls]) -> int:
     """When the call came among those of the first rank that issued it."""
     for one in ranks:
-        call = one.calls.get(parting.channel, {}).get(parting.number)
-        if call is not None and (one.rank not in parting.ranks or parting.how in ("message", "differs")):
+        call = one.calls.get(found.channel, {}).get(found.number)
+        if call is not None and (one.rank not in found.ranks or found.how in ("message", "differs")):
             return call.order
     return 0
 
 
-def _messages(
-    by_channel: Mapping[Channel, Sequence[RankCalls]],
-) -> Iterator[tuple[Channel, RankCalls, Channel, RankCalls | None]]:
+_Messages = tuple[Channel, RankCalls, Channel, RankCalls | None]
+
+
+def _messages(by_channel: Mapping[Channel, Sequence[RankCalls]], ranks: Sequence[RankCalls]) -> Iterator[_Messages]:
     """Messages to or from a peer, and what that peer issued in answer; of ranks alone whose messages can be counted."""
+    counted = {one.rank for one in ranks if one.counted and (one.last or one.whole)}
     for channel, those in by_channel.items():
         group, members, direction = channel
         op, _, peer = direction.partition(" ")
         for one in those if peer else ():
             there = (group, members, f"{'recv' if op == 'send' else 'send'} {one.rank}")
             answer = next((other for other in by_channel.get(there, ()) if other.rank == int(peer)), None)
-            if one.counted and (answer is None or answer.counted):
+            if {one.rank, int(peer)} <= counted:
                 yield channel, one, there, answer
 
 
-def _unequal(by_channel: Mapping[Channel, Sequence[RankCalls]]) -> Iterator[Divergence]:
+def _unequal(messages: Sequence[_Messages]) -> Iterator[Divergence]:
     """The first message of a pair whose ends have other numbers of bytes."""
-    for channel, one, there, answer in _messages(by_channel):
+    for channel, one, there, answer in messages:
         if answer is None or not channel[2].startswith("send"):
             continue
         sent, received = one.calls.get(channel, {}), answer.calls.get(there, {})
@@ -422,9 +428,9 @@ def _unequal(by_channel: Mapping[Channel, Sequence[RankCalls]]) -> Iterator[Dive
                 break
 
 
-def _unmatched(by_channel: Mapping[Channel, Sequence[RankCalls]], first: int) -> Iterator[Divergence]:
+def _unmatched(messages: Sequence[_Messages], first: int) -> Iterator[Divergence]:
     """Messages whose other end was not issued: more sends to a peer than receives there, or the reverse."""
-    for channel, one, there, answer in _messages(by_channel):
+    for channel, one, there, answer in messages:
         op, _, peer = channel[2].partition(" ")
         number, latest = (answer.last[there] if answer else first - 1) + 1, one.latest
         inside = latest is not None and latest[0] == channel

@@ -1,4 +1,4 @@
-"""The matcher by itself: what is not known is no difference, and who parted how in whole sequences."""
+"""The matcher by itself: what is not known is no difference, and which ranks diverge how in whole sequences."""
 
 import pytest
 

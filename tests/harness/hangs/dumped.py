@@ -1,7 +1,9 @@
 """Dumps of ranks, as our recorder and NCCL's Flight Recorder write them, and what is found in them."""
 
+import itertools
 import json
 import pickle
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,3 +57,86 @@ def write_flight(folder: Path, *, as_json: bool, rank_1_calls: int) -> None:
         dump = {"version": "2.10", "pg_config": config, "pg_status": {}, "entries": entries}
         path = folder / f"nccl_trace_rank_{rank}{'.json' if as_json else ''}"
         path.write_bytes(json.dumps(dump).encode() if as_json else pickle.dumps(dump))
+
+
+WORLD = ("0", "default_pg")
+
+
+class Recorded:
+    """The entries of one rank, numbered as torch's Flight Recorder numbers them (FlightRecorder.hpp 2.10).
+
+    A batch of messages has one `p2p_seq_id`, and a coalesced call one `collective_seq_id`; each member is an entry, and
+    the entry that ends them has no sizes. No member's state is ever updated.
+    """
+
+    def __init__(self) -> None:
+        self.entries: list[dict[str, Any]] = []
+        self.collectives = self.batches = 0
+
+    def call(
+        self, op: str, sizes: Sequence[list[int]], outputs: Sequence[list[int]] | None = None, state: str = "completed"
+    ) -> "Recorded":
+        self.collectives += 1
+        return self._add(op, sizes, sizes if outputs is None else outputs, state)
+
+    def coalesced(self, op: str, *sizes: list[int], member: str = "_broadcast_oop", ends: bool = True) -> "Recorded":
+        self.collectives += 1
+        for size in sizes:
+            self._add(member, [size], [size], "scheduled")
+        return self._add(op, [], [], "completed") if ends else self
+
+    def batch(self, *messages: tuple[str, list[int]], state: str = "completed", ends: bool = True) -> "Recorded":
+        self.batches += 1
+        for op, size in messages:
+            self._add(op, [size], [size], "scheduled", is_p2p=True)
+        return self._add("coalesced", [], [], state, is_p2p=True) if ends else self
+
+    def message(self, op: str, size: list[int], state: str = "completed") -> "Recorded":
+        self.batches += 1
+        return self._add(op, [size], [size], state, is_p2p=True)
+
+    def _add(
+        self, op: str, inputs: Sequence[list[int]], outputs: Sequence[list[int]], state: str, *, is_p2p: bool = False
+    ) -> "Recorded":
+        number = len(self.entries)
+        one = entry(number, WORLD, op, list(inputs), state, 10 + number)
+        changed = {"collective_seq_id": self.collectives, "p2p_seq_id": self.batches, "output_sizes": list(outputs)}
+        dtypes = {"input_dtypes": ["Float"] * len(inputs), "output_dtypes": ["Float"] * len(outputs)}
+        self.entries.append({**one, **changed, **dtypes, "is_p2p": is_p2p})
+        return self
+
+
+def write_entries(folder: Path, *ranks: list[dict[str, Any]]) -> Path:
+    """The dumps of ranks of one group with these entries."""
+    config = {"0": {"name": "0", "desc": "default_pg", "ranks": str([*range(len(ranks))])}}
+    folder.mkdir()
+    for rank, entries in enumerate(ranks):
+        dump = {"version": "2.10", "pg_config": config, "entries": entries}
+        (folder / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps(dump))
+    return folder
+
+
+def right_job(rank: int, world: int, batch_end: str, keep: int = 0) -> list[dict[str, Any]]:
+    """A rank of a healthy job whose members come in another order on every rank, where that is legal."""
+    root = rank == 0
+    others = [other for other in range(world) if other != rank]
+    sizes = {frozenset(pair): [3 + sum(pair), 2] for pair in itertools.permutations(range(world), 2)}
+    batch = [(f"send {rank}->{other}", sizes[frozenset((rank, other))]) for other in others]
+    batch += [(f"recv {rank}<-{other}", sizes[frozenset((rank, other))]) for other in reversed(others)]
+    batch = batch[rank:] + batch[:rank]  # messages of different pairs, and of both ways, have no order
+    job = Recorded().coalesced("ALLGATHER_coalesced", [4, 4], [5, 5], [1]).batch(*batch, state=batch_end)
+    job.call("scatter", [[4]] * world if root else [[0]], [[4]])  # an undefined tensor has the shape 0
+    job.call("gather", [[4]], [[4]] * world if root else [[0]])
+    job.call("all_to_all", [[rank + 1, 2]], [[2 * world - rank, 2]])
+    job.call("_reduce_scatter_base", [[6]], [[2]]).call("all_gather_v", [[rank + 1]], [[1 + n] for n in range(world)])
+    job.coalesced("coalesced", [2], [], member="broadcast").batch(*reversed(batch), state=batch_end)
+    job.call("barrier", [[1]])
+    return job.entries[keep:]
+
+
+def leaves(value: Any, *path: Any) -> Iterator[tuple[Any, ...]]:
+    """The path to every value in nested dicts and lists."""
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in items:
+        yield from leaves(part, *path, key)

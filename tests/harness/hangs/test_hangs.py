@@ -1,4 +1,4 @@
-"""The ranks that parted, their call, module and line: from real gloo jobs, generated dumps, and NCCL's."""
+"""The ranks that diverge, their call, module and line: from real gloo jobs, generated dumps, and NCCL's."""
 
 import itertools
 import json
@@ -133,11 +133,11 @@ def test_a_message_that_was_never_sent_names_the_sender(tmp_path: Path) -> None:
     ("known", "told"),
     [
         ((0, 1), "ranks 0 1 issued the same calls in every group that they share; rank 2 left no calls, so that it"),
-        ((0,), "ranks 1 2 left no calls, so that they may have parted"),
+        ((0,), "ranks 1 2 left no calls, so that they may have diverged"),
         ((), "nothing to compare: ranks 0 1 2 left no calls"),
     ],
 )
-def test_a_rank_that_left_no_dump_may_have_parted(known: tuple[int, ...], told: str) -> None:
+def test_a_rank_that_left_no_dump_may_have_diverged(known: tuple[int, ...], told: str) -> None:
     """The rank shares no group in which another rank waits, so that nothing shows its state."""
     group, silent = ("tp", (0, 1), ""), RankStanding(rank=0, world_size=3, source="")
     call = GroupCall(
@@ -151,7 +151,7 @@ def test_a_rank_that_left_no_dump_may_have_parted(known: tuple[int, ...], told: 
     shown = {"calls": {group: {1: call}}, "last": {group: 1}, "ended": "at its end"}
     ranks = [replace(silent, rank=rank, **shown) for rank in known] or [silent]  # type: ignore[arg-type]
     text = "\n".join(lines(ranks, find_divergences(ranks)))
-    assert told in text and "no rank parted" not in text
+    assert told in text and "no rank diverges" not in text
 
 
 def test_a_healthy_job_has_no_finding(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import pickle
-from collections.abc import Iterator
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 
 from shardproof.harness.errors import RequestError
 from shardproof.harness.hangs.dumps import standings
-from tests.harness.hangs.dumped import found_in, write_flight, write_last
+from tests.harness.hangs.dumped import found_in, leaves, write_flight, write_last
 
 
 class Runs:
@@ -46,14 +45,6 @@ def test_what_is_no_dump_is_refused_in_one_sentence_and_runs_nothing(tmp_path: P
     with pytest.raises(RequestError, match=r"\Adump.*legal: .*\Z"):
         standings([tmp_path / name])
     assert capsys.readouterr().out == ""
-
-
-def leaves(value: Any, *path: Any) -> Iterator[tuple[Any, ...]]:
-    """The path to every value in nested dicts and lists."""
-    yield path
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, part in items:
-        yield from leaves(part, *path, key)
 
 
 def test_a_field_of_another_type_is_one_sentence_or_no_matter(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from shardproof.harness.programs.traced import axis_of
+from shardproof.harness.traces.reading import read_traces as read_files
 from shardproof.harness.witnesses.torch_trace import read_traces
 from shardproof.reports.comparing.comparison import compare
 from shardproof.reports.comparing.snapshot import snapshot
@@ -76,6 +78,11 @@ def test_every_rank_writes_its_part_with_phases_axes_modules_and_lines(recorded:
 def test_torchs_profiler_saw_the_same_calls_and_the_reports_take_the_folder(recorded: tuple[Run, str]) -> None:
     run = recorded[0]
     seen_alike(run, "torch", read_traces(run.path / "traces", 2))
+    rows = run.ledger.astype({"op": "str", "axis": "str"})
+    for trace in read_files([str(run.path / "traces")]):  # with the dump of the Flight Recorder of the same rank
+        own = rows[rows["rank"] == trace.rank][["op", "axis", "group_size", "dtype", "payload_bytes"]]
+        read = [(c.op, axis_of(c, 2), c.group_size, c.dtype, c.payload_bytes) for c in trace.calls]
+        assert read == [*own.itertuples(index=False, name=None)]
     text = page.render(run)
     assert "Beside its case" in text
     assert "Recorded: training.py on 2 ranks" in text

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from shardproof.harness.witnesses.database import read_database
-from shardproof.harness.witnesses.nsys import exported, nsys_path
+from shardproof.harness.traces.nsys_export import exported, nsys_path
+from shardproof.harness.witnesses.session import read_database
 from shardproof.harness.witnesses.torch_trace import read_traces
 from shardproof.reports.stored.frames import load
 from tests.deep import deep

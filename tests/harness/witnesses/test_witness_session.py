@@ -19,10 +19,9 @@ from shardproof.harness.running.witnessing import witnesses
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 from shardproof.harness.witnesses import measured
 from shardproof.harness.witnesses import session as session_module
-from shardproof.harness.witnesses.database import read_database
 from shardproof.harness.witnesses.measured import SessionRequest
 from shardproof.harness.witnesses.nsys import command, database_of, on_gpus
-from shardproof.harness.witnesses.session import hold
+from shardproof.harness.witnesses.session import hold, read_database
 from tests.forked import started
 from tests.harness.witnesses.stepped_subject import CALLS, subject
 

@@ -15,10 +15,10 @@ from shardproof.harness.running.request import Request
 from shardproof.harness.running.run import run
 from shardproof.harness.running.witnessing import witnesses
 from shardproof.harness.subject import named
+from shardproof.harness.traces.nsys_export import nsys_path
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 from shardproof.harness.witnesses import session
 from shardproof.harness.witnesses.chosen import during, step_ends, terms_of
-from shardproof.harness.witnesses.nsys import nsys_path
 from shardproof.reports.commands.experiment import experiment_table
 from shardproof.reports.options.option_checks import EXPERIMENTS, complete_experiment, profiled_steps, real_size
 from shardproof.reports.stored.frames import load

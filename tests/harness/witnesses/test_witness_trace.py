@@ -9,12 +9,17 @@ from typing import Any
 import pytest
 import torch
 
+from shardproof.harness.traces.kineto import trace_of
 from shardproof.harness.witnesses.agreement import UNKNOWN, Sighting
 from shardproof.harness.witnesses.timing import spread, timed
-from shardproof.harness.witnesses.torch_trace import sightings
+from shardproof.harness.witnesses.torch_trace import sightings as sightings_of_trace
 
 HEADER = {"pg_config": [{"pg_name": "0", "ranks": [0, 1, 2, 3]}, {"pg_name": "7", "ranks": [0, 1]}]}
 HEADER["pg_config"].append({"pg_name": "9", "ranks": [2, 3]})
+
+
+def sightings(trace: dict[str, Any], log: list[dict[str, object]], rank: int) -> list[Sighting]:
+    return sightings_of_trace(trace_of(trace["traceEvents"], trace, "x.json"), log, rank)
 
 
 def row(name: str, category: str, start: float, length: float, **args: object) -> dict[str, Any]:

@@ -1,0 +1,240 @@
+"""The calls in traces held against a closed form: which are missing, extra, of other bytes, dtype or group.
+
+A trace does not know phase and module as the closed form states them, so a call is its op, group, dtype and payload. A
+field that is unknown for any call of the traces is not compared. The closed form is that of one step times the steps of
+the trace, or of the whole run where the trace has no steps.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from shardproof.harness.errors import RequestError, ranks_text
+from shardproof.harness.protocols import Axes, CaseLike
+from shardproof.harness.recording.naming import axis_name
+from shardproof.harness.subject import named_axes, stated
+from shardproof.harness.terms import ClosedForm, EventKey, Term, closed_forms, visible
+from shardproof.harness.traces.calls import Trace, TracedCall
+from shardproof.harness.witnesses.chosen import terms_of
+
+
+class Kind(NamedTuple):
+    """Calls that are one: what is compared. `axis` "", `dtype` "" and numbers -1 are not compared."""
+
+    op: str
+    axis: str
+    group_size: int
+    dtype: str
+    payload_bytes: int
+
+    @property
+    def group(self) -> str:
+        """ "tp (4 ranks)"."""
+        size = f"{self.group_size} ranks" if self.group_size >= 0 else ""
+        return f"{self.axis} ({size})" if self.axis and size else self.axis or f"a group of {size or 'unknown size'}"
+
+    @property
+    def size(self) -> str:
+        """ "512 B float32"."""
+        size = f"{self.payload_bytes:,} B" if self.payload_bytes >= 0 else ""
+        return f"{size} {self.dtype}".strip()
+
+    def __str__(self) -> str:
+        return f"{self.op}{' of ' if self.size else ''}{self.size} over {self.group}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unmeant:
+    """By how many calls each of `ranks` parts from the closed form, and in what: `found` is None where they are
+    missing, `meant` where they are extra. `where` is a place in words.
+    """
+
+    found: Kind | None
+    meant: Kind | None
+    calls: int
+    ranks: tuple[int, ...] = ()
+    where: str = ""
+
+    def __str__(self) -> str:
+        calls, on = f"{self.calls} call{'s' if self.calls > 1 else ''}", f"on rank{'s' * (len(self.ranks) > 1)}"
+        on = f"{on} {ranks_text(self.ranks)}"
+        where = f"; {self.where}" if self.where else ""
+        if self.found is None or self.meant is None:
+            kind = "missing" if self.found is None else "extra"
+            return f"{kind}: {calls}, {self.found or self.meant}, {on}{where}"
+        if (self.found.axis, self.found.group_size) != (self.meant.axis, self.meant.group_size):
+            return f"other group: {calls}, {self.found}, where {self.meant.group} is meant, {on}{where}"
+        kind = "bytes" if self.found.dtype == self.meant.dtype else "dtype"
+        return f"other {kind}: {calls}, {self.found}, where {self.meant.size} is meant, {on}{where}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgainstForm:
+    """What was compared: `calls` of the traces, `unmeant` where they part from the closed form, `notes` on the rest."""
+
+    calls: int
+    unmeant: tuple[Unmeant, ...]
+    notes: tuple[str, ...]
+
+
+def compare_with_form(traces: Sequence[Trace], case: CaseLike, subject: Any) -> AgainstForm:
+    """Hold every call of these traces against the closed form of a case.
+
+    Raises RequestError where the subject states none, the world has other ranks, or steps cannot be told apart.
+    """
+    axes, terms = named_axes(case, subject), stated(case, subject)
+    if terms is None:
+        raise RequestError(f"case {case}: its subject states no closed form; legal: a subject with `expected`")
+    worlds = {trace.world_size for trace in traces} - {None}
+    if worlds - {case.world_size} or any((trace.rank or 0) >= case.world_size for trace in traces):
+        there = ranks_text(sorted(world or 0 for world in worlds)) or max(trace.rank or 0 for trace in traces) + 1
+        rule = f"has {case.world_size} ranks, and the job of the traces {there}"
+        raise RequestError(f"case {case}: {rule}; legal: the layout of the job")
+    inside = {trace.rank or 0: [c for c in trace.calls if c.step is not None or not trace.steps] for trace in traces}
+    outside = sum(len(trace.calls) for trace in traces) - sum(map(len, inside.values()))
+    notes = [f"not compared: {outside} calls outside of the steps of the profiler"] if outside else []
+    compared, more = _compared([call for calls in inside.values() for call in calls])
+    found: dict[Unmeant, list[int]] = {}
+    for trace in traces:
+        rank = trace.rank or 0
+        form = closed_forms(_terms(trace, case, subject, terms), (rank,), axes)[rank]
+        kinds = [_kind(call, axes, case.world_size, compared) for call in inside[rank]]
+        for one in _unmeant(kinds, inside[rank], form, compared):
+            found.setdefault(one, []).append(rank)
+    joined = sorted((replace(one, ranks=tuple(ranks)) for one, ranks in found.items()), key=_order)
+    return AgainstForm(
+        calls=sum(map(len, inside.values())), unmeant=tuple(joined), notes=(*notes, *more, _NEVER_COMPARED)
+    )
+
+
+_NEVER_COMPARED = "not compared: phase, module and reduce op, which a trace does not know as a closed form states them"
+
+
+def _terms(trace: Trace, case: CaseLike, subject: Any, terms: Sequence[Term]) -> list[Any]:
+    """The closed form of the trace's steps; of the whole run where it has none."""
+    if not trace.steps:
+        return visible(terms)
+    found, untold = terms_of(range(len(trace.steps)), case, visible(terms), getattr(subject, "expected", None))
+    if found is None:
+        raise RequestError(f"case {case}: {untold}; legal: a trace of the whole run without steps, or another case")
+    return list(found)
+
+
+def _compared(calls: Sequence[TracedCall]) -> tuple[frozenset[str], list[str]]:
+    """The fields that are known of every call, and a sentence for each of the others."""
+    lacking = {
+        "axis": sum(not call.group for call in calls),
+        "group_size": sum(call.group_size is None for call in calls),
+        "dtype": sum(not call.dtype and call.op != "barrier" for call in calls),
+        "payload_bytes": sum(call.payload_bytes is None for call in calls),
+    }
+    words = {"axis": "group", "group_size": "size of the group", "dtype": "dtype", "payload_bytes": "bytes"}
+    notes = [
+        f"not compared: {words[name]}, unknown for {number} of {len(calls)} calls"
+        for name, number in lacking.items()
+        if number
+    ]
+    return frozenset(name for name, number in lacking.items() if not number), notes
+
+
+def _kind(call: TracedCall, axes: Axes, world_size: int, compared: frozenset[str]) -> Kind:
+    axis = axis_name(call.group, call.group_desc, axes, world_size)[0] if "axis" in compared else ""
+    size, payload = call.group_size, call.payload_bytes
+    return Kind(
+        call.op,
+        axis,
+        -1 if size is None or "group_size" not in compared else size,
+        call.dtype if "dtype" in compared else "",
+        -1 if payload is None or "payload_bytes" not in compared else payload,
+    )
+
+
+def _kind_of_key(key: EventKey, compared: frozenset[str]) -> Kind:
+    return Kind(
+        key.op,
+        key.axis if "axis" in compared else "",
+        key.group_size if "group_size" in compared else -1,
+        key.dtype if "dtype" in compared else "",
+        key.payload_bytes if "payload_bytes" in compared else -1,
+    )
+
+
+def _unmeant(
+    kinds: Sequence[Kind], calls: Sequence[TracedCall], form: ClosedForm, compared: frozenset[str]
+) -> list[Unmeant]:
+    """The differences of one rank."""
+    meant, places = Counter[Kind](), dict[Kind, Counter[str]]()
+    for key, number in form.complete.items():
+        kind = _kind_of_key(key, compared)
+        meant[kind] += number
+        places.setdefault(kind, Counter())[key.place] += number
+    there = Counter(kinds)
+    surplus, lack = there - meant, meant - there
+    first: dict[Kind, str] = {}
+    for kind, call in zip(kinds, calls, strict=True):
+        first.setdefault(kind, _seen_at(call))
+    wrong = []
+    for term in form.partial:
+        wrong += _partial(term, there, surplus, compared)
+    for alike in _ALIKE:
+        for missing in sorted(lack):
+            for extra in [kind for kind in sorted(surplus) if alike(kind) == alike(missing)]:
+                if number := min(surplus[extra], lack[missing]):
+                    wrong.append(Unmeant(found=extra, meant=missing, calls=number, where=first[extra]))
+                    surplus[extra] -= number
+                    lack[missing] -= number
+    wrong += [Unmeant(found=k, meant=None, calls=n, where=first[k]) for k, n in surplus.items() if n > 0]
+    return wrong + [Unmeant(found=None, meant=k, calls=n, where=_meant_in(places[k])) for k, n in lack.items() if n > 0]
+
+
+_ALIKE = (
+    lambda kind: (kind.op, kind.axis, kind.group_size, kind.dtype),
+    lambda kind: (kind.op, kind.dtype, kind.payload_bytes),
+    lambda kind: (kind.op, kind.axis, kind.group_size),
+)
+"""What a call of the trace has in common with the one that it stands for: all but bytes, all but the group, the
+group."""
+
+
+def _partial(term: Term, there: Counter[Kind], surplus: Counter[Kind], compared: frozenset[str]) -> list[Unmeant]:
+    """Take the calls that a term with fields left out counts from the surplus; a difference where it counts others."""
+    known = ("op", *sorted(compared))
+    stated_ = {name: getattr(term, name) for name in known if getattr(term, name) is not None}
+    counted = [kind for kind in there if all(getattr(kind, name) == value for name, value in stated_.items())]
+    for kind in counted:
+        surplus.pop(kind, None)
+    calls = sum(there[kind] for kind in counted)
+    total = sum(there[kind] * kind.payload_bytes for kind in counted)
+    where = f"the closed form states {term}, and the trace has {calls} calls"
+    blank = Kind(str(stated_.get("op", "")), str(stated_.get("axis", "")), int(stated_.get("group_size", -1)), "", -1)
+    if term.calls is not None and calls != term.calls:
+        extra, off = calls > term.calls, abs(calls - term.calls)
+        return [Unmeant(found=blank if extra else None, meant=None if extra else blank, calls=off, where=where)]
+    if term.total_bytes is not None and "payload_bytes" in compared and total != term.total_bytes:
+        return [
+            Unmeant(
+                found=blank._replace(payload_bytes=total),
+                meant=blank._replace(payload_bytes=term.total_bytes),
+                calls=calls,
+                where=where,
+            )
+        ]
+    return []
+
+
+def _seen_at(call: TracedCall) -> str:
+    """Where the trace has a call, as far as it knows."""
+    step = f"step {call.step}" if call.step is not None else ""
+    parts = [step, call.phase, call.module or "", f"at {call.caller}" if call.caller else ""]
+    text = ", ".join(part for part in parts if part)
+    return f"first in {text}" if text else ""
+
+
+def _meant_in(places: Mapping[str, int]) -> str:
+    first, *more = places
+    return f"meant in {first}" + (f" and {len(more)} more places" if more else "")
+
+
+def _order(one: Unmeant) -> tuple[int, str]:
+    return (0 if one.found is None else 1 if one.meant is None else 2), str(one)

@@ -1,0 +1,180 @@
+"""A run folder of traces: each rank's calls as `record` would have written them, with `source` in `env.json`.
+
+A cell that a trace does not know is empty where the ledger has a number, and "?" where it has a word. `env.json` has
+what is unknown under `unknown`: columns with how many calls, and sentences that name the option which records it.
+
+device.csv of a rank: step, device_us, compute_us, communication_us, exposed_us (harness.traces.calls.TracedStep).
+"""
+
+import csv
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from shardproof.harness.errors import RequestError, ranks_text
+from shardproof.harness.ledger import COLUMNS, Event, shape_text, wire_bytes
+from shardproof.harness.programs.part import GROUP_COLUMNS, MODE, STEP_COLUMNS
+from shardproof.harness.recording.naming import axis_name, group_word
+from shardproof.harness.run_folder import link_latest, new_run_folder, writing
+from shardproof.harness.running.store import environment
+from shardproof.harness.traces.calls import FLIGHT_RECORDER, MOST_RANKS, Trace, TracedCall
+from shardproof.harness.traces.unknown import UNKNOWN, sentences
+
+DEVICE_COLUMNS = ("step", "device_us", "compute_us", "communication_us", "exposed_us")
+_NUMBERS = tuple(name for name in COLUMNS if Event.__annotations__[name] is not str)
+_REDUCING = ("all_reduce", "reduce_scatter", "reduce", "other")
+Row = dict[str, object]
+
+
+def chosen(traces: Sequence[Trace], steps: tuple[int, int] | None) -> list[Trace]:
+    """The traces with the calls of these steps alone. Raises RequestError where no trace has such a step."""
+    if steps is None:
+        return list(traces)
+    wanted = range(*steps)
+    there = sorted({step.number for trace in traces for step in trace.steps})
+    if not set(wanted) & set(there):
+        legal = f"legal: --steps {there[0]}:{there[-1] + 1}" if there else "legal: leave it out"
+        has = f"the traces have the steps {ranks_text(there)}" if there else "the traces have no steps"
+        raise RequestError(f"steps={steps[0]}:{steps[1]}: {has}; {legal}")
+    return [trace.within(wanted) for trace in traces]
+
+
+def write_folder(
+    traces: Sequence[Trace], out: Path, name: str, command: Sequence[str], stated: Mapping[str, object]
+) -> Path:
+    """Write the run folder `<out>/<time>-<name>`, to which `<out>/latest` leads. Raises RequestError when it cannot."""
+    world_size = world_of(traces)
+    folder = new_run_folder(out, name)
+    origin_us = min((call.start_us for trace in traces for call in trace.calls if call.start_us), default=0.0)
+    with writing(folder):
+        lacking: Counter[str] = Counter()
+        for trace in traces:
+            rows = ledger_rows(trace, name, world_size, origin_us)
+            lacking.update(column for row in rows for column in COLUMNS if _is_unknown(column, row[column]))
+            _write_part(folder / "ranks" / str(trace.rank), trace, rows, origin_us)
+        case = {"case": name, "mode": MODE, "world_size": world_size, "skipped": "no case: nothing is checked"}
+        (folder / "cases.jsonl").write_text(json.dumps(case) + "\n", encoding="utf-8")
+        about = environment(command, {"program": name, "steps": ""})
+        # Versions and machine are those of whoever reads, and not the job's.
+        about = {key: about[key] for key in ("command", "request", "started")}
+        columns = {column: lacking[column] for column in COLUMNS if lacking[column]}
+        env = {
+            "program": True,
+            "stated": dict(stated),
+            "source": [{"file": trace.source, "format": trace.format, "rank": trace.rank} for trace in traces],
+            "unknown": {"columns": columns, "sentences": sentences(traces, world_size)},
+            **about,
+        }
+        (folder / "env.json").write_text(json.dumps(env, indent=2) + "\n", encoding="utf-8")
+    link_latest(folder)
+    return folder
+
+
+def _is_unknown(column: str, value: object) -> bool:
+    return value == UNKNOWN or (value == "" and column in _NUMBERS)
+
+
+def world_of(traces: Sequence[Trace]) -> int:
+    """The world size that the traces state, else the least in which their ranks can be.
+
+    Raises RequestError when they state different ones.
+    """
+    stated = {trace.world_size: trace for trace in traces if trace.world_size is not None}
+    if len(stated) > 1:
+        (one, first), (two, second) = sorted(stated.items(), key=lambda pair: pair[0] or 0)[:2]
+        rule = f"is of a world of {two} ranks, and {first.source} of one of {one}"
+        raise RequestError(f"trace {second.source}: {rule}; legal: the traces of one job")
+    least = max(map(_last_rank, traces), default=0) + 1
+    world_size = next(iter(stated), None) or least
+    if world_size > MOST_RANKS:
+        rule = f"is of a world of {world_size} ranks; legal: at most {MOST_RANKS}"
+        raise RequestError(f"trace {max(traces, key=_last_rank).source}: {rule}")
+    for trace in traces:
+        if (trace.rank or 0) >= world_size:
+            raise RequestError(
+                f"trace {trace.source}: is of rank {trace.rank} in a world of {world_size} ranks; "
+                "legal: the traces of one job"
+            )
+    return world_size
+
+
+def _last_rank(trace: Trace) -> int:
+    """The largest rank that a trace names, or that its world has."""
+    groups = {call.group for call in trace.calls}
+    return max(trace.rank or 0, (trace.world_size or 1) - 1, *(rank for group in groups for rank in group))
+
+
+def ledger_rows(trace: Trace, case: str, world_size: int, origin_us: float) -> list[Row]:
+    """The rows of ledger.csv of one rank."""
+    return [_row(call, index, trace.rank or 0, case, world_size, origin_us) for index, call in enumerate(trace.calls)]
+
+
+def _row(call: TracedCall, index: int, rank: int, case: str, world_size: int, origin_us: float) -> Row:
+    size, members = call.payload_bytes, call.group_size
+    sent = None if size is None or members is None else wire_bytes(call.op, size, members)
+    values: Row = {
+        "case": case,
+        "mode": MODE,
+        "world_size": world_size,
+        "rank": rank,
+        "step": call.step,
+        "microbatch": None,
+        "phase": call.phase or UNKNOWN,
+        "region": UNKNOWN if call.module is None else call.module,
+        "op": call.op,
+        "reduce_op": call.reduce_op or (UNKNOWN if call.op in _REDUCING else ""),
+        "axis": axis_of(call, world_size),
+        "group_size": members,
+        "dtype": call.dtype or ("" if call.op == "barrier" else UNKNOWN),
+        "shape": UNKNOWN if call.shapes is None else shape_text(call.shapes),
+        "payload_bytes": size,
+        "wire_bytes": 0 if size == 0 else sent,
+        "is_async": call.is_async,
+        "call_index": index,
+        "start_us": None if call.start_us is None else round(call.start_us - origin_us, 3),
+        "duration_us": None if call.device_us is None else round(call.device_us, 3),
+        "caller": call.caller or UNKNOWN,
+        "graph": "",
+    }
+    return {column: "" if values[column] is None else values[column] for column in COLUMNS}
+
+
+def axis_of(call: TracedCall, world_size: int) -> str:
+    """The axis of a call's group, as the recorder names it; torch's name of the group where its ranks are unknown."""
+    if call.group:
+        return axis_name(call.group, call.group_desc, {}, world_size)[0]
+    return group_word(call.group_desc) or (f"group {call.group_name}" if call.group_name else UNKNOWN)
+
+
+def _write_part(path: Path, trace: Trace, rows: Sequence[Row], origin_us: float) -> None:
+    path.mkdir(parents=True)
+    about = {"rank": trace.rank, "host": "", "pid": None, "clock": trace.clock or f"rank {trace.rank}"}
+    (path / "rank.json").write_text(json.dumps(about) + "\n", encoding="utf-8")
+    columns = (*COLUMNS, "needs_gradient", "sent_rows")
+    sent = [_sent_rows(call) for call in trace.calls]
+    _table(path / "ledger.csv", columns, ((*row.values(), "", text) for row, text in zip(rows, sent, strict=True)))
+    groups = {(str(row["axis"]), call.group) for row, call in zip(rows, trace.calls, strict=True) if call.group}
+    _table(path / "groups.csv", GROUP_COLUMNS, ((axis, " ".join(map(str, ranks))) for axis, ranks in sorted(groups)))
+    begins = ((s.number, round(s.start_us - origin_us, 3), round(s.end_us - origin_us, 3), "") for s in trace.steps)
+    _table(path / "steps.csv", STEP_COLUMNS, begins)
+    device = ((s.number, s.device_us, s.compute_us, s.communication_us, s.exposed_us) for s in trace.steps)
+    _table(path / "device.csv", DEVICE_COLUMNS, (row for row in device if row[1] is not None))
+    # A window of the profiler begins with a step, on every rank the same; a ring begins anywhere.
+    lost = trace.lost if trace.format == FLIGHT_RECORDER else ""
+    end = {"calls": len(rows), "doubts": [], "failed": "", "unwaited": [], "lost": lost}
+    (path / "end.json").write_text(json.dumps(end) + "\n", encoding="utf-8")
+
+
+def _sent_rows(call: TracedCall) -> str:
+    """The rows that an all-to-all sends to each rank; UNKNOWN where they may be uneven."""
+    if call.op != "all_to_all":
+        return ""
+    return UNKNOWN if call.sizes_sent is None else "+".join(map(str, call.sizes_sent))
+
+
+def _table(path: Path, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(columns)
+        writer.writerows(rows)

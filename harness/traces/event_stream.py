@@ -1,0 +1,166 @@
+"""The events of a Chrome trace, streamed: a file of any size takes the memory of a few chunks.
+
+The profiler begins every event with the key `ph`. So the text between two events, from the brace that ends one to that
+key in the next, cannot stand within a JSON string, where quotes are escaped, and the file is cut there without being
+read. An event that nobody wants is skipped after a look at its category and name. json reads the others, and all events
+of a file whose events begin with another key.
+"""
+
+import codecs
+import gzip
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any, cast
+
+from shardproof.harness.traces.fields import refuse_torn
+
+_CHUNK_BYTES = 2**22
+_MOST_BYTES = 2**26
+"""A header or an event that is longer is none."""
+_MOST_KNOWN = 100_000
+"""Texts of categories and names that are kept."""
+_MOST_JOINED = 1000
+"""Pieces in a row of which no event comes."""
+_EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
+_BETWEEN = re.compile(rb'\}\s*,\s*(\{\s*"ph"\s*:)')
+_ABOUT = re.compile(rb'\s*"(.)"\s*,\s*"cat"\s*:\s*"([^"\\]*)"\s*,\s*"name"\s*:\s*"((?:[^"\\]|\\.)*)"')
+"""Phase, category and name of an event, behind its first key."""
+_CATEGORY = re.compile(rb'"cat"\s*:\s*"([^"\\]*)"')
+"""Category of an event that has it later: those of flows have."""
+_SPACE = re.compile(r"[ \t\r\n]*")
+LEGAL = "what torch.profiler's export_chrome_trace wrote, .json or .json.gz"
+Json = dict[str, Any]
+
+
+class EventStream:
+    """The events for which `wants(category, name)`, and those of which neither is known before they are read.
+
+    `header` holds the other entries of the file, all of them once the events have been read. Raises RequestError for a
+    file that cannot be read, is cut, or is no trace.
+    """
+
+    def __init__(self, path: Path, wants: Callable[[bytes, bytes], bool]) -> None:
+        self.header: Json = {}
+        self._path, self._wants = path, wants
+        self._decoder = json.JSONDecoder(strict=False)
+        self._known: dict[bytes, bool] = {}
+
+    def __iter__(self) -> Iterator[Json]:
+        with refuse_torn("trace", self._path, LEGAL), opened(self._path) as file:
+            rest = self._read_head(file)
+            while not (found := _BETWEEN.search(rest)) and len(rest) < _CHUNK_BYTES:
+                if not (chunk := file.read(_CHUNK_BYTES)):
+                    break
+                rest += chunk
+            if found is None or not rest.lstrip().startswith(b"{"):
+                yield from self._read_one_by_one(rest, file)
+            else:
+                yield from self._read_wanted(rest, file, found[0], found[1])
+
+    def _read_head(self, file: IO[bytes]) -> bytes:
+        """Put the entries before the events into the header; returns what follows."""
+        head = b""
+        while not (found := _EVENTS.search(head)):
+            if head.lstrip()[:1] == b"[":  # events and nothing else
+                return head.lstrip()[1:]
+            chunk = file.read(_CHUNK_BYTES)
+            if not chunk or len(head) > _MOST_BYTES:
+                raise ValueError("there are no traceEvents in it")
+            head += chunk
+        before = head[: found.start()].rstrip().removesuffix(b",")
+        self.header |= json.loads(before + b"}", strict=False)
+        return head[found.end() :]
+
+    def _read_wanted(self, rest: bytes, file: IO[bytes], between: bytes, start: bytes) -> Iterator[Json]:
+        """The wanted events among the pieces into which `between` cuts the file; all but the first lack `start`."""
+        piece, begin, joined = b"", b"", 0
+        rest = rest.lstrip()
+        while chunk := file.read(_CHUNK_BYTES):
+            *pieces, rest = (rest + chunk).split(between)
+            for one in pieces:
+                piece = piece + between + one if piece else one
+                if begin and not self._is_wanted(piece):
+                    piece = b""
+                    continue
+                try:
+                    events = self._decode_all(begin + piece + b"}")
+                except ValueError:  # a list of objects inside of an event was cut
+                    joined += 1
+                    if joined > _MOST_JOINED:
+                        raise
+                    continue
+                piece, begin, joined = b"", start, 0
+                yield from events
+            if len(rest) > 2 * _CHUNK_BYTES:  # events that begin with another key
+                break
+        yield from self._read_one_by_one(begin + (piece + between if piece else b"") + rest, file)
+
+    def _is_wanted(self, piece: bytes) -> bool:
+        """Whether an event is wanted, by its text from phase to name, which many have in common."""
+        about = piece[: piece.find(b'"pid"')]
+        if (known := self._known.get(about)) is None:
+            if found := _ABOUT.match(about):
+                known = self._wants(found[2], found[3])
+                if len(self._known) < _MOST_KNOWN:
+                    self._known[about] = known
+            else:
+                category = _CATEGORY.search(piece)
+                known = category is None or self._wants(category[1], b"")
+        return known or b'"ph"' in piece  # several events
+
+    def _decode_all(self, text: bytes) -> list[Json]:
+        """The events in a text, several where some begin with another key."""
+        decoded, at, found = text.decode(), 0, []
+        while at < len(decoded):
+            event, at = self._decoder.raw_decode(decoded, at)
+            found.append(_checked(event))
+            at = _skip_space(decoded, at)
+            if at < len(decoded) and decoded[at] != ",":
+                raise ValueError("there is no comma between two events")
+            at = _skip_space(decoded, at + 1)
+        return found
+
+    def _read_one_by_one(self, rest: bytes, file: IO[bytes]) -> Iterator[Json]:
+        """Read event by event up to the end of the list, and the entries behind it into the header."""
+        utf8 = codecs.getincrementaldecoder("utf-8")()
+        text, at = utf8.decode(rest), 0
+        while True:
+            at = _skip_space(text, at)
+            if text[at : at + 1] == "]":
+                break
+            try:
+                event, end = self._decoder.raw_decode(text, at)
+                end = _skip_space(text, end)
+                if text[end : end + 1] not in (",", "]"):
+                    raise ValueError("it ends in the middle of its events")
+            except ValueError:
+                chunk = file.read(_CHUNK_BYTES)
+                if not chunk or len(text) - at > _MOST_BYTES:
+                    raise
+                text, at = text[at:] + utf8.decode(chunk), 0
+                continue
+            yield _checked(event)
+            at = end + (text[end] == ",")
+        behind = (text[at + 1 :] + utf8.decode(file.read(_MOST_BYTES))).strip()
+        if behind not in ("", "}"):
+            self.header |= json.loads("{" + behind.removeprefix(","), strict=False)
+
+
+def _checked(event: Any) -> Json:
+    if not isinstance(event, dict):
+        raise TypeError(f"an event in it is {type(event).__name__}, and must be an object")
+    return event
+
+
+def _skip_space(text: str, at: int) -> int:
+    found = _SPACE.match(text, at)
+    return found.end() if found else at
+
+
+def opened(path: Path) -> IO[bytes]:
+    """The file, unpacked as it is read when it begins as gzip does."""
+    with path.open("rb") as file:
+        packed = file.read(2) == b"\x1f\x8b"
+    return cast(IO[bytes], gzip.open(path)) if packed else path.open("rb")

@@ -1,0 +1,106 @@
+"""Fields of a trace, which others wrote: each is of its type, or a TypeError; pickles hold plain values."""
+
+import gzip
+import io
+import pickle
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from shardproof.harness.errors import RequestError, error_text
+
+
+@contextmanager
+def refuse_torn(kind: str, path: Path, legal: str) -> Iterator[None]:
+    """Read a file of others in the body, "trace" or "dump". Raises RequestError, in one sentence, where that fails."""
+    try:
+        yield
+    except RequestError:
+        raise
+    except (EOFError, gzip.BadGzipFile, zlib.error) as problem:
+        reason = f"is packed and cut or broken ({error_text(problem)})"
+        raise RequestError(f"{kind} {path}: {reason}; legal: {legal}") from problem
+    except OSError as problem:
+        reason = f"cannot be read ({problem.strerror or problem})"
+        raise RequestError(f"{kind} {path}: {reason}; legal: {legal}") from problem
+    except Exception as problem:  # nested without end, torn, fields of any type
+        reason = f"is cut, or is no {kind} ({error_text(problem)})"
+        raise RequestError(f"{kind} {path}: {reason}; legal: {legal}") from problem
+
+
+_PLAIN = (
+    "PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT SHORT_BINUNICODE BINUNICODE "
+    "BINUNICODE8 EMPTY_LIST APPEND APPENDS EMPTY_DICT SETITEM SETITEMS EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 BINPUT "
+    "LONG_BINPUT MEMOIZE BINGET LONG_BINGET"
+)
+"""The operations that make dicts, lists, tuples, texts and numbers: pickle, and torch's own pickler, need no others."""
+
+
+class _Dispatch(dict[int, Any]):
+    def __missing__(self, key: int) -> Any:
+        raise pickle.UnpicklingError(f"operation {bytes([key])!r} makes more than plain values")
+
+
+_InPython: Any = pickle._Unpickler
+"""The one in C takes any number of gigabytes for an index that a file says."""
+
+
+class _Plain(_InPython):
+    """Unpickles dicts with texts as keys, lists, tuples, texts and numbers, and nothing that has a class."""
+
+    dispatch = _Dispatch(
+        {code: _InPython.dispatch[code] for code in (getattr(pickle, name)[0] for name in _PLAIN.split())}
+    )
+
+    def load_setitem(self) -> None:
+        _check_keys(self.stack[-2:-1])
+        super().load_setitem()
+
+    def load_setitems(self) -> None:
+        _check_keys(self.stack[::2])
+        super().load_setitems()
+
+    dispatch[pickle.SETITEM[0]] = load_setitem
+    dispatch[pickle.SETITEMS[0]] = load_setitems
+
+
+def _check_keys(keys: Iterable[Any]) -> None:
+    # The hash of tuples that hold each other twice takes 2**depth steps, and 100 bytes can say so.
+    for key in keys:
+        text(key)
+
+
+def unpickle(content: bytes) -> dict[str, Any]:
+    """The dict of plain values in a pickle. Raises TypeError for another value, and anything for a torn file."""
+    found = _Plain(io.BytesIO(content)).load()
+    if not isinstance(found, dict):
+        raise TypeError("it must hold one dict")
+    return found
+
+
+def number(value: Any) -> int:
+    """A whole number that fits in 64 bits. Raises TypeError for another value, as all of these do."""
+    if type(value) is not int or abs(value) >= 2**63:
+        raise TypeError(f"a {type(value).__name__} where a whole number must be")
+    return value
+
+
+def text(value: Any) -> str:
+    """A text. Raises TypeError for another value."""
+    if not isinstance(value, str):
+        raise TypeError(f"a {type(value).__name__} where a text must be")
+    return value
+
+
+def listed(value: Any) -> list[Any] | tuple[Any, ...]:
+    """A list of anything. Raises TypeError for another value."""
+    if not isinstance(value, list | tuple):
+        raise TypeError(f"a {type(value).__name__} where a list must be")
+    return value
+
+
+def numbers(value: Any) -> tuple[int, ...]:
+    """A list of whole numbers. Raises TypeError for another value."""
+    return tuple(map(number, listed(value)))

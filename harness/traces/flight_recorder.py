@@ -1,0 +1,210 @@
+"""Reads a dump of torch's Flight Recorder, JSON or pickle, as the calls of one rank.
+
+A coalesced call is several entries of one number, its members, and an entry without sizes that ends it. A batch of
+messages ends with such an entry too, but each message is a call of its own. The recorder keeps the latest entries in a
+ring. Format: torch/csrc/distributed/c10d/FlightRecorder.hpp, version 2.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from shardproof.harness.ledger import OTHER
+from shardproof.harness.traces.calls import FLIGHT_RECORDER, Trace, TracedCall, find_dtype, find_op, payload_bytes
+from shardproof.harness.traces.fields import listed, number, numbers, refuse_torn, text, unpickle
+
+Entry = Mapping[str, Any]
+LEGAL = "a file that torch's Flight Recorder wrote, such as nccl_trace_rank_3"
+MESSAGES = ("send", "recv")
+MOST_BYTES = 2**30
+"""A larger file is no dump: a ring of 2,000 entries takes a few megabytes."""
+_WRITTEN = ("all_gather", "scatter", "recv")
+"""Ops whose payload is what they write, which all ranks of the group have in the same sizes."""
+_NO_SPLITS = "what an all_to_all sends to each rank is not in a Flight Recorder dump (the torch profiler records it)"
+
+
+def read_flight_recorder(path: Path) -> Trace:
+    """The calls in a dump. Raises RequestError for a file that is none."""
+    with refuse_torn("trace", path, LEGAL):
+        return trace_of(load_dump(path), str(path))
+
+
+def load_dump(path: Path) -> dict[str, Any]:
+    """The JSON object or dict of plain values in a file. Raises TypeError, ValueError, or anything for a torn file."""
+    with path.open("rb") as file:
+        is_json = file.read(1) in (b"{", b"[")
+    if path.stat().st_size > MOST_BYTES:
+        raise ValueError(f"it has {path.stat().st_size:,} bytes, and a dump at most {MOST_BYTES:,}")
+    content = path.read_bytes()
+    found = json.loads(content.decode()) if is_json else unpickle(content)
+    if not isinstance(found, dict):
+        raise TypeError(f"a {type(found).__name__} where one object must be")
+    return found
+
+
+def trace_of(dump: Mapping[str, Any], source: str) -> Trace:
+    """The calls in the content of a dump.
+
+    Raises TypeError, KeyError or ValueError for fields that are none of the recorder's.
+    """
+    if "entries" not in dump:
+        raise ValueError("it has no `entries`, so it is not from the Flight Recorder")
+    groups = {text(group["name"]): _ranks(group["ranks"]) for group in (dump.get("pg_config") or {}).values()}
+    entries = sorted(listed(dump["entries"]), key=lambda entry: number(entry.get("record_id", 0)))
+    _check_all_recorded(entries)
+    rank, world_size = dump.get("rank"), max(map(len, groups.values()), default=None)
+    if rank is not None and not 0 <= number(rank) < (world_size or math.inf):
+        raise ValueError(f"it is of rank {rank} in a world of {world_size} ranks")
+    calls = [_traced(those, groups.get(name, ())) for name, those in _calls(entries)]
+    lost = _lost(entries)
+    if lost and calls and (calls[0].members or calls[0].shapes is None):
+        del calls[0]  # some of its members may be lost too
+    return Trace(
+        source=source,
+        format=FLIGHT_RECORDER,
+        rank=rank,
+        world_size=world_size,
+        calls=tuple(calls),
+        groups=groups,
+        notes=(_NO_SPLITS,) if any(call.op == "all_to_all" for call in calls) else (),
+        lost=lost,
+        backend=text(entries[0]["profiling_name"]).partition(":")[0] if entries else "",
+    )
+
+
+def _ranks(value: Any) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"-?\d+", value))) if isinstance(value, str) else numbers(value)
+
+
+def _check_all_recorded(entries: Sequence[Entry]) -> None:
+    """Raise ValueError where entries between the first and the last are left out: the rank would seem to lack calls."""
+    places = [entry["record_id"] for entry in entries if "record_id" in entry]
+    if places and places[-1] - places[0] >= len(places):
+        raise ValueError("it has active calls alone, so which others were issued is not known (onlyActive=False has)")
+
+
+def _lost(entries: Sequence[Entry]) -> str:
+    """What is missing before the first entry; "" where that is the first call of the rank."""
+    dropped = number(entries[0].get("record_id", 0)) if entries else 0
+    if dropped:
+        return f"{dropped:,} entries, which the recorder's ring has dropped (TORCH_FR_BUFFER_SIZE makes it longer)"
+    first_message = next((entry for entry in entries if entry.get("is_p2p")), {})
+    earlier = number(first_message.get("p2p_seq_id", 0)) > 1  # a reset empties the ring, and groups count on
+    return "the calls before the recorder was reset" if earlier else ""
+
+
+def _calls(entries: Sequence[Entry]) -> list[tuple[str, list[Entry]]]:
+    """Each call as the name of its group and its entries; a message of a batch has the end of the batch behind it."""
+    calls: list[tuple[str, list[Entry]]] = []
+    latest: dict[object, tuple[int, list[Entry]]] = {}  # the last collective of a group: its number and entries
+    batches: dict[object, list[list[Entry]]] = {}  # the messages of a group behind it, which may be a batch
+    for entry in entries:
+        name, own = text(entry["process_group"][0]), [entry]
+        group = name, number(entry.get("pg_id", 0))
+        if group in batches and _ends(entry):
+            for message in batches.pop(group):
+                message.append(entry)
+        elif entry.get("is_p2p") or _op_word(entry) in MESSAGES:
+            those = batches.setdefault(group, [])
+            if those and those[0][0].get("p2p_seq_id") != entry.get("p2p_seq_id"):
+                those.clear()  # of another batch, or by themselves
+            those.append(own)
+            calls.append((name, own))
+        elif group in latest and latest[group][0] == number(entry["collective_seq_id"]):
+            latest[group][1].append(entry)
+        else:
+            batches.pop(group, None)
+            latest[group] = number(entry["collective_seq_id"]), own
+            calls.append((name, own))
+    return calls
+
+
+def _op_word(entry: Entry) -> str:
+    """The format's name of the op: "send" of "nccl:send 0->1"."""
+    name = text(entry["profiling_name"])
+    return (name.partition(":")[2] or name).partition(" ")[0]
+
+
+def _ends(entry: Entry) -> bool:
+    """Whether an entry ends a coalesced call or a batch: it has a name for that, and no sizes."""
+    no_sizes = not any(listed(entry[f"{side}_sizes"]) not in ([], [[]], (), ((),)) for side in ("input", "output"))
+    return _op_word(entry).endswith("coalesced") and no_sizes
+
+
+def _traced(entries: Sequence[Entry], ranks: tuple[int, ...]) -> TracedCall:
+    """The call of these entries. A coalesced one counts the payloads of its members."""
+    first = _one(entries[0], ranks)
+    if first.op in MESSAGES:
+        # A batch is complete when its end is. Otherwise nothing is known: no version of torch marks its members.
+        return first if len(entries) == 1 else replace(first, complete=_complete(entries[1]) or None)
+    if len(entries) == 1:
+        return first
+    ended = _ends(entries[-1])
+    members = tuple(_one(entry, ranks) for entry in (entries[:-1] if ended else entries))
+    sizes, shapes = [one.payload_bytes for one in members], [one.shapes for one in members]
+    ops = {one.op for one in members}
+    of_name = find_op(text(entries[-1]["profiling_name"])) if ended else OTHER
+    last = _one(entries[-1], ranks)
+    return replace(
+        last,
+        op=of_name if of_name != OTHER else ops.pop() if len(ops) == 1 else OTHER,
+        name=last.name if ended else "",
+        payload_bytes=None if None in sizes else sum(size for size in sizes if size is not None),
+        dtype="+".join(dict.fromkeys(one.dtype for one in members)),
+        shapes=None if None in shapes else tuple(shape for those in shapes for shape in those or ()),
+        members=members,
+    )
+
+
+def _one(entry: Entry, ranks: tuple[int, ...]) -> TracedCall:
+    """The call of one entry: its payload is that of the ledger. What an end of a coalesced call moves is not known."""
+    op, ends = find_op(text(entry["profiling_name"])), text(entry["profiling_name"]).partition(" ")[2]
+    side = "output" if op in _WRITTEN and entry.get("output_sizes") else "input"
+    sizes = () if op == "barrier" else listed(entry[f"{side}_sizes"])
+    words = tuple(dict.fromkeys(text(word) for word in listed(entry.get(f"{side}_dtypes") or ())))
+    dtypes = [find_dtype(word) for word in words]
+    shapes = None if _ends(entry) else tuple(map(numbers, sizes))
+    name, description = map(text, listed(entry["process_group"])[:2])
+    lasted_ms = entry.get("duration_ms")
+    if lasted_ms is not None and not 0 <= lasted_ms < math.inf:
+        raise ValueError(f"a call lasts {lasted_ms} ms, which must be at least 0")
+    return TracedCall(
+        op=op,
+        name=text(entry["profiling_name"]),
+        payload_bytes=0 if op == "barrier" else payload_bytes(dtypes[0], shapes) if len(dtypes) == 1 else None,
+        dtype="+".join(dtype.name if dtype else word.lower() for dtype, word in zip(dtypes, words, strict=True)),
+        shapes=shapes,
+        group=ranks,
+        group_name=name,
+        group_desc=description,
+        group_size=len(ranks) or None,
+        peer=_peer(ends, ranks),
+        number=None if op in MESSAGES else number(entry["collective_seq_id"]),
+        complete=_complete(entry),
+        caller=_caller(entry),
+        start_us=number(entry["time_created_ns"]) / 1000 if entry.get("time_created_ns") is not None else None,
+        device_us=float(lasted_ms) * 1000 if lasted_ms is not None else None,
+    )
+
+
+def _peer(ends: str, ranks: tuple[int, ...]) -> int | None:
+    """The other end of "0->3", which are ranks of the group."""
+    found = re.fullmatch(r"\d+(->|<-)(\d+)", ends)
+    return ranks[int(found[2])] if found and int(found[2]) < len(ranks) else None
+
+
+def _complete(entry: Entry) -> bool | None:
+    """Whether the call has ended. A retired call without a time of its end was dropped before anybody looked."""
+    done = {"completed": True, "started": False, "scheduled": False}.get(text(entry.get("state", "")))
+    return None if not entry.get("time_discovered_completed_ns") and entry.get("retired") else done
+
+
+def _caller(entry: Entry) -> str:
+    """The innermost line that is not torch's."""
+    frames = listed(entry.get("frames") or ())
+    own = next((frame for frame in frames if "/torch/" not in text(frame["filename"])), None)
+    return f"{text(own['filename'])}:{number(own['line'])} in {text(own['name'])}" if own else ""

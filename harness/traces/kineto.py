@@ -1,0 +1,429 @@
+"""Reads a trace of the torch profiler (Kineto): one file a rank, of torch 1.13 to 2.15.
+
+One call is up to three rows inside of each other: `c10d::`, `record_param_comms`, `nccl:`. Since torch 2.2 the middle
+one has the call's fields. Before, it is bare, and stands for waits too: there the `nccl:` row is the call, and has the
+shape of what was sent where shapes were recorded. gloo writes `c10d::` rows alone. Kernels are not counted: those of an
+earlier step come first, and a coalesced one stands for several calls. They give times, by `External id`.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shardproof.harness.engines.calls.operators import OPERATORS
+from shardproof.harness.errors import RequestError, ranks_text
+from shardproof.harness.traces.calls import TORCH, Trace, TracedCall, TracedStep, find_dtype, find_op, payload_bytes
+from shardproof.harness.traces.event_stream import LEGAL, EventStream, Json
+from shardproof.harness.traces.fields import refuse_torn
+from shardproof.harness.traces.intervals import Stretches, covered_us, minus, union
+from shardproof.harness.traces.kineto_groups import Groups
+from shardproof.harness.traces.phases import CALL, FORWARD, MODULE, Place, Row, kind_of, places
+
+PARAMETERS = "record_param_comms"
+_NO_CALLS = frozenset({"wait", "init", "shutdown", "abort"})
+"""`Collective name`s of rows that send nothing."""
+_KERNELS = ("nccl", "rccl", "msccl")
+"""Words in the names of kernels that communicate; other kernels do where they were launched inside of a call."""
+_CPU = (b"cpu_op", b"user_annotation")
+_OF_OUTPUT = ("all_gather", "scatter", "recv")
+"""Ops whose payload is the output."""
+_OPERATOR, _FIELDS, _BACKEND = range(3)
+"""What a row is to a call: an operator of torch, the fields, the backend's own row."""
+
+
+class CallRow(NamedTuple):
+    """A row of a call. `role` is _OPERATOR, _FIELDS or _BACKEND."""
+
+    start_us: float
+    end_us: float
+    thread: object
+    name: str
+    role: int
+    args: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kernels:
+    """When kernels computed, when they communicated, and those of calls by the id of the row that launched them.
+
+    `early` counts kernels that communicate and came before the first call, `unbound` later ones that are of no call.
+    """
+
+    compute: Stretches
+    communication: Stretches
+    by_id: Mapping[int, tuple[float, float]]
+    early: int
+    unbound: int
+
+
+_GLOO = "gloo:"
+_UNBOUND = "unknown: the calls of {} kernels that communicate, such as replays of CUDA graphs and coalesced calls"
+
+
+@dataclass(slots=True)
+class _Rows:
+    """All rows of a trace that matter."""
+
+    calls: list[CallRow] = field(default_factory=list)
+    around: list[Row] = field(default_factory=list)
+    steps: dict[int, tuple[float, float]] = field(default_factory=dict)
+    device_steps: dict[int, tuple[float, float]] = field(default_factory=dict)
+    kernels: list[tuple[float, float, int, bool]] = field(default_factory=list)
+    gloo: list[CallRow] = field(default_factory=list)
+
+
+def read_kineto(path: Path) -> Trace:
+    """The calls of the rank whose trace this is. Raises RequestError, in one sentence, for a file that is none."""
+    stream = EventStream(path, _wants)
+    with refuse_torn("trace", path, LEGAL):
+        return trace_of(stream, stream.header, str(path))
+
+
+def trace_of(events: Iterable[Json], header: Json, source: str) -> Trace:
+    """The calls in these events; `header` has the other entries of the file once the events are through."""
+    rows = _Rows()
+    for event in events:
+        _take(rows, event)
+    return _trace(source, header, rows)
+
+
+def _wants(category: bytes, name: bytes) -> bool:
+    if category in _CPU:
+        return (
+            name == PARAMETERS.encode()
+            or name.startswith((b"c10d::", b"nccl:", b"gloo:", b"ProfilerStep#"))
+            or bool(kind_of(category.decode(), name.decode(errors="replace")))
+        )
+    if category == b"python_function":
+        return bool(kind_of("python_function", name.decode(errors="replace")))
+    return category in (b"kernel", b"fwdbwd") or (category == b"gpu_user_annotation" and b"ProfilerStep#" in name)
+
+
+def _take(rows: _Rows, event: Json) -> None:
+    """Keep what matters of an event."""
+    category, name, phase = str(event.get("cat", "")), str(event.get("name", "")), event.get("ph", "X")
+    if category == "fwdbwd" and phase == "s":
+        start_us = float(event["ts"])
+        rows.around.append(Row(start_us, start_us, FORWARD, event.get("tid"), ""))
+        return
+    if phase != "X":
+        return
+    start_us, spent_us = float(event["ts"]), float(event.get("dur", 0.0))
+    if spent_us < 0 or not math.isfinite(start_us + spent_us):
+        raise ValueError(f"{name} at {start_us} lasts {spent_us} us, which must be at least 0")
+    end_us = start_us + spent_us
+    if category == "kernel":
+        args = event.get("args", {})
+        named = "Collective name" in args or any(word in name for word in _KERNELS)
+        rows.kernels.append((start_us, end_us, int(args.get("External id", -1)), named))
+    elif name.startswith("ProfilerStep#"):
+        steps = rows.device_steps if category == "gpu_user_annotation" else rows.steps
+        number = int(name.partition("#")[2])
+        start, end = steps.get(number, (start_us, end_us))
+        steps[number] = min(start, start_us), max(end, end_us)  # a row for each stream of a device
+    elif category.encode() in _CPU and (role := _role(name)) is not None:
+        rows.calls.append(CallRow(start_us, end_us, event.get("tid"), name, role, event.get("args", {})))
+    elif name.startswith(_GLOO):
+        rows.gloo.append(CallRow(start_us, end_us, event.get("tid"), name, _BACKEND, event.get("args", {})))
+    elif kind := kind_of(category, name):
+        text = name.removeprefix("nn.Module: ")
+        rows.around.append(Row(start_us, end_us, kind, event.get("tid"), text))
+
+
+def _role(name: str) -> int | None:
+    if name == PARAMETERS:
+        return _FIELDS
+    if name.startswith("nccl:"):
+        return _BACKEND
+    return _OPERATOR if name.startswith("c10d::") and operator_of(name) in OPERATORS else None
+
+
+def operator_of(name: str) -> str:
+    """torch's operator of a row: "allreduce_" of "c10d::allreduce_"."""
+    return name.removeprefix("c10d::").partition(".")[0]
+
+
+class RowsOfCall(NamedTuple):
+    """The rows of one call: that which tells of it, and the operator's around it."""
+
+    told: CallRow
+    operator: CallRow | None
+    ids: tuple[int, ...]
+
+
+def rows_of_calls(rows: Sequence[CallRow]) -> list[RowsOfCall]:
+    """The calls, in order of issue. A row inside of another call's is how that one is carried out."""
+    fields_told = any("Collective name" in row.args for row in rows)
+    found: list[RowsOfCall] = []
+    open_: dict[object, list[CallRow]] = {}
+    roots: dict[int, list[CallRow]] = {}
+    for row in sorted(rows, key=lambda row: (row.start_us, -row.end_us, row.role)):
+        above = open_.setdefault(row.thread, [])
+        while above and above[-1].end_us <= row.start_us:
+            above.pop()
+        roots.setdefault(id(above[0]) if above else id(row), []).append(row)
+        above.append(row)
+    for cluster in roots.values():
+        operator = next((row for row in cluster if row.role == _OPERATOR), None)
+        ids = tuple(int(row.args.get("External id", -1)) for row in cluster)
+        telling = list(_outermost(cluster, _FIELDS if fields_told else _BACKEND))
+        sending = [row for row in telling if row.args.get("Collective name") not in _NO_CALLS]
+        if telling:
+            found += [
+                RowsOfCall(row, operator, ids if len(sending) == 1 else _own_ids(row, cluster)) for row in sending
+            ]
+        elif operator is not None:
+            found.append(RowsOfCall(operator, operator, ids))
+    return sorted(found, key=lambda call: call.told.start_us)
+
+
+def _outermost(cluster: Sequence[CallRow], role: int) -> Iterator[CallRow]:
+    end_us = -math.inf
+    for row in cluster:
+        if row.role == role and row.end_us > end_us:
+            end_us = row.end_us
+            yield row
+
+
+def _own_ids(row: CallRow, cluster: Sequence[CallRow]) -> tuple[int, ...]:
+    inside = [one for one in cluster if one.start_us >= row.start_us and one.end_us <= row.end_us]
+    return tuple(int(one.args.get("External id", -1)) for one in inside)
+
+
+def _trace(source: str, header: Json, rows: _Rows) -> Trace:
+    about = header.get("distributedInfo") or {}
+    groups = Groups(about.get("pg_config") or ())
+    rank, world_size = _whole(about.get("rank")), _whole(about.get("world_size"))
+    calls = rows_of_calls(rows.calls)
+    around = [*rows.around, *(_row_of(call, index) for index, call in enumerate(calls))]
+    found = places(around, len(calls))
+    has_modules = any(row.kind == MODULE for row in rows.around)
+    own_ids = {one for call in calls for one in call.ids}
+    kernels = _kernels(rows.kernels, own_ids, calls[0].told.start_us if calls else math.inf)
+    steps = _StepTimes(rows.steps)
+    traced = tuple(
+        replace(
+            _call(call, groups, rows.gloo),
+            step=steps.at(call.told.start_us),
+            phase=place.phase,
+            module=_module(place) if has_modules else None,
+            caller=_caller(place.caller),
+            device_start_us=_device_times(call, kernels)[0],
+            device_us=_device_times(call, kernels)[1],
+        )
+        for call, place in zip(calls, found, strict=True)
+    )
+    _check_ranks(source, rank, world_size, traced)
+    return Trace(
+        source=source,
+        format=TORCH,
+        rank=rank,
+        world_size=world_size,
+        calls=traced,
+        groups=groups.ranks,
+        steps=_steps(rows, kernels),
+        lost=f"{kernels.early} kernels of calls that were issued before the trace began" if kernels.early else "",
+        backend=str(about.get("backend", "")),
+        notes=(_UNBOUND.format(kernels.unbound),) if kernels.unbound else (),
+    )
+
+
+def _whole(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _row_of(call: RowsOfCall, index: int) -> Row:
+    told = call.told
+    name = _name(call)
+    elements = _whole(told.args.get("In msg nelems"))
+    if elements is None:
+        shapes = _shapes(call)
+        elements = sum(map(math.prod, shapes)) if shapes else -1
+    return Row(told.start_us, told.end_us, CALL, told.thread, name, index, _op(call), elements)
+
+
+def _name(call: RowsOfCall) -> str:
+    return str(call.told.args.get("Collective name") or call.told.name)
+
+
+def _op(call: RowsOfCall) -> str:
+    if call.told.role == _OPERATOR:
+        return OPERATORS[operator_of(call.told.name)].op
+    return find_op(_name(call))
+
+
+def _module(place: Place) -> str | None:
+    """The modules around a call, "" for none; of backward, which runs in none, they are unknown."""
+    return ".".join(place.modules) if place.modules or place.phase != "backward" else None
+
+
+def _call(call: RowsOfCall, groups: Groups, gloo: Sequence[CallRow]) -> TracedCall:
+    """A call by its own rows."""
+    told, op = call.told, _op(call)
+    group = groups.of(told.args)
+    shapes, dtype = _shapes(call), find_dtype(_dtype_word(call, gloo))
+    elements = _elements(op, told.args)
+    if elements is not None:
+        size = 0 if op == "barrier" else None if dtype is None else elements * dtype.item_bytes
+        if shapes is not None and sum(map(math.prod, shapes)) != elements:
+            shapes = None  # of the other side of the call
+    else:
+        size = 0 if op == "barrier" else payload_bytes(dtype, shapes)
+    peer = told.args.get("Dst Rank" if op == "send" else "Src Rank") if op in ("send", "recv") else None
+    return TracedCall(
+        op=op,
+        name=_name(call),
+        payload_bytes=size,
+        dtype="" if dtype is None else dtype.name,
+        shapes=shapes,
+        group=group.ranks,
+        group_name=group.name,
+        group_desc=group.description,
+        group_size=group.size,
+        peer=_whole(peer),
+        number=_whole(told.args.get("Seq")),
+        sizes_sent=_splits(told.args.get("In split size")) if op == "all_to_all" else None,
+        start_us=told.start_us,
+        host_us=told.end_us - told.start_us,
+    )
+
+
+def _elements(op: str, args: Mapping[str, Any]) -> int | None:
+    """The elements of the payload, as the profiler's own fields have them."""
+    elements = _whole(args.get(f"{'Out' if op in _OF_OUTPUT else 'In'} msg nelems"))
+    if elements is not None and elements < 0:
+        raise ValueError(f"a call has {elements} elements, which must be at least 0")
+    return elements
+
+
+def _payload_at(row: CallRow) -> int:
+    """The place of the payload among the arguments of an operator or a backend's row; -1 without one."""
+    if row.role != _OPERATOR:
+        return 0
+    payload = OPERATORS[operator_of(row.name)].payload
+    return 1 if payload.startswith("input") else 0 if payload else -1
+
+
+def _argument(row: CallRow) -> tuple[Any, str]:
+    """Dims and type of the payload as an argument; [] and "" where they were not recorded."""
+    at, dims, types = _payload_at(row), row.args.get("Input Dims") or (), row.args.get("Input type") or ()
+    return (dims[at] if 0 <= at < len(dims) else []), (str(types[at]) if 0 <= at < len(types) else "")
+
+
+def _shapes(call: RowsOfCall) -> tuple[tuple[int, ...], ...] | None:
+    """The shapes of the payload where they were recorded."""
+    for row in (call.operator, call.told):
+        if row is None or (row.role != _OPERATOR and _op(call) in _OF_OUTPUT):
+            continue  # the input
+        dims, word = _argument(row)
+        if dims or find_dtype(word):  # a scalar has no dims
+            return tuple(_flattened(dims))
+    return None
+
+
+def _flattened(dims: Any) -> Iterator[tuple[int, ...]]:
+    """The shapes in an argument's dims: of a tensor, a list of them, or a list of lists."""
+    if all(isinstance(size, int) for size in dims):
+        yield tuple(dims)
+    else:
+        for part in dims:
+            yield from _flattened(part)
+
+
+def _dtype_word(call: RowsOfCall, gloo: Sequence[CallRow]) -> str:
+    """The profiler's name of the dtype; of a list gloo's own row of the same dims, the first one that follows."""
+    if "dtype" in call.told.args:
+        return str(call.told.args["dtype"])
+    for row in (call.operator, call.told):
+        if row is not None and find_dtype(_argument(row)[1]):
+            return _argument(row)[1]
+    shapes = _shapes(call) or ((),)
+    later = (
+        row for row in gloo if row.start_us >= call.told.start_us and tuple(_flattened(_argument(row)[0])) == shapes[:1]
+    )
+    nearest = min(later, key=lambda row: row.start_us, default=None)
+    return "" if nearest is None else _argument(nearest)[1]
+
+
+def _splits(value: object) -> tuple[int, ...] | None:
+    """The rows that an uneven all-to-all sends to each rank, () for an even one; None where the list is cut."""
+    if not isinstance(value, str) or "..." in value:
+        return None
+    return tuple(int(one) for one in value.strip("[] ").split(",") if one.strip())
+
+
+def _caller(frame: str) -> str:
+    """The function of the program around the call, "train.py:12": the line is that at which the function begins."""
+    file, _, rest = frame.partition("(")
+    return f"{file}:{rest.partition(')')[0]}" if rest else ""
+
+
+class _StepTimes:
+    """The profiler's steps, to be looked up by time."""
+
+    def __init__(self, steps: Mapping[int, tuple[float, float]]) -> None:
+        self._ordered = sorted((start, end, number) for number, (start, end) in steps.items())
+
+    def at(self, time_us: float) -> int | None:
+        """The step that goes on at a time."""
+        place = bisect_right(self._ordered, (time_us, math.inf, 0)) - 1
+        return self._ordered[place][2] if place >= 0 and time_us < self._ordered[place][1] else None
+
+
+def _kernels(found: Sequence[tuple[float, float, int, bool]], ids: Container[int], first_us: float) -> _Kernels:
+    compute, communication = list[tuple[float, float]](), list[tuple[float, float]]()
+    by_id, early, unbound = dict[int, tuple[float, float]](), 0, 0
+    for start, end, launched_by, named in found:
+        bound = launched_by in ids
+        (communication if named or bound else compute).append((start, end))
+        if bound:
+            before = by_id.get(launched_by, (start, end))
+            by_id[launched_by] = min(start, before[0]), max(end, before[1])
+        elif named:
+            early, unbound = early + (start < first_us), unbound + (start >= first_us)
+    return _Kernels(union(compute), union(communication), by_id, early, unbound if by_id else 0)
+
+
+def _device_times(call: RowsOfCall, kernels: _Kernels) -> tuple[float | None, float | None]:
+    """When the first kernel of a call began, and how long it took up to the end of the last one."""
+    times = [kernels.by_id[one] for one in call.ids if one in kernels.by_id]
+    start_us = min((start for start, _ in times), default=None)
+    return start_us, None if start_us is None else max(end for _, end in times) - start_us
+
+
+def _steps(rows: _Rows, kernels: _Kernels) -> tuple[TracedStep, ...]:
+    """The steps; on the device one lasts until the next one begins there, and the last one to the last kernel."""
+    exposed = minus(kernels.communication, kernels.compute)
+    ordered = sorted(rows.steps.items())
+    starts = [rows.device_steps.get(number, times)[0] for number, times in ordered]
+    last_us = max((end for _, end in (*kernels.compute[-1:], *kernels.communication[-1:])), default=0.0)
+    steps = []
+    for (number, (start, end)), first, after in zip(ordered, starts, [*starts, last_us][1:], strict=True):
+        step = TracedStep(number=number, start_us=start, end_us=end)
+        if rows.kernels and after > first:
+            step = replace(
+                step,
+                device_us=after - first,
+                compute_us=covered_us(kernels.compute, first, after),
+                communication_us=covered_us(kernels.communication, first, after),
+                exposed_us=covered_us(exposed, first, after),
+            )
+        steps.append(step)
+    return tuple(steps)
+
+
+def _check_ranks(source: str, rank: int | None, world_size: int | None, calls: Sequence[TracedCall]) -> None:
+    """Raise RequestError for a rank that its world or the group of a call does not have."""
+    if rank is None:
+        return
+    if rank < 0 or (world_size is not None and rank >= world_size):
+        raise RequestError(f"trace {source}: is of rank {rank} in a world of {world_size} ranks; legal: {LEGAL}")
+    for call in calls:
+        if call.group and rank not in call.group:
+            raise RequestError(
+                f"trace {source}: is of rank {rank}, and calls in group {call.group_name} of ranks "
+                f"{ranks_text(call.group)}; legal: {LEGAL}"
+            )

@@ -1,0 +1,100 @@
+"""Turns a report of Nsight Systems into a sqlite database, with the nsys on PATH. All waits are bounded.
+
+Old releases write `.qdstrm` and leave the import to `QdstrmImporter`, which Debian does not put where nsys looks; new
+ones write `.nsys-rep` at once.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from shardproof.harness.errors import MachineError
+
+EXPORT_LIMIT_S = 120.0
+
+
+def nsys_path() -> Path | None:
+    """Where nsys is, None when it is not installed."""
+    found = shutil.which("nsys")
+    return Path(found) if found else None
+
+
+def exported(nsys: Path, report: Path) -> Path:
+    """The database of a report, named without its suffix, that nsys has finished or left raw. Raises MachineError."""
+    folder = report.parent
+    finished = report.with_suffix(".nsys-rep")
+    raw = report.with_suffix(".qdstrm")
+    if not finished.exists() and raw.exists():
+        importer = next(_importers(nsys), None)
+        if importer is None:
+            raise failed(f"{nsys} wrote {raw.name}, and QdstrmImporter, which reads it, was not found beside it")
+        run_logged([str(importer), "-i", str(raw), "-o", str(finished)], folder, EXPORT_LIMIT_S)
+        raw.unlink()
+    if not finished.exists():
+        raise failed(f"{nsys} wrote no report")
+    database = report.with_suffix(".sqlite")
+    options = ["--type=sqlite", "--force-overwrite=true", f"--output={database}", str(finished)]
+    run_logged([str(nsys), "export", *options], folder, EXPORT_LIMIT_S)
+    if not database.exists():
+        raise failed(f"{nsys} exported no database from {finished.name}")
+    return database
+
+
+def _importers(nsys: Path) -> Iterator[Path]:
+    """QdstrmImporter on PATH or beside any of the places that the link `nsys` leads through."""
+    if found := shutil.which("QdstrmImporter"):
+        yield Path(found)
+    place = nsys
+    for _link in range(8):
+        yield from place.parent.parent.glob("*/QdstrmImporter")
+        yield from place.parent.parent.glob("lib/nsight-systems/*/QdstrmImporter")
+        if not place.is_symlink():
+            return
+        place = place.parent / os.readlink(place)
+
+
+def run_to_end(words: Sequence[str], log: Path, limit_s: float, environment: Mapping[str, str] | None = None) -> int:
+    """The exit status of a program whose output goes to a log. When it takes too long, all that it started is killed.
+
+    Raises subprocess.TimeoutExpired then, OSError when it cannot be started.
+    """
+    with log.open("ab") as output:
+        running = subprocess.Popen(
+            words,
+            stdout=output,
+            stderr=output,
+            stdin=subprocess.DEVNULL,
+            env=None if environment is None else dict(environment),
+            start_new_session=True,  # so that nobody outlives it
+        )
+    try:
+        return running.wait(limit_s)
+    finally:
+        if running.poll() is None:
+            os.killpg(running.pid, signal.SIGKILL)
+            running.wait()
+
+
+def run_logged(
+    words: Sequence[str], folder: Path, limit_s: float, environment: Mapping[str, str] | None = None
+) -> None:
+    """Run a tool to its end, its output in `folder`/nsys.log. Raises MachineError with one sentence where it fails."""
+    log, name = folder / "nsys.log", Path(words[0]).name
+    try:
+        status = run_to_end(words, log, limit_s, environment)
+    except subprocess.TimeoutExpired as problem:
+        raise failed(f"{name} did not end within {limit_s:.0f} s; {log} has its words") from problem
+    except OSError as problem:
+        raise failed(f"{words[0]} cannot be run ({problem.strerror or problem})") from problem
+    if status != 0:
+        lines = log.read_text(errors="replace").strip().splitlines()
+        last = f": {lines[-1].strip()}" if lines else ""
+        raise failed(f"{name} ended with status {status}{last}")
+
+
+def failed(why: str) -> MachineError:
+    """The error of an nsys that is not there or does not work."""
+    return MachineError(f"witness nsys is missing: {why}")

@@ -1,0 +1,244 @@
+"""The phase and the module of every call in a trace of the torch profiler, from the rows around it, in order of time.
+
+Phases follow the ledger's rules (harness.recording.lanes). Backward is inside an autograd node or on autograd's own
+thread, recompute in a module or a checkpoint that runs inside a node, step inside an optimizer's, forward inside a
+model. The rest is settled by what follows. A model is an outermost module that calls others, since a trace does not
+name parameters. A loss or metric module without children has no phase of its own. Times in microseconds.
+
+Left open, "", is what a trace does not hold: whether a message goes between stages, whether an all_gather after a step
+gathers parameters, where the updates of a program without optimizers are. Without `with_stack=True` there are no
+modules: forward is then what DDP or an annotation encloses, or what lies between two operators whose backward follows.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from shardproof.harness.ledger import AGAIN
+
+NODE, MODULE, STEP, CHECKPOINT, CALL, QUIET, LOUD = ("node", "module", "step", "checkpoint", "call", "quiet", "loud")
+WRAPPER, NAMED, FRAME, FORWARD = ("wrapper", "named", "frame", "forward")
+_WORDS: Mapping[str, str] = {
+    "forward": "forward",
+    "forward pass": "forward",
+    "fwd": "forward",
+    "backward": "backward",
+    "backward pass": "backward",
+    "bwd": "backward",
+    "loss": "loss",
+    "grad sync": "grad_sync",
+    "metric": "metric",
+    "optimizer": "step",
+    "optimizer step": "step",
+}
+"""What an annotation of the user says of the calls inside of it."""
+
+
+class Row(NamedTuple):
+    """A row of a trace that matters. `elements` are those of a reduction's first argument, -1 where there are none."""
+
+    start_us: float
+    end_us: float
+    kind: str
+    thread: object
+    name: str
+    call: int = -1
+    op: str = ""
+    elements: int = -1
+
+
+class Place(NamedTuple):
+    """Where a call is: its phase ("" where it is unknown), its modules, outer ones first, and the function it is in."""
+
+    phase: str
+    modules: tuple[str, ...]
+    caller: str
+
+
+def _frame(function: object, name: str) -> str:
+    """Name of a Python function in the trace: file from torch's folder, line, name."""
+    code = function.__code__  # type: ignore[attr-defined]
+    return f"torch/{code.co_filename.rpartition('/torch/')[2]}({code.co_firstlineno}): {name}"
+
+
+_QUIET = _frame(torch.no_grad.__enter__, "__enter__")
+_LOUD = _frame(torch.no_grad.__exit__, "__exit__")
+_OUTSIDE = re.compile(r"<|torch/|.*(/torch/|site-packages/|dist-packages/)|threading\.py|runpy\.py|contextlib\.py")
+
+
+def kind_of(category: str, name: str) -> str:
+    """The kind of a row that is no call, "" for one that tells nothing of phase and place."""
+    if category == "cpu_op":
+        return NODE if name.startswith("autograd::engine::evaluate_function") else ""
+    if category == "user_annotation":
+        if name.startswith("Optimizer.step#"):
+            return STEP
+        return WRAPPER if name == "DistributedDataParallel.forward" else NAMED if _word(name) in _WORDS else ""
+    if category != "python_function":
+        return ""
+    if name.startswith("nn.Module: "):
+        return MODULE
+    if name.startswith("torch/utils/checkpoint.py("):
+        return CHECKPOINT
+    if name in (_QUIET, _LOUD):
+        return QUIET if name == _QUIET else LOUD
+    return "" if _OUTSIDE.match(name) else FRAME
+
+
+def _word(name: str) -> str:
+    return re.sub(r"[^a-z]+", " ", name.lower()).strip()
+
+
+def places(rows: Iterable[Row], calls: int) -> list[Place]:
+    """The places of the calls 0 to `calls` - 1, which are among the rows."""
+    ordered = sorted(rows, key=lambda row: (row.start_us, -row.end_us, row.call))
+    modules = [row for row in ordered if row.kind == MODULE]
+    calling = _calling(modules)
+    sweep = _Sweep(calls, has_modules=bool(modules), autograd=_autograd_threads(ordered))
+    for row in ordered:
+        sweep.feed(row, id(row) in calling)
+    return sweep.places()
+
+
+def _autograd_threads(rows: Iterable[Row]) -> frozenset[object]:
+    """Threads with autograd nodes and nothing of a program's own: the engine's for a device."""
+    nodes, others = set[object](), set[object]()
+    for row in rows:
+        (nodes if row.kind == NODE else others if row.kind != CALL else set()).add(row.thread)
+    return frozenset(nodes - others)
+
+
+def _calling(modules: Sequence[Row]) -> set[int]:
+    """Modules inside of which another module starts, by identity of their rows."""
+    found: set[int] = set()
+    open_: dict[object, list[Row]] = {}
+    for row in modules:
+        above = open_.setdefault(row.thread, [])
+        while above and above[-1].end_us <= row.start_us:
+            above.pop()
+        if above:
+            found.add(id(above[-1]))
+        above.append(row)
+    return found
+
+
+@dataclass(slots=True)
+class _Open:
+    """A row that is going on in its thread."""
+
+    row: Row
+    kind: str
+    model: bool = False
+
+
+@dataclass(slots=True)
+class _Sweep:
+    """Goes through the rows in order of time; `places()` after all rows were fed."""
+
+    calls: int
+    has_modules: bool
+    autograd: frozenset[object]
+    _found: dict[int, Place] = field(default_factory=dict)
+    _pending: list[tuple[int, str]] = field(default_factory=list)
+    _threads: dict[object, list[_Open]] = field(default_factory=dict)
+    _no_grad: dict[object, int] = field(default_factory=dict)
+    _since: str = ""
+    _trained: bool = False
+    _stepped: bool = False
+
+    def feed(self, row: Row, calls_modules: bool) -> None:
+        """Take the next row."""
+        self._close(row.start_us)
+        above, kind = self._threads.setdefault(row.thread, []), row.kind
+        if kind == CALL:
+            self._call(row, above)
+            return
+        if kind in (QUIET, LOUD):
+            # A trace that begins inside of a no_grad shows its end alone.
+            depth = self._no_grad.get(row.thread, 0) + (1 if kind == QUIET else -1)
+            self._no_grad[row.thread] = max(depth, 0)
+            return
+        if kind == FORWARD:
+            if not self.has_modules:
+                self._settle("forward")
+                self._since = "operator"
+            return
+        inside = any(open_.kind == NODE for open_ in above)
+        outermost = not any(open_.kind in (MODULE, NODE) for open_ in above)
+        model = (kind == MODULE and calls_modules or kind == WRAPPER) and outermost
+        if model:
+            self._settle("data")
+            self._trained = not self._no_grad.get(row.thread, 0)
+        elif kind == STEP:
+            self._stepped = True
+            self._settle("grad_sync")
+        elif kind == NODE:
+            if not self.has_modules:
+                self._settle("")  # of the loss, or of another micro-batch
+            self._since = "backward"
+        if kind != CHECKPOINT or inside:
+            above.append(_Open(row, kind, model))
+
+    def places(self) -> list[Place]:
+        """The places; the end of the trace settles what is open."""
+        self._settle("")
+        return [self._found[index] for index in range(self.calls)]
+
+    def _close(self, now_us: float) -> None:
+        for above in self._threads.values():
+            while above and above[-1].row.end_us <= now_us:
+                ended = above.pop()
+                self._since = "forward" if ended.model else "stepped" if ended.kind == STEP else self._since
+
+    def _call(self, row: Row, above: Sequence[_Open]) -> None:
+        modules = tuple(open_.row.name for open_ in above if open_.kind == MODULE)
+        caller = next((open_.row.name for open_ in reversed(above) if open_.kind == FRAME), "")
+        self._found[row.call] = Place(self._phase(row, above), modules, caller)
+
+    def _phase(self, row: Row, above: Sequence[_Open]) -> str:
+        """The phase of a call; "" where it is unknown, or pending."""
+        kinds = [open_.kind for open_ in above if open_.kind != FRAME]
+        named = [_WORDS[_word(open_.row.name)] for open_ in above if open_.kind == NAMED]
+        if row.op in ("send", "recv"):
+            self._since = "sent" if not kinds and self._since == "forward" else self._since
+            return ""
+        if NODE in kinds:
+            return "backward" if kinds[-1] == NODE else AGAIN
+        if row.thread in self.autograd:
+            return "backward"
+        if STEP in kinds:
+            return "step"
+        if any(open_.model for open_ in above):
+            return "forward"
+        if named:
+            return named[-1]
+        if self._is_quiet(row.thread, above) and self._trained:
+            return "metric"
+        if self._since == "forward" and self.has_modules:
+            return "loss"
+        if self._since == "stepped" and self.has_modules:
+            if row.op in ("all_reduce", "reduce") and row.elements == 1:
+                return "metric"
+            if row.op == "all_gather":
+                return ""
+        self._pending.append((row.call, self._since))
+        return ""
+
+    def _is_quiet(self, thread: object, above: Sequence[_Open]) -> bool:
+        """Gradients are off, as the user said, in a module that is no model."""
+        return self._no_grad.get(thread, 0) > 0 and any(open_.kind == MODULE for open_ in above)
+
+    def _settle(self, by: str) -> None:
+        """What follows settles the calls before it; without modules, where both sides are sure to be of one phase."""
+        last = {"backward": "grad_sync", "stepped": "metric"}
+        sure = {("backward", "grad_sync"): "grad_sync", ("operator", "forward"): "forward"}
+        for call, since in self._pending:
+            if not self.has_modules:
+                phase = sure.get((since, by), "")
+            else:
+                phase = "" if since == "backward" and not self._stepped else by or last.get(since, "data")
+            self._found[call] = self._found[call]._replace(phase=phase)
+        self._pending.clear()

@@ -1,0 +1,133 @@
+"""Traces of any format, by their content: one function for a file, one for the files of a job."""
+
+import re
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from shardproof.harness.errors import RequestError
+from shardproof.harness.traces.calls import FLIGHT_RECORDER, TORCH, Trace
+from shardproof.harness.traces.event_stream import opened
+from shardproof.harness.traces.fields import refuse_torn
+
+RANK = r"rank[-_.]?(\d+)"
+"""Where the rank stands in the name of a file, unless the user says otherwise."""
+_HEAD_BYTES = 2**20
+SUFFIXES = (".json", ".json.gz", ".pickle", ".pkl", ".sqlite", ".nsys-rep")
+"""Ends of the names of traces, by which they are found in a folder."""
+_DUMP = re.compile(r"[^.]*rank_?\d+")
+"""The name that the Flight Recorder gives its files, which has no suffix."""
+LEGAL = "a trace of torch.profiler, a dump of NCCL's Flight Recorder, or a report of nsys"
+
+
+def read_trace(path: Path) -> list[Trace]:
+    """The traces of the ranks in a file: one, but for a report of nsys. Raises RequestError, in one sentence."""
+    if path.suffix == ".nsys-rep":
+        return _read_report(path)
+    with refuse_torn("trace", path, LEGAL), opened(path) as file:
+        head = file.read(_HEAD_BYTES)
+    if head.startswith(b"SQLite format 3\0"):
+        from shardproof.harness.traces.nsys import read_nsys  # noqa: PLC0415  (sqlite3)
+
+        return read_nsys(path)
+    if head[:1] == b"\x80" or (b'"traceEvents"' not in head and b'"entries"' in head):
+        from shardproof.harness.traces.flight_recorder import read_flight_recorder  # noqa: PLC0415  (pickle)
+
+        return [read_flight_recorder(path)]
+    if head.lstrip()[:1] not in (b"{", b"["):
+        raise RequestError(f"trace {path}: is of no known format; legal: {LEGAL}")
+    from shardproof.harness.traces.kineto import read_kineto  # noqa: PLC0415  (torch)
+
+    return [read_kineto(path)]
+
+
+def _read_report(path: Path) -> list[Trace]:
+    """The traces in a report that nsys has yet to export. Raises RequestError where there is no nsys."""
+    from shardproof.harness.traces.nsys import read_nsys  # noqa: PLC0415  (sqlite3)
+    from shardproof.harness.traces.nsys_export import exported, nsys_path  # noqa: PLC0415
+
+    nsys = nsys_path()
+    if nsys is None:
+        rule = "is a report, which the nsys that made it must export, and nsys is not on PATH"
+        raise RequestError(f"trace {path}: {rule}; legal: nsys export --type sqlite {path.name}")
+    with tempfile.TemporaryDirectory() as folder:
+        copied = Path(folder) / path.name
+        copied.symlink_to(path.resolve())
+        return [replace(trace, source=str(path)) for trace in read_nsys(exported(nsys, copied.with_suffix("")))]
+
+
+def read_traces(names: Iterable[str], rank_regex: str = RANK) -> list[Trace]:
+    """The traces in these files and folders, by rank.
+
+    A trace of the torch profiler and a dump of the Flight Recorder of one rank are one trace: the dump completes it.
+    A file that does not state its rank has it in its name, where the pattern's group 1 matches. Raises RequestError for
+    what is no trace, a file without a rank, and two files of one rank.
+    """
+    pattern = _pattern(rank_regex)
+    found: dict[int, Trace] = {}
+    for name in names:
+        for path in _files(Path(name)):
+            for trace in read_trace(path):
+                rank = _rank(trace, path, pattern)
+                if rank in found and {trace.format, found[rank].format} == {TORCH, FLIGHT_RECORDER}:
+                    found[rank] = _joined(found[rank], trace)
+                    continue
+                if rank in found:
+                    rule = f"rank {rank} is in {found[rank].source} too"
+                    raise RequestError(f"trace {path}: {rule}; legal: one file a rank, all of one window")
+                found[rank] = replace(trace, rank=rank)
+    return [found[rank] for rank in sorted(found)]
+
+
+def check_names(names: Iterable[str], rank_regex: str = RANK) -> None:
+    """Raise RequestError for what is no file or folder of traces, or no pattern, before anything is read."""
+    _pattern(rank_regex)
+    for name in names:
+        list(_files(Path(name)))
+
+
+def _joined(one: Trace, other: Trace) -> Trace:
+    """Two traces of one rank, by the torch profiler and the Flight Recorder, as one."""
+    from shardproof.harness.traces.flight_recorder import load_dump  # noqa: PLC0415  (pickle)
+    from shardproof.harness.traces.logged import with_log  # noqa: PLC0415  (torch)
+
+    profiled, logged = (one, other) if one.format == TORCH else (other, one)
+    with refuse_torn("trace", Path(logged.source), LEGAL):
+        joined = with_log(profiled, load_dump(Path(logged.source))["entries"])
+    return replace(joined, rank=one.rank)
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        pattern = re.compile(text)
+    except re.error as problem:
+        raise RequestError(f"rank-regex={text}: is no regular expression ({problem}); legal: {RANK}") from problem
+    if pattern.groups < 1:
+        raise RequestError(f"rank-regex={text}: has no group for the rank; legal: {RANK}")
+    return pattern
+
+
+def _files(path: Path) -> Iterator[Path]:
+    """The file, or those in a folder that are named as traces are."""
+    if path.is_dir():
+        named = (one for one in path.iterdir() if one.name.endswith(SUFFIXES) or _DUMP.fullmatch(one.name))
+        files = sorted(file for file in named if file.is_file())
+        if not files:
+            raise RequestError(f"trace {path}: the folder holds no {', '.join(SUFFIXES)}; legal: {LEGAL}")
+        yield from files
+    elif path.is_file():
+        yield path
+    else:
+        raise RequestError(f"trace {path}: no such file or folder; legal: {LEGAL}")
+
+
+def _rank(trace: Trace, path: Path, pattern: re.Pattern[str]) -> int:
+    """The rank that the file states, else that of its name."""
+    if trace.rank is not None:
+        return trace.rank
+    found = pattern.search(path.name)
+    if not found or not (found[1] or "").isdecimal():
+        rule = f"does not state its rank, and {pattern.pattern!r} finds none in its name"
+        raise RequestError(f"trace {path}: {rule}; legal: --rank-regex 'worker(\\d+)'")
+    return int(found[1])
