@@ -97,6 +97,7 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "a set": (pickle.dumps({"entries": {1}}), "makes more than plain values"),
     "a key that takes for ever": (laughs(30), "a tuple where a text must be"),
     "a key of tuples": (pickle.dumps({((1, 2), 3): 1}), "a tuple where a text must be"),
+    "nothing": (b"", "it ends in the middle of a pickle"),
     "a list": (pickle.dumps([1]), "must hold one dict"),
     "a negative duration": (
         dump(entries=[{**JOB.entries[0], "duration_ms": -1}]),
