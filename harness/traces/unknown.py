@@ -40,6 +40,12 @@ _OPTIONS: Mapping[str, Mapping[str, str]] = {
     },
     NSYS: {"ranks of the group": "torch's profiler records them", "dtype": "torch's profiler records it"},
 }
+_BESIDE = "on gloo a dump of the Flight Recorder beside it does (shardproof record --profile torch writes both)"
+_ON_GLOO: Mapping[str, str] = {
+    **_OPTIONS[TORCH],
+    **dict.fromkeys(("payload", "dtype", "size of the group", "ranks of the group"), _BESIDE),
+    "duration": "gloo has no kernels",
+}
 _WHOLE_TRACE = "torch's profiler records it"
 
 
@@ -49,10 +55,12 @@ def sentences(traces: Sequence[Trace], world_size: int) -> list[str]:
     for format_ in dict.fromkeys(trace.format for trace in traces):
         calls = [call for trace in traces if trace.format == format_ for call in trace.calls]
         lacking = Counter(name for call in calls for name, lacks in _FIELDS.items() if lacks(call))
+        on_gloo = format_ == TORCH and all(trace.backend == "gloo" for trace in traces)
+        options = _ON_GLOO if on_gloo else _OPTIONS.get(format_, {})
         for name in _FIELDS:
             if number := lacking[name]:
                 how_many = f"all {len(calls)}" if number == len(calls) else f"{number} of {len(calls)}"
-                option = _OPTIONS.get(format_, {}).get(name, _WHOLE_TRACE)
+                option = options.get(name, _WHOLE_TRACE)
                 found.append(f"unknown: the {name} of {how_many} calls; {option}")
     if number := sum(len(trace.calls) for trace in traces):
         found.append(f"unknown: the micro-batch of all {number} calls; {_NEVER}")

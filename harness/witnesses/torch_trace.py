@@ -25,7 +25,10 @@ def read_traces(folder: Path, world_size: int) -> list[Sighting]:
 
 
 def read_rank(path: Path, rank: int) -> list[Sighting]:
-    """The sightings of one rank, with the Flight Recorder's entries beside its trace when there are any."""
+    """The sightings of one rank, with the Flight Recorder's entries beside its trace when there are any.
+
+    Raises MachineError for a trace that cannot be read.
+    """
     beside = path.with_name(path.name.removesuffix(TRACE_SUFFIX) + FLIGHT_SUFFIX)
     try:
         entries = json.loads(beside.read_text(encoding="utf-8")).get("entries", []) if beside.exists() else []

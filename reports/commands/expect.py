@@ -143,11 +143,15 @@ def _plain(value: object) -> Any:
 
 
 def _amounts(events: pd.DataFrame, ranks: Iterable[int]) -> Amounts:
-    calls = events.groupby("rank")["payload_bytes"].agg(["size", lambda sizes: sizes.sum(skipna=False)])
+    calls = events.groupby("rank")["payload_bytes"].agg(["size", _total])
     by_rank = {
         int(str(rank)): (int(size), None if total is pd.NA else int(total)) for rank, size, total in calls.itertuples()
     }
     return tuple(by_rank.get(rank, (0, 0)) for rank in ranks)
+
+
+def _total(sizes: pd.Series) -> Any:
+    return sizes.sum(skipna=False)
 
 
 def _summed(fields: dict[str, Any], amounts: Amounts, ranks: Sequence[int]) -> Line:

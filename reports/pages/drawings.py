@@ -228,7 +228,7 @@ def timeline(calls: pd.DataFrame, title: str) -> str:
                 alike["rank"], alike["start_us"], alike["duration_us"], alike["is_async"], strict=True
             )
         )
-        amount = "unknown" if pd.isna(size) else f"{size:,}"
+        amount = "unknown" if size is pd.NA else f"{size:,}"
         title_of_call = escape(f"{phase}: {op}, {amount} bytes, {region or OUTSIDE}")
         parts.append(f'<path d="{path}" fill="{PHASE_COLOURS[str(phase)]}"><title>{title_of_call}</title></path>')
     bottom = _TOP + _ROW * len(ranks)

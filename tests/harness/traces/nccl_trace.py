@@ -59,7 +59,8 @@ def call(
     told = row("record_param_comms", "cpu_op", start_us + 1, 8, tid, **fields)
     rows = [told, row(f"nccl:{op}", "user_annotation", start_us + 2, 6, tid)]
     rows += [] if bare else [row("c10d::allreduce_", "cpu_op", start_us, 10, tid)]
-    rows += [row("record_param_comms", "cpu_op", start_us + 12, 1, tid, **{"Collective name": "wait", "dtype": "Byte"})]
+    waited: Json = {"Collective name": "wait", "dtype": "Byte"}
+    rows += [row("record_param_comms", "cpu_op", start_us + 12, 1, tid, **waited)]
     if kernel_us:
         kernel = row("ncclDevKernel_Generic", "kernel", start_us + 20, kernel_us, 7)
         rows.append({**kernel, "args": {**kernel["args"], "External id": told["args"]["External id"]}})
@@ -73,7 +74,7 @@ def trace(
         {"pg_name": name, "pg_desc": "default_pg" if name == "0" else name, "pg_size": len(ranks), "ranks": list(ranks)}
         for name, ranks in (groups or {"0": range(world_size)}).items()
     ]
-    about = {"backend": "nccl", "pg_config": config}
+    about: Json = {"backend": "nccl", "pg_config": config}
     about |= {} if rank is None else {"rank": rank, "world_size": world_size}
     return {"schemaVersion": 1, "distributedInfo": about, "traceEvents": list(rows), "traceName": "made"}
 

@@ -9,7 +9,7 @@ import pytest
 from shardproof.harness.traces import event_stream
 from shardproof.harness.traces.calls import Trace
 from shardproof.harness.traces.kineto import read_kineto, trace_of
-from tests.harness.traces.nccl_trace import call, row, step, trace, written
+from tests.harness.traces.nccl_trace import Json, call, row, step, trace, written
 
 
 def read(*rows: Any, **words: Any) -> Trace:
@@ -43,14 +43,16 @@ def test_three_rows_are_one_call_and_waits_and_kernels_are_none() -> None:
 
 def test_a_call_inside_of_a_call_is_how_that_is_carried_out() -> None:
     """barrier of NCCL is an all_reduce."""
-    outer = row("record_param_comms", "cpu_op", 10, 50, **{"Collective name": "barrier", "dtype": "Byte"})
+    fields: Json = {"Collective name": "barrier", "dtype": "Byte"}
+    outer = row("record_param_comms", "cpu_op", 10, 50, **fields)
     (only,) = read(outer, call("all_reduce", 4, 20)).calls
     assert (only.op, only.payload_bytes, only.dtype) == ("barrier", 0, "uint8")
 
 
 def test_a_trace_of_torch_1_13_has_calls_in_the_rows_of_nccl_and_no_groups() -> None:
     bare = row("record_param_comms", "cpu_op", 10, 10)
-    sent = row("nccl:all_reduce", "user_annotation", 12, 6, **{"Input Dims": [[3, 5]], "Input type": ["c10::BFloat16"]})
+    shaped: Json = {"Input Dims": [[3, 5]], "Input type": ["c10::BFloat16"]}
+    sent = row("nccl:all_reduce", "user_annotation", 12, 6, **shaped)
     waited = row("record_param_comms", "cpu_op", 30, 1)
     unshaped = [row("record_param_comms", "cpu_op", 40, 10), row("nccl:_all_gather_base", "user_annotation", 42, 6)]
     one, two = read(bare, sent, waited, unshaped).calls
@@ -68,7 +70,7 @@ def test_ranks_come_from_the_header_and_a_cut_list_is_none() -> None:
     made["distributedInfo"]["pg_config"][0]["pg_size"] = 40
     (untold,) = trace_of(made["traceEvents"], made, "x.json").calls
     assert (untold.group, untold.group_size) == ((), 40)
-    strided = {"Global rank start": 1, "Global rank stride": 2}
+    strided: Json = {"Global rank start": 1, "Global rank stride": 2}
     (apart,) = read(call("all_reduce", 8, 0, ranks=range(40), group="9", **strided), rank=3, world_size=80).calls
     assert apart.group == tuple(range(1, 81, 2))
 

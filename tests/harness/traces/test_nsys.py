@@ -22,7 +22,7 @@ def database(path: Path, *ranges: tuple[str, dict[str, Any]], domain: str = "NCC
         f"category INTEGER, domainId INTEGER, globalTid INTEGER, int64Value INTEGER{more})"
     )
     made.execute("CREATE TABLE StringIds (id INTEGER, value TEXT)")
-    row = (0, None, 75, domain, None, None, 3, THREAD, None)
+    row: tuple[object, ...] = (0, None, 75, domain, None, None, 3, THREAD, None)
     made.execute(f"INSERT INTO NVTX_EVENTS VALUES ({','.join('?' * (9 + payloads))})", (*row, *([None] * payloads)))
     for number, (name, fields) in enumerate(ranges):
         row = (number * 10_000, number * 10_000 + 5000, 59, None, number, None, 3, THREAD, None)
