@@ -174,7 +174,8 @@ def _one(entry: Entry, ranks: tuple[int, ...]) -> TracedCall:
     sizes = () if op == "barrier" else listed(entry[f"{side}_sizes"])
     words = tuple(dict.fromkeys(text(word) for word in listed(entry.get(f"{side}_dtypes") or ())))
     dtypes = [find_dtype(word) for word in words]
-    shapes = None if _ends(entry) else tuple(map(numbers, sizes))
+    lacks = side == "output" and len(sizes) < len(listed(entry["input_sizes"]))  # gloo, of coalesced all_gathers
+    shapes = None if _ends(entry) or lacks else tuple(map(numbers, sizes))
     name, description = map(text, listed(entry["process_group"])[:2])
     lasted_ms = entry.get("duration_ms")
     if lasted_ms is not None and not 0 <= lasted_ms < math.inf:
