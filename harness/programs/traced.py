@@ -55,13 +55,16 @@ def write_folder(
             _write_part(folder / "ranks" / str(trace.rank), trace, rows, origin_us)
         case = {"case": name, "mode": MODE, "world_size": world_size, "skipped": "no case: nothing is checked"}
         (folder / "cases.jsonl").write_text(json.dumps(case) + "\n", encoding="utf-8")
+        about = environment(command, {"program": name, "steps": ""})
+        # Versions and machine are those of whoever reads, and not the job's.
+        about = {key: about[key] for key in ("command", "request", "started")}
         columns = {column: lacking[column] for column in COLUMNS if lacking[column]}
         env = {
             "program": True,
             "stated": dict(stated),
             "source": [{"file": trace.source, "format": trace.format, "rank": trace.rank} for trace in traces],
             "unknown": {"columns": columns, "sentences": sentences(traces, world_size)},
-            **environment(command, {"program": name, "steps": ""}),
+            **about,
         }
         (folder / "env.json").write_text(json.dumps(env, indent=2) + "\n", encoding="utf-8")
     link_latest(folder)

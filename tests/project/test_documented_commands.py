@@ -16,6 +16,7 @@ import pytest
 from shardproof.pytest_options import OPTIONS
 from shardproof.reports.commands import cli
 from tests import ROOT
+from tests.harness.traces.nccl_trace import write_job
 from tests.project.prose import CODE, FENCED
 from tests.project.test_documents import PAGES
 
@@ -125,6 +126,8 @@ def test_every_costly_command_of_a_page_runs(page: Path, tmp_path: Path, monkeyp
 def test_every_command_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 1)  # no second process, which would load torch once more
     (tmp_path / "corpus.txt").write_text("Words to train on. " * 200)
+    if page.name == "traces.md":
+        write_job(tmp_path / "traces")
     packages = {line: lacking(line) for line in here(page)}
     for line in (line for line, package in packages.items() if not package):
         run(line, tmp_path, monkeypatch)

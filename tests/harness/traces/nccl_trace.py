@@ -85,3 +85,19 @@ def written(path: Path, content: Json) -> Path:
     head = json.dumps({key: content[key] for key in ("schemaVersion", "distributedInfo")})[:-1]
     path.write_text(f'{head},\n  "traceEvents": [\n  {events}\n  ],\n  "traceName": "made"\n}}')
     return path
+
+
+def two_steps(late_us: float = 0.0) -> list[Json]:
+    """The steps 7 and 8 of a rank, whose kernels of an all_reduce are shorter by as much as it is late."""
+    rows = [step(7, 0, 200), step(8, 200, 200), row("gemm", "kernel", 30, 10, 9)]
+    for start in (0, 200):
+        rows += call("all_reduce", 4096, start + 20, kernel_us=40 - late_us)
+        rows += call("all_gather", 2048, start + 60, dtype="bfloat16", kernel_us=20)
+    return rows
+
+
+def write_job(folder: Path) -> None:
+    """Write the traces of a job of two ranks, of which the second is late."""
+    folder.mkdir()
+    for rank in (0, 1):
+        written(folder / f"rank{rank}.json", trace(two_steps(late_us=rank * 15), rank))

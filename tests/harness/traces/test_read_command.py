@@ -20,7 +20,7 @@ from shardproof.reports.pages import page
 from shardproof.reports.programs import figures
 from shardproof.reports.stored.frames import load
 from tests.harness.command_line import CommandLine
-from tests.harness.traces.nccl_trace import Json, call, row, step, trace, written
+from tests.harness.traces.nccl_trace import call, row, step, trace, two_steps, write_job, written
 
 
 @pytest.fixture
@@ -29,18 +29,8 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
     return CommandLine(capsys)
 
 
-def two_steps(late_us: float = 0.0) -> list[Json]:
-    rows = [step(7, 0, 200), step(8, 200, 200), row("gemm", "kernel", 30, 10, 9)]
-    for start in (0, 200):
-        rows += call("all_reduce", 4096, start + 20, kernel_us=40 - late_us)
-        rows += call("all_gather", 2048, start + 60, dtype="bfloat16", kernel_us=20)
-    return rows
-
-
 def test_a_folder_of_traces_is_a_run_folder(run: CommandLine, tmp_path: Path) -> None:
-    (tmp_path / "job").mkdir()
-    for rank in (0, 1):
-        written(tmp_path / "job" / f"rank{rank}.json", trace(two_steps(late_us=rank * 15), rank))
+    write_job(tmp_path / "job")
     status, out, _ = run("read", "job")
     assert status == 0
     assert "Traced program" in out and "On the device" in out and "Largest calls" in out
