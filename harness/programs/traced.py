@@ -19,6 +19,7 @@ from shardproof.harness.recording.naming import axis_name, group_word
 from shardproof.harness.run_folder import link_latest, new_run_folder, writing
 from shardproof.harness.running.store import environment
 from shardproof.harness.traces.calls import FLIGHT_RECORDER, MOST_RANKS, Trace, TracedCall
+from shardproof.harness.traces.kineto_groups import MOST_RANKS
 from shardproof.harness.traces.unknown import UNKNOWN, sentences
 
 DEVICE_COLUMNS = ("step", "device_us", "compute_us", "communication_us", "exposed_us")
@@ -90,6 +91,8 @@ def world_of(traces: Sequence[Trace]) -> int:
     if world_size > MOST_RANKS:
         rule = f"is of a world of {world_size} ranks; legal: at most {MOST_RANKS}"
         raise RequestError(f"trace {max(traces, key=_last_rank).source}: {rule}")
+    if not 0 < world_size <= MOST_RANKS:
+        raise RequestError(f"trace {traces[0].source}: is of a world of {world_size} ranks; legal: 1 to {MOST_RANKS}")
     for trace in traces:
         if (trace.rank or 0) >= world_size:
             raise RequestError(
@@ -152,7 +155,7 @@ def _write_part(path: Path, trace: Trace, rows: Sequence[Row], origin_us: float)
     about = {"rank": trace.rank, "host": "", "pid": None, "clock": trace.clock or f"rank {trace.rank}"}
     (path / "rank.json").write_text(json.dumps(about) + "\n", encoding="utf-8")
     columns = (*COLUMNS, "needs_gradient", "sent_rows")
-    sent = ["+".join(map(str, call.sizes_sent or ())) for call in trace.calls]
+    sent = [_sent_rows(call) for call in trace.calls]
     _table(path / "ledger.csv", columns, ((*row.values(), "", text) for row, text in zip(rows, sent, strict=True)))
     groups = {(str(row["axis"]), call.group) for row, call in zip(rows, trace.calls, strict=True) if call.group}
     _table(path / "groups.csv", GROUP_COLUMNS, ((axis, " ".join(map(str, ranks))) for axis, ranks in sorted(groups)))
@@ -164,6 +167,13 @@ def _write_part(path: Path, trace: Trace, rows: Sequence[Row], origin_us: float)
     lost = trace.lost if trace.format == FLIGHT_RECORDER else ""
     end = {"calls": len(rows), "doubts": [], "failed": "", "unwaited": [], "lost": lost}
     (path / "end.json").write_text(json.dumps(end) + "\n", encoding="utf-8")
+
+
+def _sent_rows(call: TracedCall) -> str:
+    """The rows that an all-to-all sends to each rank; UNKNOWN where they may be uneven."""
+    if call.op != "all_to_all":
+        return ""
+    return UNKNOWN if call.sizes_sent is None else "+".join(map(str, call.sizes_sent))
 
 
 def _table(path: Path, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

@@ -24,10 +24,10 @@ class TracedCall:
     `group` holds global ranks in group order; a trace may know the size of a group and not its ranks. `group_name` is
     torch's ("0", "11"), `group_desc` what the user called the group ("default_pg", "mesh_tp"). `shapes` has one shape
     for each tensor of the payload. `peer` is a root or the other end of a message as a global rank. `number` counts the
-    calls of the group (`collective_seq_id`). `sizes_sent`: elements that this rank sends to each rank of the group.
-    `module` is "" where the call was in none. `caller` is "file:line in function". `start_us` and `host_us` are the
-    call on the host, `device_start_us` and `device_us` its kernel. `complete`: whether the trace saw it end. `members`
-    are the calls of which a coalesced one is made.
+    calls of the group (`collective_seq_id`). `sizes_sent` is what this rank sends to each rank of the group, () where
+    that is even, None where it is not known. `module` is "" where the call was in none. `caller` is "file:line in
+    function". `start_us` and `host_us` are the call on the host, `device_start_us` and `device_us` its kernel.
+    `complete`: whether the trace saw it end. `members` are the calls of which a coalesced one is made.
     """
 
     op: str

@@ -49,16 +49,18 @@ class CallRow(NamedTuple):
 class _Kernels:
     """When kernels computed, when they communicated, and those of calls by the id of the row that launched them.
 
-    `early` counts kernels that communicate and came before the first call.
+    `early` counts kernels that communicate and came before the first call, `unbound` later ones that are of no call.
     """
 
     compute: Stretches
     communication: Stretches
     by_id: Mapping[int, tuple[float, float]]
     early: int
+    unbound: int
 
 
 _GLOO = "gloo:"
+_UNBOUND = "unknown: the calls of {} kernels that communicate, such as replays of CUDA graphs and coalesced calls"
 
 
 @dataclass(slots=True)
@@ -225,6 +227,7 @@ def _trace(source: str, header: Json, rows: _Rows) -> Trace:
         steps=_steps(rows, kernels),
         lost=f"{kernels.early} kernels of calls that were issued before the trace began" if kernels.early else "",
         backend=str(about.get("backend", "")),
+        notes=(_UNBOUND.format(kernels.unbound),) if kernels.unbound else (),
     )
 
 
@@ -346,10 +349,10 @@ def _dtype_word(call: RowsOfCall, gloo: Sequence[CallRow]) -> str:
 
 
 def _splits(value: object) -> tuple[int, ...] | None:
-    """The rows that an uneven all-to-all sends to each rank; None where it is even, or the list is cut."""
+    """The rows that an uneven all-to-all sends to each rank, () for an even one; None where the list is cut."""
     if not isinstance(value, str) or "..." in value:
         return None
-    return tuple(int(one) for one in value.strip("[] ").split(",") if one.strip()) or None
+    return tuple(int(one) for one in value.strip("[] ").split(",") if one.strip())
 
 
 def _caller(frame: str) -> str:
@@ -372,16 +375,16 @@ class _StepTimes:
 
 def _kernels(found: Sequence[tuple[float, float, int, bool]], ids: Container[int], first_us: float) -> _Kernels:
     compute, communication = list[tuple[float, float]](), list[tuple[float, float]]()
-    by_id, early = dict[int, tuple[float, float]](), 0
+    by_id, early, unbound = dict[int, tuple[float, float]](), 0, 0
     for start, end, launched_by, named in found:
         bound = launched_by in ids
         (communication if named or bound else compute).append((start, end))
         if bound:
             before = by_id.get(launched_by, (start, end))
             by_id[launched_by] = min(start, before[0]), max(end, before[1])
-        elif named and start < first_us:
-            early += 1
-    return _Kernels(union(compute), union(communication), by_id, early)
+        elif named:
+            early, unbound = early + (start < first_us), unbound + (start >= first_us)
+    return _Kernels(union(compute), union(communication), by_id, early, unbound if by_id else 0)
 
 
 def _device_times(call: RowsOfCall, kernels: _Kernels) -> tuple[float | None, float | None]:

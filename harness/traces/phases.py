@@ -29,6 +29,8 @@ _WORDS: Mapping[str, str] = {
     "backward pass": "backward",
     "bwd": "backward",
     "loss": "loss",
+    "grad sync": "grad_sync",
+    "metric": "metric",
     "optimizer": "step",
     "optimizer step": "step",
 }

@@ -10,13 +10,12 @@ from shardproof.harness.errors import RequestError
 from shardproof.harness.traces.calls import FLIGHT_RECORDER, TORCH, Trace
 from shardproof.harness.traces.event_stream import opened
 from shardproof.harness.traces.fields import refuse_torn
-from shardproof.harness.traces.kineto import read_kineto
-from shardproof.harness.traces.logged import with_log
 
 RANK = r"rank[-_.]?(\d+)"
 """Where the rank stands in the name of a file, unless the user says otherwise."""
 _HEAD_BYTES = 2**20
-_SUFFIXES = (".json", ".json.gz", ".pickle", ".pkl", ".sqlite", ".nsys-rep")
+SUFFIXES = (".json", ".json.gz", ".pickle", ".pkl", ".sqlite", ".nsys-rep")
+"""Ends of the names of traces, by which they are found in a folder."""
 _DUMP = re.compile(r"[^.]*rank_?\d+")
 """The name that the Flight Recorder gives its files, which has no suffix."""
 LEGAL = "a trace of torch.profiler, a dump of NCCL's Flight Recorder, or a report of nsys"
@@ -38,6 +37,8 @@ def read_trace(path: Path) -> list[Trace]:
         return [read_flight_recorder(path)]
     if head.lstrip()[:1] not in (b"{", b"["):
         raise RequestError(f"trace {path}: is of no known format; legal: {LEGAL}")
+    from shardproof.harness.traces.kineto import read_kineto  # noqa: PLC0415  (torch)
+
     return [read_kineto(path)]
 
 
@@ -79,8 +80,17 @@ def read_traces(names: Iterable[str], rank_regex: str = RANK) -> list[Trace]:
     return [found[rank] for rank in sorted(found)]
 
 
+def check_names(names: Iterable[str], rank_regex: str = RANK) -> None:
+    """Raise RequestError for what is no file or folder of traces, or no pattern, before anything is read."""
+    _pattern(rank_regex)
+    for name in names:
+        list(_files(Path(name)))
+
+
 def _joined(one: Trace, other: Trace) -> Trace:
     """Two traces of one rank, by the torch profiler and the Flight Recorder, as one."""
+    from shardproof.harness.traces.logged import with_log  # noqa: PLC0415  (torch)
+
     profiled, logged = (one, other) if one.format == TORCH else (other, one)
     return replace(with_log(profiled, logged), rank=one.rank)
 
@@ -98,10 +108,10 @@ def _pattern(text: str) -> re.Pattern[str]:
 def _files(path: Path) -> Iterator[Path]:
     """The file, or those in a folder that are named as traces are."""
     if path.is_dir():
-        named = (one for one in path.iterdir() if one.name.endswith(_SUFFIXES) or _DUMP.fullmatch(one.name))
+        named = (one for one in path.iterdir() if one.name.endswith(SUFFIXES) or _DUMP.fullmatch(one.name))
         files = sorted(file for file in named if file.is_file())
         if not files:
-            raise RequestError(f"trace {path}: the folder holds no {', '.join(_SUFFIXES)}; legal: {LEGAL}")
+            raise RequestError(f"trace {path}: the folder holds no {', '.join(SUFFIXES)}; legal: {LEGAL}")
         yield from files
     elif path.is_file():
         yield path

@@ -14,7 +14,7 @@ from shardproof.harness.programs.meant import AgainstForm, compare_with_form
 from shardproof.harness.programs.session import steps_of
 from shardproof.harness.programs.traced import chosen, write_folder
 from shardproof.harness.subject import case_of, named, refusal
-from shardproof.harness.traces.reading import RANK, read_traces
+from shardproof.harness.traces.reading import read_traces
 from shardproof.reports.commands.show import show_run
 from shardproof.reports.printing.text import show_message, show_note
 from shardproof.reports.stored.frames import load
@@ -28,7 +28,7 @@ def main(arguments: argparse.Namespace) -> int:
     case = None if meant is None else case_of(meant[1], meant[0])
     if meant is not None and case is not None and (reason := refusal(case, meant[0])):
         raise RequestError(f"case {text!r}: {reason}")
-    traces = chosen(read_traces(arguments.files, arguments.rank_regex or RANK), steps)
+    traces = chosen(read_traces(arguments.files, arguments.rank_regex), steps)
     against = None if meant is None or case is None else compare_with_form(traces, case, meant[0].call)
     words = {"case": text} if arguments.case else {}
     folder = write_folder(traces, Path(arguments.out), _name(arguments.files), ["read", *arguments.files], words)

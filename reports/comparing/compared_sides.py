@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardproof.harness.errors import RequestError
+from shardproof.harness.traces.reading import SUFFIXES
 from shardproof.reports.stored.files import RunFolderError, looking, refuse_file, run_folder, shown
 
 if TYPE_CHECKING:
@@ -122,6 +123,11 @@ def _slower(limit: Limit, times: "pd.DataFrame") -> Iterator[str]:
 FOLDER = "baselines"
 MARK = "baseline.json"
 """The file that makes a folder a baseline, written last."""
+
+
+def is_trace(name: str) -> bool:
+    """Whether a side is named by the file of a trace."""
+    return name.endswith(SUFFIXES) and Path(name).is_file()
 
 
 def side_folder(name: str, folder: str = FOLDER) -> Path:

@@ -10,6 +10,7 @@ of a recorded program callers.csv. events.csv is sorted and without times: equal
 """
 
 import json
+import tempfile
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from typing import Any
 import pandas as pd
 
 from shardproof.harness.errors import RequestError
-from shardproof.reports.comparing.compared_sides import FOLDER, MARK, check_name, side_folder
+from shardproof.reports.comparing.compared_sides import FOLDER, MARK, check_name, is_trace, side_folder
 from shardproof.reports.stored.files import RunFolderError, csv_table, json_object, recorded, shown
 from shardproof.reports.stored.frames import Run, load
 
@@ -175,12 +176,23 @@ _TABLES: Mapping[str, Mapping[str, str]] = {
 
 
 def side(name: str, folder: str = FOLDER) -> Snapshot:
-    """Snapshot of one side: a run folder, the folder of a baseline, or a baseline's name.
+    """Snapshot of one side: a run folder, the folder of a baseline, a baseline's name, or the file of a trace.
 
-    Raises RunFolderError when there is none.
+    Raises RunFolderError when there is none, RequestError for a file that is no trace.
     """
+    if is_trace(name):
+        return _of_trace(name)
     path = side_folder(name, folder)
     return _read(path, name) if (path / MARK).is_file() else snapshot(load(path), name)
+
+
+def _of_trace(name: str) -> Snapshot:
+    from shardproof.harness.programs.traced import write_folder  # noqa: PLC0415  (torch, for traces alone)
+    from shardproof.harness.traces.reading import read_traces  # noqa: PLC0415
+
+    with tempfile.TemporaryDirectory() as folder:
+        made = write_folder(read_traces([name]), Path(folder), Path(name).name, ["read", name], {})
+        return snapshot(load(made), name)
 
 
 def save(kept: Snapshot, name: str, folder: str = FOLDER) -> Path:

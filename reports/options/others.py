@@ -8,16 +8,26 @@ from typing import Any
 from shardproof.harness.cases import check_words, read_case
 from shardproof.harness.dense_model import SUBJECT
 from shardproof.harness.errors import RequestError
+from shardproof.harness.programs.session import steps_of
 from shardproof.harness.resolve import resolve
 from shardproof.harness.running.request import seconds
 from shardproof.harness.subject import cases_of, named, truth_of, vocabulary
-from shardproof.reports.comparing.compared_sides import check_name, limits, side_folder
+from shardproof.harness.traces.reading import RANK, check_names
+from shardproof.reports.comparing.compared_sides import check_name, is_trace, limits, side_folder
 from shardproof.reports.options.command_options import SLICED
 from shardproof.reports.stored.files import run_folder
 
 
 def _check_run_folder(arguments: argparse.Namespace) -> None:
     run_folder(arguments.run, matrix=arguments.command in ("show", "page"))
+
+
+def _check_read(arguments: argparse.Namespace) -> None:
+    steps_of(arguments.steps)
+    arguments.rank_regex = arguments.rank_regex or RANK
+    check_names(arguments.files, arguments.rank_regex)
+    if arguments.case is not None:
+        read_case(arguments.case)
 
 
 def _check_compare(arguments: argparse.Namespace) -> None:
@@ -28,7 +38,8 @@ def _check_compare(arguments: argparse.Namespace) -> None:
         run_folder(arguments.base, matrix=False)
     else:
         for name in (arguments.base, arguments.new):
-            side_folder(name, arguments.baselines)
+            if not is_trace(name):
+                side_folder(name, arguments.baselines)
 
 
 def _check_faults(arguments: argparse.Namespace) -> None:
@@ -93,6 +104,7 @@ _CHECKS: dict[str, Callable[[argparse.Namespace], None]] = {
     "trace": _check_run_folder,
     "expect": _check_run_folder,
     "compare": _check_compare,
+    "read": _check_read,
     "faults": _check_faults,
     "predict": _check_predict,
     "slice": _check_slice,

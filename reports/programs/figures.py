@@ -96,7 +96,7 @@ def exchanges(run: Run) -> pd.DataFrame:
     """
     events = grouped(run)
     sent = events.get("sent_rows", pd.Series("", index=events.index)).astype("str")
-    events = events.assign(sent=sent)[(sent != "") & (events["ranks"] != "")]
+    events = events.assign(sent=sent)[~sent.isin(["", "?"]) & (events["ranks"] != "")]
     if not len(events):
         return pd.DataFrame()
     events["number"] = events.groupby(["axis", "ranks", "rank"], observed=True).cumcount()

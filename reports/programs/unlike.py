@@ -60,11 +60,11 @@ def _typical(kinds: Mapping[_Kind, list[int]]) -> _Kind:
 
 
 def _without_uneven_sizes(events: pd.DataFrame) -> pd.DataFrame:
-    """The calls; all-to-alls of a place that sends unlike numbers of rows have no size: it follows from the data."""
+    """The calls; all-to-alls of a place that sends unlike numbers of rows, or may, have no size: the data decide."""
     if "sent_rows" not in events:
         return events
     sent = events["sent_rows"].astype("str")
-    unlike = sent.map({text: len({*text.split("+")}) > 1 for text in sent.unique()})
+    unlike = sent.map({text: text == "?" or len({*text.split("+")}) > 1 for text in sent.unique()})
     place = ["phase", "region", "op", "axis", "caller"]
     return events.assign(
         payload_bytes=events["payload_bytes"].mask(

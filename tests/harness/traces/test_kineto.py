@@ -41,6 +41,13 @@ def test_three_rows_are_one_call_and_waits_and_kernels_are_none() -> None:
     assert (read_.rank, read_.world_size, read_.backend) == (0, 2, "nccl")
 
 
+def test_kernels_of_no_call_are_calls_that_are_unknown() -> None:
+    """A replay of a CUDA graph issues nothing on the host."""
+    replayed = row("ncclDevKernel_AllReduce_Sum", "kernel", 300, 5, 7)
+    (note,) = read(call("all_reduce", 64, 20, kernel_us=30), replayed).notes
+    assert note.startswith("unknown: the calls of 1 kernels that communicate, such as replays of CUDA graphs")
+
+
 def test_a_call_inside_of_a_call_is_how_that_is_carried_out() -> None:
     """barrier of NCCL is an all_reduce."""
     fields: Json = {"Collective name": "barrier", "dtype": "Byte"}

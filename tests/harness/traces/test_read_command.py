@@ -20,7 +20,7 @@ from shardproof.reports.pages import page
 from shardproof.reports.programs import figures
 from shardproof.reports.stored.frames import load
 from tests.harness.command_line import CommandLine
-from tests.harness.traces.nccl_trace import call, row, step, trace, two_steps, write_job, written
+from tests.harness.traces.nccl_trace import Json, call, row, step, trace, two_steps, write_job, written
 
 
 @pytest.fixture
@@ -88,7 +88,22 @@ def test_traces_are_compared_whatever_their_steps_and_ranks(run: CommandLine, tm
     assert "the ranks are 0 and 1, so events are compared without the rank" in out
     status, out, _ = run("compare", "base/latest", "grown/latest", *gate)
     assert status == 1
+    assert run("compare", "base.json", "same/latest", *gate)[0] == 0
+    assert run("compare", "base.json", "grown.json", *gate)[0] == 1
     assert "all_reduce (?) of float32 ?, 4,096 bytes" in out and "breach: calls:0" in out
+
+
+def test_steps_that_differ_are_told_and_sizes_of_uneven_all_to_alls_differ_by_themselves(run: CommandLine) -> None:
+    def found(*sizes: int, split: str) -> str:
+        rows = [step(number, number * 100, 100) for number in range(len(sizes))]
+        for number, size in enumerate(sizes):
+            more: Json = {"In split size": split}
+            rows += call("all_to_all", size, number * 100 + 20, **more)
+        written(Path("x.json"), trace(rows))
+        return run("read", "x.json")[1]
+
+    assert "steps 2, other than 0..1: 1 more, first" in found(64, 64, 128, split="[]")
+    assert "other than" not in found(64, 64, 128, split="[1, 2, ...]")
 
 
 SPOILT: dict[str, tuple[Callable[[bytes], bytes], str]] = {
@@ -100,6 +115,7 @@ SPOILT: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "no number": (lambda text: text.replace(b'"dur": 10', b'"dur": "x"'), "could not convert"),
     "elements": (lambda text: text.replace(b'"In msg nelems": 1024', b'"In msg nelems": -1'), "must be at least 0"),
     "another world": (lambda text: text.replace(b'"rank": 0', b'"rank": 5'), "is of rank 5 in a world of 2 ranks"),
+    "huge world": (lambda text: text.replace(b'"world_size": 2', b'"world_size": 999999999999'), "legal: 1 to 1048576"),
     "another group": (lambda text: text.replace(b"[0, 1]", b"[1, 2]"), "calls in group 0 of ranks 1 2"),
     "no events": (lambda text: text.replace(b'"traceEvents"', b'"events"'), "there are no traceEvents in it"),
     "no object": (lambda text: b"MZ\x90" + text, "is of no known format"),
@@ -210,6 +226,8 @@ def test_read_with_a_case_ends_with_status_1_where_calls_differ(run: CommandLine
     status, out, _ = run("read", "x.json", "--case", "mode=tp tp=2 layers=1")
     assert status == 1 and "missing: " in out and "other " in out
     assert "not compared: phase, module and reduce op" in out
+    again = run("read", "x.json", "--subject", SUBJECT, "mode=tp tp=2 layers=1")
+    assert (again[0], again[1].partition("not compared")[2]) == (1, out.partition("not compared")[2])
     assert "has 4 ranks, and the job of the traces 2" in run.refused(
         "read", "x.json", "--case", "mode=tp tp=4 kv_heads=4"
     )
