@@ -19,7 +19,6 @@ from shardproof.harness.recording.naming import axis_name, group_word
 from shardproof.harness.run_folder import link_latest, new_run_folder, writing
 from shardproof.harness.running.store import environment
 from shardproof.harness.traces.calls import FLIGHT_RECORDER, MOST_RANKS, Trace, TracedCall
-from shardproof.harness.traces.kineto_groups import MOST_RANKS
 from shardproof.harness.traces.unknown import UNKNOWN, sentences
 
 DEVICE_COLUMNS = ("step", "device_us", "compute_us", "communication_us", "exposed_us")
@@ -91,8 +90,6 @@ def world_of(traces: Sequence[Trace]) -> int:
     if world_size > MOST_RANKS:
         rule = f"is of a world of {world_size} ranks; legal: at most {MOST_RANKS}"
         raise RequestError(f"trace {max(traces, key=_last_rank).source}: {rule}")
-    if not 0 < world_size <= MOST_RANKS:
-        raise RequestError(f"trace {traces[0].source}: is of a world of {world_size} ranks; legal: 1 to {MOST_RANKS}")
     for trace in traces:
         if (trace.rank or 0) >= world_size:
             raise RequestError(

@@ -8,8 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-MOST_RANKS = 2**20
-"""A larger world is no job's."""
+from shardproof.harness.traces.calls import MOST_RANKS
 
 
 class Group(NamedTuple):

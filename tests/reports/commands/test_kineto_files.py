@@ -73,11 +73,11 @@ def test_what_the_files_do_not_tell_is_said(run: Run, tmp_path: Path) -> None:
 
 def test_the_command_writes_a_folder(shardproof: CommandLine, folder: Path, tmp_path: Path) -> None:
     status, out, err = shardproof("trace", str(folder), "--kineto")
-    assert status == 0 and f"{folder / 'traces'}  (opens in HTA and TraceLens)" in out, err
-    assert sorted(path.name for path in (folder / "traces" / "case2").iterdir()) == ["rank0.json", "rank1.json"]
+    assert status == 0 and f"{folder / 'kineto'}  (opens in HTA and TraceLens)" in out, err
+    assert sorted(path.name for path in (folder / "kineto" / "case2").iterdir()) == ["rank0.json", "rank1.json"]
     (tmp_path / "file").write_text("")
     refused = shardproof.refused("trace", str(folder), "--kineto", "-o", str(tmp_path / "file"))
-    assert "cannot be written (" in refused and "legal: -o traces" in refused
+    assert "cannot be written (" in refused and "legal: -o kineto" in refused
 
 
 @pytest.mark.filterwarnings("ignore")  # HTA 0.5.0 uses what pandas 3 deprecates
