@@ -87,9 +87,9 @@ def world_of(traces: Sequence[Trace]) -> int:
         raise RequestError(f"trace {second.source}: {rule}; legal: the traces of one job")
     least = max(map(_last_rank, traces), default=0) + 1
     world_size = next(iter(stated), None) or least
-    if not 0 < world_size <= MOST_RANKS:
-        source = max(traces, key=_last_rank).source
-        raise RequestError(f"trace {source}: is of a world of {world_size} ranks; legal: 1 to {MOST_RANKS}")
+    if world_size > MOST_RANKS:
+        rule = f"is of a world of {world_size} ranks; legal: at most {MOST_RANKS}"
+        raise RequestError(f"trace {max(traces, key=_last_rank).source}: {rule}")
     for trace in traces:
         if (trace.rank or 0) >= world_size:
             raise RequestError(
