@@ -36,7 +36,7 @@ def standing_of(trace: Trace, rank: int) -> RankStanding:
         own[number] = GroupCall(
             _signature(call),
             (),
-            call.group_desc or call.group_name,
+            call.group_desc or f"group {call.group_name}",
             call.caller,
             order,
             complete,

@@ -73,8 +73,11 @@ def _check_keys(keys: Iterable[Any]) -> None:
 
 
 def unpickle(content: bytes) -> dict[str, Any]:
-    """The dict of plain values in a pickle. Raises TypeError for another value, and anything for a torn file."""
-    found = _Plain(io.BytesIO(content)).load()
+    """The dict of plain values in a pickle. Raises TypeError or UnpicklingError for another, anything where torn."""
+    try:
+        found = _Plain(io.BytesIO(content)).load()
+    except EOFError as problem:
+        raise pickle.UnpicklingError("it ends in the middle of a pickle") from problem
     if not isinstance(found, dict):
         raise TypeError("it must hold one dict")
     return found

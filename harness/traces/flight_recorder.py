@@ -24,6 +24,8 @@ MOST_BYTES = 2**30
 """A larger file is no dump: a ring of 2,000 entries takes a few megabytes."""
 _WRITTEN = ("all_gather", "scatter", "recv")
 """Ops whose payload is what they write, which all ranks of the group have in the same sizes."""
+_INSTALLED = re.compile(r"^<|/torch/|/(site|dist)-packages/|/lib/python3[.\d]*/")
+_NO_MESSAGES = "sends and receives are not in a dump of gloo (the torch profiler records them)"
 _NO_SPLITS = "what an all_to_all sends to each rank is not in a Flight Recorder dump (the torch profiler records it)"
 
 
@@ -53,13 +55,15 @@ def trace_of(dump: Mapping[str, Any], source: str) -> Trace:
     """
     if "entries" not in dump:
         raise ValueError("it has no `entries`, so it is not from the Flight Recorder")
-    groups = {text(group["name"]): _ranks(group["ranks"]) for group in (dump.get("pg_config") or {}).values()}
+    listed_ranks = ((text(one["name"]), _ranks(one["ranks"])) for one in (dump.get("pg_config") or {}).values())
+    groups = {name: ranks for name, ranks in listed_ranks if ranks}  # gloo lists one group of no ranks
     entries = sorted(listed(dump["entries"]), key=lambda entry: number(entry.get("record_id", 0)))
     _check_all_recorded(entries)
     rank, world_size = dump.get("rank"), max(map(len, groups.values()), default=None)
     if rank is not None and not 0 <= number(rank) < (world_size or math.inf):
         raise ValueError(f"it is of rank {rank} in a world of {world_size} ranks")
     calls = [_traced(those, groups.get(name, ())) for name, those in _calls(entries)]
+    backend = text(entries[0]["profiling_name"]).partition(":")[0] if entries else ""
     lost = _lost(entries)
     if lost and calls and (calls[0].members or calls[0].shapes is None):
         del calls[0]  # some of its members may be lost too
@@ -70,9 +74,12 @@ def trace_of(dump: Mapping[str, Any], source: str) -> Trace:
         world_size=world_size,
         calls=tuple(calls),
         groups=groups,
-        notes=(_NO_SPLITS,) if any(call.op == "all_to_all" for call in calls) else (),
+        notes=(
+            *([_NO_SPLITS] if any(call.op == "all_to_all" for call in calls) else []),
+            *([_NO_MESSAGES] if backend == "gloo" else []),
+        ),
         lost=lost,
-        backend=text(entries[0]["profiling_name"]).partition(":")[0] if entries else "",
+        backend=backend,
     )
 
 
@@ -167,7 +174,8 @@ def _one(entry: Entry, ranks: tuple[int, ...]) -> TracedCall:
     sizes = () if op == "barrier" else listed(entry[f"{side}_sizes"])
     words = tuple(dict.fromkeys(text(word) for word in listed(entry.get(f"{side}_dtypes") or ())))
     dtypes = [find_dtype(word) for word in words]
-    shapes = None if _ends(entry) else tuple(map(numbers, sizes))
+    lacks = side == "output" and len(sizes) < len(listed(entry["input_sizes"]))  # gloo, of coalesced all_gathers
+    shapes = None if _ends(entry) or lacks else tuple(map(numbers, sizes))
     name, description = map(text, listed(entry["process_group"])[:2])
     lasted_ms = entry.get("duration_ms")
     if lasted_ms is not None and not 0 <= lasted_ms < math.inf:
@@ -180,7 +188,7 @@ def _one(entry: Entry, ranks: tuple[int, ...]) -> TracedCall:
         shapes=shapes,
         group=ranks,
         group_name=name,
-        group_desc=description,
+        group_desc="" if description == "undefined" else description,
         group_size=len(ranks) or None,
         peer=_peer(ends, ranks),
         number=None if op in MESSAGES else number(entry["collective_seq_id"]),
@@ -204,7 +212,7 @@ def _complete(entry: Entry) -> bool | None:
 
 
 def _caller(entry: Entry) -> str:
-    """The innermost line that is not torch's."""
+    """The innermost line that is neither torch's nor of an installed package."""
     frames = listed(entry.get("frames") or ())
-    own = next((frame for frame in frames if "/torch/" not in text(frame["filename"])), None)
+    own = next((frame for frame in frames if not _INSTALLED.search(text(frame["filename"]))), None)
     return f"{text(own['filename'])}:{number(own['line'])} in {text(own['name'])}" if own else ""

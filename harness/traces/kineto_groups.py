@@ -8,6 +8,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from shardproof.harness.traces.calls import MOST_RANKS
+
 
 class Group(NamedTuple):
     """A group as far as it is known: `ranks` () and `size` None where they are not."""
@@ -59,6 +61,13 @@ def _numbers(value: object) -> tuple[int, ...]:
 def _strided(args: Mapping[str, Any], size: int | None) -> tuple[int, ...]:
     """The ranks of a group that are equally far apart, as torch says where they are."""
     first, stride = args.get("Global rank start"), args.get("Global rank stride")
-    if not isinstance(first, int) or not isinstance(stride, int) or size is None or first < 0 or stride < 1:
+    if (
+        not isinstance(first, int)
+        or not isinstance(stride, int)
+        or size is None
+        or first < 0
+        or stride < 1
+        or size > MOST_RANKS
+    ):
         return ()
     return tuple(range(first, first + stride * size, stride))

@@ -89,13 +89,10 @@ def check_names(names: Iterable[str], rank_regex: str = RANK) -> None:
 
 def _joined(one: Trace, other: Trace) -> Trace:
     """Two traces of one rank, by the torch profiler and the Flight Recorder, as one."""
-    from shardproof.harness.traces.flight_recorder import load_dump  # noqa: PLC0415  (pickle)
     from shardproof.harness.traces.logged import with_log  # noqa: PLC0415  (torch)
 
     profiled, logged = (one, other) if one.format == TORCH else (other, one)
-    with refuse_torn("trace", Path(logged.source), LEGAL):
-        joined = with_log(profiled, load_dump(Path(logged.source))["entries"])
-    return replace(joined, rank=one.rank)
+    return replace(with_log(profiled, logged), rank=one.rank)
 
 
 def _pattern(text: str) -> re.Pattern[str]:

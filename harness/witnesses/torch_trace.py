@@ -4,19 +4,16 @@ Groups, and dtypes of lists, come from torch's Flight Recorder (harness.traces.l
 the groups of a call are those of the header that have the rank. NCCL's traces have both (not tried).
 """
 
-import json
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from shardproof.harness.errors import MachineError, RequestError
 from shardproof.harness.traces.calls import Trace
+from shardproof.harness.traces.flight_recorder import read_flight_recorder
 from shardproof.harness.traces.kineto import read_kineto
 from shardproof.harness.traces.logged import with_log
 from shardproof.harness.witnesses.agreement import Sighting, sighting_of
 
 TRACE_SUFFIX, FLIGHT_SUFFIX = ".trace.json", ".flight.json"
-Json = Mapping[str, Any]
 
 
 def read_traces(folder: Path, world_size: int) -> list[Sighting]:
@@ -31,14 +28,14 @@ def read_rank(path: Path, rank: int) -> list[Sighting]:
     """
     beside = path.with_name(path.name.removesuffix(TRACE_SUFFIX) + FLIGHT_SUFFIX)
     try:
-        entries = json.loads(beside.read_text(encoding="utf-8")).get("entries", []) if beside.exists() else []
-        return sightings(read_kineto(path), entries, rank)
-    except (RequestError, OSError, ValueError) as problem:
+        trace = read_kineto(path)
+        return sightings(with_log(trace, read_flight_recorder(beside)) if beside.exists() else trace, rank)
+    except RequestError as problem:
         raise MachineError(f"witness torch: {path} cannot be read ({problem})") from problem
 
 
-def sightings(trace: Trace, entries: Sequence[Json], rank: int) -> list[Sighting]:
-    """The ledger of one rank, rebuilt from a trace and the Flight Recorder's entries of the same stretch."""
+def sightings(trace: Trace, rank: int) -> list[Sighting]:
+    """The ledger of one rank, rebuilt from a trace."""
     own = tuple(dict.fromkeys(tuple(sorted(ranks)) for ranks in trace.groups.values() if rank in ranks))
-    calls = enumerate(with_log(trace, entries).calls)
+    calls = enumerate(trace.calls)
     return [sighting_of(call, rank, index, **({} if call.group else {"groups": own})) for index, call in calls]

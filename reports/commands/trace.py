@@ -38,7 +38,7 @@ Slice = dict[str, Any]
 def main(arguments: argparse.Namespace) -> int:
     """Write the trace of a run and print where it is. Raises RequestError when it cannot be written."""
     run = load(arguments.run)
-    usual, readers = ("traces", "HTA and TraceLens") if arguments.kineto else ("trace.json", "ui.perfetto.dev")
+    usual, readers = ("kineto", "HTA and TraceLens") if arguments.kineto else ("trace.json", "ui.perfetto.dev")
     target = Path(arguments.output) if arguments.output else run.path / usual
     notes = list(run.notes)
     try:

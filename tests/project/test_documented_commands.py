@@ -46,7 +46,7 @@ NOT_RUN = {
     "--subject my_package.my_module:subject": _RECIPE,
     "shardproof compare runs/latest --save-baseline main": _RECIPE,
     "shardproof trace runs/latest": "a folder of `record`: tests/reports/commands/test_trace.py",
-    "shardproof trace runs/latest --kineto -o traces": "the same: tests/reports/commands/test_kineto_files.py",
+    "shardproof trace runs/latest --kineto": "the same: tests/reports/commands/test_kineto_files.py",
     "shardproof hang runs/latest": "a folder that a hang leaves: tests/harness/hangs",
     "shardproof hang /tmp/nccl_trace_rank_*": "files of NCCL: tests/harness/hangs",
     "--subject shardproof.suites.subjects.mcore_experts:subject": _MEGATRON,

@@ -17,7 +17,7 @@ from shardproof.harness.hangs.standing import RankStanding
 from tests.harness.hangs.dumped import found_in, write_flight, write_last
 from tests.harness.programs.launched import LIMIT_S, forked
 
-SCRIPT = Path(__file__).with_name("parting_script.py")
+SCRIPT = Path(__file__).with_name("diverging_script.py")
 LINE = 1 + SCRIPT.read_text().splitlines().index("        dist.all_reduce(y)")
 EVENT = (
     "call #{} of world (0 1 2): all_reduce sum float32 2x4 over world, 1 (forward, step {}), "

@@ -86,6 +86,41 @@ def test_a_ring_says_what_it_lost_and_a_cut_coalesced_call_is_left_out(tmp_path:
     assert read(tmp_path, dump(entries=[])).calls == ()
 
 
+def gloo(number: int, op: str, inputs: list[list[int]], outputs: list[list[int]]) -> dict[str, Any]:
+    """An entry as torch 2.13 writes it of gloo."""
+    return {
+        "record_id": number, "pg_id": 0, "process_group": ["1", "undefined"], "collective_seq_id": number + 1,
+        "p2p_seq_id": 0, "op_id": number + 1, "profiling_name": f"gloo:{op}", "is_p2p": False, "retired": True,
+        "input_sizes": inputs, "input_dtypes": ["Float"] * len(inputs), "output_sizes": outputs, "state": "scheduled",
+        "output_dtypes": ["Float"] * len(outputs), "time_created_ns": 1795971363019214476, "thread_name": "python",
+        "time_discovered_started_ns": 0, "time_discovered_completed_ns": 0,
+        "frames": [
+            {"name": "wrapper", "filename": "/v/lib/python3.11/site-packages/typing_extensions.py", "line": 3140},
+            {"name": "__exit__", "filename": "/opt/lib/python3.11/contextlib.py", "line": 144},
+            {"name": "main", "filename": "/home/me/train.py", "line": 5},
+        ],
+    }  # fmt: skip
+
+
+def test_a_dump_of_gloo_has_no_ranks_no_messages_and_not_all_outputs(tmp_path: Path) -> None:
+    calls = [
+        gloo(0, "scatter", [[2, 5]], [[5]]),
+        gloo(1, "barrier", [], []),
+        gloo(2, "all_reduce", [[2], [3]], [[2], [3]]),
+        gloo(3, "all_gather", [[2], [3]], [[2, 2]]),
+    ]
+    config = {"": {"name": "", "desc": "", "ranks": "[]"}}
+    trace = read(tmp_path, dump(entries=calls, pg_config=config), as_json=True)
+    assert [(one.op, one.payload_bytes, one.complete) for one in trace.calls] == [
+        ("scatter", 20, None), ("barrier", 0, None), ("all_reduce", 20, None), ("all_gather", None, None),
+    ]  # fmt: skip
+    assert {(one.caller, one.group_name, one.group_desc, one.group_size) for one in trace.calls} == {
+        ("/home/me/train.py:5 in main", "1", "", None)
+    }
+    assert (trace.world_size, trace.groups, trace.backend) == (None, {}, "gloo")
+    assert trace.notes == ("sends and receives are not in a dump of gloo (the torch profiler records them)",)
+
+
 def laughs(depth: int) -> bytes:
     """A pickled dict with a key of tuples that hold each other twice: its hash takes 2**depth steps."""
     return b"\x80\x04}K\x01" + b"q\x00h\x00\x86" * depth + b"Ns."
@@ -97,6 +132,7 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "a set": (pickle.dumps({"entries": {1}}), "makes more than plain values"),
     "a key that takes for ever": (laughs(30), "a tuple where a text must be"),
     "a key of tuples": (pickle.dumps({((1, 2), 3): 1}), "a tuple where a text must be"),
+    "nothing": (b"", "it ends in the middle of a pickle"),
     "a list": (pickle.dumps([1]), "must hold one dict"),
     "a negative duration": (
         dump(entries=[{**JOB.entries[0], "duration_ms": -1}]),

@@ -114,6 +114,7 @@ SPOILT: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "no number": (lambda text: text.replace(b'"dur": 10', b'"dur": "x"'), "could not convert"),
     "elements": (lambda text: text.replace(b'"In msg nelems": 1024', b'"In msg nelems": -1'), "must be at least 0"),
     "another world": (lambda text: text.replace(b'"rank": 0', b'"rank": 5'), "is of rank 5 in a world of 2 ranks"),
+    "huge world": (lambda text: text.replace(b'"world_size": 2', b'"world_size": 99999999'), "legal: at most 1048576"),
     "another group": (lambda text: text.replace(b"[0, 1]", b"[1, 2]"), "calls in group 0 of ranks 1 2"),
     "no events": (lambda text: text.replace(b'"traceEvents"', b'"events"'), "there are no traceEvents in it"),
     "no object": (lambda text: b"MZ\x90" + text, "is of no known format"),

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from shardproof.harness.traces.flight_recorder import trace_of as trace_of_dump
 from shardproof.harness.traces.kineto import trace_of
+from shardproof.harness.traces.logged import with_log
 from shardproof.harness.witnesses.agreement import UNKNOWN, Sighting
 from shardproof.harness.witnesses.timing import spread, timed
 from shardproof.harness.witnesses.torch_trace import sightings as sightings_of_trace
@@ -19,7 +21,9 @@ HEADER["pg_config"].append({"pg_name": "9", "ranks": [2, 3]})
 
 
 def sightings(trace: dict[str, Any], log: list[dict[str, object]], rank: int) -> list[Sighting]:
-    return sightings_of_trace(trace_of(trace["traceEvents"], trace, "x.json"), log, rank)
+    entries = [{**one, "record_id": n, "collective_seq_id": n} for n, one in enumerate(log)]
+    read = trace_of(trace["traceEvents"], trace, "x.json")
+    return sightings_of_trace(with_log(read, trace_of_dump({"entries": entries}, "x.flight.json")), rank)
 
 
 def row(name: str, category: str, start: float, length: float, **args: object) -> dict[str, Any]:
@@ -80,6 +84,8 @@ def entry(name: str, number: int, dtype: str = "Double") -> dict[str, object]:
         "process_group": [group, "x"],
         "input_dtypes": dtypes,
         "output_dtypes": [],
+        "input_sizes": [],
+        "output_sizes": [],
     }
 
 

@@ -8,11 +8,13 @@ import pytest
 
 from shardproof import run as run_cases
 from shardproof.harness.dense_model import SUBJECT
+from shardproof.harness.programs.traced import write_folder
 from shardproof.harness.traces.calls import find_dtype
 from shardproof.harness.traces.kineto import read_kineto
 from shardproof.reports.commands.kineto_files import UNEVEN, write_kineto
 from shardproof.reports.stored.frames import Run, load
 from tests.harness.command_line import CommandLine
+from tests.harness.traces.nccl_trace import call, row, step, trace, written
 
 SMALL = "layers=1 hidden=16 heads=2 vocab=24 seq=8"
 LAYOUTS = f"mode=tp-sp tp=2 dp=2 {SMALL}", f"mode=tp tp=2 pp=2 micro=2 layers=2 {SMALL[9:]}"
@@ -50,6 +52,25 @@ def test_the_files_read_back_are_the_ledger(layouts: Run, tmp_path: Path) -> Non
             assert {"forward", "backward"} <= {one.phase for one in trace.calls}
 
 
+def test_a_trace_that_was_read_goes_out_as_it_came_in(tmp_path: Path) -> None:
+    calls = [*call("all_gather", 96, 5, kernel_us=9), *call("all_reduce", 64, 40, dtype="bfloat16")]
+    bare = row("c10d::allreduce_", "cpu_op", 300, 5)  # of unknown bytes, outside of the steps
+    made = written(tmp_path / "rank1.json", trace([step(3, 1, 100), *calls, bare], rank=1))
+    first = read_kineto(made)
+    run = load(write_folder([first], tmp_path / "runs", "job", ["read"], {}))
+    assert write_kineto(run, tmp_path / "out") == [
+        "of 2 of 3 calls no duration is known, so that HTA and TraceLens do not see them"
+    ]
+    again = read_kineto(tmp_path / "out" / "rank1.json")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["rank1.json"], "rank 0 left no trace"
+    names = ("op", "payload_bytes", "dtype", "group", "group_size", "step", "device_us")
+    assert [[getattr(one, name) for name in names] for one in again.calls] == [
+        [getattr(one, name) for name in names] for one in first.calls
+    ]
+    kernels = [one["name"] for one in json.loads((tmp_path / "out" / "rank1.json").read_text())["traceEvents"]]
+    assert "ncclKernel_all_gather(time of its kernels, where the host issued it)" in kernels
+
+
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "bfloat16", "float32+int64", ""])
 def test_every_dtype_keeps_its_bytes(run: Run, tmp_path: Path, dtype: str) -> None:
     case = run.cases["case"][0]
@@ -73,11 +94,11 @@ def test_what_the_files_do_not_tell_is_said(run: Run, tmp_path: Path) -> None:
 
 def test_the_command_writes_a_folder(shardproof: CommandLine, folder: Path, tmp_path: Path) -> None:
     status, out, err = shardproof("trace", str(folder), "--kineto")
-    assert status == 0 and f"{folder / 'traces'}  (opens in HTA and TraceLens)" in out, err
-    assert sorted(path.name for path in (folder / "traces" / "case2").iterdir()) == ["rank0.json", "rank1.json"]
+    assert status == 0 and f"{folder / 'kineto'}  (opens in HTA and TraceLens)" in out, err
+    assert sorted(path.name for path in (folder / "kineto" / "case2").iterdir()) == ["rank0.json", "rank1.json"]
     (tmp_path / "file").write_text("")
     refused = shardproof.refused("trace", str(folder), "--kineto", "-o", str(tmp_path / "file"))
-    assert "cannot be written (" in refused and "legal: -o traces" in refused
+    assert "cannot be written (" in refused and "legal: -o kineto" in refused
 
 
 @pytest.mark.filterwarnings("ignore")  # HTA 0.5.0 uses what pandas 3 deprecates

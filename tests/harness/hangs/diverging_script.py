@@ -1,4 +1,4 @@
-"""A training script whose rank 1 parts from the others in module `1`.
+"""A training script whose rank 1 diverges from the others in module `1`.
 
 In step 2 it waits until a file `go` is there (at most 60 s) before the all_reduce; in step 3 it leaves it out.
 """
