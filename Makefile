@@ -29,7 +29,7 @@ witnesses: $(READY)      ## every mode on 4 processes: recorder, torch profiler,
 
 # Python:torch; each environment has up to 6 GB.
 COMPAT ?= 3.12:2.11.0 3.12:2.12.1 3.12:2.13.0 3.12:2.14.1 3.12:2.15.0 3.11:2.13.0 3.13:2.14.1
-COMPAT_TESTS := tests/harness/engines tests/harness/shapes tests/harness/threads/test_inproc_calls.py \
+COMPAT_TESTS := tests/harness/engines tests/harness/torch_internals tests/harness/threads/test_inproc_calls.py \
     tests/harness/processes/test_torchrun.py tests/harness/programs/test_recorded_programs.py
 
 compat:                  ## the default run and tests of engines under each torch, in .compat/; COMPAT="3.12:2.14.1" for one

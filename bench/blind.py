@@ -8,29 +8,40 @@ their words. Then it has the line `when:` and whether that names exactly the wor
 words of its condition, but for usual values and words that others imply by the rules of the case language. Each
 statement of the line is run again: `when_true` is "yes" when all are so. Causes of the unseen bugs are judged by hand,
 beside the sentence `wrong` of the bug.
+
+Of a line
+
+    only with tp=2|4 and zero=1, perhaps act=relu; right with tp=1, with zero=0 but for replicas (tried on 'zero=1 ..')
+
+nothing is known but its text. The case of `tried on` must fail with every combination of the values in `only with`.
+With the words of each `with` behind it the case must pass, or fail in the checks behind `but for` alone. A refused or
+skipped case proves nothing.
 """
 
 import argparse
 import csv
+import itertools
 import re
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from bench.when_lines import false_statements
-from shardproof.harness.checking.evidence import FAIL
 from shardproof.harness.diagnosing.words_text import NeededWords
 from shardproof.harness.engines.threads.inproc import InprocEngine
+from shardproof.harness.errors import ShardproofError
 from shardproof.harness.mesh_axes import SLICES
 from shardproof.harness.running.experiments import Failed, words_needed
 from shardproof.harness.running.proof import prove
 from shardproof.harness.running.result import CaseResult
 from shardproof.harness.subject import NamedSubject, named
+from shardproof.harness.verdicts.verdict import FAIL, PASS
+from shardproof.harness.verdicts.words import when_line
 from shardproof.reference.case import Case
 from shardproof.reference.case.default_cases import default_cases
 from shardproof.reference.case.domains import domains
@@ -41,9 +52,71 @@ from shardproof.suites.mutants.catalogue import HELD_BACK, UNSEEN
 from shardproof.suites.mutants.kill_rows import cause_told, right_place
 from shardproof.suites.mutants.mutant import Mutant, holds
 
+_NEEDED = re.compile(
+    r"only with (?P<fails>.+?)(, perhaps .+?)?; right with (?P<right>.+?)"
+    r"( \(tried on (?P<on>'.*?'|\".*?\")\))?( \(no time was left .*\))?"
+)
+_PLAINEST = re.compile(r"no word is known to be needed.*?; (?P<on>'.*?'|\".*?\") fails.*")
+_CHECKS = " but for "
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statement:
+    """A case by its text, and whether it is said to fail; `but_for` may fail where it is said to be right."""
+
+    case: str
+    fails: bool
+    but_for: frozenset[str] = frozenset()
+
+    def holds(self, prove: Callable[[str], CaseResult]) -> bool:
+        """Whether the case does so when it is run."""
+        try:
+            result = prove(self.case)
+        except (ShardproofError, ValueError):
+            return False
+        failed = {one.check for one in result.verdicts if one.verdict == FAIL}
+        if self.fails:
+            return bool(failed)
+        return failed == self.but_for if self.but_for else result.verdict == PASS
+
+
+def statements(line: str, failing: str = "") -> list[Statement]:
+    """The statements of a line, the plainest case that fails first; none where nothing was found.
+
+    `failing` is the case of a line that names none. Raises ValueError for a line that cannot be read.
+    """
+    if plainest := _PLAINEST.fullmatch(line):
+        return [Statement(case=plainest["on"][1:-1], fails=True)]
+    if line.startswith(("no other case", "nothing that", "not searched")):
+        return []
+    read = _NEEDED.fullmatch(line)
+    if not read:
+        raise ValueError(f"when={line!r} is no line of this kind; legal: only with tp=2; right with tp=1")
+    on = read["on"][1:-1] if read["on"] else failing
+    fails = itertools.product(*map(_values, read["fails"].split(" and ")))
+    found = [Statement(case=f"{on} {' '.join(words)}", fails=True) for words in fails]
+    for each in read["right"].split(", with "):
+        words, _, checks = each.partition(_CHECKS)
+        first, *further = words.split()
+        for value in _values(first):
+            but_for = frozenset(filter(None, checks.split("|")))
+            found.append(Statement(case=" ".join((on, value, *further)), fails=False, but_for=but_for))
+    return found
+
+
+def false_statements(line: str, prove: Callable[[str], CaseResult], failing: str = "") -> list[Statement]:
+    """The statements of a line that are not so when they are run again; `prove` runs the case of a text."""
+    return [each for each in statements(line, failing) if not each.holds(prove)]
+
+
+def _values(text: str) -> list[str]:
+    """Each value of a word: "tp=2|4" is "tp=2" and "tp=4"."""
+    word, _, values = text.partition("=")
+    return [f"{word}={value}" for value in values.split("|")]
+
+
 _BUGS = {"unseen": UNSEEN, "held_back": HELD_BACK}
 _WHEN_S, _TIMEOUT_S = 10.0, 60.0
-_CAUSES = re.compile(r"^causes:(.*?)(?=^\w+:|\Z)", re.S | re.M)
 _DERIVED = {"world": tuple(Case().mesh), "wdp": ("dp", SLICES), "padding": ("vocab", "family")}
 """Words of a condition that follow from others."""
 
@@ -89,7 +162,7 @@ def _failed(bug: Mutant, result: CaseResult) -> dict[str, object]:
         "place_right": right_place(bug, diagnosis),
         "first": f"{first.phase} of {first.region or 'no module'}" if first else "",
         "cause_right": cause_told(bug, diagnosis) if bug.cause else "",
-        "causes": next((line for verdict in failed for line in _CAUSES.findall(verdict.message)), ""),
+        "causes": "; ".join(cause.words for cause in diagnosis.causes) if diagnosis else "",
     }
 
 
@@ -98,8 +171,9 @@ def _when(bug: Mutant, result: CaseResult, subject: NamedSubject, engine: Inproc
     failed = Failed(case=result.case, verdicts=result.verdicts)
     again = partial(prove, subject=subject, engine=engine, explain=False)
     found = words_needed(failed, subject, again, time.monotonic() + _WHEN_S)
-    wrong = false_statements(found.text, lambda text: again(Case.parse(text), timeout_s=_TIMEOUT_S))
-    return {"when_right": _judged(bug, found), "when_true": "no" if wrong else "yes", "when": found.text}
+    line = when_line(found.when)
+    wrong = false_statements(line, lambda text: again(Case.parse(text), timeout_s=_TIMEOUT_S))
+    return {"when_right": _judged(bug, found), "when_true": "no" if wrong else "yes", "when": line}
 
 
 def _judged(bug: Mutant, found: NeededWords) -> str:

@@ -4,13 +4,13 @@
     python -m bench.clean --foreign 500
 
 Every check is made on every case, and cases use every word of the case language
-(`suites.drawing.strategies.every_word`). Every fifth case is at a size that users train (`suites.drawing.sizes`). An
-alarm is a verdict `fail`, or a run that ended with an error. A check that rounding leaves undecided in a low precision
-is no alarm and is counted beside them. A case whose dense model diverges cannot be judged and is counted apart. Cases
-are drawn by hypothesis from a seed, in equal shares for all modes. Parts draw from seeds of their own, so that the
-processes on a machine share the work. With `--foreign` the cases are those of all subjects in `bench.foreign`, in turn:
-a process sees many kinds of programs. `clean-*.csv` has one row, written anew after every case, `alarms-*.jsonl` one
-line for every verdict that did not pass. Times are seconds, `resident_mib` is the memory held at the end.
+(`suites.drawing.strategies.every_word`). Every fifth case is at a size that users train (`large`). An alarm is a
+verdict `fail`, or a run that ended with an error. A check that rounding leaves undecided in a low precision is no alarm
+and is counted beside them. A case whose dense model diverges cannot be judged and is counted apart. Cases are drawn by
+hypothesis from a seed, in equal shares for all modes. Parts draw from seeds of their own, so that the processes on a
+machine share the work. With `--foreign` the cases are those of all subjects in `bench.foreign`, in turn: a process sees
+many kinds of programs. `clean-*.csv` has one row, written anew after every case, `alarms-*.jsonl` one line for every
+verdict that did not pass. Times are seconds, `resident_mib` is the memory held at the end.
 """
 
 import argparse
@@ -28,22 +28,21 @@ from typing import Any
 import torch
 from rich.progress import Progress
 
-from bench.foreign_cases import DTYPES as DTYPES_OF_FOREIGN
-from bench.foreign_cases import Drawn, drawn_cases
-from shardproof.harness.checking.evidence import UNKNOWN
+from bench.foreign_bugs import DTYPES as DTYPES_OF_FOREIGN
+from bench.foreign_bugs import Drawn, drawn_cases
 from shardproof.harness.dense_model import SUBJECT
-from shardproof.harness.engines.threads.heap import resident_bytes
 from shardproof.harness.engines.threads.inproc import InprocEngine
+from shardproof.harness.engines.threads.rank_threads import resident_bytes
 from shardproof.harness.errors import RequestError, ShardproofError
 from shardproof.harness.interpreter import COLLECTED_AFTER
 from shardproof.harness.running.proof import prove
 from shardproof.harness.subject import named
+from shardproof.harness.verdicts.verdict import UNKNOWN
 from shardproof.reference.case import Case
 from shardproof.reference.features import PARTS
-from shardproof.suites.drawing.sizes import large
-from shardproof.suites.drawing.strategies import every_word, modes_with
+from shardproof.suites.drawing.profiles import draw_samples
+from shardproof.suites.drawing.strategies import every_word, large_cases, modes_with
 from shardproof.suites.session.request import chosen_modes
-from shardproof.suites.session.sampling import sampled
 
 DTYPES = ("any", "float64", "float32", "bfloat16", "float16")
 LARGE = 5
@@ -149,8 +148,8 @@ def cases_of(mode: str, share: int, part: Part) -> list[Case]:
     fixed |= {"steps": part.steps} if part.steps else {}
     fixed |= {"needs": part.needs} if part.needs else {}
     first_seed = part.first_seed * 1000 + part.number
-    usual = sampled(every_word(mode, **fixed), share - many, first_seed)
-    return usual + sampled(large(mode, **fixed), many, first_seed)
+    usual = draw_samples(every_word(mode, **fixed), share - many, first_seed)
+    return usual + draw_samples(large_cases(mode, **fixed), many, first_seed)
 
 
 def _alarms(drawn: Drawn, timeout_s: float, engine: InprocEngine) -> list[Alarm] | None:

@@ -10,11 +10,15 @@ that effect of rounding, or the floors of the dtype where they are more. Half an
 
 A change of more than BOTH times as much that passes is a defect of the checks, listed with the limit that let it pass.
 `foreign_bugs-*.csv` has one row for every edit. Changes and roundings are shares of the truth.
+
+Cases are drawn of all foreign subjects: layouts, sizes, seeds and dtypes, in turn over the subjects of `bench.foreign`.
+A subject may state the dtypes that it takes as `dtypes`; otherwise it takes those of DTYPES.
 """
 
 import argparse
 import csv
 import math
+import pkgutil
 import sys
 import time
 from collections import Counter
@@ -22,13 +26,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from random import Random
+from typing import NamedTuple
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
-from bench.foreign_cases import DTYPES, SUBJECTS, Drawn, drawn_cases
+from bench import foreign
 from bench.foreign_edits import Planted, drawn_edit, planting
-from shardproof.harness.checking.evidence import FAIL, UNKNOWN
 from shardproof.harness.checking.measures.kinds import kind_of
 from shardproof.harness.checking.measures.many_tensors import kind_rms
 from shardproof.harness.checking.measures.measured import FLOAT64_ALLOWED, SCALE_SHARE
@@ -38,9 +43,66 @@ from shardproof.harness.checking.records import Evidence
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.errors import RequestError, ShardproofError
 from shardproof.harness.outcome.merging import merge
+from shardproof.harness.plain_case import PlainCase
+from shardproof.harness.protocols import CaseLike
 from shardproof.harness.running.proof import prove
 from shardproof.harness.running.ranks.execution import execute
 from shardproof.harness.running.result import CaseResult
+from shardproof.harness.subject import NamedSubject, claims, named, refusal
+from shardproof.harness.verdicts.verdict import FAIL, UNKNOWN
+from shardproof.suites.drawing.own_cases import cases_around
+from shardproof.suites.drawing.profiles import draw_samples
+
+DTYPES = ("float64", "float32", "bfloat16")
+SUBJECTS = tuple(sorted(module.name for module in pkgutil.iter_modules(foreign.__path__)))
+"""Names of the modules of `bench.foreign`, each with one subject."""
+
+
+class Drawn(NamedTuple):
+    """A case and the subject that takes it."""
+
+    subject: NamedSubject
+    case: CaseLike
+
+
+def subject_of(name: str) -> NamedSubject:
+    """The foreign subject of this module. Raises RequestError where there is none."""
+    if name not in SUBJECTS:
+        raise RequestError(f"subject={name}: is no foreign subject; legal: {', '.join(SUBJECTS)}")
+    return named(f"{foreign.__name__}.{name}:subject")
+
+
+def drawn_cases(count: int, first_seed: int = 0, names: Sequence[str] = SUBJECTS, dtype: str = "any") -> list[Drawn]:
+    """`count` cases, the same for the same arguments. The subjects take turns, so that a process has all of them."""
+    names = [name for name in names if _dtypes(name, dtype)]
+    shares = {name: count // len(names) + (place < count % len(names)) for place, name in enumerate(names)}
+    of_subjects = [_cases_of(name, share, first_seed, dtype) for name, share in shares.items()]
+    turns = [iter(cases) for cases in of_subjects]
+    return [case for _ in range(max(shares.values(), default=0)) for turn in turns if (case := next(turn, None))]
+
+
+def _cases_of(name: str, share: int, first_seed: int, dtype: str) -> list[Drawn]:
+    """Cases of one subject; dtypes take turns, and layouts are drawn."""
+    subject = subject_of(name)
+    dtypes = _dtypes(name, dtype)
+    shares = {known: share // len(dtypes) + (place < share % len(dtypes)) for place, known in enumerate(dtypes)}
+    modes = claims(subject).modes
+    of_dtypes = []
+    for place, (known, many) in enumerate(shares.items()):
+        of_modes = [cases_around(subject, mode, {"dtype": known}) for mode in modes]
+        legal = st.one_of(of_modes).filter(lambda case: not refusal(case, subject))
+        of_dtypes.append(draw_samples(legal, many, 1000 * first_seed + place))
+    return [Drawn(subject, case) for case in _in_turn(of_dtypes)]
+
+
+def _dtypes(name: str, dtype: str) -> list[str]:
+    return [known for known in getattr(subject_of(name).call, "dtypes", DTYPES) if dtype in ("any", known)]
+
+
+def _in_turn(lists: Sequence[Sequence[PlainCase]]) -> Iterator[PlainCase]:
+    for place in range(max(map(len, lists), default=0)):
+        yield from (cases[place] for cases in lists if place < len(cases))
+
 
 FOUND, PASSED, UNDECIDED, NOTHING, ALARM = "found", "passed", "undecided", "without effect", "alarm without it"
 MOVED = ("param", "param_after")

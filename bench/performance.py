@@ -4,6 +4,7 @@ Machines are shared and noisy, so every number that is compared is a ratio of ru
 `bench.workload`; an example is: draw weights, dense pass, all ranks, comparison with the dense pass.
 
     engine / bare ranks      the engine's ranks over the same rank mathematics without a collective, by world size
+    peers / bare ranks       the same workload in the same rounds by torch's threaded process group and LocalTensorMode
     recorded / unrecorded    the same ranks with a recorder over without one
     refused request          a wrong word on the command line over `python -c pass`
     one case, further case   a run of one case on 2 ranks over `import torch`, and what each case more takes
@@ -17,6 +18,7 @@ Machines are shared and noisy, so every number that is compared is a ratio of ru
 
 import argparse
 import csv
+import math
 import statistics
 import subprocess
 import sys
@@ -30,9 +32,20 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from bench.peers import PEERS, Peer
 from bench.proof_costs import further_case, one_case, real_widths, recorded_step
 from bench.witnesses import measured
-from bench.workload import Sizes, data, dense, largest_error, pooled_example, rank_program, spawned_example, weights
+from bench.workload import (
+    Sizes,
+    data,
+    dense,
+    largest_error,
+    pooled_example,
+    rank_program,
+    require_right,
+    spawned_example,
+    weights,
+)
 from shardproof.harness.engines.processes.forked.pool import PoolEngine
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.recording.recorder import Recorder
@@ -46,7 +59,8 @@ ALLOWED_ERROR = 1e-12
 class Row(NamedTuple):
     """A row of `bench.csv`: a value, and its ratio to what it is held against.
 
-    `us_per_event`: what watching adds to every event, None where nothing is watched.
+    `value` and `ratio` are nan where the workload is refused, and `versus` says why. `us_per_event`: what watching adds
+    to every event, None where nothing is watched.
     """
 
     metric: str
@@ -57,7 +71,7 @@ class Row(NamedTuple):
     us_per_event: float | None = None
 
 
-def interleaved(runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+def run_in_turns(runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
     """Seconds of every run in every round; the runs take turns, so that the machine's mood meets all of them."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
@@ -79,7 +93,7 @@ def measure(*, rounds: int, spawns: int, quick: bool = False) -> list[Row]:
     torch.set_num_threads(1)
     try:
         with InprocEngine() as engine:
-            rows = [_engine_row(engine, world_size, rounds) for world_size in (2, 4, 8)]
+            rows = [row for world_size in (2, 4, 8) for row in engine_rows(engine, world_size, rounds)]
             rows.append(_recorder_row(engine, rounds))
             for world_size in (2, 4):
                 rows += _example_rows(engine, world_size, rounds, spawns)
@@ -93,15 +107,26 @@ def measure(*, rounds: int, spawns: int, quick: bool = False) -> list[Row]:
     return rows
 
 
-def _engine_row(engine: InprocEngine, world_size: int, rounds: int) -> Row:
+def engine_rows(engine: InprocEngine, world_size: int, rounds: int, peers: Mapping[str, Peer] = PEERS) -> list[Row]:
+    """The engine and its peers over bare ranks, all in turns; a peer that raises has a row of what it refuses."""
     sizes = Sizes()
     full, (x, dy) = weights(sizes), data(sizes)
     runs: dict[str, Callable[[], object]] = {
         "bare": lambda: [rank_program(rank, world_size, sizes, full, x, dy, comm=False) for rank in range(world_size)],
         "engine": lambda: engine.run(rank_program, world_size, sizes, full, x, dy, world_size=world_size),
     }
-    best = {name: min(times) for name, times in interleaved(runs, rounds).items()}
-    return Row(f"engine, {world_size} ranks", best["engine"] * 1e3, "ms", "bare ranks", best["engine"] / best["bare"])
+    truth = dense(sizes, full, x, dy)
+    refused = []
+    for name, peer in peers.items():
+        try:
+            require_right([largest_error(peer(world_size, sizes, full, x, dy), truth)], ALLOWED_ERROR)
+            runs[name] = partial(peer, world_size, sizes, full, x, dy)
+        except (ImportError, RuntimeError, TypeError, AttributeError) as error:
+            refused.append(Row(f"{name}, {world_size} ranks", math.nan, "ms", f"refuses it: {error}", math.nan))
+    best = {name: min(times) for name, times in run_in_turns(runs, rounds).items()}
+    bare_s = best.pop("bare")
+    rows = [Row(f"{name}, {world_size} ranks", s * 1e3, "ms", "bare ranks", s / bare_s) for name, s in best.items()]
+    return rows + refused
 
 
 def _recorder_row(engine: InprocEngine, rounds: int) -> Row:
@@ -121,7 +146,7 @@ def _recorder_row(engine: InprocEngine, rounds: int) -> Row:
     def off() -> None:
         engine.run(rank_program, 2, sizes, full, x, dy, world_size=2)
 
-    seconds = interleaved({"off": off, "on": on}, 3 * rounds)
+    seconds = run_in_turns({"off": off, "on": on}, 3 * rounds)
     ratios = [on_s / off_s for on_s, off_s in zip(seconds["on"], seconds["off"], strict=True)]
     value = statistics.median(seconds["on"]) * 1e3
     return Row("recording, 2 ranks", value, "ms", "not recording", statistics.median(ratios))
@@ -133,9 +158,7 @@ def example(engine: InprocEngine, world_size: int, seed: int) -> None:
     full, (x, dy) = weights(sizes), data(sizes)
     truth = dense(sizes, full, x, dy)
     passed = engine.run(rank_program, world_size, sizes, full, x, dy, world_size=world_size)
-    error = largest_error(passed, truth)
-    if not error < ALLOWED_ERROR:
-        raise RuntimeError(f"the example is wrong by {error:.1e}: its time means nothing")
+    require_right([largest_error(passed, truth)], ALLOWED_ERROR)
 
 
 def _example_rows(engine: InprocEngine, world_size: int, rounds: int, spawns: int) -> list[Row]:
@@ -145,7 +168,7 @@ def _example_rows(engine: InprocEngine, world_size: int, rounds: int, spawns: in
             "engine": lambda: example(engine, world_size, 0),
             "pool": lambda: pooled_example(pool, world_size, 0, ALLOWED_ERROR),
         }
-        seconds = interleaved(runs, rounds)
+        seconds = run_in_turns(runs, rounds)
     seconds["spawn"] = [spawned_example(world_size, seed, ALLOWED_ERROR) for seed in range(spawns)]
     rates = {name: 1 / statistics.median(times) for name, times in seconds.items()}
     return [
@@ -173,7 +196,7 @@ def _refused_row(rounds: int) -> Row:
         name: partial(subprocess.run, [sys.executable, *words], check=False, capture_output=True)
         for name, words in commands.items()
     }
-    best = {name: min(times) for name, times in interleaved(runs, rounds).items()}
+    best = {name: min(times) for name, times in run_in_turns(runs, rounds).items()}
     return Row("refused request", best["refused"] * 1e3, "ms", "python -c pass", best["refused"] / best["pass"])
 
 
@@ -217,6 +240,7 @@ def main(arguments: Sequence[str] = ()) -> int:
     table = Table(*titles, title="Measured here, side by side in one run")
     for row in rows:
         each = "" if row.us_per_event is None else f"{row.us_per_event:.0f}"
-        table.add_row(row.metric, f"{row.value:.2f}", row.unit, row.versus, f"{row.ratio:.2f}", each)
+        value, ratio = ("-" if math.isnan(number) else f"{number:.2f}" for number in (row.value, row.ratio))
+        table.add_row(row.metric, value, row.unit, row.versus, ratio, each)
     Console().print(table)
     return 0

@@ -19,8 +19,8 @@ import pandas as pd
 
 from shardproof.harness.ledger import REPEATABLE
 from shardproof.reference.language.modes import MODES
+from shardproof.suites.drawing.profiles import draw_samples
 from shardproof.suites.drawing.strategies import every_word
-from shardproof.suites.session.sampling import sampled
 
 ROOT = Path(__file__).resolve().parents[1]
 _KEYS = {"outcome": ["case", "rank"], "verdict": ["case", "check"], "ledger": ["case"]}
@@ -32,7 +32,7 @@ Results = Mapping[str, pd.DataFrame]
 def drawn(count: int, first_seed: int) -> list[str]:
     """Legal cases in any word, `count` of them, as texts; the same for the same seed."""
     shares = {mode: count // len(MODES) + (place < count % len(MODES)) for place, mode in enumerate(MODES)}
-    cases = [case for mode, share in shares.items() for case in sampled(every_word(mode), share, first_seed)]
+    cases = [case for mode, share in shares.items() for case in draw_samples(every_word(mode), share, first_seed)]
     return list(dict.fromkeys(map(str, cases)))
 
 

@@ -14,14 +14,14 @@ import warnings
 from typing import Any
 from unittest import mock
 
+import torch
+import torch.distributed as dist
+
 from shardproof.harness.subject import case_of, named
 
 
 def opinion(text: str) -> str:
     """The error of the type checker in this case of `suites.subjects.torchtitan`, "" when all has a type."""
-    import torch  # noqa: PLC0415
-    import torch.distributed as dist  # noqa: PLC0415
-
     # In this order: the subject makes torchtitan take the CPU.
     titan: Any = importlib.import_module("shardproof.suites.subjects.torchtitan")
     annotated: Any = importlib.import_module("torchtitan.distributed.spmd_types").annotate_input_spmd_types

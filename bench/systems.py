@@ -2,10 +2,10 @@
 
     python -m bench.systems [--quick] [--only SYSTEM] [--out FILE] [--accept] [--environments FOLDER]
 
-A cell is a case of a subject of `suites/subjects` on an engine. Its result is `pass` when `shardproof run` ends with
-status 0, `known defect` when it fails and names the module of the finding. The result is `cannot run` when it ends in
-the error of its row. Anything else is FAIL, and so are calls or bytes other than those that the page holds from earlier
-runs (`--accept` takes the new ones). Exit status 1 for a FAIL.
+A cell is a case of a subject of `suites/subjects` on an engine, as `bench/systems.txt` lists them. Its result is `pass`
+when `shardproof run` ends with status 0, `known defect` when it fails and names the module of the finding. The result
+is `cannot run` when it ends in the error of its row. Anything else is FAIL, and so are calls or bytes other than those
+that the page holds from earlier runs (`--accept` takes the new ones). Exit status 1 for a FAIL.
 
 A system runs where its Python and its packages are: here, or in an environment that is made for it and kept. Without
 that Python, or where pip fails, it is `not run here`. A run without --quick and without a FAIL writes the page,
@@ -23,6 +23,7 @@ import sys
 import tempfile
 import textwrap
 import time
+import tomllib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
@@ -30,8 +31,123 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.cells import DEFECT, PASSED, THIS, Cell, System, cells
-from bench.environments import ROOT, ended, install
+ROOT = Path(__file__).resolve().parents[1]
+_LIMIT_S = 1200.0
+
+
+def install(python: str, place: Path, packages: Sequence[str]) -> Iterator[list[str]]:
+    """The commands that make an environment at `place`: these packages, what this checkout needs beside them, and the
+    checkout itself. Packages that are not named here with a version (`torch==2.14.1`) have that of constraints.txt.
+    """
+    place.parent.mkdir(parents=True, exist_ok=True)
+    chosen = {_name(package) for package in packages}
+    versions = {_name(package) for package in packages if "==" in package}
+    pins = [line for line in (ROOT / "constraints.txt").read_text("utf-8").splitlines() if _name(line) not in versions]
+    constraint = place.with_name(f"{place.name}.txt")
+    constraint.write_text("\n".join(pins) + "\n", encoding="utf-8")
+    needed = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["dependencies"]
+    others = [package for package in needed if _name(package) not in chosen]
+    pip = [str(place / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    yield [python, "-m", "venv", "--clear", str(place)]
+    yield [*pip, "--constraint", str(constraint), *packages, *others]
+    yield [*pip, "--no-deps", "--editable", str(ROOT)]
+
+
+def _name(requirement: str) -> str:
+    return re.split(r"[^\w.-]", requirement)[0].lower()
+
+
+def run_to_end(command: Sequence[str], limit_s: float = _LIMIT_S, folder: Path | None = None) -> str:
+    """Run a command in a folder to its end: "" when it succeeded, else its exit status and last lines. `timeout` ends
+    it and what it started.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+    bounded = ["timeout", "--signal=KILL", str(limit_s), *command]
+    done = subprocess.run(bounded, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    lines = [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+    if not done.returncode:
+        return ""
+    how = f"no end within {limit_s:.0f} s" if done.returncode in (137, -9) else f"exit status {done.returncode}"
+    return f"{how}: {' | '.join(lines[-8:])}"
+
+
+PASSED, DEFECT = "pass", "known defect"
+MEGATRON, TABLE = ROOT / "docs" / "megatron.md", ROOT / "bench" / "systems.txt"
+THIS = "python{}.{}".format(*sys.version_info)
+
+
+class System(NamedTuple):
+    """A system: its packages, the first its own, and its Python where another one runs this command.
+
+    Packages have versions where these are not those of constraints.txt. `checkout` is the variable that names its code.
+    """
+
+    name: str
+    packages: tuple[str, ...]
+    python: str = ""
+    checkout: str = ""
+
+    @property
+    def package(self) -> str:
+        """The name of its own package; of a checkout the word before its commit."""
+        return "commit" if self.checkout else self.packages[0].partition("==")[0]
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the Python that runs this is its own and has its packages."""
+        return self.python in {"", THIS} and all(map(_is_installed, self.packages))
+
+
+class Cell(NamedTuple):
+    """A cell; `needle` is a text that the output must have where the cell is not expected to pass.
+
+    `kept`: whether the page keeps its calls and bytes.
+    """
+
+    system: System
+    subject: str
+    feature: str
+    case: str
+    engine: str = "inproc"
+    quick: bool = False
+    expected: str = PASSED
+    needle: str = ""
+    finding: str = ""
+    kept: bool = True
+
+
+def read_cells() -> Iterator[Cell]:
+    """Every cell, system by system."""
+    for block in TABLE.read_text("utf-8").split("\n# ")[1:]:
+        heading, *rows = block.splitlines()
+        name, packages, python = (*heading.split(": "), "")[:3]
+        words = packages.split()
+        variable = next((word[1:] for word in words if word.startswith("$")), "")
+        system = System(name, tuple(word for word in words if not word.startswith("$")), python, variable)
+        for row in filter(None, rows):
+            subject, feature, case, marks = (*row.split(" | "), "")[:4]
+            kind, _, rest = marks.partition(": ")
+            needle, _, finding = rest.partition(": ")
+            expected, engine = kind if rest else PASSED, "pool" if "pool" in marks.split() else "inproc"
+            start, _, values = case.rstrip("}").partition("{")
+            for value in values.split(","):
+                where = (system, subject, feature, start + value, engine)
+                yield Cell(*where, "quick" in marks.split(), expected, needle, finding, "unkept" not in marks.split())
+        if "experts" in name and not python:
+            known = re.findall(r"^\| (.+) \| `(mcore_\w+)` \| `(.+)` \| `(.+)` \|$", MEGATRON.read_text("utf-8"), re.M)
+            for defect, subject, words, module in known:
+                place = (system, subject, "as in megatron.md", f"{words} steps=1 micro=1")
+                yield Cell(*place, expected=DEFECT, needle=module, finding=f"docs/megatron.md: {defect}")
+
+
+def _is_installed(package: str) -> bool:
+    name, _, wanted = package.partition("==")
+    try:
+        found = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return not wanted or found.partition("+")[0] == wanted
+
 
 PAGE = ROOT / "docs" / "systems.md"
 CANNOT, FAILED, NOT_RUN = "cannot run", "FAIL", "not run here"
@@ -73,7 +189,7 @@ def interpreter(system: System, folder: Path) -> tuple[str, str]:
     own = str(place / "bin" / "python")
     if not (place / "ready").exists():
         print(f"{system.name}: {place} is made", flush=True)
-        if why := next(filter(None, map(ended, install(path, place, system.packages))), ""):
+        if why := next(filter(None, map(run_to_end, install(path, place, system.packages))), ""):
             return "", why
         (place / "ready").touch()
     asked = [own, "-c", f"import importlib.metadata as m; print(m.version({system.package!r}))"]
@@ -94,7 +210,7 @@ def run(group: Sequence[Cell], stored: dict[tuple[str, ...], Ledger], python: st
             return
         summary = json.loads(start + rest)
         lines = (Path(folder) / summary["run"] / "verdicts.jsonl").read_text("utf-8").splitlines()
-    verdicts = [json.loads(line) for line in lines]
+    verdicts = [row for row in map(json.loads, lines) if "verdict" in row]
     again = []
     for cell in group:  # defaults are left out of a case's text
         mine = set(cell.case.split())
@@ -104,21 +220,21 @@ def run(group: Sequence[Cell], stored: dict[tuple[str, ...], Ledger], python: st
         if row["verdict"] == PASSED and done.returncode and cell.expected == PASSED:
             again.append(cell)
         else:
-            yield judged(cell, row, [one for one in verdicts if one["case"] == row["case"]], stored.get(key(cell)))
+            yield judge_cell(cell, row, [one for one in verdicts if one["case"] == row["case"]], stored.get(key(cell)))
     if again:
         yield from run(again, stored, python)
 
 
-def judged(cell: Cell, row: dict[str, Any], verdicts: Sequence[dict[str, Any]], stored: Ledger | None) -> Seen:
+def judge_cell(cell: Cell, row: dict[str, Any], verdicts: Sequence[dict[str, Any]], stored: Ledger | None) -> Seen:
     """The result of a cell and why: from the row of its case, its verdicts by check and the ledger of earlier runs."""
-    bad = [line for one in verdicts if one["verdict"] != PASSED for line in str(one["message"]).splitlines()]
-    named = [line for line in bad if line.startswith(("what:", "first:"))]
-    found = next((line for line in named if cell.needle in line), "")
+    bad = [one for one in verdicts if one["verdict"] != PASSED]
+    found = next((one for one in bad if cell.needle in json.dumps([one["statement"], one.get("failure")])), None)
     if cell.expected != PASSED and row["verdict"] == "fail" and found:
-        error = found.partition("raised ")[2].partition(" (check")[0].split(", at ")[0]
-        return Seen(cell, cell.expected, cell.finding or error)
+        return Seen(cell, cell.expected, cell.finding or found["statement"])
     if cell.expected != PASSED or row["verdict"] != PASSED:
-        return Seen(cell, FAILED, " ".join((f"the verdict is {row['verdict']}", *named[:2])))
+        return Seen(
+            cell, FAILED, " ".join((f"the verdict is {row['verdict']}", *(one["statement"] for one in bad[:2])))
+        )
     ledger = (int(row["forward_calls"] + row["backward_calls"]), int(row["payload_bytes"]))
     if missing := CHECKS - {one["check"] for one in verdicts if one["verdict"] == PASSED}:
         return Seen(cell, FAILED, f"not compared: {', '.join(sorted(missing))}")
@@ -163,7 +279,7 @@ def page(seen: Sequence[Seen], took: dict[System, tuple[str, float]], absent: di
         below[system.name] = "\n".join(_section(mine))
     for system, why in absent.items():
         rows.setdefault(system.name, f"| {system.name} | {' '.join(system.packages)} | {NOT_RUN}: {why} | | | |")
-    names = [name for name in dict.fromkeys(cell.system.name for cell in cells()) if name in rows]
+    names = [name for name in dict.fromkeys(cell.system.name for cell in read_cells()) if name in rows]
     table = ["| system | version | pass | known defect | cannot run | s |", "|---|---|---|---|---|---|"]
     table += [rows[name] for name in names]
     texts = [f"## {name}\n\n{below[name].strip()}" for name in names if name in below]
@@ -194,9 +310,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--accept", action="store_true", help="take calls and bytes as they are now")
     parser.add_argument("--environments", type=Path, default=ROOT / "build" / "systems", metavar="FOLDER", help=_FOLDER)
     asked = parser.parse_args(arguments)
-    chosen = [cell for cell in cells() if asked.only.lower() in cell.system.name.lower() and cell.quick >= asked.quick]
+    chosen = [
+        cell for cell in read_cells() if asked.only.lower() in cell.system.name.lower() and cell.quick >= asked.quick
+    ]
     if not chosen:
-        legal = ", ".join(dict.fromkeys(cell.system.name for cell in cells()))
+        legal = ", ".join(dict.fromkeys(cell.system.name for cell in read_cells()))
         print(f"--only {asked.only}: no system has this in its name; legal: {legal}", file=sys.stderr)
         return 2
     stored = {} if asked.accept else stored_on(PAGE)

@@ -29,10 +29,10 @@ from torch.distributed import FileStore
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.profiler import ProfilerActivity, profile
 
-from shardproof.harness.engines.interposer import observing
+from shardproof.harness.engines.interposer import observe_calls
 from shardproof.harness.engines.processes.rank_program import world
 from shardproof.harness.errors import MachineError
-from shardproof.harness.recording.ranges import attached
+from shardproof.harness.recording.ranges import attached_ranges
 from shardproof.harness.recording.recorder import Recorder
 from shardproof.harness.witnesses.nsys import database_of, nsys_path
 from shardproof.parallel.communication.batch import deliver
@@ -136,7 +136,7 @@ def _rank(rank: int, folder: Path, rounds: int, witnesses: Sequence[str]) -> Non
 
 def _events(step: Callable[[], None], rank: int, case: Case) -> int:
     """How many events this rank issues in a step."""
-    with Recorder("", case.mode, 2, case.axes) as recorder, observing(recorder), recorder.on_rank(rank):
+    with Recorder("", case.mode, 2, case.axes) as recorder, observe_calls(recorder), recorder.on_rank(rank):
         step()
     return len(recorder.events())
 
@@ -186,8 +186,8 @@ def _watched(name: str, rank: int, case: Case) -> Iterator[None]:
     """The witness of this name around the body."""
     with ExitStack() as watching:
         if name == RECORDING:
-            recorder = watching.enter_context(Recorder("", case.mode, 2, case.axes, ranges=attached()))
-            watching.enter_context(observing(recorder))
+            recorder = watching.enter_context(Recorder("", case.mode, 2, case.axes, ranges=attached_ranges()))
+            watching.enter_context(observe_calls(recorder))
             watching.enter_context(recorder.on_rank(rank))
         elif name == ONCE:
             watching.enter_context(CommDebugMode())

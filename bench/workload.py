@@ -70,7 +70,7 @@ def data(sizes: Sizes) -> tuple[Tensor, Tensor]:
 
 def dense(sizes: Sizes, full: dict[str, Tensor], x_BSH: Tensor, dy_BSH: Tensor) -> Passed:
     """The whole model in one process."""
-    return _pass(sizes, full, x_BSH, dy_BSH, world_size=1, comm=False)
+    return run_pass(sizes, full, x_BSH, dy_BSH, world_size=1, comm=False)
 
 
 def rank_program(
@@ -78,7 +78,7 @@ def rank_program(
 ) -> Passed:
     """Forward and backward of one rank; the gradients are those of its shards."""
     shards = {name: shard(name, weight, rank, world_size) for name, weight in full.items()}
-    return _pass(sizes, shards, x_BSH, dy_BSH, world_size=world_size, comm=comm)
+    return run_pass(sizes, shards, x_BSH, dy_BSH, world_size=world_size, comm=comm)
 
 
 def shard(name: str, weight: Tensor, rank: int, world_size: int) -> Tensor:
@@ -121,11 +121,12 @@ class _Reduce(torch.autograd.Function):
     """all_reduce forward, identity backward: exit of the parallel part. Pair: _Copy."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: bool) -> Tensor:
-        x = x.contiguous()
+    def forward(ctx: Any, partial: Tensor, comm: bool) -> Tensor:
+        x = partial.contiguous()
         if comm:
             dist.all_reduce(x)
-        ctx.mark_dirty(x)
+        if x is partial:
+            ctx.mark_dirty(x)
         return x
 
     @staticmethod
@@ -133,9 +134,10 @@ class _Reduce(torch.autograd.Function):
         return gradient, None
 
 
-def _pass(
-    sizes: Sizes, shards: dict[str, Tensor], x_BSH: Tensor, dy_BSH: Tensor, *, world_size: int, comm: bool
+def run_pass(
+    sizes: Sizes, shards: dict[str, Tensor], x_BSH: Tensor, dy_BSH: Tensor, *, world_size: int, comm: bool = True
 ) -> Passed:
+    """Forward and backward with a rank's shards, of which gradients are returned."""
     own = {name: weight.detach().requires_grad_() for name, weight in shards.items()}
     x = start = x_BSH.detach().requires_grad_()
     heads, head_dim = sizes.heads // world_size, sizes.hidden // sizes.heads
@@ -169,7 +171,7 @@ LIMIT_S = 60.0
 
 def pooled_example(engine: Engine, world_size: int, seed: int, allowed: float) -> None:
     """Run an example on the ranks of an engine. Raises RuntimeError when it is wrong."""
-    _judge(engine.run(_error, world_size, seed, world_size=world_size, timeout_s=LIMIT_S), allowed)
+    require_right(engine.run(_error, world_size, seed, world_size=world_size, timeout_s=LIMIT_S), allowed)
 
 
 def _error(rank: int, world_size: int, seed: int) -> float:
@@ -185,7 +187,7 @@ def _spawned(rank: int, world_size: int, store: str, seed: int, allowed: float) 
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=LIMIT_S)
     )
-    _judge([_error(rank, world_size, seed)], allowed)
+    require_right([_error(rank, world_size, seed)], allowed)
     dist.destroy_process_group()
 
 
@@ -208,6 +210,7 @@ def spawned_example(world_size: int, seed: int, allowed: float) -> float:
         return time.perf_counter() - start_s
 
 
-def _judge(errors: list[float], allowed: float) -> None:
+def require_right(errors: list[float], allowed: float) -> None:
+    """Raises RuntimeError where an error of an example is beyond what is allowed."""
     if not max(errors) < allowed:
         raise RuntimeError(f"the example is wrong by {max(errors):.1e}: its time means nothing")

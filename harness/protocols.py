@@ -1,9 +1,11 @@
 """Types that the harness needs of a case, a subject, a shard and an expectation: protocols, so no subject imports us.
 
-Third parties and our own `parallel` satisfy these by shape alone.
+Third parties and our own `parallel` satisfy these by shape alone. A Shard is the one class here: a rank's block of a
+full tensor, as a subject returns it. Users import it from `shardproof`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
@@ -157,3 +159,33 @@ def without_saving(case: CaseLike) -> dict[str, Any]:
 def case_text(case: CaseLike) -> str:
     """The case's one line; never empty, so that it can stand in a table and behind `shardproof run`."""
     return str(case) or f"mode={case.mode}"
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Block of a full tensor on one rank: `full[offsets : offsets + local.shape] == local`.
+
+    Raises ValueError when the block does not lie inside `global_shape`.
+    """
+
+    local: "Tensor"
+    offsets: tuple[int, ...]
+    global_shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        check_inside(tuple(self.local.shape), tuple(self.offsets), tuple(self.global_shape))
+
+
+def check_inside(local: tuple[int, ...], offsets: tuple[int, ...], full: tuple[int, ...]) -> None:
+    """Raise ValueError unless a block of shape `local` at these offsets lies inside a tensor of shape `full`."""
+    if not len(local) == len(offsets) == len(full):
+        raise ValueError(
+            f"offsets={offsets} and global_shape={full} must have as many entries as local.shape={local} has dims; "
+            f"legal: offsets={(0,) * len(local)}, global_shape={local}"
+        )
+    for n, o, size in zip(local, offsets, full, strict=True):
+        if o < 0 or o + n > size:
+            raise ValueError(
+                f"offsets={offsets} with local.shape={local} must lie inside global_shape={full}; "
+                f"legal: offsets={tuple(max(0, s - n) for n, s in zip(local, full, strict=True))}"
+            )

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from shardproof.harness.errors import MachineError, RequestError
 
+LAYOUT = 2
+"""Number of the layout of a run folder, in its env.json: a reader refuses folders of another one."""
 _RUNS_A_SECOND = 1000
 DISK_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 """Errors of a disk that is full, for this user too, or broken."""

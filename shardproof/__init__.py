@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from shardproof.harness.errors import RequestError, ShardproofError
     from shardproof.harness.faults import softmax_shift
     from shardproof.harness.programs.watching import watch
+    from shardproof.harness.protocols import Shard
     from shardproof.harness.recording.annotations import phase, region
-    from shardproof.harness.shard import Shard
     from shardproof.harness.terms import Term
     from shardproof.harness.torch_internals.cuda_on_cpu import cuda_on_cpu
     from shardproof.proving import prove, run
@@ -67,7 +67,7 @@ _PLACES = {
     "shardproof.harness.faults": "softmax_shift",
     "shardproof.harness.programs.watching": "watch",
     "shardproof.harness.recording.annotations": "phase region",
-    "shardproof.harness.shard": "Shard",
+    "shardproof.harness.protocols": "Shard",
     "shardproof.harness.terms": "Term",
     "shardproof.harness.torch_internals.cuda_on_cpu": "cuda_on_cpu",
     "shardproof.reference.case": "Case",

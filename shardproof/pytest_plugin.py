@@ -59,11 +59,11 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
         return None
     if config.getoption("numprocesses", None):
         raise pytest.UsageError("engine=torchrun: rank 0's session is the only one that draws; legal: without -n")
-    from shardproof.harness.engines.processes.launched.torchrun import serve, serves  # noqa: PLC0415  (torch: only if needed)
+    from shardproof.harness.engines.processes.launched.torchrun import is_to_serve, serve_driver  # noqa: PLC0415  (torch: only if needed)
     from shardproof.harness.errors import ShardproofError  # noqa: PLC0415
 
     try:
-        return serve() if serves() else None
+        return serve_driver() if is_to_serve() else None
     except ShardproofError as problem:
         raise pytest.UsageError(str(problem)) from problem
 
@@ -73,12 +73,12 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     if not are_added(config) or config.stash.get(ENGINE_OPENED, False):
         return
     if option_value(config, "engine") == "torchrun":
-        from shardproof.harness.engines.processes.launched.torchrun import dismiss, serves  # noqa: PLC0415
+        from shardproof.harness.engines.processes.launched.torchrun import dismiss_world, is_to_serve  # noqa: PLC0415
         from shardproof.harness.errors import ShardproofError  # noqa: PLC0415
 
         with contextlib.suppress(ShardproofError):  # no launcher: the session has reported that already
-            if not serves():
-                dismiss()
+            if not is_to_serve():
+                dismiss_world()
 
 
 @pytest.hookimpl(tryfirst=True)

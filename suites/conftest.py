@@ -14,8 +14,8 @@ from shardproof.harness.running.request import seconds
 from shardproof.harness.subject import case_of, claims
 from shardproof.pytest_options import ENGINE_OPENED, add_options, option_path, option_value
 from shardproof.suites.drawing.profiles import ONE_CASE, register
-from shardproof.suites.killing.matrix import Collective, collectives
-from shardproof.suites.session import known_failures, step_summary
+from shardproof.suites.killing import Collective, collectives
+from shardproof.suites.session import known_failures
 from shardproof.suites.session.ledger_gate import LedgerGate
 from shardproof.suites.session.prover import Prover
 from shardproof.suites.session.request import check, chosen_modes, header, subject_of
@@ -142,7 +142,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     stats = terminalreporter.stats
     counts = {word: len(stats.get(word, ())) for word in _COUNTED}
     failures = [(report.nodeid, report.longreprtext) for word in ("failed", "error") for report in stats.get(word, ())]
-    step_summary.append(step_summary.markdown(counts, failures, pytest_report_header(config)), os.environ)
+    text = known_failures.summary_markdown(counts, failures, pytest_report_header(config))
+    known_failures.append_summary(text, os.environ)
 
 
 @pytest.fixture(scope="session")

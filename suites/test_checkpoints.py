@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shardproof.harness.plain_case import PlainCase
 from shardproof.harness.protocols import CaseLike
-from shardproof.suites.drawing.layouts import elsewhere
+from shardproof.suites.drawing.own_cases import another_layout
 from shardproof.suites.session.prover import Prover
 
 EXAMPLES = max(1, settings().max_examples // 8)
@@ -28,7 +28,7 @@ def test_training_goes_on_at_another_layout(
     if lacking := [word for word in ("save", "load") if not hasattr(case, word)]:
         pytest.skip(f"cases of {prover.subject.name} have no word {lacking[0]}")
     chosen = Random(data.draw(st.integers(0, 2**16), label="layout"))
-    goes_on(prover, case, elsewhere(case, prover.subject, prover.worlds, chosen), folder)
+    goes_on(prover, case, another_layout(case, prover.subject, prover.worlds, chosen), folder)
 
 
 def goes_on(prover: Prover, case: CaseLike, other: CaseLike, folder: Path) -> None:

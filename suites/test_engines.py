@@ -11,7 +11,7 @@ from hypothesis import settings
 from shardproof.harness.dense_model import SUBJECT
 from shardproof.harness.engines.engine import Engine
 from shardproof.harness.engines.processes.forked.pool import PoolEngine
-from shardproof.harness.engines.shapes.dry import DryEngine
+from shardproof.harness.engines.threads.dry import DryEngine
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.protocols import CaseLike
 from shardproof.harness.subject import own_cases

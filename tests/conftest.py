@@ -14,7 +14,7 @@ import torch
 from hypothesis import settings
 
 from shardproof.harness.engines.processes.forked.pool import PoolEngine
-from shardproof.harness.engines.shapes.dry import DryEngine
+from shardproof.harness.engines.threads.dry import DryEngine
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.reference.case import Case
 from shardproof.suites.drawing.profiles import register

@@ -2,5 +2,5 @@
 
 Every module here has one `subject`. The modules share nothing, so an assumption of one is none of another. Their truths
 compute in float64 or in the dtype of the case, as functions or modules. Ranks return shards, DTensors or whole tensors.
-`bench.foreign_cases` draws cases of all of them.
+`bench.foreign_bugs` draws cases of all of them.
 """

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
 
-from shardproof.harness.checking.evidence import FAIL, PASS, Finding
+from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.laws import group_events, same_sequence
 from shardproof.harness.checking.ledger_checks import unlawful
 from shardproof.harness.checking.records import Calls, Claims, DryRun, Run
@@ -16,9 +16,8 @@ from shardproof.harness.mesh_axes import split_axes
 from shardproof.harness.outcome.merging import Outcomes
 from shardproof.harness.protocols import Axes
 from shardproof.harness.terms import EventKey, Term, closed_forms, key_of, visible
-
-SPLIT = " % of the parameters are split"
-"""Words behind the share of the parameters that is split in the message of `parallelism`."""
+from shardproof.harness.verdicts.facts import Note, NoteKind, unchecked
+from shardproof.harness.verdicts.verdict import FAIL, PASS
 
 
 def groups(calls: Calls, claims: Claims) -> Finding | None:
@@ -34,12 +33,14 @@ def groups(calls: Calls, claims: Claims) -> Finding | None:
         return None
     axes = {event.axis for event in calls.events}
     unnamed = axes - _legal(claims.axes, axes).keys() - {"world"}
-    unchecked = tuple(f"group {axis}: no axis of the case or of subject.axes(case) has this name" for axis in unnamed)
+    notes = unchecked(
+        *(f"group {axis}: no axis of the case or of subject.axes(case) has this name" for axis in sorted(unnamed))
+    )
     stray = strays(calls, claims)
     if not stray:
         named = ", ".join(sorted(axes - unnamed)) or "no axis"
         message = f"every group named {named} is a rank list of its axis"
-        return Finding(verdict=PASS, message=message, unchecked=tuple(sorted(unchecked)))
+        return Finding(verdict=PASS, message=message, notes=notes)
     first = stray[0]
     axis, ran = first.axis, [event.group for event in stray if event.axis == first.axis]
     rule = f"are no rank lists of axis {axis}: {lists_text(_legal(claims.axes, axes)[axis])}"
@@ -47,7 +48,8 @@ def groups(calls: Calls, claims: Claims) -> Finding | None:
     return Finding(
         verdict=FAIL,
         message=f"{len(ran)} calls named {axis} run over the ranks {lists_text(ran)}, which {rule}; legal: {legal}",
-        unchecked=tuple(sorted(unchecked)),
+        kind="stray",
+        notes=notes,
         ranks=tuple(sorted({event.rank for event in stray})),
         phase=first.phase,
         region=first.region,
@@ -99,7 +101,7 @@ def order(calls: Calls, dry: DryRun) -> Finding:
     classes = " | ".join(map(ranks_text, alike))
     ran = f"{len(calls.ran)} of {calls.case.world_size} ranks run"
     message = f"{ran}, in {len(alike)} class(es) of equal sequences: {classes}; {dry.memory}"
-    return Finding(verdict=PASS, message=message, unchecked=dry.unchecked)
+    return Finding(verdict=PASS, message=message, notes=dry.notes)
 
 
 def waits(calls: Calls) -> Finding | None:
@@ -114,7 +116,8 @@ def waits(calls: Calls) -> Finding | None:
     first = calls.unwaited[0]
     more = f"; {len(calls.unwaited) - 1} more like it" if len(calls.unwaited) > 1 else ""
     message = f"{first.op} #{first.number} of {first.group} at {first.caller} was never waited for{more}"
-    return Finding(verdict=FAIL, message=message, ranks=tuple(sorted({work.rank for work in calls.unwaited})))
+    ranks = tuple(sorted({work.rank for work in calls.unwaited}))
+    return Finding(verdict=FAIL, message=message, kind=f"{first.op} not waited for", ranks=ranks)
 
 
 def overlap(calls: Calls, claims: Claims) -> Finding | None:
@@ -182,17 +185,17 @@ def parallelism(run: Run, claims: Claims) -> Finding | None:
     sharded = _sharded(run.outcomes)
     whole = f"{len(talked)} of {len(run.outcomes)} ranks talk over {mesh}"
     share = split_share(run.outcomes)
-    parameters = f"; {share}{SPLIT}" if share else ""
+    notes = (Note(kind=NoteKind.SPLIT_SHARE, numbers=(share,)),) if share else ()
     if ("wp" if "wp" in run.case.axes else "tp") not in split:  # beside wp, tp splits the sequence alone
-        return Finding(verdict=PASS, message=f"{whole}; no axis of it splits weights{parameters}")
+        return Finding(verdict=PASS, message=f"{whole}; no axis of it splits weights", notes=notes)
     if not sharded:
-        return Finding(verdict=PASS, message=whole, unchecked=("local shapes: every tensor was returned in full",))
+        return Finding(verdict=PASS, message=whole, notes=unchecked("local shapes: every tensor was returned in full"))
     if not any(sharded.values()):
         message = f"every rank holds the full tensor of all {len(sharded)} shards in a mesh of {mesh}"
         return Finding(verdict=FAIL, message=message, names=tuple(sharded))
     smaller = sum(sharded.values())
     words = f"{smaller} of {len(sharded)} sharded tensors are smaller on a rank"
-    return Finding(verdict=PASS, message=f"{whole}; {words}{parameters}")
+    return Finding(verdict=PASS, message=f"{whole}; {words}", notes=notes)
 
 
 def split_share(outcomes: Outcomes) -> int | None:

@@ -16,13 +16,15 @@ from typing import get_args
 
 from shardproof.harness.checking.call_checks import groups, overlap, parallelism, waits
 from shardproof.harness.checking.coverage import coverage, layout, replicas
-from shardproof.harness.checking.evidence import UNKNOWN, Finding
+from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.ledger_checks import ledger
 from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS, kind_of
 from shardproof.harness.checking.numeric_checks import numeric, tokens, update
 from shardproof.harness.checking.records import RECORDS, Claims, Evidence, Regroupings, Run, Truth
 from shardproof.harness.checking.repeats import determinism, recording
 from shardproof.harness.errors import error_text
+from shardproof.harness.verdicts.facts import unchecked
+from shardproof.harness.verdicts.verdict import UNKNOWN
 
 Check = Callable[..., Finding | None]
 
@@ -126,7 +128,7 @@ def examine(evidence: Evidence, checks: Mapping[str, Check] = CHECKS) -> dict[st
             finding = answer(check, evidence.records)
         except Exception as problem:  # a broken check must not hide the others, and is no verdict on the subject
             text = f"the check itself failed: {error_text(problem)}"
-            finding = Finding(verdict=UNKNOWN, message=text, unchecked=(f"everything that {name} looks at",))
+            finding = Finding(verdict=UNKNOWN, message=text, notes=unchecked(f"everything that {name} looks at"))
         if finding is not None:
             findings[name] = finding
     return findings

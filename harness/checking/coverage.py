@@ -6,16 +6,14 @@ from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
-from shardproof.harness.checking.evidence import FAIL, PASS, UNKNOWN, Finding, apart_by
+from shardproof.harness.checking.finding import Finding, apart_by
 from shardproof.harness.checking.measures.kinds import kind_of, never_made
 from shardproof.harness.checking.measures.spreads import replica_spread
 from shardproof.harness.checking.records import Claims, Run, Truth
 from shardproof.harness.outcome.merging import Flaw
+from shardproof.harness.verdicts.facts import Note, NoteKind, notes_about
+from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 
-ON_PURPOSE = " (left out on purpose)"
-"""Words behind an unchecked name that `subject.unchecked` declares."""
-UNREAD = " rows never looked up"
-"""Words in what the reference names as rows of a table that the data of the case do not reach."""
 ROUTING = "routing"
 """The kind of names that need no truth: copies are compared (harness.checking.routing_checks)."""
 _NAMED = 5
@@ -33,7 +31,6 @@ def coverage(run: Run, truth: Truth, claims: Claims) -> Finding:
     comparable = [name for name in truth.tensors if name in returned]
     missing = [name for name in truth.tensors if name not in returned]
     declared = {name for name in missing if _matched(name, claims.declared)}
-    unchecked = tuple(f"{name}{ON_PURPOSE}" if name in declared else name for name in missing)
     strange = tuple(sorted(returned - set(truth.tensors)))
     kinds = {kind_of(name) for name in returned}
     unreturned = Counter(kind_of(name) for name in missing if name not in truth.from_ranks)
@@ -42,19 +39,21 @@ def coverage(run: Run, truth: Truth, claims: Claims) -> Finding:
     }  # other checks count the rest
     if truth.unmergeable:
         message = "nothing is compared: what the ranks drew does not make one tensor that a dense model can be given"
-        return Finding(verdict=UNKNOWN, message=message, unchecked=tuple(sorted(returned)))
+        return Finding(verdict=UNKNOWN, message=message, notes=notes_about(undecided=tuple(sorted(returned))))
+    undeclared = [name for name in missing if name not in declared]
+    notes = notes_about(not_returned=tuple(undeclared), left_out=tuple(name for name in missing if name in declared))
     if not comparable:
         got = f"it returned {', '.join(strange[:_NAMED])}" if strange else "it returned nothing"
         known = ", ".join(list(truth.tensors)[:3])
+        notes += notes_about(not_in_truth=strange)
         message = f"nothing checkable: {got}; the truth has {len(truth.tensors)} names, such as {known}"
-        return Finding(verdict=FAIL, message=message, unchecked=unchecked + strange, names=strange, decided=decided)
+        return Finding(verdict=FAIL, message=message, notes=notes, names=strange, decided=decided)
     named = {name for outcome in run.outcomes for name in outcome}
     strange = tuple(name for name in strange if name in named)  # a captured module of its own is nobody's slip
     if not any(kind_of(name) == ROUTING for name in truth.tensors):  # then copies are compared with each other
         strange = tuple(name for name in strange if kind_of(name) != ROUTING)
     made = never_made(truth.tensors, strange)  # the check of the update speaks of these
     strange = tuple(name for name in strange if name not in made)
-    undeclared = [name for name in missing if name not in declared]
     all_declared = all(_matched(name, claims.declared) for name in truth.tensors)
     nothing = f"unchecked={claims.declared} declares every name of the truth, so it says nothing"
     problems = [
@@ -65,12 +64,16 @@ def coverage(run: Run, truth: Truth, claims: Claims) -> Finding:
     if strange:
         unknown = _listed([name + _near(name, undeclared) for name in strange])
         problems.append(f"the truth does not know {unknown}: leave out what nobody can check, or name it as it does")
-    notes = [f"{len(declared)} left out on purpose"] if declared else []
+    on_purpose = [f"{len(declared)} left out on purpose"] if declared else []
     message = f"{len(comparable)} of {len(truth.tensors)} tensors of the truth were returned"
     return Finding(
         verdict=UNKNOWN if problems else PASS,
-        message="; ".join([message, *notes, *problems, *_idle(truth, claims)]),
-        unchecked=unchecked + strange + truth.unread,
+        message="; ".join([message, *on_purpose, *problems, *_idle(truth, claims)]),
+        notes=(
+            *notes,
+            *notes_about(not_in_truth=strange),
+            *(Note(kind=NoteKind.UNREAD_ROWS, reason=rows) for rows in truth.unread),
+        ),
         decided=decided,
     )
 
@@ -138,14 +141,14 @@ def _flaws(run: Run, flaws: list[Flaw], praise: str) -> Finding | None:
     names = run.returned
     if not names:
         return None
-    other = tuple(flaw.name for flaw in run.merged.flaws if flaw not in flaws)
+    other = tuple(dict.fromkeys(flaw.name for flaw in run.merged.flaws if flaw not in flaws))
     if not flaws:
-        return Finding(verdict=PASS, message=f"{len(names) - len(other)} {praise}", unchecked=other)
+        return Finding(verdict=PASS, message=f"{len(names) - len(other)} {praise}", notes=notes_about(flawed=other))
     first = flaws[0]
     return Finding(
         verdict=FAIL,
         message=f"{first.name} has a flaw, {first.kind}: {first.message}",
-        unchecked=other,
+        notes=notes_about(flawed=other),
         names=tuple(flaw.name for flaw in flaws),
         ranks=first.ranks,
     )

@@ -15,8 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
-from shardproof.harness.engines.calls.matching import Channel, Divergence, GroupCall, RankCalls
-from shardproof.harness.engines.calls.sequences import find_divergences
+from shardproof.harness.engines.calls.matching import Channel, Divergence, GroupCall, RankCalls, find_divergences
 from shardproof.harness.engines.calls.signature import NOT_KNOWN, Signature
 from shardproof.harness.ledger import AGAIN, BACKWARD, Event
 

@@ -5,12 +5,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from shardproof.harness.checking.evidence import FAIL, PASS, UNKNOWN, Finding, Worst
+from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.laws import Broken, broken_laws
 from shardproof.harness.checking.records import Calls, Claims, Truth
 from shardproof.harness.ledger import NO_UPDATE, OTHER, Event, unmapped
 from shardproof.harness.protocols import TermLike
 from shardproof.harness.terms import FIELDS, as_stated, closed_forms, unseen, visible
+from shardproof.harness.verdicts.facts import Note, NoteKind, Worst, unchecked
+from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 
 if TYPE_CHECKING:
     from shardproof.harness.differences import Difference
@@ -21,7 +23,7 @@ def ledger(calls: Calls, claims: Claims, truth: Truth | None = None) -> Finding 
     finding = _compared(calls, claims, truth)
     if finding is None or finding.verdict != FAIL:
         return finding
-    return replace(finding, unchecked=(*finding.unchecked, *_doubts(calls)))
+    return replace(finding, notes=(*finding.notes, *_doubts(calls)))
 
 
 def _compared(calls: Calls, claims: Claims, truth: Truth | None) -> Finding | None:
@@ -34,8 +36,9 @@ def _compared(calls: Calls, claims: Claims, truth: Truth | None) -> Finding | No
             return unlawful(broken[0])
         if not calls.events and world_size > 1:
             return None
-        unchecked = ("closed form: the subject states no expectation", *_doubts(calls))
-        return Finding(verdict=PASS, message=f"{len(calls.events)} events obey the general laws", unchecked=unchecked)
+        nothing = Note(kind=NoteKind.CLOSED_FORM, reason="the subject states no expectation")
+        message = f"{len(calls.events)} events obey the general laws"
+        return Finding(verdict=PASS, message=message, notes=(nothing, *_doubts(calls)))
     if not as_stated(calls.events, visible(claims.expectation), ranks, claims.axes):
         from shardproof.harness.differences import differences  # noqa: PLC0415
 
@@ -54,38 +57,45 @@ def _expected(calls: Calls, claims: Claims, terms: Sequence[TermLike]) -> Findin
     if not partial:
         least, most = (pick(form.complete.total() for form in forms) for pick in (min, max))
         message = f"{least if least == most else f'{least} to {most}'} events a rank, exactly as expected"
-        return Finding(verdict=PASS, message=message, unchecked=(*_carried(terms), *_doubts(calls)))
+        return Finding(verdict=PASS, message=message, notes=(*_carried(terms), *_doubts(calls)))
     left_out = [name for name in (*FIELDS, "calls") if any(name in term.left_out for term in partial)]
     most = max(Counter(event.rank for event in calls.events).values(), default=0)
     return Finding(
         verdict=PASS,
         message=f"{most} events a rank, as the closed form states",
-        unchecked=(f"closed form: its terms leave out {', '.join(left_out)}", *_carried(terms), *_doubts(calls)),
+        notes=(
+            Note(kind=NoteKind.CLOSED_FORM, reason=f"its terms leave out {', '.join(left_out)}"),
+            *_carried(terms),
+            *_doubts(calls),
+        ),
     )
 
 
-def _carried(terms: Sequence[TermLike]) -> tuple[str, ...]:
+def _carried(terms: Sequence[TermLike]) -> tuple[Note, ...]:
     """The expected calls that no recorder sees, by what carries them."""
     calls: dict[tuple[str, str], list[int | None]] = defaultdict(list)
     for term in unseen(terms):
         calls[term.carrier, f"{term.op or 'call'} over {term.axis or 'any axis'}"].append(term.calls)
-    return tuple(
-        f"{'any number of' if None in numbers else sum(filter(None, numbers))} {what}, expected and carried by "
-        f"{carrier}, which no recorder sees"
-        for (carrier, what), numbers in sorted(calls.items())
+    return unchecked(
+        *(
+            f"{'any number of' if None in numbers else sum(filter(None, numbers))} {what}, expected and carried by "
+            f"{carrier}, which no recorder sees"
+            for (carrier, what), numbers in sorted(calls.items())
+        )
     )
 
 
-def _doubts(calls: Calls) -> tuple[str, ...]:
+def _doubts(calls: Calls) -> tuple[Note, ...]:
     """Doubts of the recorder; a run of one step has its step right."""
     doubts = dict.fromkeys(doubt for event in calls.events for doubt in event.doubts)
-    return tuple(sorted(doubt for doubt in doubts if doubt != NO_UPDATE or calls.case.steps > 1))
+    known = sorted(doubt for doubt in doubts if doubt != NO_UPDATE or calls.case.steps > 1)
+    return tuple(Note(kind=NoteKind.DOUBT, reason=doubt) for doubt in known)
 
 
 def unlawful(first: Broken) -> Finding:
     """The finding on a run that breaks this law first."""
     message = f"{first.message}{first.place}"
-    return Finding(verdict=FAIL, message=message, ranks=first.ranks, phase=first.phase, region=first.region)
+    return Finding(verdict=FAIL, message=message, kind="law", ranks=first.ranks, phase=first.phase, region=first.region)
 
 
 def _unmapped(names: str, events: Sequence[Event]) -> Finding:
@@ -96,7 +106,7 @@ def _unmapped(names: str, events: Sequence[Event]) -> Finding:
     return Finding(
         verdict=UNKNOWN,
         message=f"operator {names} of torch is not known to this release of shardproof ({calls}): {why}",
-        unchecked=("ledger",),
+        notes=unchecked("the ledger"),
         phase=first.phase,
         region=first.region,
     )
@@ -110,6 +120,7 @@ def _parted(parted: "Sequence[Difference]", ranks_run: int) -> Finding:
     return Finding(
         verdict=FAIL,
         message=f"{first}{more}",
+        kind="counted" if first.counted else first.kind,
         worst=Worst(name=f"{first.kind} {first.line.op}".strip(), error=float(calls), allowed=0.0, epsilons=0.0)
         if calls
         else None,

@@ -24,12 +24,14 @@ from itertools import combinations, pairwise
 import torch
 from torch import Tensor
 
-from shardproof.harness.checking.evidence import FAIL, PASS, UNKNOWN, Finding
+from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.kinds import kind_of
 from shardproof.harness.checking.numeric_checks import numeric
 from shardproof.harness.checking.records import Claims, Run, Truth
 from shardproof.harness.mesh_axes import pipelines
 from shardproof.harness.outcome.blocks import Block
+from shardproof.harness.verdicts.facts import unchecked
+from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 
 ALARM = 1e-9
 _NEGLIGIBLE = 1e-17
@@ -132,16 +134,14 @@ def masks(run: Run, truth: Truth, claims: Claims) -> Finding:
         wrong_names = tuple(dict.fromkeys(test.name for test in broken))
         return Finding(verdict=FAIL, message=message, names=wrong_names, ranks=first.ranks)
     small = sum(test.least >= limit for test in tests)
-    unchecked: tuple[str, ...] = (
-        (f"{small} of {len(tests)} tests of masks, too small to show anything",) if small else ()
-    )
+    notes = unchecked(f"{small} of {len(tests)} tests of masks, too small to show anything") if small else ()
     if any(_rate(run, name) is None for name in names):
-        unchecked += ("the rate of dropout, which the case does not say",)
+        notes += unchecked("the rate of dropout, which the case does not say")
     tested = f"{len(tests)} exact tests of {len(names)} masks find none improbable"
     if known is None:
         verdict = UNKNOWN if small == len(tests) else PASS
-        return Finding(verdict=verdict, message=f"{tested}; the dense model was given them", unchecked=unchecked)
-    return replace(known, message=f"{known.message}; {tested}", unchecked=(*known.unchecked, *unchecked))
+        return Finding(verdict=verdict, message=f"{tested}; the dense model was given them", notes=notes)
+    return replace(known, message=f"{known.message}; {tested}", notes=(*known.notes, *notes))
 
 
 def _rate(run: Run, name: str) -> float | None:

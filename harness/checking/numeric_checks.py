@@ -4,20 +4,22 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 
-from shardproof.harness.checking.evidence import FAIL, PASS, UNKNOWN, Decided, Finding, Worst
+from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.kinds import KIND_WORDS, NUMERIC_KINDS, kind_of, never_made
 from shardproof.harness.checking.measures.many_tensors import BLOCK, measured_together
-from shardproof.harness.checking.measures.measured import STATED, Measured
+from shardproof.harness.checking.measures.measured import Measured
 from shardproof.harness.checking.measuring import movement, sizes_of
 from shardproof.harness.checking.records import Claims, Run, Truth
+from shardproof.harness.verdicts.facts import Counts, Note, NoteKind, Worst, noted_names, notes_about
+from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 
 _OVERFLOWS = "is not finite, and not in the dense model in this dtype either (legal: a smaller lr, or fewer steps)"
 _ROUNDING = "rounding alone explains any error"
-FLAWED = " (has a flaw)"
-"""Words behind the name of a tensor that does not merge: wrong, as the check of its layout or its replicas states."""
 _UNMERGED = "none of them could be merged or is known to the truth"
 _EQUAL = 1e-6
 """Ratios that differ by less than this share are equal but for rounding."""
+_UNJUDGED = (*(NoteKind.NOT_RETURNED, NoteKind.UNDECIDED, NoteKind.FLAWED), *(NoteKind.NOT_IN_TRUTH, NoteKind.DEVIATES))
+"""Kinds of notes on tensors that are not measured."""
 _KIND_NAMES = frozenset(KIND_WORDS.get(kind, kind) for kinds in NUMERIC_KINDS.values() for kind in kinds)
 _REST = "forward"
 """The check that compares every other kind of name too: what a dense model of a subject's own returns beside these."""
@@ -48,18 +50,22 @@ def _compare(
     known = [name for name in expected if name in run.tensors]
     absent = [name for name in expected if name not in run.tensors]
     flawed = {flaw.name for flaw in run.merged.flaws}.intersection(absent)  # another check found these wrong
-    unchecked = [f"{name}{FLAWED * (name in flawed)}" for name in absent]
-    unchecked += sorted(returned - set(expected))
-    results, notes = _measured(run, truth, known, expected), list[str]()
+    notes = notes_about(
+        not_returned=tuple(name for name in absent if name not in returned),
+        undecided=tuple(name for name in absent if name in returned and name not in flawed),
+        flawed=tuple(name for name in absent if name in flawed),
+        not_in_truth=tuple(sorted(returned - set(expected))),
+    )
+    results = _measured(run, truth, known, expected)
     if claims.known_differences:
-        results, by_design, notes = claims.known_differences.apart(results)
-        unchecked += by_design
+        results, by_design = claims.known_differences.apart(results)
+        notes += by_design
     kinds = {kind_of(name) for name in returned}
     decided = Counter(kind_of(name) for name in (*(m.name for m in results if _decided(m)), *flawed))
-    of = Counter(kind_of(name) for name in (*(m.name for m in results), *unchecked))
+    unjudged = noted_names(notes, *_UNJUDGED)
+    of = Counter(kind_of(name) for name in (*(m.name for m in results), *unjudged))
     counts = {kind: (decided[kind], count) for kind, count in of.items() if kind in kinds}
-    finding = _with_each_kind(_judged(results, unchecked), counts, results)
-    return replace(finding, message="; ".join([finding.message, *notes]), decided=counts)
+    return replace(_with_each_kind(_judged(results, notes), counts, results), decided=counts)
 
 
 def _measured(run: Run, truth: Truth, names: Sequence[str], expected: Sequence[str]) -> list[Measured]:
@@ -119,8 +125,9 @@ def update(run: Run, truth: Truth, claims: Claims) -> Finding | None:
     for kind, count in Counter(map(kind_of, made)).items():
         found, of = decided.get(kind, (0, count))
         decided[kind] = (found + count, of)
-    unchecked = tuple(name for name in finding.unchecked if name not in made)
-    return replace(finding, verdict=FAIL, message=message, names=names, unchecked=unchecked, decided=decided)
+    kept = (replace(note, names=tuple(name for name in note.names if name not in made)) for note in finding.notes)
+    notes = tuple(note for note in kept if note.names or note.reason)
+    return replace(finding, verdict=FAIL, message=message, names=names, notes=notes, decided=decided)
 
 
 def _decided(measured: Measured) -> bool:
@@ -128,7 +135,7 @@ def _decided(measured: Measured) -> bool:
     return measured.wrong or (measured.right and (measured.decidable or measured.zero))
 
 
-def _with_each_kind(finding: Finding, counts: Mapping[str, Decided], measured: Sequence[Measured]) -> Finding:
+def _with_each_kind(finding: Finding, counts: Mapping[str, Counts], measured: Sequence[Measured]) -> Finding:
     """The finding, unknown instead of passed where a kind that was returned has no tensor that is decided."""
     totals: Counter[str] = Counter()
     for kind, (decided, _) in counts.items():
@@ -136,43 +143,43 @@ def _with_each_kind(finding: Finding, counts: Mapping[str, Decided], measured: S
     empty = [kind for kind, decided in totals.items() if not decided and kind in _KIND_NAMES]
     if finding.verdict != PASS or not empty:
         return finding
-    names = [name for name in finding.unchecked if called(kind_of(name)) == empty[0]]
+    names = [name for name in noted_names(finding.notes) if called(kind_of(name)) == empty[0]]
     lost = any(m.right and called(kind_of(m.name)) == empty[0] for m in measured)
-    message = f"no tensor of the {empty[0]} could be compared: {_why(names, lost=lost)}; first: {names[0]}"
+    deviates = any(called(kind_of(name)) == empty[0] for name in noted_names(finding.notes, NoteKind.DEVIATES))
+    message = f"no tensor of the {empty[0]} could be compared: {_why(lost=lost, deviates=deviates)}; first: {names[0]}"
     return replace(finding, verdict=UNKNOWN, message=message)
 
 
-def _why(unchecked: Sequence[str], *, lost: bool) -> str:
+def _why(*, lost: bool, deviates: bool) -> str:
     """Why no tensor of a kind is decided; `lost`: rounding explains what one of them holds."""
-    deviating = "every one deviates as stated" if any(STATED in name for name in unchecked) else _UNMERGED
-    return _ROUNDING if lost else deviating
+    return _ROUNDING if lost else "every one deviates as stated" if deviates else _UNMERGED
 
 
-def _judged(measured: Sequence[Measured], unchecked: Sequence[str]) -> Finding:
+def _judged(measured: Sequence[Measured], notes: tuple[Note, ...]) -> Finding:
     wrong = tuple(m for m in measured if m.wrong)
     overflowing = [m.name for m in measured if m.overflows]
     lost = [m.name for m in measured if m.right and not _decided(m)] + overflowing
     proved = [m for m in measured if m.right and _decided(m)]
-    loose = [f"{m.name} ({m.loose} of {m.elements} elements, whose step is within rounding)" for m in proved if m.loose]
-    unseen = (*unchecked, *lost, *loose)
+    loose = [Note(kind=NoteKind.LOOSE, names=(m.name,), numbers=(m.loose, m.elements)) for m in proved if m.loose]
+    unseen = (*notes, *notes_about(undecided=tuple(lost)), *loose)
     if wrong:
         first = worst_of(wrong)
         return Finding(
             verdict=FAIL,
             message=f"{first.name} differs from the dense model",
             worst=as_worst(first),
-            unchecked=unseen,
+            notes=unseen,
             wrong=wrong,
             names=tuple(m.name for m in wrong),
         )
     if overflowing:
-        return Finding(verdict=UNKNOWN, message=f"{overflowing[0]} {_OVERFLOWS}", unchecked=unseen)
+        return Finding(verdict=UNKNOWN, message=f"{overflowing[0]} {_OVERFLOWS}", notes=unseen)
     if not proved:
-        why = _why(unchecked, lost=bool(lost))
-        return Finding(verdict=UNKNOWN, message=f"no tensor of this kind could be compared: {why}", unchecked=unseen)
+        why = _why(lost=bool(lost), deviates=bool(noted_names(notes, NoteKind.DEVIATES)))
+        return Finding(verdict=UNKNOWN, message=f"no tensor of this kind could be compared: {why}", notes=unseen)
     closest = worst_of(proved)
     message = f"{len(proved)} tensors agree; {closest.name} came closest to its limit"
-    return Finding(verdict=PASS, message=message, worst=as_worst(closest), unchecked=unseen)
+    return Finding(verdict=PASS, message=message, worst=as_worst(closest), notes=unseen)
 
 
 def called(kind: str) -> str:

@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from shardproof.harness.checking.evidence import Finding
+from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.measured import Measured
 from shardproof.harness.engines.engine import Unwaited
 from shardproof.harness.ledger import Event
 from shardproof.harness.outcome.merging import Flaw, Merged, Outcomes, against, merge
 from shardproof.harness.protocols import Axes, CaseLike, TermLike
+from shardproof.harness.verdicts.facts import Note
 
 if TYPE_CHECKING:
     from shardproof.harness.checking.measures.stated_deviations import Deviations
@@ -234,7 +235,7 @@ class DryRun:
     """What a run without numbers says beside its calls: what the fullest rank holds, and what is left unchecked."""
 
     memory: str
-    unchecked: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
 
 
 RECORDS = (Calls, Run, Repeats, Truth, Claims, Regroupings, DryRun)

@@ -15,14 +15,17 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
-from shardproof.harness.checking.evidence import FAIL, PASS, Finding
+from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.kinds import kind_of, step_of
 from shardproof.harness.checking.measures.many_tensors import kind_rms
-from shardproof.harness.checking.measures.measured import STATED, Measured, epsilon
+from shardproof.harness.checking.measures.measured import Measured, epsilon
+from shardproof.harness.checking.measures.stated_deviations import notes_on
 from shardproof.harness.checking.measures.tolerance import FLOAT64_CEILING, measure
 from shardproof.harness.checking.measuring import summed
 from shardproof.harness.checking.numeric_checks import as_worst
 from shardproof.harness.checking.records import Claims, Regrouped, Regroupings, Run, Truth
+from shardproof.harness.verdicts.facts import Note, NoteKind
+from shardproof.harness.verdicts.verdict import FAIL, PASS
 
 _FIRST_STEP = ("loss", "tokens", "grad", "grad_norm")
 _LATER = ("loss", "tokens", "grad_norm", "param", "param_after")
@@ -32,8 +35,6 @@ _CONSTANT = 1e-6
 """A tensor is a factor times another when what is left is this share of it at most."""
 _EPSILONS = 64.0
 """Or this many epsilons of a lower precision."""
-OF_DTYPE = "the dense model in float64, for its function depends on the dtype: "
-"""Words before the operator by which it does."""
 
 
 def regrouping(run: Run, truth: Truth, claims: Claims, regroupings: Regroupings) -> Finding:
@@ -47,13 +48,18 @@ def regrouping(run: Run, truth: Truth, claims: Claims, regroupings: Regroupings)
         if wrong:
             return _breach(run, other, wrong, settled)
         settled |= {} if other.problem else other.sizes
+    by_design = _by_design(run, claims)
     same = ", ".join(other.words for other in regroupings.runs if not other.problem)
     return Finding(
         verdict=PASS,
         message=f"the same step as with {same}" if same else "no other grouping was compared",
-        unchecked=(
-            *(f"{other.words} ({other.problem})" for other in regroupings.runs if other.problem),
-            *(f"{name}{STATED}{sentence})" for name, sentence in _by_design(run, claims).items()),
+        notes=(
+            *(
+                Note(kind=NoteKind.UNFINISHED_GROUPING, names=(other.words,), reason=other.problem)
+                for other in regroupings.runs
+                if other.problem
+            ),
+            *notes_on(NoteKind.DEVIATES, by_design, by_design),
         ),
     )
 
@@ -146,7 +152,8 @@ def truth(run: Run, truth: Truth) -> Finding:
     assert measured is not None  # else there is nothing to check
     if truth.of_dtype:
         message = f"the dense model's function depends on the dtype, so it is compared in {run.case.dtype}"
-        return Finding(verdict=PASS, message=message, unchecked=(f"{OF_DTYPE}{truth.of_dtype}",))
+        notes = (Note(kind=NoteKind.DTYPE_DEPENDENT, reason=truth.of_dtype),)
+        return Finding(verdict=PASS, message=message, notes=notes)
     same = f"is one function in float32 and in float64; {measured.name} came closest to the limit"
     other = f"computes another function in float32 than in float64, as {measured.name} of its forward shows"
     message = f"the dense model {same if measured.right else other}"

@@ -3,10 +3,11 @@
 import math
 from itertools import zip_longest
 
-from shardproof.harness.checking.evidence import FAIL, PASS, Finding, apart_by
+from shardproof.harness.checking.finding import Finding, apart_by
 from shardproof.harness.checking.measures.spreads import run_spreads
 from shardproof.harness.checking.records import Repeats, Run
 from shardproof.harness.outcome.merging import Outcomes, differing, same_bits
+from shardproof.harness.verdicts.verdict import FAIL, PASS
 
 
 def determinism(run: Run, repeats: Repeats) -> Finding:

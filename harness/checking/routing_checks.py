@@ -14,12 +14,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from shardproof.harness.checking.evidence import FAIL, PASS, UNKNOWN, Finding
+from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.kinds import kind_of
 from shardproof.harness.checking.numeric_checks import numeric
 from shardproof.harness.checking.records import Claims, Run, Truth
 from shardproof.harness.errors import ranks_text
 from shardproof.harness.outcome.merging import same_bits
+from shardproof.harness.verdicts.facts import notes_about, unchecked
+from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 
 KIND = "routing"
 _compared = numeric(KIND)
@@ -46,9 +48,10 @@ def routing(run: Run, truth: Truth, claims: Claims) -> Finding | None:
     alone = tuple(name for name in names if name not in whole or name not in copied)
     if len(alone) == len(names):
         message = "no rank holds a copy of another one's map, and the truth has none to compare them with"
-        return Finding(verdict=UNKNOWN, message=message, unchecked=alone)
+        return Finding(verdict=UNKNOWN, message=message, notes=notes_about(undecided=alone))
     message = f"{len(names) - len(alone)} maps are equal on all ranks that hold the same tokens{loads}"
-    return Finding(verdict=PASS, message=message, unchecked=(*alone, "choices themselves: the truth has no maps"))
+    notes = (*notes_about(undecided=alone), *unchecked("choices themselves: the truth has no maps"))
+    return Finding(verdict=PASS, message=message, notes=notes)
 
 
 def _message(run: Run, name: str, ranks: Sequence[int]) -> str:

@@ -7,11 +7,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from shardproof.harness.checking.evidence import FAIL, PASS, UNKNOWN, Finding
+from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.kinds import kind_of
 from shardproof.harness.checking.numeric_checks import numeric
 from shardproof.harness.checking.records import Claims, Run, Truth
 from shardproof.harness.outcome.merging import differing, same_bits
+from shardproof.harness.verdicts.facts import notes_about, unchecked
+from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 
 KIND = "init"
 SIGMAS = 6.0
@@ -41,13 +43,13 @@ def initial_values(run: Run, truth: Truth, claims: Claims) -> Finding:
         return Finding(verdict=FAIL, message=f"{first} {wrong[first]}{more}", names=ordered)
     stated = sum(name.partition("/")[2] in truth.init_std for name in names)
     words = f"{stated} of {len(names)} parameters begin with the right deviations, and no two alike"
-    unchecked = () if stated else ("deviations of initial values, which nothing states",)
+    notes = () if stated else unchecked("deviations of initial values, which nothing states")
     known = None if set(names) & set(truth.from_ranks) else _compared(run, truth, claims)
     if known is None:
-        return Finding(verdict=PASS, message=f"{words}; the dense model was given them", unchecked=unchecked)
+        return Finding(verdict=PASS, message=f"{words}; the dense model was given them", notes=notes)
     if known.verdict != PASS:
         return known
-    return replace(known, message=f"{known.message}; {words}", unchecked=(*known.unchecked, *unchecked))
+    return replace(known, message=f"{known.message}; {words}", notes=(*known.notes, *notes))
 
 
 def _deviating(run: Run, truth: Truth, names: list[str]) -> Iterator[tuple[str, str]]:
@@ -106,14 +108,14 @@ def saved(run: Run, truth: Truth) -> Finding:
     counts = {name: truth.tensors.get(name) for name in ordered if name.split("/")[1] in _COUNTS}
     right = {name: merged.get(name.partition("/")[2], counts.get(name)) for name in ordered}
     known = {name: (merged[name], must) for name, must in right.items() if must is not None and name in merged}
-    unseen = tuple(name for name in ordered if name not in known)
+    unseen = notes_about(undecided=tuple(name for name in ordered if name not in known))
     wrong = [name for name, (files, must) in known.items() if not same_bits(files, must)]
     if wrong:
         files, must = known[wrong[0]]
         whose = "the ranks" if wrong[0].partition("/")[2] in merged else "the truth"
         message = f"{wrong[0]}: the files of the checkpoint and {whose} differ {differing(files, must)}"
-        return Finding(verdict=FAIL, message=message, unchecked=unseen, names=tuple(wrong))
+        return Finding(verdict=FAIL, message=message, notes=unseen, names=tuple(wrong))
     if not known:
-        return Finding(verdict=UNKNOWN, message="the ranks returned nothing that was saved", unchecked=unseen)
+        return Finding(verdict=UNKNOWN, message="the ranks returned nothing that was saved", notes=unseen)
     message = f"{len(known)} tensors of the checkpoint are those of the ranks in every bit"
-    return Finding(verdict=PASS, message=message, unchecked=unseen)
+    return Finding(verdict=PASS, message=message, notes=unseen)

@@ -3,7 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from shardproof.harness.checking.evidence import FAIL, PASS, UNKNOWN, Finding, Worst
+from shardproof.harness.checking.finding import Finding
+from shardproof.harness.verdicts.facts import Worst, unchecked
+from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 from shardproof.harness.witnesses.agreement import Agreement
 from shardproof.harness.witnesses.session import Session
 
@@ -35,14 +37,14 @@ def finding(agreed: Agreement, steps: str = "") -> Finding:
         )
     left = [f"{count} fields that {witness} does not tell" for witness, count in agreed.open_fields.items() if count]
     message = f"{names} agree on {len(agreed.rows)} events of {ranks} ranks{within}"
-    return Finding(verdict=PASS, message=message, unchecked=tuple(left))
+    return Finding(verdict=PASS, message=message, notes=unchecked(*left))
 
 
 def qualified(found: Finding, sessions: Mapping[str, Session], untold: str) -> Finding:
     """A finding that is no failure, with what could not be checked: a missing tool leaves it open."""
     if untold:
         message = f"{found.message}; the closed form was not asked: {untold}"
-        found = replace(found, message=message, unchecked=(*found.unchecked, "closed form of the chosen steps"))
+        found = replace(found, message=message, notes=(*found.notes, *unchecked("closed form of the chosen steps")))
     problems = tuple(f"{tool}: {session.problem}" for tool, session in sessions.items() if session.problem)
     if not problems:
         return found

@@ -1,14 +1,14 @@
 """The diagnosis of a failed check: what is wrong and where, the first place where it went wrong, and likely causes.
 
 The first place is `harness.diagnosing.first_place`'s, the causes are `harness.diagnosing.rank_causes`'s; how it is
-reported is `harness.diagnosing.six_lines`.
+stored is `harness.diagnosing.explained`.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from shardproof.harness.checking.evidence import FAIL, Finding
+from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.laws import broken_laws
 from shardproof.harness.checking.ledger_checks import module_order
 from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS, kind_of
@@ -18,23 +18,25 @@ from shardproof.harness.diagnosing.causes.cause import Cause, reported
 from shardproof.harness.diagnosing.causes.hypothesis import Failure
 from shardproof.harness.diagnosing.causes.places import comparable, place_of, timeline, wrong_ranks
 from shardproof.harness.diagnosing.causes.proofs import last_bits
-from shardproof.harness.diagnosing.first_place import First, first_place
+from shardproof.harness.diagnosing.first_place import first_place
 from shardproof.harness.diagnosing.hints import agreement
 from shardproof.harness.diagnosing.rank_causes import likely
 from shardproof.harness.differences import Difference, but_for_bytes, differences
 from shardproof.harness.errors import Desynchronised, ProgramError, RankCrashed, ShardproofError, Stalled, TimeLimit
+from shardproof.harness.verdicts.facts import Agreement, First, noted_names
+from shardproof.harness.verdicts.verdict import FAIL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
     """Common part of all failed checks of a case: the first place where it went wrong, and what is likely behind it.
 
-    `hint` is what else is known where no cause fits.
+    `agreement` is what else is known where no cause fits.
     """
 
     first: First
     causes: tuple[Cause, ...]
-    hint: str = ""
+    agreement: Agreement = Agreement()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,15 +115,17 @@ def explanation_of(evidence: Evidence, findings: Mapping[str, Finding]) -> Expla
         evidence=evidence, wrong=wrong, numbers=numbers, findings=findings, parted=parted, call_first=call_first
     )
     causes = likely(failure)
-    words = "" if causes else agreement(evidence.run, evidence.truth, wrong, _undecided(evidence.truth, findings))
-    return Explanation(first=first, causes=causes, hint=words)
+    agreed = Agreement()
+    if not causes:
+        agreed = agreement(evidence.run, evidence.truth, wrong, _undecided(evidence.truth, findings))
+    return Explanation(first=first, causes=causes, agreement=agreed)
 
 
 def _undecided(truth: Truth, findings: Mapping[str, Finding]) -> set[str]:
     """Names of the truth of which no check says whether they are right."""
     compared = {kind for check, kinds in NUMERIC_KINDS.items() if check in findings for kind in kinds}
-    unchecked = {name.partition(" ")[0] for finding in findings.values() for name in finding.unchecked}
-    return unchecked | {name for name in truth.tensors if kind_of(name) not in compared}
+    noted = {name for finding in findings.values() for name in noted_names(finding.notes)}
+    return noted | {name for name in truth.tensors if kind_of(name) not in compared}
 
 
 def wrong_names(run: Run, truth: Truth, findings: Mapping[str, Finding]) -> list[str]:
@@ -150,7 +154,7 @@ def diagnose(
         region=finding.region or (place.module if place else ""),
         first=first if first.phase or first.event else First(phase=finding.phase, region=finding.region),
         causes=shared.causes,
-        hint=shared.hint,
+        agreement=shared.agreement,
     )
 
 

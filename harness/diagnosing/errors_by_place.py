@@ -9,7 +9,7 @@ from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS, kind_of
 from shardproof.harness.checking.measuring import compared, sizes_of
 from shardproof.harness.checking.records import Run, Truth
 from shardproof.harness.diagnosing.causes.places import place_of, timeline
-from shardproof.harness.diagnosing.first_place import First
+from shardproof.harness.verdicts.facts import First
 
 ERROR_COLUMNS = ("case", "name", "step", "phase", "region", "error", "allowed", "first")
 _KINDS = frozenset(kind for kinds in NUMERIC_KINDS.values() for kind in kinds)

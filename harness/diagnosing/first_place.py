@@ -22,10 +22,10 @@ cp rank 0". Code that no module owns is named by the modules around it: "between
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from shardproof.harness.checking.call_checks import strays
-from shardproof.harness.checking.evidence import Finding
+from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.laws import Broken
 from shardproof.harness.checking.ledger_checks import module_order
 from shardproof.harness.checking.measures.kinds import is_state, kind_of
@@ -35,28 +35,9 @@ from shardproof.harness.diagnosing.coordinates import ranks_in_words
 from shardproof.harness.differences import Difference
 from shardproof.harness.engines.engine import Unwaited
 from shardproof.harness.ledger import BACKWARD, PHASES, Event
+from shardproof.harness.verdicts.facts import First
 
 _NUMBER = re.compile(r"\d+")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class First:
-    """The first place where it went wrong: phase, module and step, and what shows it there.
-
-    `name` is the first wrong tensor, "" when only the ledger shows it. `event` is the first call that differs from the
-    expectation, runs over wrong ranks or is never waited for, else "". `phase` and `region` are those of the earlier
-    of the two. `step` is -1 for a difference from the expectation, which counts whole runs. `note`: how the module was
-    found, "" when a layout was declared. `beside`: the ranks that are wrong and those that are right, and between
-    which modules it lies, as far as known.
-    """
-
-    phase: str = ""
-    region: str = ""
-    step: int = -1
-    name: str = ""
-    event: str = ""
-    note: str = ""
-    beside: tuple[str, ...] = ()
 
 
 def first_place(

@@ -7,7 +7,7 @@ thread brings itself. Both are read as the text that Python prints.
 import re
 import traceback
 
-from shardproof.harness.engines.calls.callers import is_user, shortened
+from shardproof.harness.engines.calls.callers import is_user, shorten_path
 from shardproof.harness.errors import RankRaised, ShardproofError
 
 _BEGINS = "Traceback (most recent call last):"
@@ -33,7 +33,7 @@ def last_frames(text: str) -> str:
     """
     frames = [frame for frame in _FRAME.finditer(text.rpartition(_BEGINS)[2]) if is_user(frame["file"])]
     places = [
-        f"{shortened(frame['file'])}:{frame['line']} in {frame['function']}"
+        f"{shorten_path(frame['file'])}:{frame['line']} in {frame['function']}"
         + (f": {source}" if (source := (frame["source"] or "").strip()) else "")
         for frame in frames[: -_MOST - 1 : -1]
     ]

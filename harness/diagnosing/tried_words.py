@@ -9,17 +9,10 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from shardproof.harness.diagnosing.words_text import (
-    NOT_RUN_AGAIN,
-    REFUTED,
-    Change,
-    Needed,
-    NeededWords,
-    Right,
-    changes_text,
-)
+from shardproof.harness.diagnosing.words_text import Change, Needed, NeededWords, Right, changes_text
 from shardproof.harness.errors import ShardproofError
 from shardproof.harness.protocols import CaseLike, case_text
+from shardproof.harness.verdicts.facts import WhenKind
 
 Proved = tuple["bool | None", tuple[str, ...]]
 """Whether a case fails for the same reason, and the checks that fail; None where it shows nothing."""
@@ -56,7 +49,7 @@ def confirmed(
         return found
     trial = _Trial(found, read, proves)
     if not trial.outcome(())[0]:
-        return replace(found, needed=(), unproved=NOT_RUN_AGAIN if trial.is_over else REFUTED)
+        return replace(found, needed=(), unproved=WhenKind.NOT_RUN_AGAIN if trial.is_over else WhenKind.REFUTED)
     right = {one.word: [trial.right(one, value) for value in one.right[:1]] for one in found.needed}
     kept = [one for one in found.needed if any(right[one.word])]
     values = combined(

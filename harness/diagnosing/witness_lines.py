@@ -1,19 +1,19 @@
-"""A disagreement of witnesses in six lines, as every failed check (`six_lines`), and its likely cause.
+"""A disagreement of witnesses explained as every failed check is (`explained`), and its likely cause.
 
 The cause follows from who contradicts whom. The recorder of the session is the same code as that of the proof, and nsys
 stores what the recorder draws. The torch profiler and the closed form know nothing of each other.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
-from shardproof.harness.checking.evidence import Finding
+from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.witness_checks import CHECK
 from shardproof.harness.diagnosing.causes.cause import Cause, reported
 from shardproof.harness.diagnosing.diagnosis import Diagnosis
-from shardproof.harness.diagnosing.failure_lines import repeat_command, written
-from shardproof.harness.diagnosing.first_place import First
-from shardproof.harness.diagnosing.six_lines import place, where
+from shardproof.harness.diagnosing.explained import likely_causes, place_of_failure, repeat_command
 from shardproof.harness.protocols import CaseLike
+from shardproof.harness.verdicts.facts import FailedCheck, First
 from shardproof.harness.witnesses.agreement import AGREES, CLOSED_FORM, NOT_ASKED, Agreement, Row
 
 _WHO = {
@@ -41,25 +41,17 @@ def diagnosed(case: CaseLike, agreed: Agreement, finding: Finding, disturbed: Se
     )
 
 
-def in_six_lines(
-    diagnosis: Diagnosis, finding: Finding, agreed: Agreement, case: CaseLike, subject: str, options: str
-) -> str:
-    """The six lines of a failed finding."""
-    first = f"{place(diagnosis.first)}: {diagnosis.name}" if diagnosis.phase else diagnosis.name
-    error = "compared exactly: nothing is allowed to differ"
-    if diagnosis.name:
-        error = f"{len(agreed.broken)} of {len(agreed.rows)} events are told differently, allowed 0"
-    elif not agreed.rows:
-        error = "nothing to measure: this must never be"
-    return written(
-        {
-            "what": f"{finding.message} (check {diagnosis.check})",
-            "where": where(diagnosis, case),
-            "error": error,
-            "first": first or finding.message,
-            "causes": "; ".join(cause.words for cause in diagnosis.causes),
-            "repeat": repeat_command(case, subject, options),
-        }
+def failed_witnesses(
+    diagnosis: Diagnosis, agreed: Agreement, case: CaseLike, subject: str, options: str
+) -> FailedCheck:
+    """The record of a failed finding."""
+    differing = len(agreed.broken) if diagnosis.name else 0
+    return FailedCheck(
+        where=place_of_failure(diagnosis, case),
+        repeat=repeat_command(case, subject, options),
+        first=replace(diagnosis.first, name=diagnosis.name),
+        causes=likely_causes(diagnosis),
+        events=(differing, len(agreed.rows)),
     )
 
 

@@ -1,9 +1,7 @@
-"""The line `when:` of a failure, made of what experiments found: a list of statements, each of which is one run.
+"""Results of the experiments on a failure: which words it needs, each statement one run, and the record of them.
 
-    only with tp=2|4 and zero=1, perhaps act=relu; right with tp=1, with zero=0 (tried on 'tp=2 zero=1 act=relu')
-
-The case behind `tried on` fails, as the words behind it say, and with each value of `only with` in the place of its
-own. With the words of one `with` behind it the case is right.
+The case that was tried fails, and with each value of a needed word in the place of its own. With the words of one
+`right` behind it the case is right.
 """
 
 import itertools
@@ -12,13 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardproof.harness.protocols import CaseLike, case_text
+from shardproof.harness.verdicts.facts import RightWith, When, WhenKind
 
-_LISTED = 12
-"""Most words that a line names in a row."""
-UNDECIDED = "no other case shows it: each cannot be run or decided, fails for another reason, or changes further words"
-REFUTED = "nothing that is so again: the plainest case did not fail in this way when it was run once more"
-NOT_RUN_AGAIN = "nothing that was run twice: no time left"
-NO_TIME = "not searched: no time left"
 Change = tuple[str, Any]
 """A word and the value that it gets."""
 
@@ -41,15 +34,13 @@ class Needed:
     right: tuple[Right, ...]
 
     @property
-    def texts(self) -> list[str]:
-        """The words behind each `with` of `right`: values with nothing beside them as one."""
+    def right_with(self) -> list[RightWith]:
+        """The words with which the case is right: values with nothing beside them as one."""
         alone = [one.value for one in self.right if not one.further and not one.but_for]
         rest = [one for one in self.right if one.further or one.but_for]
-        found = [_word_values(self.word, alone)] if alone else []
+        found = [RightWith(words=_word_values(self.word, alone))] if alone else []
         return found + [
-            changes_text([(self.word, one.value), *one.further])
-            + (f" but for {'|'.join(one.but_for)}" if one.but_for else "")
-            for one in rest
+            RightWith(words=changes_text([(self.word, one.value), *one.further]), but_for=one.but_for) for one in rest
         ]
 
 
@@ -58,7 +49,7 @@ class NeededWords:
     """Results of the experiments on one failure. `case` is the plainest that fails.
 
     `left`: whether some change left the failure. `untried`: words for which there was no time. `beside`: words that are
-    not plain in `case`, and of which nothing is known. `unproved`: why it cannot be stated.
+    not plain in `case`, and of which nothing is known. `unproved`: why nothing can be stated.
     """
 
     case: CaseLike
@@ -66,25 +57,23 @@ class NeededWords:
     left: bool
     untried: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()
-    unproved: str = ""
+    unproved: WhenKind | None = None
 
     @property
-    def text(self) -> str:
-        """The line of a failure: "only with tied=true and tp=2; right with tied=false, with tp=1 (tried on 'tp=2')"."""
-        untried = f" (no time was left to try {_listed(self.untried)})" if self.untried else ""
-        if self.unproved:
-            return self.unproved
-        if not self.needed and not self.left:
-            return NO_TIME if self.untried else UNDECIDED
-        perhaps = [changes_text([(word, getattr(self.case, word))]) for word in self.beside]
-        beside = f", perhaps {_listed(perhaps)}" if perhaps else ""
-        on = f"{case_text(self.case)!r}"
-        if not self.needed:
-            ranks = ", on one rank" if self.case.world_size == 1 else ""
-            return f"no word is known to be needed{beside}; {on} fails{ranks}{untried}"
-        fails = " and ".join(_word_values(one.word, one.fails) for one in self.needed)
-        right = ", ".join(f"with {text}" for one in self.needed for text in one.texts)
-        return f"only with {fails}{beside}; right {right} (tried on {on}){untried}"
+    def when(self) -> When:
+        """The record of these results."""
+        kind = self.unproved
+        if kind is None and not self.needed and not self.left:
+            kind = WhenKind.NOT_SEARCHED if self.untried else WhenKind.UNDECIDED
+        return When(
+            kind=kind or (WhenKind.NEEDED if self.needed else WhenKind.NONE_NEEDED),
+            case=case_text(self.case),
+            ranks=self.case.world_size,
+            fails=tuple(_word_values(one.word, one.fails) for one in self.needed),
+            right=tuple(right for one in self.needed for right in one.right_with),
+            perhaps=tuple(changes_text([(word, getattr(self.case, word))]) for word in self.beside),
+            untried=self.untried,
+        )
 
     @property
     def failing(self) -> Iterator[tuple[Change, ...]]:
@@ -102,8 +91,3 @@ def changes_text(changes: Sequence[Change]) -> str:
 def _word_values(word: str, values: Sequence[Any]) -> str:
     """The word with these values: "norm=layernorm|rmsnorm"."""
     return f"{word}=" + "|".join(str(value).lower() if isinstance(value, bool) else str(value) for value in values)
-
-
-def _listed(words: Sequence[str]) -> str:
-    more = f" and {len(words) - _LISTED} more" if len(words) > _LISTED else ""
-    return ", ".join(words[:_LISTED]) + more

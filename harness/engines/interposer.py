@@ -23,14 +23,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardproof.harness.engines.calls.operators import MESSAGES, communicates
-from shardproof.harness.engines.calls.reading import OperatorCall, reader, tensors_in
+from shardproof.harness.engines.calls.operators import MESSAGES, OperatorCall, communicates, make_reader, tensors_in
 from shardproof.harness.errors import MachineError
 from shardproof.harness.ledger import OTHER, Call, Observer, notify_waited
 from shardproof.harness.torch_internals.backends import fake_group
 from shardproof.harness.torch_internals.compiler import leave_uncompiled
+from shardproof.harness.torch_internals.dispatch import BACKEND_SELECT, Add, has_kernel, kernels, operator_names
 from shardproof.harness.torch_internals.lookup import tested_span
-from shardproof.harness.torch_internals.operators import BACKEND_SELECT, Add, has_kernel, kernels, operator_names
 
 _KEY = "BackendSelect"
 _UNFOLLOWED = (*MESSAGES, OTHER)
@@ -122,7 +121,7 @@ class Interposer:
             self._observers = before
 
     def _kernel(self, name: str, operator: Any) -> Callable[..., Any]:
-        read = reader(name, operator)
+        read = make_reader(name, operator)
 
         def kernel(keys: Any, *arguments: Any) -> Any:
             try:
@@ -177,7 +176,7 @@ _ENTERED: ContextVar[Interposer | None] = ContextVar("shardproof_interposer", de
 
 
 @contextmanager
-def observing(observer: Observer) -> Iterator[None]:
+def observe_calls(observer: Observer) -> Iterator[None]:
     """The observer gets every call in the body: from the interposer that is entered here, else from one of its own."""
     entered = _ENTERED.get()
     with Interposer(observer) if entered is None else entered.also_observed_by(observer):

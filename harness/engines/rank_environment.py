@@ -1,12 +1,19 @@
-"""The environment that a launcher gives every rank: the same words in every engine.
+"""The environment of every rank: a launcher's words, the same in every engine, and one thread to compute on.
 
 torchrun's RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and LOCAL_SIZE, the ranks of a
 machine as DeepSpeed's launcher says it. Source: torch.distributed.run, deepspeed.launcher.launch.
+
+torch, OpenMP and MKL keep the number of threads for each thread. A thread that is new begins with one for each
+processor, and torch's own setting reaches it with its first parallel loop only. A product before that would be added up
+in another order than the same product later. So whatever computes says it when it begins: the driver, each rank, each
+thread that one of them or a truth starts. On small tensors more threads would only wait for each other. Recorded
+programs (harness.programs) are as their authors have them.
 """
 
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from threading import Thread
 from typing import Any
 
 import torch
@@ -69,3 +76,41 @@ def rank_device(name: str, rank: int) -> torch.device:
         raise RequestError(f"device=cuda: {rule}; legal: --device cpu, or at most {count} ranks")
     torch.cuda.set_device(local)
     return torch.device("cuda", local)
+
+
+ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+"""Words for the environment of a process that is started to compute: all of its threads begin with them."""
+
+
+def use_one_thread() -> None:
+    """From here on the calling thread computes on one thread, and so do those that torch makes for autograd."""
+    torch.set_num_threads(1)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Within it the calling thread computes on one thread, and so does each thread of Python that is started.
+
+    Afterwards the calling thread has as many as before.
+    """
+    before, start = torch.get_num_threads(), Thread.start
+
+    def start_on_one(thread: Thread) -> None:
+        run = thread.run
+
+        def run_on_one() -> None:
+            vars(thread).pop("run", None)  # it refers to the thread
+            use_one_thread()
+            run()
+
+        if not thread.ident:  # else it was started before, which is the caller's mistake
+            vars(thread)["run"] = run_on_one
+        start(thread)
+
+    Thread.start = start_on_one  # type: ignore[assignment, method-assign]
+    use_one_thread()
+    try:
+        yield
+    finally:
+        Thread.start = start  # type: ignore[method-assign]
+        torch.set_num_threads(before)

@@ -20,7 +20,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardproof.harness.injecting.equivalence import Answer
+from shardproof.harness.injecting.survey import Answer
 
 YES, NO = "yes", "no"
 FOUND = "only with"

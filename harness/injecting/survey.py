@@ -4,31 +4,107 @@
     for collective in unproved(results): print(collective.target, collective.why)
 
 A fault is killed when a check fails that passes without it (`run` when the ranks do not even finish). A fault that
-cannot be noticed has a proof (`harness.injecting.equivalence`); what is neither has survived. Times are seconds.
+cannot be noticed, because the program it makes computes the same, has a proof; what is neither has survived. Times are
+seconds.
+
+A rule reads the fault alone and has its proof in words; `subject.harmless(case, fault)` states what a subject knows of
+its mathematics. Two more proofs need a run. UNCHANGED: every disturbed call left the very bits that it leaves
+undisturbed. UNREAD: all other calls did, and all that the subject returns has the same bits. They hold for the case
+that was run. Checks that did not fail prove nothing and are nowhere taken for a proof.
 """
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from shardproof.harness.checking.checks import CHECKS, Check, needing, records_of
-from shardproof.harness.checking.evidence import FAIL, PASS, Finding
+from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.records import Evidence, Repeats
 from shardproof.harness.checking.repeats import same_outcomes
 from shardproof.harness.engines.engine import Engine
 from shardproof.harness.engines.faults.disturbance import Disturbance
-from shardproof.harness.engines.one_thread import one_thread
-from shardproof.harness.engines.threads.intervention import Intervened, Intervention
+from shardproof.harness.engines.rank_environment import one_thread
+from shardproof.harness.engines.threads.inproc import Intervened, Intervention
 from shardproof.harness.errors import MachineError, ProgramError, RequestError, TimeLimit
 from shardproof.harness.faults import Fault, RankCallIndex, Target, faults_of
-from shardproof.harness.injecting.equivalence import RULES, UNCHANGED, UNREAD, Answer, Rule, proof_of
 from shardproof.harness.ledger import Event
 from shardproof.harness.outcome.merging import Outcomes
 from shardproof.harness.protocols import CaseLike, Subject
 from shardproof.harness.running.trials.runs import judge_case, record_case, repeat_plainly
 from shardproof.harness.running.trials.trial import Reference, Trial, reference_of
 from shardproof.harness.subject import NamedSubject, answered, named, offers
+from shardproof.harness.verdicts.verdict import FAIL, PASS
+
+UNCHANGED = "every call left the bits that it leaves undisturbed, on every rank: it is the same run"
+UNREAD = "every other call and all that the subject returns have the same bits: nothing depends on what was disturbed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """Answer of the checks to a planted fault: those that failed, in their order; why it is no fault; its seconds.
+
+    `killed_by` is "run" where the program raises or does not end. `machine` is why the machine could not finish it.
+    """
+
+    killed_by: tuple[str, ...] = ()
+    equivalent: str = ""
+    machine: str = ""
+    seconds: float = 0.0
+
+    @property
+    def killed(self) -> bool:
+        """Whether a check noticed."""
+        return bool(self.killed_by)
+
+    @property
+    def survived(self) -> bool:
+        """Whether no check noticed a fault that is one."""
+        return not (self.killed_by or self.equivalent or self.machine)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """`proof` of the faults for which it holds: one line of words."""
+
+    proof: str
+    holds: Callable[[Fault], bool]
+
+
+def _double(*ops: str, reduce_ops: Sequence[str] = ()) -> Callable[[Fault], bool]:
+    """Whether a fault doubles a call of these ops, and of these reduce ops where there are any."""
+
+    def holds(fault: Fault) -> bool:
+        target = fault.target
+        return fault.kind == "double" and target.op in ops and (not reduce_ops or target.reduce_op in reduce_ops)
+
+    return holds
+
+
+def _in_group_of_one(fault: Fault) -> bool:
+    return fault.target.group_size == 1 and (fault.kind in {"drop", "op", "delay"} or _double("all_reduce")(fault))
+
+
+RULES = (
+    Rule(proof="in a group of one the rank's own data are the result, under any reduction", holds=_in_group_of_one),
+    Rule(
+        proof="max and min are idempotent: the result, reduced once more, is the result",
+        holds=_double("all_reduce", "reduce", "reduce_scatter", reduce_ops=("max", "min")),
+    ),
+    Rule(
+        proof="after an average all ranks hold the same numbers, whose average they are",
+        holds=_double("all_reduce", reduce_ops=("avg",)),
+    ),
+    Rule(
+        proof="what is moved once more, from inputs that the call does not change, is the same",
+        holds=_double("broadcast", "all_gather", "gather", "scatter"),
+    ),
+)
+
+
+def proof_of(fault: Fault, rules: Sequence[Rule] = RULES) -> str:
+    """Why no check can notice this fault; "" when no rule shows it."""
+    return next((rule.proof for rule in rules if rule.holds(fault)), "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +169,7 @@ def survey(
         return [_result(trial, fault, clean, rules, first_only) for fault in asked]
 
 
-def unproved(results: Iterable[FaultResult]) -> list[Unproved]:
+def unproved_collectives(results: Iterable[FaultResult]) -> list[Unproved]:
     """The targets whose loss on every rank no check notices, by the results of their faults."""
     by_target: dict[Target, dict[str, FaultResult]] = {}
     for result in results:

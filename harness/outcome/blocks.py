@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 from torch import Tensor
 
-from shardproof.harness.shard import check_inside
-from shardproof.harness.torch_internals.groups import waited
+from shardproof.harness.protocols import check_inside
+from shardproof.harness.torch_internals.world import wait_pending
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -100,7 +100,7 @@ def _settled(local: Tensor) -> Tensor:
 
     Raises ValueError for what is no plain tensor of numbers: native code dies where such bytes are looked at.
     """
-    local = waited(local)
+    local = wait_pending(local)
     if lack := _lack(local):
         raise ValueError(f"{lack[0]}; legal: {lack[1]}")
     return local.detach().to("cpu").resolve_conj().resolve_neg()

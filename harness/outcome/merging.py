@@ -17,8 +17,6 @@ from torch import Tensor
 
 from shardproof.harness.outcome.blocks import Block
 
-FLAWS = ("missing", "shape", "dtype", "omission", "replica conflict")
-
 Outcomes = Sequence[Mapping[str, Sequence[Block]]]
 """By rank: name -> blocks."""
 

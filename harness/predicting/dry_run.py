@@ -1,25 +1,292 @@
 """A dry run: a subject on tensors that have shapes and no numbers, on a few ranks that stand for all of a world.
 
 Ranks of one place on the mesh are expected to do the same, so that one of each is run. A place is, along every axis of
-more than one rank, the first, the last or a middle one: there programs treat ranks differently.
+more than one rank, the first, the last or a middle one: there programs treat ranks differently. A rank that is run has
+a ledger, computation between calls, and a need of memory, which the meter measures:
 
-A rank that is run has a ledger, computation between calls, and a need of memory. Sizes are bytes.
+    meter = Meter()
+    with Interposer(meter), ...:          # the meter observes calls, so that it knows which work belongs to which
+        with meter.on_rank(rank): program(rank)
+    meter.stretches, meter.peak_bytes
+
+It is a dispatch mode for tensors of the meta device, entered in the thread of one rank, forward and backward. FLOPs are
+those of matrix products and attention (two a multiply-add, masked pairs counted too) by torch.utils.flop_counter's
+formulas. Live bytes are those of storages, each once, from its first to its last use; storages that are resized keep
+their first size. A subject that leaves the device aside holds its tensors on the CPU: then those are counted. Units:
+FLOPs, bytes.
+
+As on a device, attention takes its fused kernel (harness.torch_internals.backends). Functional collectives, whose
+meta kernels only make shapes, are sent to their group.
 """
 
-from collections.abc import Mapping, Sequence
-from contextlib import chdir
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import chdir, contextmanager
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils import flop_counter
 
+from shardproof.harness.engines.calls.callers import waits_when_read
 from shardproof.harness.engines.engine import RunRequest
-from shardproof.harness.engines.shapes.dry import DryEngine
-from shardproof.harness.ledger import Event
-from shardproof.harness.predicting.meter import Meter, Stretch
+from shardproof.harness.engines.threads.dry import DryEngine
+from shardproof.harness.errors import NotComputed
+from shardproof.harness.ledger import Call, Event
 from shardproof.harness.protocols import CaseLike, Subject
 from shardproof.harness.recording.measures import SavedActivations
 from shardproof.harness.recording.recorder import Recorder
 from shardproof.harness.subject import called, kept_per_rank, named_axes, session
+from shardproof.harness.torch_internals.autograd import current_task, storage_id
+from shardproof.harness.torch_internals.backends import fused_attention, waits_of_fakes
+from shardproof.harness.torch_internals.dispatch import (
+    FUSED,
+    FUSED_BACKWARD,
+    DispatchMode,
+    dispatch_keys,
+    end_functional,
+    has_kernel,
+    packet_of,
+    short_name,
+    take_themselves_apart,
+)
+
+START, WAIT, END = "start", "wait", "end"
+TO_BACKWARD, TO_FORWARD = "to backward", "to forward"
+
+
+class Stretch(NamedTuple):
+    """A stretch of computing, and its end: the call `ticket` started, or was waited for.
+
+    Without a call (-1) the program ended, or autograd's backward began or ended. `peak_bytes` is the most that tensors
+    held at once meanwhile, `held_bytes` what they hold at its end.
+    """
+
+    flops: int
+    then: str
+    ticket: int = -1
+    peak_bytes: int = 0
+    held_bytes: int = 0
+
+
+def hidden(stretches: Sequence[Stretch]) -> set[int]:
+    """The tickets of calls between whose start and wait a product was computed."""
+    flops, before, found = 0, dict[int, int](), set[int]()
+    for stretch in stretches:
+        flops += stretch.flops
+        if stretch.then == START:
+            before[stretch.ticket] = flops
+        elif stretch.then == WAIT and flops > before[stretch.ticket]:
+            found.add(stretch.ticket)
+    return found
+
+
+class _Live:
+    """The storages of one device that exist now."""
+
+    def __init__(self) -> None:
+        self.seen = False
+        self._peak_bytes = 0
+        self.now_bytes = 0
+        self._known: dict[int, Any] = {}
+
+    def peak_bytes(self) -> int:
+        """The most bytes at once since the last call of this."""
+        peak, self._peak_bytes = self._peak_bytes, self.now_bytes
+        return peak
+
+    def see(self, tensor: Tensor) -> None:
+        self.seen = True
+        storage = tensor.untyped_storage()
+        key, size = storage_id(tensor), storage.nbytes()
+        if key in self._known:
+            return
+        self.now_bytes += size
+        self._peak_bytes = max(self._peak_bytes, self.now_bytes)
+
+        def gone(_reference: object) -> None:
+            del self._known[key]
+            self.now_bytes -= size
+
+        self._known[key] = weakref.ref(storage, gone)
+
+
+class Meter(DispatchMode):
+    """Measures one rank. `parameter_bytes`, `gradient_bytes`, `optimizer_bytes`: at the last optimizer step, 0 without;
+    `trained` are the elements of all parameters there.
+
+    Also an observer of calls (harness.ledger.Observer); `unwaited` are tickets of asynchronous calls that were never
+    waited for.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stretches: list[Stretch] = []
+        self.parameter_bytes = self.gradient_bytes = self.optimizer_bytes = self.trained = 0
+        self._flops = 0
+        self._backward = False
+        self._tickets = 0
+        self._calls: dict[int, bool] = {}
+        """The asynchronous calls under way, and whether their results wait when they are read."""
+        self._works: dict[int, tuple[int, Any]] = {}
+        self._live, self._on_cpu = _Live(), _Live()
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that tensors held at once."""
+        return max((stretch.peak_bytes for stretch in self.stretches), default=0)
+
+    @property
+    def unwaited(self) -> tuple[int, ...]:
+        """Tickets of asynchronous calls that were never waited for, but for results that were never read."""
+        return tuple(ticket for ticket, when_read in self._calls.items() if not when_read)
+
+    @contextmanager
+    def on_rank(self, _rank: int) -> Iterator[None]:
+        """Measure this thread until the body ends."""
+        hooks = register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)
+        try:
+            with waits_of_fakes(self._waited), fused_attention(), self:
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            self._end(END, -1)
+            for _ticket, kept in self._works.values():
+                if isinstance(kept, Tensor):  # dropped by the program: torch's list would keep it for the process
+                    end_functional(kept)
+            self._works.clear()
+
+    def issued(self, _rank: int, call: Call) -> int:
+        """A call starts here."""
+        ticket = self._tickets
+        self._tickets += 1
+        self._end(START, ticket)
+        if call.is_async:
+            self._calls[ticket] = waits_when_read(sys._getframe(1))
+        return ticket
+
+    def completed(self, rank: int, ticket: int) -> None:
+        """A synchronous call: whoever reads the stretches knows."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run one operator, and count what it computes and makes."""
+        if take_themselves_apart(types):
+            return NotImplemented
+        if (backward := current_task() != -1) != self._backward:
+            self._backward = backward
+            self._end(TO_BACKWARD if backward else TO_FORWARD, -1)
+        words = dict(kwargs or {})
+        space = func.namespace
+        if space in {"_c10d_functional", "c10d"}:
+            return self._communicated(space, func, args, words)
+        out = func(*args, **words)
+        formula = FORMULAS.get(packet_of(func))
+        if formula is not None:
+            self._flops += formula(*args, **words, out_val=out)
+        self._see(out)
+        return out
+
+    def _communicated(self, space: str, func: Any, args: tuple[Any, ...], words: dict[str, Any]) -> Any:
+        """An operator of a collective: remember by what its call is waited for."""
+        if space != "c10d" and short_name(func) in _OF_ONE_TENSOR:
+            return self._passed_on(func, args, words)
+        if space != "c10d" and not has_kernel(f"{space}::{short_name(func)}", "CompositeExplicitAutograd"):
+            raise NotComputed(
+                f"{space}::{short_name(func)} of torch {torch.__version__} is not known to the dry engine, since on "
+                "the meta device it reaches no group; legal: --engine inproc"
+            )
+        before = self._tickets
+        out = func.redispatch(_EXPLICIT, *args, **words) if space != "c10d" else func(*args, **words)
+        self._see(out)
+        if self._tickets > before and before in self._calls:
+            for handle, kept in _handles(space, out):
+                self._works[handle] = (before, kept)
+        return out
+
+    def _passed_on(self, func: Any, args: tuple[Any, ...], words: dict[str, Any]) -> Any:
+        """The tensor of a functional collective: waited for, or handed on as another, by which it is known too."""
+        handle = storage_id(args[0])
+        if short_name(func) == "_wrap_tensor_autograd":  # its meta kernel makes a tensor that nobody can wait for
+            return func.redispatch(_EXPLICIT, *args, **words)
+        out = func(*args, **words)
+        ticket, kept = self._works.get(handle, (-1, None))
+        if kept is not None and short_name(func) == "wait_tensor":
+            end_functional(kept)
+            self._waited(handle)
+        elif kept is not None:
+            self._works[storage_id(out)] = ticket, kept
+        return out
+
+    def _see(self, out: Any) -> None:
+        if isinstance(out, Tensor):
+            if out.is_meta or out.is_cpu:
+                (self._live if out.is_meta else self._on_cpu).see(out)
+        elif isinstance(out, tuple | list):
+            for part in out:
+                self._see(part)
+
+    def _waited(self, handle: int) -> None:
+        """The call behind a work, or behind the tensor of a functional collective, is waited for; the first time."""
+        ticket, _kept = self._works.pop(handle, (-1, None))
+        if self._calls.pop(ticket, None) is not None:
+            self._end(WAIT, ticket)
+
+    def _end(self, then: str, ticket: int) -> None:
+        meta_bytes, cpu_bytes = self._live.peak_bytes(), self._on_cpu.peak_bytes()
+        peak_bytes, live = (meta_bytes, self._live) if self._live.seen else (cpu_bytes, self._on_cpu)
+        self.stretches.append(Stretch(self._flops, then, ticket, peak_bytes, live.now_bytes))
+        self._flops = 0
+
+    def _before(self, optimizer: Optimizer, _args: object, _words: object) -> None:
+        """Parameters and gradients, while both are there."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.trained = sum(p.numel() for p in parameters)
+        self.parameter_bytes = _bytes(parameters)
+        buffers = {storage_id(p.grad): p.grad.untyped_storage() for p in parameters if p.grad is not None}
+        self.gradient_bytes = sum(buffer.nbytes() for buffer in buffers.values())
+
+    def _after(self, optimizer: Optimizer, _args: object, _words: object) -> None:
+        state = optimizer.state.items()
+        kept = [x for p, of in state for x in of.values() if isinstance(x, Tensor) and x.device == p.device]
+        self.optimizer_bytes = _bytes(kept)
+
+
+def _bytes(tensors: list[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _handles(space: str, out: Any) -> Iterator[tuple[int, Any]]:
+    """By what a call will be waited for, and what must be kept so that this stays its own."""
+    parts = out if isinstance(out, tuple | list) else (out,)
+    for part in parts:
+        if isinstance(part, torch.ScriptObject):
+            # Python knows a C++ work by one object as long as that lives: the one that the program will wait for.
+            work = dist.Work.unbox(part)
+            yield id(work), work
+        elif space != "c10d" and isinstance(part, Tensor):
+            yield storage_id(part), part
+
+
+FORMULAS: dict[Any, Callable[..., int]] = {
+    **flop_counter.flop_registry,
+    FUSED: flop_counter.shape_wrapper(lambda q, k, v, *_, **__: flop_counter.sdpa_flop_count(q, k, v)),
+    FUSED_BACKWARD: flop_counter.shape_wrapper(
+        lambda grad, q, k, v, *_, **__: flop_counter.sdpa_backward_flop_count(grad, q, k, v)
+    ),
+}
+"""FLOPs of operators by their packets, from shapes: torch's formulas, and those of attention on CPUs."""
+_OF_ONE_TENSOR = ("wait_tensor", "_wrap_tensor_autograd")
+"""Functional operators that send nothing."""
+_EXPLICIT = dispatch_keys("CompositeExplicitAutograd")
+"""Where the implementation of functional collectives lies that issues the call."""
+
 
 MOST_RANKS = 9
 """Ranks that are run at most: all places of a mesh of two axes."""
@@ -50,7 +317,7 @@ def representatives(axes: Axes, world_size: int, most: int = MOST_RANKS) -> tupl
 class DryRank:
     """A rank that was run.
 
-    `stretches` are what it computes between its calls (harness.predicting.meter), tickets are the events' `call_index`.
+    `stretches` are what it computes between its calls , tickets are the events' `call_index`.
     `unwaited` are calls that were never waited for. `saved_bytes` is the most that autograd held for backward,
     `peak_bytes` the most that all tensors held at once. Parameters are those of the models, gradients and optimizer
     those of the last optimizer step. `trained` are the elements that the optimizer steps, `learned` those of the

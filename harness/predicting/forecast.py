@@ -1,11 +1,16 @@
 """Memory and bytes of the ranks of a case of any size, by closed form and dry run.
 
 Stages that have as many layers and the same ends of the model are alike, so that one rank is run dry for each kind. Its
-ledger is held against the closed form, and its step is taken apart into forwards and backwards
-(harness.predicting.stages). From these follow, for the real number of micro-batches and every stage,
+ledger is held against the closed form, and its step is taken apart into forwards, backwards, and the rest behind them.
+From these follow, for the real number of micro-batches and every stage,
 
     memory    before any forward + micro-batches in flight x what one leaves + the most that a computation adds
     bytes     the closed form at the stage's coordinate
+
+A rank is run dry for a few micro-batches; a case without stages is a pipeline of one. The first micro-batch of a step,
+the last and those between may differ: parameters are gathered before the first, gradients summed with the last. At most
+three are measured, and the middle one stands for all between. A program of one stage may hide where its backwards begin
+and end, or run several a micro-batch. Then it is measured whole, and every micro-batch is an equal share of it.
 
 A deep model is measured at two depths. Every further layer adds the same calls, FLOPs and bytes, so that all is a
 straight line in the depth. A case whose first layers differ, or whose layers repeat in units, states it as
@@ -14,13 +19,17 @@ optimizer are by formula instead, since the program trains with those of its own
 first micro-batch on then. Units: bytes, FLOPs; bytes of calls are payloads of one rank in a step.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple, TypeVar, cast
 
-from shardproof.harness.engines.shapes.dry import DryEngine
-from shardproof.harness.errors import RequestError
+from shardproof.harness.engines.threads.dry import DryEngine
+from shardproof.harness.errors import NotComputed, RequestError
+from shardproof.harness.ledger import Event
 from shardproof.harness.mesh_axes import PIPELINE, first_pipeline, stage_count
-from shardproof.harness.predicting.dry_run import dry_run
+from shardproof.harness.predicting.dry_run import START, TO_BACKWARD, TO_FORWARD, DryRank, dry_run
 from shardproof.harness.predicting.figures import (
     BACKWARD,
     FORWARD,
@@ -37,16 +46,262 @@ from shardproof.harness.predicting.figures import (
     traffic,
     two_depths,
 )
-from shardproof.harness.predicting.stages import (
-    MeasuredStage,
-    OneStage,
-    computations,
-    measured,
-    on_the_line,
-    weighted_sum,
-)
 from shardproof.harness.protocols import ActionLike, CaseLike, PipelineLike, Subject
 from shardproof.harness.subject import named_axes
+
+T = TypeVar("T")
+
+MESSAGES = "pipeline"
+"""The phase of messages between stages."""
+_COMPUTED = (FORWARD, BACKWARD)
+_AFTER_BACKWARD = ("grad_sync", "step")
+_BEFORE_BACKWARD = ("data", "forward", "loss", "metric")
+_MEASURED = 3
+"""Micro-batches of a step that are measured: the first, one between, the last."""
+
+
+class _Computation(NamedTuple):
+    """A computation of a program without stages."""
+
+    kind: str
+    micro: int
+    chunk: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneStage:
+    """The pipeline of a case without stages (harness.protocols): every micro-batch forward and backward, in turn."""
+
+    case: CaseLike
+    least: int = 1
+
+    chunks = 1
+    alike = (0,)
+    bubble_stated = None
+
+    @property
+    def layers(self) -> tuple[int]:
+        """The layers of the model."""
+        return (int(getattr(self.case, "layers", 0)),)
+
+    @property
+    def programs(self) -> tuple[tuple[tuple[_Computation], ...]]:
+        """Forward and backward of every micro-batch."""
+        return (tuple((_Computation(kind, micro),) for micro in range(self.case.micro) for kind in _COMPUTED),)
+
+    def sample(self, depth: int | None) -> CaseLike:
+        """A step of at most three micro-batches, and at least `least`."""
+        micro = max(self.least, min(_MEASURED, self.case.micro))
+        return self.case.but(steps=1, micro=micro, **({} if depth is None else {"layers": depth}))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A computation that was measured: what it leaves behind, and the most that it holds beyond what it found."""
+
+    left_bytes: float
+    more_bytes: float
+    flops: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredStage:
+    """A rank of a stage that was run: its computations, what follows the last of them, and what it found before.
+
+    `segments`: kind and chunk -> those of the first micro-batch to the last. `grown_bytes`: what each micro-batch
+    leaves from the second one on, where they follow each other.
+    """
+
+    rank: int
+    segments: Mapping[tuple[str, int], tuple[Segment, ...]]
+    rest: Segment
+    before_bytes: float
+    grown_bytes: float
+    memory: Memory
+    live: int
+    ledger: str
+    events: tuple[Event, ...] = field(repr=False)
+
+    def middle(self, kind: str, chunk: int) -> Segment:
+        """A computation between the first and the last; a forward is the last one, for which nothing is done once."""
+        own = self.segments[kind, chunk]
+        return own[-1] if kind == FORWARD else own[len(own) // 2]
+
+    def of_step(self, program: Sequence[ActionLike]) -> list[Segment]:
+        """The computations of a program, in its order."""
+        counts = Counter((action.kind, action.chunk) for action in program)
+        made, seen = list[Segment](), Counter[tuple[str, int]]()
+        for action in program:
+            place = action.kind, action.chunk
+            own = self.segments[place]
+            seen[place] += 1
+            if seen[place] == counts[place]:
+                made.append(own[-1])
+            else:
+                made.append(own[seen[place] - 1] if seen[place] < len(own) else self.middle(*place))
+        return made
+
+    def left_bytes(self, micro: int, chunk: int, micros: int) -> float:
+        """Bytes that the forward of one of `micros` leaves: as measured, or the bytes that its backward frees."""
+        own = self.segments[FORWARD, chunk]
+        if micro < len(own) - 1 or len(own) == micros:
+            return own[micro].left_bytes
+        return self.grown_bytes - self.middle(BACKWARD, chunk).left_bytes
+
+    def kept_bytes(self, micro: int, chunk: int) -> float:
+        """Bytes that stay when a backward has ended: gradients at first, perhaps gathered parameters at the next."""
+        forward, backward = self.segments[FORWARD, chunk], self.segments[BACKWARD, chunk]
+        if micro < max(1, len(backward) - 1):
+            return forward[micro].left_bytes + backward[micro].left_bytes
+        return self.grown_bytes
+
+
+def computations(program: Sequence[Sequence[ActionLike]]) -> list[ActionLike]:
+    """The forwards and backwards of a program, in its order, without its messages."""
+    return [step[0] for step in program if step[0].kind in _COMPUTED]
+
+
+def measured(
+    case: CaseLike, pipeline: PipelineLike, stage: int, subject: Subject, engine: DryEngine, timeout_s: float
+) -> MeasuredStage:
+    """A rank of this stage, run dry and taken apart.
+
+    Raises NotComputed when the rank of a pipeline did not follow its program.
+    """
+    at = first_pipeline(case.axes)[stage]
+    (rank,) = dry_run(case, subject, engine, (at,), text=str(case), timeout_s=timeout_s)
+    program = pipeline.programs[stage]
+    actions = computations(program)
+    ends = _turns(rank, len(actions)) if isinstance(pipeline, OneStage) else _ends(rank, program)
+    made_stage = partial(
+        MeasuredStage, rank=at, memory=Memory.of(rank, 0), ledger=compared(case, subject, rank), events=rank.events
+    )
+    if not ends:
+        share, rest = _shares(case, rank)
+        nothing = Segment(left_bytes=0.0, more_bytes=0.0, flops=0.0)
+        shares = {(FORWARD, 0): (share,), (BACKWARD, 0): (nothing,)}
+        return made_stage(segments=shares, rest=rest, before_bytes=0.0, grown_bytes=0.0, live=1)
+    made = _cut(rank, ends)
+    segments: dict[tuple[str, int], tuple[Segment, ...]] = {}
+    for action, segment in zip(actions, made[:-1], strict=True):
+        place = action.kind, action.chunk
+        segments[place] = (*segments.get(place, ()), segment)
+    first = actions[0].kind, actions[0].chunk
+    before, known = 0.0, segments[first]
+    if len(known) > 1:  # the model is built in the first forward, which else needs what a later one does
+        before = known[0].left_bytes - known[-1].left_bytes
+        own = replace(known[0], left_bytes=known[-1].left_bytes, more_bytes=known[-1].more_bytes)
+        segments[first] = (own, *known[1:])
+    alone = isinstance(pipeline, OneStage) and len(made) > 2 * 2  # two forwards and backwards, and the rest
+    grown = made[2].left_bytes + made[3].left_bytes if alone else 0.0
+    return made_stage(segments=segments, rest=made[-1], before_bytes=before, grown_bytes=grown, live=live(actions))
+
+
+def _shares(case: CaseLike, rank: DryRank) -> tuple[Segment, Segment]:
+    """A micro-batch as an equal share of what comes before the first call after backward, and the rest."""
+    after = {event.call_index for event in rank.events if event.phase in _AFTER_BACKWARD}
+    stops = (number for number, one in enumerate(rank.stretches) if one.then == START and one.ticket in after)
+    step, rest = _cut(rank, [next(stops, len(rank.stretches)), len(rank.stretches)])
+    share = replace(step, flops=step.flops / case.micro, left_bytes=0.0)
+    return share, replace(rest, more_bytes=rest.more_bytes + step.left_bytes)
+
+
+def _cut(rank: DryRank, ends: Sequence[int]) -> list[Segment]:
+    """Segments that end with these numbers of stretches."""
+    made: list[Segment] = []
+    first, start_bytes = 0, 0
+    for end in ends:
+        own = rank.stretches[first:end]
+        level = own[-1].held_bytes if own else start_bytes
+        made.append(
+            Segment(
+                left_bytes=level - start_bytes,
+                more_bytes=max((stretch.peak_bytes for stretch in own), default=start_bytes) - start_bytes,
+                flops=sum(stretch.flops for stretch in own),
+            )
+        )
+        first, start_bytes = end, level
+    return made
+
+
+def weighted_sum(*parts: tuple[float, T]) -> T:
+    """The sum of numbers, or of dataclasses of them, each multiplied by its weight."""
+    _, first = parts[0]
+    if is_dataclass(first) and not isinstance(first, type):
+        sums: dict[str, Any] = {
+            field.name: weighted_sum(*((weight, getattr(part, field.name)) for weight, part in parts))
+            for field in fields(first)
+        }
+        return replace(first, **sums)
+    return cast(T, sum(weight * cast(float, part) for weight, part in parts))
+
+
+def on_the_line(drawn: Sequence[tuple[float, MeasuredStage]]) -> MeasuredStage:
+    """A stage of several depths, each with its weight. Raises NotComputed where they are not taken apart alike."""
+    first = drawn[0][1]
+    if len({tuple((place, len(own)) for place, own in one.segments.items()) for _, one in drawn}) > 1:
+        raise NotComputed("its forwards and backwards are others in a deeper model", ranks=(first.rank,))
+    numbers = {
+        name: weighted_sum(*((weight, getattr(one, name)) for weight, one in drawn))
+        for name in ("rest", "before_bytes", "grown_bytes", "memory")
+    }
+    segments = {
+        place: tuple(
+            weighted_sum(*((weight, one.segments[place][number]) for weight, one in drawn))
+            for number in range(len(own))
+        )
+        for place, own in first.segments.items()
+    }
+    return replace(
+        first,
+        **numbers,
+        segments=segments,
+        ledger=first_difference(one.ledger for _, one in drawn),
+        events=tuple(event for _, one in drawn for event in one.events),
+    )
+
+
+def _turns(rank: DryRank, computations: int) -> list[int]:
+    """As `_ends` without messages: where autograd's backward begins and ends; nothing for other than `computations`."""
+    turns = [at for at, stretch in enumerate(rank.stretches, 1) if stretch.then in (TO_BACKWARD, TO_FORWARD)]
+    turns += [len(rank.stretches)] * (len(turns) == computations - 1)
+    return [*turns, len(rank.stretches)] if len(turns) == computations else []
+
+
+def _ends(rank: DryRank, program: Sequence[Sequence[ActionLike]]) -> list[int]:
+    """Where each computation ends, as the number of stretches before; and where what follows the last one ends.
+
+    A batch of messages belongs to the computation behind it. Between two of them, autograd's work and the phases of
+    calls distinguish forward and backward. Raises NotComputed when the rank did not follow its program.
+    """
+    by_ticket = {event.call_index: event for event in rank.events}
+    messages = [event.call_index for event in rank.events if event.phase == MESSAGES]
+    batches = [at for at, together in enumerate(program) if together[0].kind not in _COMPUTED for _ in together]
+    batch_of = dict(zip(messages, batches, strict=False))
+    computed = [at for at, together in enumerate(program) if together[0].kind in _COMPUTED]
+    ends: list[int] = []
+    for number, stretch in enumerate(rank.stretches, 1):
+        if len(ends) == len(computed):
+            break
+        now = computed[len(ends)]
+        event = by_ticket.get(stretch.ticket) if stretch.then == START else None
+        side = {TO_FORWARD: FORWARD, TO_BACKWARD: BACKWARD}.get(stretch.then, "")
+        if event is not None and event.phase == MESSAGES:
+            ends += [number] * (batch_of.get(event.call_index, -1) > now)
+        elif event is not None and event.phase in _AFTER_BACKWARD and now == computed[-1]:
+            ends.append(number)
+        elif event is not None:
+            side = FORWARD if event.phase in _BEFORE_BACKWARD else BACKWARD
+        if side and side != program[now][0].kind and (now + 1 in computed or now == computed[-1]):
+            ends.append(number)
+    ends += [len(rank.stretches)] * (len(ends) == len(computed) - 1)
+    if len(messages) != len(batches) or len(ends) < len(computed):
+        raise NotComputed(
+            f"rank {rank.rank} issued {len(messages)} messages between stages and {len(ends)} computations could be "
+            f"told apart, and its program has {len(batches)} and {len(computed)}",
+            ranks=(rank.rank,),
+        )
+    return [*ends, len(rank.stretches)]
 
 
 def forecast(

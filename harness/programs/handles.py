@@ -15,8 +15,7 @@ from typing import Any
 
 from torch.distributed import distributed_c10d
 
-from shardproof.harness.engines.calls.operators import MESSAGES
-from shardproof.harness.engines.calls.reading import OperatorCall
+from shardproof.harness.engines.calls.operators import MESSAGES, OperatorCall
 from shardproof.harness.torch_internals.backends import waits_of_works
 
 Place = tuple[str, str, str]

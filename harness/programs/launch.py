@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from shardproof.harness.cases import read_case
+from shardproof.harness.dense_model import read_case
 from shardproof.harness.errors import RequestError
 from shardproof.harness.programs.session import VARIABLE, Options, ProgramSession, silence_of, steps_of, tools_of
 from shardproof.harness.witnesses.nsys import command as under_nsys

@@ -29,7 +29,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from shardproof.harness.engines.calls.callers import Caller, is_user, shortened
+from shardproof.harness.engines.calls.callers import Caller, is_user, shorten_path
 from shardproof.harness.ledger import COLUMNS, Event, shape_text
 from shardproof.harness.programs.session import ProgramSession
 from shardproof.harness.programs.stream import EventStream, PastCall
@@ -147,7 +147,7 @@ class Silence:
         last, frame = list(self._stream.last), None if ended else sys._current_frames().get(self._main)
         lines = [] if frame is None else traceback.extract_stack(frame)
         own = (line for line in reversed(lines) if is_user(line.filename))
-        stack = [f"{shortened(line.filename)}:{line.lineno} in {line.name}" for line in own]
+        stack = [f"{shorten_path(line.filename)}:{line.lineno} in {line.name}" for line in own]
         kinds: dict[tuple[object, ...], int] = {}
         return {
             "shardproof": "last calls",

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from shardproof.harness.engines.calls.callers import Caller
-from shardproof.harness.engines.calls.reading import OperatorCall
+from shardproof.harness.engines.calls.operators import OperatorCall
 from shardproof.harness.engines.interposer import Interposer
 from shardproof.harness.ledger import Call
 from shardproof.harness.programs.handles import Handles, is_given
@@ -33,9 +33,10 @@ from shardproof.harness.programs.part import MODE, Part, Silence, shared_file
 from shardproof.harness.programs.session import ProgramSession, boot_id
 from shardproof.harness.programs.stream import EventStream, PastCall
 from shardproof.harness.recording.observations import read
-from shardproof.harness.recording.ranges import attached
+from shardproof.harness.recording.ranges import attached_ranges
 from shardproof.harness.recording.recorder import Recorded
 from shardproof.harness.recording.watch import Watch
+from shardproof.harness.run_folder import LAYOUT
 from shardproof.harness.running.store import environment
 
 
@@ -53,7 +54,7 @@ def begin(session: ProgramSession) -> None:
     row = {"case": of.case, "mode": MODE, "world_size": of.world_size, "skipped": "no case: nothing is checked"}
     shared_file(folder / "cases.jsonl", json.dumps(row) + "\n")
     about_run = {"program": of.case, "steps": "" if session.steps is None else "{}:{}".format(*session.steps)}
-    env = {"program": True, "stated": session.stated, **environment(session.command, about_run)}
+    env = {"layout": LAYOUT, "program": True, "stated": session.stated, **environment(session.command, about_run)}
     shared_file(folder / "env.json", json.dumps(env, indent=2) + "\n")
     RankRecorder(session, of, part, session.origin_s if boot == session.boot else time.perf_counter()).start()
 
@@ -87,7 +88,7 @@ class RankRecorder:
             origin_s=origin_s,
         )
         self._silence = Silence(session, of, self._stream, part)
-        self._ranges = attached()
+        self._ranges = attached_ranges()
         self._draw = None if self._ranges is None else self._ranges.of(of.rank)
         self._watch = Watch(lambda _rank: self._emit, ends=self._ranges is not None)
         self._handles = Handles()

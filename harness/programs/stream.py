@@ -13,8 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shardproof.harness.engines.calls.operators import MESSAGES
-from shardproof.harness.engines.calls.reading import OperatorCall
+from shardproof.harness.engines.calls.operators import MESSAGES, OperatorCall
 from shardproof.harness.ledger import NO_UPDATE, OTHER, Event
 from shardproof.harness.programs.session import ProgramSession
 from shardproof.harness.recording.attribution import Attribution

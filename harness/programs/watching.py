@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from shardproof.harness.diagnosing.failure_lines import written
 from shardproof.harness.errors import RequestError, ranks_text
+from shardproof.harness.verdicts.words import labelled
 
 _CHUNK = 1 << 20
 _FACTOR, _SUMMAND = 6364136223846793005, 1442695040888963407
@@ -198,7 +198,7 @@ class TrainingWatch:
         steps = f"{self._steps - 1}:{self._steps + 1}"
         repeat = f"record these steps: torchrun ... -m shardproof.record --steps {steps} ..."
         if _rank() == writer:
-            self._write(written({**words, "what": f"{words['what']} (check {about})", "repeat": repeat}))
+            self._write("\n".join(labelled({**words, "what": f"{words['what']} (check {about})", "repeat": repeat})))
 
     def _write(self, text: str) -> None:
         with suppress(OSError, ValueError):

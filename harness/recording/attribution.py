@@ -11,7 +11,17 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from shardproof.harness.ledger import AGAIN, EITHER_GATHER, NO_PHASE, NO_UPDATE
-from shardproof.harness.recording.lanes import Frame, Lane, Lanes, Site, Waiting, between, hop, is_hop, stated_site
+from shardproof.harness.recording.lanes import (
+    Frame,
+    Lane,
+    Lanes,
+    Site,
+    Waiting,
+    is_hop,
+    phase_between,
+    place_message,
+    stated_site,
+)
 from shardproof.harness.recording.naming import Paths
 from shardproof.harness.recording.observations import (
     LEAF,
@@ -215,11 +225,11 @@ class Attribution:
         waits = False
         if is_hop(seen.call, outside=not site.phase):
             of_backward = Site(self.step, self._backward_of, "", "")
-            site, waits, self._since = hop(seen.call.op, site, self._since, of_backward)
+            site, waits, self._since = place_message(seen.call.op, site, self._since, of_backward)
         elif not site.phase:
             is_parameter = self._memory.of(self.paths.models).holds if seen.call.address else None
             known = {"quiet": seen.quiet and self._gradients_on, "by_hand": self._by_hand, "copies": seen.copies}
-            phase = between(seen.call, self._since, is_parameter=is_parameter, **known)
+            phase = phase_between(seen.call, self._since, is_parameter=is_parameter, **known)
             site = site._replace(phase=phase)
         if waits or not site.phase or (stated_phase == "data" and site.phase == "loss"):
             open_ = stated_phase or ("pipeline" if waits else "")

@@ -147,7 +147,7 @@ def is_hop(call: Any, *, outside: bool) -> bool:
     return word == PIPELINE or (outside and not word)
 
 
-def hop(op: str, site: Site, since: str, of_backward: Site) -> tuple[Site, bool, str]:
+def place_message(op: str, site: Site, since: str, of_backward: Site) -> tuple[Site, bool, str]:
     """The site of a message between stages, whether its micro-batch is that of what follows, and what is last now.
 
     `since` as in Attribution; `of_backward` is where the latest backward was.
@@ -162,7 +162,7 @@ def hop(op: str, site: Site, since: str, of_backward: Site) -> tuple[Site, bool,
     return site._replace(phase="pipeline"), not sends, after
 
 
-def between(
+def phase_between(
     call: Any, since: str, *, quiet: bool, by_hand: bool, copies: bool, is_parameter: Callable[[int], bool] | None
 ) -> str:
     """The phase of a call outside of everything, "" when what follows settles it.

@@ -28,8 +28,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import flop_counter
 
 from shardproof.harness.ledger import Call, Observer, notify_waited
-from shardproof.harness.torch_internals.memory import storage_id
-from shardproof.harness.torch_internals.operators import (
+from shardproof.harness.torch_internals.autograd import storage_id
+from shardproof.harness.torch_internals.dispatch import (
     BACKEND_SELECT,
     FUSED,
     FUSED_BACKWARD,

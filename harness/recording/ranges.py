@@ -50,7 +50,7 @@ def open_domain() -> Any:
     return domain
 
 
-def attached() -> "Ranges | None":
+def attached_ranges() -> "Ranges | None":
     """Ranges for the tool that listens to this process (Nsight Systems); None when none does: nothing is paid then."""
     return Ranges(open_domain()) if os.environ.get(TOOL) else None
 

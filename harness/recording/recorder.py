@@ -22,14 +22,13 @@ from shardproof.harness.engines.calls.callers import Caller
 from shardproof.harness.ledger import Call, Event, shape_text, wire_bytes
 from shardproof.harness.recording.attribution import Attribution
 from shardproof.harness.recording.lanes import Site
-from shardproof.harness.recording.module_watch import Emit
 from shardproof.harness.recording.naming import AxisNames
 from shardproof.harness.recording.observations import Entered, Issued, read
-from shardproof.harness.recording.watch import Watch
+from shardproof.harness.recording.spans import Mark, RankSpan, Stopwatch, rank_spans
+from shardproof.harness.recording.watch import Emit, Watch
 
 if TYPE_CHECKING:
     from shardproof.harness.recording.ranges import Ranges
-    from shardproof.harness.recording.spans import Mark, RankSpan, Stopwatch
 
 
 class _Track:
@@ -111,12 +110,10 @@ class Recorder:
         """The rank waits for the asynchronous call behind the ticket, the first time."""
         self._tracks[rank].waited_s.setdefault(ticket, time.perf_counter())
 
-    def spans(self, rank: int, events: Sequence[Event]) -> "tuple[RankSpan, ...]":
+    def spans(self, rank: int, events: Sequence[Event]) -> tuple[RankSpan, ...]:
         """When this rank, whose `events` these are, computed; () when it is no pipeline's."""
         observations = [read(plain) for plain in self._track(rank).observations]
         waited_us = {ticket: (at - self._start_s) * 1e6 for ticket, at in self._track(rank).waited_s.items()}
-        from shardproof.harness.recording.spans import rank_spans  # noqa: PLC0415
-
         return rank_spans(observations, Attribution.of(observations), events, waited_us, self._start_s)
 
     def events(self) -> list[Event]:

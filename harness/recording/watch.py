@@ -9,26 +9,271 @@ nothing. torch.compile skips the wrapper or traces it to nothing, so compiled co
 
 Every rank of a process has its own thread; `on_rank` is entered there. Other threads (autograd's for a device, workers)
 count to the rank when it is the only one in the process.
+
+The surroundings of a call (user code, checkpoints, recomputation, another backward, optimizer steps) are read off the
+Python stack. Frames are compared by their code objects and left alone: looking at a frame's variables keeps them alive
+as long as the frame. Only a Function's own forward or backward is looked into, which ends soon.
 """
 
 import itertools
+import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Self
+from types import CodeType, FrameType
+from typing import Any, NamedTuple, Self
 
+import torch
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils import checkpoint
 
-from shardproof.harness.recording.enclosing import steps_around
-from shardproof.harness.recording.graphs import Graphs, graphs_watched
-from shardproof.harness.recording.module_watch import Emit, OfRank, OnInput, OnOutput, ThreadWatch, watching
-from shardproof.harness.recording.observations import Arrived, Ended, Finished, Looks, Stepped, Stepping
-from shardproof.harness.torch_internals.autograd import called_by, current_task, when_backward_ends
+from shardproof.harness.engines.calls.callers import is_user, issued_at
+from shardproof.harness.recording.annotations import overridden
+from shardproof.harness.recording.observations import (
+    LEAF,
+    OUTSIDE,
+    Arrived,
+    Captured,
+    Ended,
+    Entered,
+    Finished,
+    Graphs,
+    Issued,
+    Left,
+    Looks,
+    Stepped,
+    Stepping,
+    watch_graphs,
+)
+from shardproof.harness.torch_internals.autograd import (
+    BACKWARD,
+    STEP,
+    called_by,
+    current_node,
+    current_task,
+    defined_in,
+    function_context,
+    next_number,
+    nodes_of,
+    number_of,
+    when_backward_ends,
+)
+from shardproof.harness.torch_internals.compiler import not_compiled
 
+_CHECKPOINT = checkpoint.__file__
+_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
+_SAVES = os.path.join(_TORCH, "distributed", "checkpoint", "")
+
+
+def surroundings(frame: FrameType | None, *, in_backward: bool) -> tuple[tuple[CodeType, int] | None, bool, int]:
+    """The caller in user code; in backward also whether checkpointing runs a function again, and the outer node.
+
+    The outer node is the node of another backward whose own backward started this one; OUTSIDE when there is none. The
+    caller is a plain code and line (callers.Caller), for every call costs such a look: about a microsecond.
+    """
+    caller, again = issued_at(frame), False
+    while in_backward and frame is not None:
+        code = frame.f_code
+        if code is BACKWARD:
+            return caller, again, OUTSIDE if again else _outer(frame)
+        again = again or code.co_filename == _CHECKPOINT
+        frame = frame.f_back
+    return caller, again, OUTSIDE
+
+
+def _outer(frame: FrameType) -> int:
+    """The number of the node whose backward called the backward that runs in `frame`."""
+    caller: FrameType | None = frame
+    for _caller in range(3):
+        caller = None if caller is None else caller.f_back
+        if caller is not None and caller.f_code.co_name == "backward" and caller.f_code.co_varnames[:1] == ("ctx",):
+            return number_of(caller.f_locals["ctx"])
+    return OUTSIDE
+
+
+def quiet_since(frame: FrameType | None, until: CodeType) -> bool:
+    """Gradients are off because the user said so, not because an autograd Function's forward runs, up to `until`."""
+    inner = None
+    while frame is not None and frame.f_code is not until:
+        in_forward, context = function_context(frame, inner)
+        if in_forward:
+            # The node of a Function that wants gradients has none to pass them on to: they were off around it.
+            return any(getattr(context, "needs_input_grad", ())) and not getattr(context, "next_functions", ())
+        inner, frame = frame, frame.f_back
+    return True
+
+
+def kept_by_torch(frame: FrameType | None) -> tuple[bool, bool]:
+    """(whether torch saves or loads a checkpoint or a state_dict, whether it makes a full copy of a DTensor).
+
+    Looked at are torch's own frames up to the user's line: `torch.distributed.checkpoint`, `state_dict` and its like.
+    """
+    copies = False
+    while frame is not None and not is_user(frame.f_code.co_filename):
+        name, file = frame.f_code.co_name, frame.f_code.co_filename
+        if file.startswith(_SAVES) or (name.endswith("state_dict") and file.startswith(_TORCH)):
+            return True, copies
+        copies = copies or name == "full_tensor"
+        frame = frame.f_back
+    return False, copies
+
+
+def steps_around(frame: FrameType | None) -> int:
+    """How many optimizer steps are going on."""
+    count = 0
+    while frame is not None:
+        count += frame.f_code is STEP
+        frame = frame.f_back
+    return count
+
+
+Emit = Callable[[tuple[Any, ...]], object]
+OnInput = Callable[["ThreadWatch", nn.Module, tuple[Any, ...], Mapping[str, Any]], object]
+OnOutput = Callable[["ThreadWatch", nn.Module, Any], object]
+OnCall = tuple[OnInput | None, OnOutput | None]
+
+_task, _node, _number = current_task, current_node, next_number
+_grad = torch.is_grad_enabled
+_compiling = torch.compiler.is_compiling
 _now_s = time.perf_counter
+
+
+class ThreadWatch:
+    """A thread of one rank: where its observations go, and what module is outermost in it."""
+
+    __slots__ = (
+        "bare",
+        "depth",
+        "emit",
+        "graphs",
+        "looks",
+        "number",
+        "on_input",
+        "on_output",
+        "outer",
+        "rank",
+        "tickets",
+    )
+
+    def __init__(self, rank: int, number: int, emit: Emit, on_call: OnCall, of_rank: "OfRank") -> None:
+        self.rank = rank
+        self.number = number
+        self.emit: Emit | None = emit
+        self.on_input, self.on_output = on_call
+        self.tickets = of_rank.tickets
+        self.looks = of_rank.looks
+        self.graphs = of_rank.graphs
+        self.depth = 0
+        self.outer: nn.Module | None = None
+        self.bare: bool | None = None
+
+    def issue(self, call: object, frame: FrameType) -> int:
+        """Record that a call is issued in this thread, by the code of `frame`. Every microsecond in it counts."""
+        task = _task()
+        node, parameter, quiet = OUTSIDE, None, False
+        if task != OUTSIDE:
+            running = _node()
+            if running is not None:
+                node = number_of(running)
+                if node == LEAF:
+                    parameter = running.variable
+        elif self.depth and self.bare is not False and not _grad() and self._outer_is_bare():
+            quiet = quiet_since(frame, WATCHING)
+        caller, again, outer = surroundings(frame, in_backward=task != OUTSIDE and not self.depth)
+        ticket = next(self.tickets)
+        if self.emit is not None:
+            override, lane, copies = overridden(), self.number, False
+            if task == OUTSIDE and not self.depth:
+                saves, copies = kept_by_torch(frame)
+                override = ("checkpoint", override[1]) if saves and override[0] is None else override
+            look = self.looks.at() if self.looks.on and task == OUTSIDE and not self.depth else ()
+            marked = self.graphs.mark(ticket, call, caller)
+            at = node, parameter, quiet, again, outer, override, ticket, look, _now_s(), call, caller, marked, copies
+            self.emit((Issued, lane, task, *at))
+        return ticket
+
+    def replayed(self, captured: Captured) -> None:
+        """Record that a CUDA graph was replayed."""
+        if self.emit is not None:
+            for plain in captured.replay(self.number, _task(), running_node(), self.tickets):
+                self.emit(plain)
+
+    def _outer_is_bare(self) -> bool:
+        if self.bare is None:
+            self.bare = self.outer is not None and next(self.outer.parameters(), None) is None
+        return self.bare
+
+
+class OfRank(NamedTuple):
+    """State that the lanes of a rank share: the numbers of lanes and of calls, looks at parameters, CUDA graphs."""
+
+    numbers: Iterator[int]
+    tickets: Iterator[int]
+    looks: Looks
+    graphs: Graphs
+
+
+def reporting_call(
+    local: threading.local,
+    adopt: Callable[[], ThreadWatch | None],
+    arrival: Callable[[ThreadWatch, int], Callable[[object], None]],
+    original: Callable[..., Any],
+) -> Callable[..., Any]:
+    """A module's call that reports when the module is entered and left. Every microsecond in it counts."""
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if _compiling():
+            return original(module, *args, **kwargs)
+        try:
+            lane = local.lane
+            emit = lane.emit
+        except AttributeError:
+            lane = emit = None
+        if emit is None:
+            lane = adopt()
+            if lane is None:
+                return original(module, *args, **kwargs)
+            emit = lane.emit
+        depth = lane.depth
+        lane.depth = depth + 1
+        task = _task()
+        if depth:
+            node = OUTSIDE if task == OUTSIDE else running_node()
+            emit((Entered, lane.number, _number(), task, node, module, False, True, (), 0.0))
+        else:
+            lane.outer, lane.bare = module, None
+            node = OUTSIDE if task == OUTSIDE else running_node()
+            look = lane.looks.at(module) if task == OUTSIDE and lane.looks.on else ()
+            emit((Entered, lane.number, _number(), task, node, module, True, _grad(), look, _now_s()))
+        try:
+            if lane.on_input is not None:
+                lane.on_input(lane, module, args, kwargs)
+            output = original(module, *args, **kwargs)
+            if lane.on_output is not None:
+                lane.on_output(lane, module, output)
+            if not depth and task == OUTSIDE:
+                for node in nodes_of(output):
+                    node.register_prehook(arrival(lane, number_of(node)))
+            return output
+        finally:
+            lane.depth = depth
+            emit((Left, lane.number, _number()))
+
+    return call
+
+
+WATCHING = defined_in(reporting_call)
+not_compiled(WATCHING)
+
+
+def running_node() -> int:
+    """Number of the autograd node that runs in this thread."""
+    node = _node()
+    return OUTSIDE if node is None else number_of(node)
 
 
 class Watch:
@@ -56,9 +301,9 @@ class Watch:
         self._installed = ExitStack()
 
     def __enter__(self) -> Self:
-        watched = partial(watching, self._local, self._adopt, self._arrival)
+        watched = partial(reporting_call, self._local, self._adopt, self._arrival)
         self._installed.enter_context(called_by(watched))
-        self._installed.enter_context(graphs_watched(self._mine))
+        self._installed.enter_context(watch_graphs(self._mine))
         self._installed.callback(register_optimizer_step_pre_hook(self._stepping).remove)
         self._installed.callback(register_optimizer_step_post_hook(self._stepped).remove)
         return self

@@ -26,7 +26,7 @@ from shardproof.harness.checking.measures.tolerance import least_rms, own_share
 from shardproof.harness.checking.measuring import compared, sizes_of
 from shardproof.harness.checking.records import Evidence, Run, Truth
 from shardproof.harness.diagnosing.causes.places import timeline
-from shardproof.harness.diagnosing.failure_lines import repeat_command
+from shardproof.harness.diagnosing.explained import repeat_command
 from shardproof.harness.engines.engine import Engine
 from shardproof.harness.errors import MachineError, ProgramError
 from shardproof.harness.plain_case import PlainCase

@@ -28,7 +28,7 @@ def _torchrun() -> "Engine":
 
 
 def _dry() -> "Engine":
-    from shardproof.harness.engines.shapes.dry import DryEngine  # noqa: PLC0415
+    from shardproof.harness.engines.threads.dry import DryEngine  # noqa: PLC0415
 
     return DryEngine()
 

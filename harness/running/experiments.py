@@ -4,7 +4,6 @@ Failures that first show at one place count as one. The simplest case of each is
 for `Request.when_s` seconds at most, and three times as long in all. The first of them is tried on processes before.
 """
 
-import re
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,10 +15,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from shardproof.harness.checking.checks import CHECKS, LAWS, Check, needing, records_of
-from shardproof.harness.checking.evidence import FAIL, PASS, Verdict
 from shardproof.harness.checking.records import Repeats, Run, Truth
 from shardproof.harness.diagnosing.diagnosis import BIT_FOR_BIT
-from shardproof.harness.diagnosing.failure_lines import line_of, site, with_when
 from shardproof.harness.diagnosing.needed_words import needed_words
 from shardproof.harness.diagnosing.tried_words import OutOfTime, Proved, confirmed
 from shardproof.harness.diagnosing.words_text import NeededWords
@@ -30,6 +27,8 @@ from shardproof.harness.running.request import Request
 from shardproof.harness.running.result import CaseResult
 from shardproof.harness.running.store import STOPPED, Store
 from shardproof.harness.subject import NamedSubject, case_of, domains_of
+from shardproof.harness.verdicts.facts import When, WhenKind
+from shardproof.harness.verdicts.verdict import FAIL, PASS, Verdict
 
 _IN_ALL = 3
 """How many failures may take their whole time."""
@@ -39,14 +38,8 @@ _GRACE_S = 10.0
 """How much longer a case of an experiment may take, that began in time."""
 ENGINES = ("inproc", "pool", "dry")
 """Engines on which other cases than those of the request can be run."""
-IN_THREADS = "only in threads: on processes (--engine pool) the case passes; see subject.per_rank"
-"""The line of a case that fails because its ranks share the state of modules."""
 _OF_CALLS = frozenset(CHECKS.keys() - needing(CHECKS, Run, Truth))
 """Checks that look at no number."""
-_RAISED = re.compile(r" raised (\w+)")
-_NUMBERS = re.compile(r"\d+")
-_FIRST = 2
-"""Words that say how calls differ: "missing event"."""
 Proves = Callable[..., CaseResult]
 """Proves a case with these `checks` within `timeout_s`, without explaining what fails."""
 Proving = Callable[[Request], AbstractContextManager[Proves]]
@@ -68,9 +61,8 @@ class Failed:
     @property
     def fault(self) -> tuple[Verdict, ...]:
         """The first failed verdict and those with the same causes: others are another fault."""
-        causes = line_of(self.first.message, "causes")
-        alike = (verdict for verdict in self.verdicts if line_of(verdict.message, "causes") == causes)
-        return tuple(verdict for verdict in alike if verdict.verdict == FAIL)
+        failed = [verdict for verdict in self.verdicts if verdict.verdict == FAIL]
+        return tuple(verdict for verdict in failed if _fault(verdict) == _fault(self.first))
 
     @property
     def size(self) -> tuple[object, ...]:
@@ -90,7 +82,7 @@ def look_for_words(
     verdicts: dict[str, tuple[Verdict, ...]] = {}
     try:
         for found in _each(failures, request, proving, apart=apart):
-            store.amend(found)
+            store.add_when(found)
             verdicts |= found
     except KeyboardInterrupt:
         store.notes.append(STOPPED)
@@ -128,19 +120,23 @@ def _examined(
 ) -> Iterator[dict[str, tuple[Verdict, ...]]]:
     groups: dict[str, list[Failed]] = {}
     for failed in sorted(failures, key=lambda failed: failed.size):
-        groups.setdefault(site(failed.first.message), []).append(failed)
+        groups.setdefault(failed.first.site, []).append(failed)
     end_s = time.monotonic() + _IN_ALL * request.when_s
     with proving(request) as prove_case, redirect_stdout(StringIO()), redirect_stderr(StringIO()):
         waiting = [*groups.values()]
         if _passes_on_processes(waiting[0][0], request, proving):
             first = waiting[0].pop(0)
             waiting = [group for group in waiting if group]
-            yield {case_text(first.case): _amended(first, IN_THREADS)}
+            yield {
+                case_text(first.case): _with_when(
+                    first, When(kind=WhenKind.ONLY_IN_THREADS, case=case_text(first.case))
+                )
+            }
         for group in waiting:
             limit_s = min(end_s, time.monotonic() + request.when_s)
             found = words_needed(group[0], request.subject, partial(prove_case, explain=False), limit_s)
             alike = [failed for failed in group if failed is group[0] or not _contradicts(failed.case, found)]
-            yield {case_text(failed.case): _amended(failed, found.text) for failed in alike}
+            yield {case_text(failed.case): _with_when(failed, found.when) for failed in alike}
             if others := [failed for failed in group if failed not in alike]:
                 waiting.append(others)
 
@@ -167,9 +163,17 @@ def _contradicts(case: CaseLike, found: NeededWords) -> bool:
     return any(getattr(case, one.word, None) == each.value for one in found.needed for each in one.right)
 
 
-def _amended(failed: Failed, words: str) -> tuple[Verdict, ...]:
-    """The verdicts of a case with the line `when:` for the fault that was examined."""
-    return tuple(with_when(one, words) if one in failed.fault else one for one in failed.verdicts)
+def _fault(verdict: Verdict) -> object:
+    """What sets the faults of one case apart."""
+    return verdict.failure.fault if verdict.failure else None
+
+
+def _with_when(failed: Failed, when: When) -> tuple[Verdict, ...]:
+    """The verdicts of a case with what was found about the fault that was examined."""
+    return tuple(
+        replace(one, failure=replace(one.failure, when=when)) if one.failure and one in failed.fault else one
+        for one in failed.verdicts
+    )
 
 
 def words_needed(failed: Failed, subject: NamedSubject, prove: Proves, end_s: float) -> NeededWords:
@@ -239,12 +243,8 @@ class _Fails:
 
 
 def _reason(verdict: Verdict) -> tuple[str, str]:
-    """The check that failed, and how calls differ, or what was raised. Numbers are of the case and left out."""
-    what = line_of(verdict.message, "what") or verdict.message
-    if verdict.check == "run":
-        raised = _RAISED.search(what)
-        return verdict.check, raised[1] if raised else _NUMBERS.sub("", what)
-    return verdict.check, " ".join(_NUMBERS.sub("", what).split()[:_FIRST]) if verdict.check in _OF_CALLS else ""
+    """The check that failed, and how calls differ, or what was raised."""
+    return verdict.check, verdict.kind
 
 
 def _checks(failed: Sequence[str]) -> Mapping[str, Check]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import islice
 
 from shardproof.harness.checking.checks import examine
-from shardproof.harness.checking.evidence import FAIL, Finding
+from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.kinds import is_state, kind_of, step_of
 from shardproof.harness.checking.records import Evidence
 from shardproof.harness.diagnosing.causes.places import update_in_doubt
@@ -21,7 +21,7 @@ from shardproof.harness.diagnosing.diagnosis import (
     faults_of,
     wrong_names,
 )
-from shardproof.harness.diagnosing.six_lines import tell
+from shardproof.harness.diagnosing.explained import failed_check, repeat_command
 from shardproof.harness.errors import error_text
 from shardproof.harness.mesh_axes import split_axes
 from shardproof.harness.protocols import CaseLike, without_saving
@@ -31,6 +31,8 @@ from shardproof.harness.running.locating.wrong_module import with_wrong_module
 from shardproof.harness.running.trials.runs import judge_case, record_case, repeat_plainly
 from shardproof.harness.running.trials.trial import Trial
 from shardproof.harness.subject import refusal
+from shardproof.harness.verdicts.facts import FailedCheck, Where
+from shardproof.harness.verdicts.verdict import FAIL
 
 MOST_RANKS = 8
 """Cases of another size with more ranks are not tried."""
@@ -102,10 +104,10 @@ def _with_other_sizes(trial: Trial, evidence: Evidence, findings: Mapping[str, F
 
 def diagnosed(
     evidence: Evidence, findings: Mapping[str, Finding], context: Mapping[str, Finding], subject: str, options: str
-) -> tuple[dict[str, Diagnosis], dict[str, str]]:
-    """Every failed check -> its diagnosis, and -> its message. A failure that cannot be explained stays one."""
-    diagnoses: dict[str, Diagnosis] = {}
-    messages: dict[str, str] = {}
+) -> tuple[dict[str, Diagnosis], dict[str, FailedCheck]]:
+    """Every failed check -> its diagnosis, and -> its record. A failure that cannot be explained stays one."""
+    case, diagnoses = evidence.run.case, dict[str, Diagnosis]()
+    failures: dict[str, FailedCheck] = {}
     every = {**context, **findings}
     faults: list[Mapping[str, Finding]] = []
     shared: dict[int, Explanation] = {}
@@ -117,11 +119,15 @@ def diagnosed(
                 shared[place] = shared.get(place) or explanation_of(evidence, faults[place])
                 diagnosis = diagnose(evidence, faults[place], check, shared[place])
             except Exception as problem:
-                messages[check] = f"{finding.message} (its diagnosis failed: {type(problem).__name__}: {problem})"
+                failures[check] = FailedCheck(
+                    where=Where(mode=case.mode, world_size=case.world_size),
+                    repeat=repeat_command(case, subject, options),
+                    problem=f"{type(problem).__name__}: {problem}",
+                )
             else:
-                messages[check] = tell(diagnosis, finding, evidence.run, subject, options)
+                failures[check] = failed_check(diagnosis, finding, evidence.run, subject, options)
                 diagnoses[check] = diagnosis
-    return diagnoses, messages
+    return diagnoses, failures
 
 
 def _with_shares(trial: Trial, evidence: Evidence, wrong: Collection[str]) -> Evidence:

@@ -9,10 +9,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardproof.harness.checking.checks import CHECKS, LAWS, Check, needing, records_of
-from shardproof.harness.checking.evidence import FAIL, SKIP, UNKNOWN, Finding, Verdict
+from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.records import Regroupings, Repeats, Truth
 from shardproof.harness.engines.engine import Engine
-from shardproof.harness.engines.one_thread import one_thread
+from shardproof.harness.engines.rank_environment import one_thread
 from shardproof.harness.errors import MachineError, NoNumbers, NotComputed, ProgramError, ShardproofError
 from shardproof.harness.protocols import CaseLike, Subject, case_text
 from shardproof.harness.running.ranks.capacity import admit_ranks
@@ -29,8 +29,10 @@ from shardproof.harness.subject import (
     refusal,
     truth_of,
 )
+from shardproof.harness.torch_internals.autograd import give_back
 from shardproof.harness.torch_internals.compiler import leave_unloaded
-from shardproof.harness.torch_internals.memory import give_back
+from shardproof.harness.verdicts.facts import FailedCheck, unchecked
+from shardproof.harness.verdicts.verdict import FAIL, SKIP, UNKNOWN, Verdict
 
 if TYPE_CHECKING:
     from shardproof.harness.diagnosing.diagnosis import Diagnosis
@@ -84,7 +86,7 @@ def prove(
     except Unanswered as problem:
         verdict, reason = UNKNOWN, str(problem)
     if reason:
-        skip = Verdict(case=trial.text, check="supported", verdict=verdict, worst=None, message=reason)
+        skip = Verdict(case=trial.text, check="supported", verdict=verdict, statement=reason)
         return CaseResult(case=case, text=trial.text, verdicts=(skip,), skipped=reason)
     options = f"{options} --truth {given.truth}".lstrip() if given.truth else options
     leave_unloaded()
@@ -115,7 +117,7 @@ def _proved(trial: Trial, checks: Mapping[str, Check], options: str, *, explain:
             evidence = replace(evidence, regroupings=run_regroupings(trial, evidence.truth))
         with trial.timed("checks"):
             evidence, findings = judge_case(trial, evidence, checks)
-    messages: Mapping[str, str] = {}
+    failures: Mapping[str, FailedCheck] = {}
     diagnoses: Mapping[str, Diagnosis] = {}
     if explain or is_dry:
         failed = any(finding.verdict == FAIL for finding in findings.values())
@@ -127,14 +129,12 @@ def _proved(trial: Trial, checks: Mapping[str, Check], options: str, *, explain:
             evidence = evidence if compare else record_case(trial)
             evidence, context = with_explanations(trial, evidence, findings)
         for check, problem in trial.problems.items():
-            findings[check] = Finding(verdict=UNKNOWN, message=problem, unchecked=(check,))
+            findings[check] = Finding(verdict=UNKNOWN, message=problem, notes=unchecked(check))
         if failed:
             from shardproof.harness.running.explaining import diagnosed  # noqa: PLC0415
 
-            diagnoses, messages = diagnosed(evidence, findings, context, trial.subject.name, options)
-    verdicts = tuple(
-        verdict_on(finding, trial.text, check, messages.get(check, "")) for check, finding in findings.items()
-    )
+            diagnoses, failures = diagnosed(evidence, findings, context, trial.subject.name, options)
+    verdicts = tuple(verdict_on(finding, trial.text, check, failures.get(check)) for check, finding in findings.items())
     seconds = trial.seconds if explain or is_dry else {}
     return CaseResult(
         case=trial.case, text=trial.text, verdicts=verdicts, evidence=evidence, seconds=seconds, diagnoses=diagnoses
@@ -144,18 +144,20 @@ def _proved(trial: Trial, checks: Mapping[str, Check], options: str, *, explain:
 def ended_by(case: CaseLike, subject: str, error: ShardproofError, options: str = "") -> CaseResult:
     """The result of a case without an outcome: a program that failed, or a machine."""
     from shardproof.harness.diagnosing.diagnosis import ended  # noqa: PLC0415
-    from shardproof.harness.diagnosing.six_lines import crash  # noqa: PLC0415
+    from shardproof.harness.diagnosing.explained import failed_run  # noqa: PLC0415
     from shardproof.harness.diagnosing.tracebacks import whole  # noqa: PLC0415
 
     text = case_text(case)
     machine = str(error) if isinstance(error, MachineError) else ""
     undecided = bool(machine) or isinstance(error, _UNDECIDED)
+    failure = None if isinstance(error, _UNDECIDED) else failed_run(case, subject, error, options)
     verdict = Verdict(
         case=text,
         check="run",
         verdict=UNKNOWN if undecided else FAIL,
-        worst=None,
-        message=error.cause if isinstance(error, _UNDECIDED) else crash(case, subject, error, options),
+        statement=error.cause if isinstance(error, ProgramError | MachineError) else str(error),
+        kind=" ".join((type(error.__cause__ or error).__name__, getattr(error, "kind", ""))).rstrip(),
+        failure=failure,
     )
     return CaseResult(
         case=case,

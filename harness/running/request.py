@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardproof.harness.cases import in_own_words
+from shardproof.harness.dense_model import in_own_words
 from shardproof.harness.errors import RequestError
 from shardproof.harness.protocols import CaseLike
 from shardproof.harness.subject import NamedSubject

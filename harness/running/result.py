@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from shardproof.harness.checking.evidence import FAIL, PASS, SKIP, UNKNOWN, Finding, Verdict
+from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.kinds import kind_of
 from shardproof.harness.checking.records import Evidence
 from shardproof.harness.ledger import COLUMNS, Event
@@ -13,6 +13,8 @@ from shardproof.harness.protocols import CaseLike, TermLike
 from shardproof.harness.run_folder import csv_text
 from shardproof.harness.running.store import Store
 from shardproof.harness.running.summary import SummaryRow, summarize
+from shardproof.harness.verdicts.facts import FailedCheck
+from shardproof.harness.verdicts.verdict import FAIL, PASS, SKIP, UNKNOWN, Verdict
 
 if TYPE_CHECKING:
     from shardproof.harness.diagnosing.diagnosis import Diagnosis
@@ -24,16 +26,18 @@ REFUSED = "truth"
 _Table = tuple[str, Sequence[str], Sequence[Sequence[object]]]
 
 
-def verdict_on(finding: Finding, case: str, check: str, message: str = "") -> Verdict:
-    """The finding as the verdict of this check on this case, in its own words or in these."""
+def verdict_on(finding: Finding, case: str, check: str, failure: FailedCheck | None = None) -> Verdict:
+    """The finding as the verdict of this check on this case, with what explains a failure."""
     return Verdict(
         case=case,
         check=check,
         verdict=finding.verdict,
-        message=message or finding.message,
+        statement=finding.message,
+        kind=finding.kind,
         worst=finding.worst,
-        unchecked=finding.unchecked,
+        notes=finding.notes,
         decided=finding.decided,
+        failure=failure,
     )
 
 
@@ -148,9 +152,12 @@ def ledger_rows(events: Iterable[Event]) -> str:
 
 def with_traceback(result: _Result, store: Store) -> _Result:
     """The result of a case with its traceback stored in a file that its verdicts name."""
-    from shardproof.harness.diagnosing.failure_lines import NO_OUTCOME  # noqa: PLC0415
-
     file = store.attach("tracebacks", result.text, result.traceback)
-    where = f"{NO_OUTCOME}; the whole traceback is in {file} of the run folder"
-    verdicts = [replace(each, message=each.message.replace(NO_OUTCOME, where)) for each in result.verdicts]
-    return replace(result, verdicts=tuple(verdicts))
+
+    def filed(verdict: Verdict) -> Verdict:
+        failure = verdict.failure
+        if failure is None or failure.end is None:
+            return verdict
+        return replace(verdict, failure=replace(failure, end=replace(failure.end, traceback=file)))
+
+    return replace(result, verdicts=tuple(map(filed, result.verdicts)))

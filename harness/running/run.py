@@ -11,8 +11,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from shardproof.harness.cases import in_own_words
-from shardproof.harness.checking.evidence import FAIL, SKIP, Verdict
+from shardproof.harness.dense_model import in_own_words
 from shardproof.harness.errors import RequestError, ShardproofError
 from shardproof.harness.interpreter import interrupted_after
 from shardproof.harness.mesh_axes import stage_count
@@ -27,6 +26,7 @@ from shardproof.harness.running.run_result import Kept, Progress, RunResult, run
 from shardproof.harness.running.store import Store, environment
 from shardproof.harness.running.trials.trial import Truths
 from shardproof.harness.subject import NamedSubject, Unanswered, asking, claimed, compared_with, truth_of
+from shardproof.harness.verdicts.verdict import FAIL, SKIP, Verdict
 
 if TYPE_CHECKING:
     from shardproof.harness.running.sharing import ProvingProcess
@@ -107,7 +107,7 @@ def proving(request: Request, heard: Callable[[str], object] = str) -> Iterator[
                 if len(request.cases) == 1 or how:
                     raise
                 text, why = case_text(case), str(problem)
-                skip = Verdict(case=text, check=REFUSED, verdict=SKIP, message=why)
+                skip = Verdict(case=text, check=REFUSED, verdict=SKIP, statement=why)
                 return CaseResult(case=case, text=text, verdicts=(skip,), skipped=why)
 
         yield prove_case

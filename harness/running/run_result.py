@@ -4,13 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from shardproof.harness.checking.evidence import FAIL, PASS, SKIP, UNKNOWN, Verdict
 from shardproof.harness.protocols import CaseLike
 from shardproof.harness.running.request import Request
 from shardproof.harness.running.result import REFUSED, StoredCase, with_traceback
 from shardproof.harness.running.store import STOPPED, Store
 from shardproof.harness.subject import compared_with, truth_of
-from shardproof.harness.torch_internals.lookup import untested
+from shardproof.harness.torch_internals.lookup import untested_note
+from shardproof.harness.verdicts.verdict import FAIL, PASS, SKIP, UNKNOWN, Verdict
 
 _DRY = "dry: ranks had shapes and no numbers, so calls, bytes and their order were checked, and nothing else"
 INTERRUPTED = 130  # the exit status after a Ctrl-C
@@ -83,7 +83,7 @@ def run_result(
         path=store.path,
         verdicts=tuple(v for result in results for v in amended.get(result.text, result.verdicts)),
         exit_status=INTERRUPTED if STOPPED in store.notes else _exit_status(results),
-        notes=tuple(filter(None, (*store.notes, untested(), compared, *witnessed, *shared, repeated, not_run))),
+        notes=tuple(filter(None, (*store.notes, untested_note(), compared, *witnessed, *shared, repeated, not_run))),
     )
 
 

@@ -21,10 +21,8 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, TypeAlias
 
-from shardproof.harness.cases import in_own_words
-from shardproof.harness.dense_model import dense_model
-from shardproof.harness.engines.processes.exit_status import ProcessEnd
-from shardproof.harness.engines.processes.workers import Worker, receive
+from shardproof.harness.dense_model import dense_model, in_own_words
+from shardproof.harness.engines.processes.workers import ProcessEnd, Worker, receive
 from shardproof.harness.errors import MachineError, RankCrashed, RankDied, ShardproofError, TimeLimit
 from shardproof.harness.interpreter import interrupted_after
 from shardproof.harness.protocols import CaseLike

@@ -5,20 +5,17 @@
     ledger.csv      every call of every rank; ledger.csv.gz above LARGEST_LEDGER bytes, packed at the end
     summary.csv     calls and bytes by mode, phase, op and axis; timings.csv: seconds by part of a case
     memory.csv      the most bytes that autograd held for backward, by rank
-    verdicts.jsonl  every verdict, with the number of verdicts of its case (`of`)
+    verdicts.jsonl  every verdict, with the number of verdicts of its case (`of`); behind them rows of `when`
 
-The folder is `<out>/<time>-<subject>/`, the link `<out>/latest` leads to it. A case is appended when it is finished,
-its verdicts last: a case with verdicts is stored completely. Text is UTF-8, lines end in a line feed; JSON holds "inf"
-and "nan" as text.
+The folder is `<out>/<time>-<subject>/`, the link `<out>/latest` leads to it. Rows are appended and never changed. A
+case is appended when it is finished, its verdicts last: a case with verdicts is stored completely. Text is UTF-8, lines
+end in a line feed; JSON holds "inf" and "nan" as text.
 """
 
-import csv
-import dataclasses
 import datetime
 import gzip
 import hashlib
 import json
-import math
 import os
 import platform
 import shutil
@@ -30,11 +27,12 @@ from pathlib import Path
 
 import torch
 
-from shardproof.harness.checking.evidence import Verdict
 from shardproof.harness.ledger import COLUMNS
-from shardproof.harness.run_folder import csv_text, link_latest, new_run_folder, safe_name, writing
-from shardproof.harness.running.summary import RANK_COLUMNS, SUMMARY_COLUMNS, SummaryRow
-from shardproof.harness.torch_internals.lookup import untested
+from shardproof.harness.run_folder import LAYOUT, csv_text, link_latest, new_run_folder, safe_name, writing
+from shardproof.harness.running.summary import SUMMARY_COLUMNS, SummaryRow
+from shardproof.harness.torch_internals.lookup import untested_note
+from shardproof.harness.verdicts.stored_records import plain
+from shardproof.harness.verdicts.verdict import Verdict
 
 LARGEST_LEDGER = 50_000_000
 """Bytes of ledger.csv above which it is packed."""
@@ -49,19 +47,18 @@ class Store:
         self.notes: list[str] = []
         self.path = new_run_folder(out, subject)
         with writing(out):
-            self._append("env.json", json.dumps(_plain(environment), indent=2) + "\n")
+            self._append("env.json", json.dumps({"layout": LAYOUT, **plain(environment)}, indent=2) + "\n")
             self._append("ledger.csv", csv_text([COLUMNS]))
             self._append("summary.csv", csv_text([SUMMARY_COLUMNS]))
             self._append("timings.csv", csv_text([("case", "part", "seconds")]))
             self._append("memory.csv", csv_text([("case", "rank", "saved_bytes")]))
             self._append("verdicts.jsonl", "")
-        self._summary_columns: tuple[str, ...] = SUMMARY_COLUMNS
         self.notes += filter(None, [link_latest(self.path)])
 
     def plan(self, cases: Iterable[Mapping[str, object]]) -> None:
         """Write down all cases that this run is going to prove: objects with at least case, mode, world_size."""
         with writing(self.path):
-            self._append("cases.jsonl", "".join(json.dumps(_plain(case)) + "\n" for case in cases))
+            self._append("cases.jsonl", "".join(json.dumps(plain(case)) + "\n" for case in cases))
 
     def add(
         self,
@@ -78,26 +75,22 @@ class Store:
         """
         with writing(self.path):
             self._append("ledger.csv", ledger)
-            uneven = any(row.min_calls is not None or row.ranks_apart for row in summary)
-            if uneven and self._summary_columns == SUMMARY_COLUMNS:
-                self._widen_summary()
-            columns = self._summary_columns
-            self._append("summary.csv", csv_text([getattr(row, name) for name in columns] for row in summary))
+            self._append("summary.csv", csv_text([getattr(row, name) for name in SUMMARY_COLUMNS] for row in summary))
             self._append("timings.csv", csv_text((case, part, f"{spent:.6f}") for part, spent in seconds.items()))
             by_rank = zip(ran or range(len(saved_bytes)), saved_bytes, strict=False)
             self._append("memory.csv", csv_text((case, rank, saved) for rank, saved in by_rank))
             self._append("verdicts.jsonl", _rows(verdicts))
 
-    def amend(self, verdicts: Mapping[str, Sequence[Verdict]]) -> None:
-        """Store these verdicts, by the text of their case, in place of those that were stored for it."""
-        path = self.path / "verdicts.jsonl"
+    def add_when(self, verdicts: Mapping[str, Sequence[Verdict]]) -> None:
+        """Append what experiments found about failed checks, by the text of their case: rows without a verdict."""
+        rows = (
+            {"case": one.case, "check": one.check, "when": plain(one.failure.when)}
+            for own in verdicts.values()
+            for one in own
+            if one.failure and one.failure.when
+        )
         with writing(self.path):
-            kept = (
-                line for line in path.read_text("utf-8").splitlines(True) if json.loads(line)["case"] not in verdicts
-            )
-            changed = path.with_suffix(".part")
-            changed.write_text("".join(kept) + "".join(map(_rows, verdicts.values())), "utf-8", newline="")
-            changed.replace(path)
+            self._append("verdicts.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
 
     def extend(self, name: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
         """Append rows to a table that not every run has; its first rows make the file."""
@@ -131,17 +124,6 @@ class Store:
         with (self.path / name).open("a", encoding="utf-8", newline="") as file:
             file.write(text)
 
-    def _widen_summary(self) -> None:
-        """Add RANK_COLUMNS, empty in all rows so far: ranks of a case differ for the first time."""
-        path = self.path / "summary.csv"
-        with path.open(encoding="utf-8", newline="") as file:
-            header, *rows = csv.reader(file)
-        wide = path.with_suffix(".part")
-        blank = [""] * len(RANK_COLUMNS)
-        wide.write_text(csv_text([[*header, *RANK_COLUMNS], *([*row, *blank] for row in rows)]), "utf-8", newline="")
-        wide.replace(path)
-        self._summary_columns = (*SUMMARY_COLUMNS, *RANK_COLUMNS)
-
 
 def file_of(case: str, ending: str) -> str:
     """The file of a case: its text as far as it can stand in a name, and a digest where texts look alike."""
@@ -150,19 +132,7 @@ def file_of(case: str, ending: str) -> str:
 
 def _rows(verdicts: Sequence[Verdict]) -> str:
     """The verdicts of one case as lines of verdicts.jsonl."""
-    rows = ({**dataclasses.asdict(verdict), "of": len(verdicts)} for verdict in verdicts)
-    return "".join(json.dumps(_plain(row)) + "\n" for row in rows)
-
-
-def _plain(value: object) -> object:
-    """The value as JSON can hold it: numbers that JSON does not know become text."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {str(key): _plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
-    return value if isinstance(value, str | int | float | bool | None) else str(value)
+    return "".join(json.dumps({**verdict.row(), "of": len(verdicts)}) + "\n" for verdict in verdicts)
 
 
 _PACKAGES = ("shardproof", "torch", "numpy", "pandas", "nvtx", "hypothesis", "pytest", "transformers", "megatron-core")
@@ -174,7 +144,7 @@ def environment(command: Sequence[str], request: Mapping[str, object]) -> dict[s
 
     `note` is there when this version of torch was not tested, `commit` where the working directory is in a repository.
     """
-    note, commit = untested(torch.__version__), _commit()
+    note, commit = untested_note(torch.__version__), _commit()
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         with suppress(metadata.PackageNotFoundError):

@@ -21,10 +21,10 @@ SUMMARY_COLUMNS = (
     *("case", "mode", "phase", "op", "axis", "group_size"),
     *COUNTS,
     *("expected_calls", "expected_payload_bytes"),
+    *(f"min_{name}" for name in COUNTS),
+    "ranks_apart",
 )
-"""Columns of `summary.csv`."""
-RANK_COLUMNS = (*(f"min_{name}" for name in COUNTS), "ranks_apart")
-"""Columns that follow once ranks differ in a row, or part from what is expected of them."""
+"""Columns of `summary.csv`; the last four are empty where ranks do not differ."""
 
 _Key = tuple[str, str, str, int]
 """phase, op, axis, group size."""

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shardproof.harness.checking.evidence import FAIL, UNKNOWN, Finding, Verdict
+from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.witness_checks import CHECK, finding, qualified, undisturbed, unseen
 from shardproof.harness.diagnosing.diagnosis import Diagnosis
-from shardproof.harness.diagnosing.witness_lines import diagnosed, in_six_lines
+from shardproof.harness.diagnosing.witness_lines import diagnosed, failed_witnesses
 from shardproof.harness.errors import MachineError
 from shardproof.harness.ledger import Event, unmapped
 from shardproof.harness.protocols import CaseLike, TermLike, case_text
@@ -23,6 +23,8 @@ from shardproof.harness.running.request import Request
 from shardproof.harness.running.result import CaseResult, verdict_on
 from shardproof.harness.running.store import Store
 from shardproof.harness.subject import NamedSubject, Unanswered, refusal
+from shardproof.harness.verdicts.facts import FailedCheck
+from shardproof.harness.verdicts.verdict import FAIL, UNKNOWN, Verdict
 from shardproof.harness.witnesses.agreement import NOT_ASKED, Agreement, Sighting, agreement, group_text, of_ledger
 from shardproof.harness.witnesses.chosen import steps_text, terms_of
 from shardproof.harness.witnesses.measured import SessionRequest
@@ -103,8 +105,8 @@ class Witnesses:
         if outcome.verdict == FAIL:
             disturbed = [rank for session in good.values() for rank in session.disturbed]
             diagnosis = diagnosed(case, agreed, outcome, disturbed)
-            message = in_six_lines(diagnosis, outcome, agreed, case, self.subject, self.options)
-            return replace(_result(replace(outcome, message=message), text, tables), diagnosis=diagnosis)
+            failure = failed_witnesses(diagnosis, agreed, case, self.subject, self.options)
+            return replace(_result(outcome, text, tables, failure), diagnosis=diagnosis)
         return _result(qualified(outcome, sessions, untold), text, tables)
 
     def _chosen(self, events: Sequence[Event]) -> list[Event]:
@@ -175,9 +177,9 @@ def _takes(case: CaseLike, subject: NamedSubject) -> bool:
         return False
 
 
-def _result(found: Finding, text: str, tables: Mapping[str, Rows]) -> WitnessResult:
+def _result(found: Finding, text: str, tables: Mapping[str, Rows], failure: FailedCheck | None = None) -> WitnessResult:
     return WitnessResult(
-        verdict=verdict_on(found, text, CHECK),
+        verdict=verdict_on(found, text, CHECK, failure),
         tables={name: (_COLUMNS[name], rows) for name, rows in tables.items() if rows},
     )
 

@@ -33,27 +33,25 @@ from shardproof.harness.subject.call import (
     stated,
 )
 from shardproof.harness.subject.claims import (
+    ALONE,
     Claims,
+    DenseFunction,
+    Deviation,
     case_of,
     cases_of,
     claimed,
     claims,
+    compared_with,
+    deviating,
     domains_of,
     draws,
     kept_per_rank,
     left_out,
+    lower_dtypes,
     own_cases,
     refusal,
-    vocabulary,
-)
-from shardproof.harness.subject.truth import (
-    ALONE,
-    DenseFunction,
-    Deviation,
-    compared_with,
-    deviating,
-    lower_dtypes,
     truth_of,
+    vocabulary,
 )
 
 __all__ = [

@@ -101,10 +101,10 @@ def answered(question: str, ask: Callable[[], T]) -> T:
 
 def _where(problem: BaseException) -> str:
     """The innermost lines of the user's code that led to this exception: ", at model.py:7 in forward"."""
-    from shardproof.harness.engines.calls.callers import is_user, shortened  # noqa: PLC0415  (loads torch, which a failed answer may do)
+    from shardproof.harness.engines.calls.callers import is_user, shorten_path  # noqa: PLC0415  (loads torch, which a failed answer may do)
 
     frames = [frame for frame in traceback.extract_tb(problem.__traceback__) if is_user(frame.filename)]
-    places = [f"{shortened(frame.filename)}:{frame.lineno} in {frame.name}" for frame in frames[: -_FRAMES - 1 : -1]]
+    places = [f"{shorten_path(frame.filename)}:{frame.lineno} in {frame.name}" for frame in frames[: -_FRAMES - 1 : -1]]
     return f", at {', called from '.join(places)}" if places else ""
 
 

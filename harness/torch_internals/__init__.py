@@ -2,5 +2,6 @@
 
 Each use is a small function whose docstring lists the names of torch that it needs. Where this torch lacks a name, the
 function does without it (the docstring states what is lost). Otherwise it raises MachineError with one sentence that
-names the feature. `tests/harness/shapes/test_torch_internals.py` tries each with the versions that `make compat` runs.
+names the feature. `tests/harness/torch_internals/test_torch_internals.py` tries each with the versions that `make
+compat` runs.
 """

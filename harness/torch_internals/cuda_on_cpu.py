@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardproof.harness.torch_internals.lookup import standing
+from shardproof.harness.torch_internals.lookup import replace_attribute
 
 _MAKERS = (
     "arange as_tensor asarray empty empty_like empty_strided eye full full_like linspace logspace ones ones_like rand "
@@ -141,7 +141,7 @@ class _Answers:
 
     def _set(self, owner: Any, name: str, value: object) -> None:
         """Until the last one leaves."""
-        self._undo.enter_context(standing(owner, name, value))
+        self._undo.enter_context(replace_attribute(owner, name, value))
 
 
 @contextmanager

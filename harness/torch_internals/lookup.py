@@ -18,7 +18,7 @@ def tested_span() -> str:
     return f"{first} to {last}"
 
 
-def untested(version: str = torch.__version__) -> str:
+def untested_note(version: str = torch.__version__) -> str:
     """A note on a version of torch (this one) that was not tested, "" for one that was: "2.13.0+cpu"."""
     digits = version.partition("+")[0].split(".")[:2]
     release = tuple(int(part) if part.isdigit() else 0 for part in digits)
@@ -27,27 +27,27 @@ def untested(version: str = torch.__version__) -> str:
     return f"torch {version} was not tested: shardproof was tested with {tested_span()}, and anything may differ here"
 
 
-def lacking(feature: str, name: str) -> MachineError:
+def lacking_error(feature: str, name: str) -> MachineError:
     """The error of a feature that needs a name which this torch lacks."""
     return MachineError(
         f"{feature} is not available with torch {torch.__version__}, which has no {name}; legal: torch {tested_span()}"
     )
 
 
-def found(owner: Any, name: str, feature: str) -> Any:
+def find_name(owner: Any, name: str, feature: str) -> Any:
     """`owner.name`; where this torch has no such name, a function that raises the MachineError of the feature."""
     value = getattr(owner, name, None)
     if value is not None:
         return value
 
     def refuse(*_arguments: object, **_words: object) -> NoReturn:
-        raise lacking(feature, f"{getattr(owner, '__name__', owner)}.{name}")
+        raise lacking_error(feature, f"{getattr(owner, '__name__', owner)}.{name}")
 
     return refuse
 
 
 @contextmanager
-def standing(owner: Any, name: str, stand_in: Any) -> Iterator[None]:
+def replace_attribute(owner: Any, name: str, stand_in: Any) -> Iterator[None]:
     """Within it, the owner has another object under this name; what it inherits is inherited again afterwards."""
     own, original = name in vars(owner), vars(owner).get(name)
     setattr(owner, name, stand_in)

@@ -2,26 +2,79 @@
 
 torch keeps its groups in one object, `distributed_c10d._world`, and one registry of names. `by_thread` changes the
 object's class for a time, and has the registry kept per thread. The class answers each thread from its own tables and
-every other thread as before. `redirected` redirects torch's own functions inside torch's wrappers, so that names
-imported earlier are redirected as well.
+every other thread as before. `redirect_function` redirects torch's own functions inside torch's wrappers, so that names
+imported earlier are redirected as well. Groups and works of ours answer to torch's private names (`answers_torch`).
+
+Device meshes of ranks that are threads of one process are kept apart (`kept_apart`). Meshes of different ranks hold the
+same rank numbers, so they are equal. torch's process-wide tables of what a redistribution does, which differs between
+ranks where shards are uneven, would serve one rank with another's. torch distinguishes meshes by thread when the
+backend is its own "threaded" one. During a run rank threads appear to have that backend, with a number for the thread
+that no other rank and no other run has. Afterwards these tables are emptied. Uses the names get_backend and threading
+in torch.distributed.device_mesh, and caches of torch.distributed.tensor; where they are missing, meshes of different
+ranks are equal.
+
+torch.distributed.nn.functional is imported here because its functions take the world of the moment of their import as
+the default group. No rank's world may be that.
 """
 
 import concurrent.futures.thread as executors
 import functools
 import inspect
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from threading import Thread, get_ident
-from types import CellType
-from typing import Any
+from types import CellType, SimpleNamespace
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # noqa: F401
+from torch import Tensor
+from torch.distributed import _functional_collectives, device_mesh
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from shardproof.harness.errors import RequestError
-from shardproof.harness.torch_internals.lookup import lacking, standing
+from shardproof.harness.torch_internals.lookup import lacking_error, replace_attribute
+
+_Class = TypeVar("_Class", bound=type)
+_PRIVATE_NAMES = {
+    "all_gather_single": "_allgather_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "start_coalescing": "_start_coalescing",
+    "end_coalescing": "_end_coalescing",
+    "source_rank": "_source_rank",
+    "get_backend": "_get_backend",
+    "device_types": "_device_types",
+    "has_hooks": "_has_hooks",
+}
+"""Method or property -> the name under which torch calls it too: the flat ones up to 2.12, the others always."""
+
+
+def answers_torch(kind: _Class) -> _Class:
+    """A class decorator: methods of a group or a work also under the private names by which torch calls them."""
+    for name, private in _PRIVATE_NAMES.items():
+        if name in vars(kind):
+            setattr(kind, private, vars(kind)[name])
+    return kind
+
+
+Pending = AsyncCollectiveTensor
+"""The result of a functional collective under way. torch.distributed._functional_collectives.AsyncCollectiveTensor."""
+
+
+FUNCTIONAL = _functional_collectives.__file__
+"""The file of torch's functions of functional collectives, which hand out such results."""
+
+
+def wait_pending(tensor: Tensor) -> Tensor:
+    """The tensor; of a functional collective under way its result, waited for."""
+    return tensor.trigger_wait() if isinstance(tensor, Pending) else tensor
+
 
 _FEATURE = "the in-process engine"
 _registry: Any = torch._C._distributed_c10d
@@ -72,7 +125,7 @@ def _of_thread(of_process: property, name: str) -> property:
 def _ranked_world() -> type:
     """The class of a world that answers a rank thread from its tables. Raises MachineError where torch lacks a part."""
     if missing := _missing():
-        raise lacking(_FEATURE, ", ".join(missing))
+        raise lacking_error(_FEATURE, ", ".join(missing))
     kind: Any = c10d._World
     return type("RankedWorld", (kind,), {name: _of_thread(getattr(kind, name), name) for name in _TABLES})
 
@@ -191,26 +244,71 @@ def groups_made_by(maker: Callable[[Maker, inspect.BoundArguments], tuple[Any, A
     """
     helper: Any = getattr(c10d, "_new_process_group_helper", None)
     if helper is None:
-        raise lacking("making groups", "distributed_c10d._new_process_group_helper")
+        raise lacking_error("making groups", "distributed_c10d._new_process_group_helper")
 
     @functools.wraps(helper)
     def made(*arguments: Any, **words: Any) -> Any:
         return maker(helper, _signature(helper).bind(*arguments, **words))
 
-    with standing(c10d, "_new_process_group_helper", made):
+    with replace_attribute(c10d, "_new_process_group_helper", made):
         yield
 
 
 @contextmanager
-def redirected(function: Callable[..., Any], replacement: Callable[..., Any]) -> Iterator[None]:
+def redirect_function(function: Callable[..., Any], replacement: Callable[..., Any]) -> Iterator[None]:
     """In the body, `function` is `replacement`, which is given the original first. Raises MachineError if it cannot."""
     cells: tuple[CellType, ...] = getattr(function, "__closure__", None) or ()  # of torch's logging wrapper
     cell = next((one for one in cells if getattr(one.cell_contents, "__name__", "") == function.__name__), None)
     if cell is None:
-        raise lacking("the world of an engine", f"wrapper that holds {function.__name__}")
+        raise lacking_error("the world of an engine", f"wrapper that holds {function.__name__}")
     original = cell.cell_contents
     cell.cell_contents = functools.update_wrapper(functools.partial(replacement, original), original)
     try:
         yield
     finally:
         cell.cell_contents = original
+
+
+_MESH_TABLES = {
+    "torch.distributed.tensor._redistribute": ("_gen_transform_infos.cache_clear", "clear_redistribute_planner_cache"),
+    "torch.distributed.tensor._collective_utils": ("MeshTopoInfo.build_from_mesh.cache_clear",),
+}
+_RANKS = 2**20
+"""More ranks than any run has: the numbers of one run do not reach into another's."""
+
+
+@contextmanager
+def kept_apart(rank_of_thread: Callable[[], int | None]) -> Iterator[None]:
+    """Within it the meshes that rank threads make differ; `rank_of_thread` is None elsewhere."""
+    module: Any = device_mesh
+    first = time.monotonic_ns() // 1000 % 2**40 * _RANKS
+    get_backend, threads = getattr(module, "get_backend", None), getattr(module, "threading", None)
+    if get_backend is None or threads is None:
+        yield
+        return
+
+    def told_backend(*arguments: Any, **words: Any) -> Any:
+        threaded = not arguments and not words and rank_of_thread() is not None
+        return "threaded" if threaded else get_backend(*arguments, **words)
+
+    def number_of_thread() -> int:
+        rank = rank_of_thread()
+        return threading.get_ident() if rank is None else first + rank
+
+    module.get_backend = told_backend
+    module.threading = SimpleNamespace(get_ident=number_of_thread, local=threading.local)
+    try:
+        yield
+    finally:
+        module.get_backend, module.threading = get_backend, threads
+        _empty_tables()
+
+
+def _empty_tables() -> None:
+    for name, tables in _MESH_TABLES.items():
+        for table in tables if name in sys.modules else ():
+            target: Any = sys.modules[name]
+            for part in table.split("."):
+                target = getattr(target, part, None)
+            if target is not None:
+                target()

@@ -31,11 +31,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore
 
-from shardproof.harness.engines.interposer import observing
-from shardproof.harness.engines.one_thread import ONE_THREAD
+from shardproof.harness.engines.interposer import observe_calls
 from shardproof.harness.engines.processes.rank_program import run_rank
 from shardproof.harness.engines.processes.workers import Worker
-from shardproof.harness.engines.rank_environment import rank_device
+from shardproof.harness.engines.rank_environment import ONE_THREAD, rank_device
 from shardproof.harness.errors import MachineError
 from shardproof.harness.ledger import Event
 from shardproof.harness.outcome.blocks import Block, localize
@@ -216,7 +215,7 @@ def _watched(rank: int, tool: str, program: _Program, folder: Path) -> tuple[tup
         recorder = watching.enter_context(
             Recorder(case_text(case), case.mode, case.world_size, axes, ranges=ranges, stopwatch=stopwatch(device))
         )
-        watching.enter_context(observing(recorder))
+        watching.enter_context(observe_calls(recorder))
         watching.enter_context(recorder.on_rank(rank))
         spent_s, watched = program.timed(witness)
     if ranges is None:

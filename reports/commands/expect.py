@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from shardproof.harness.cases import read_case
+from shardproof.harness.dense_model import read_case
 from shardproof.harness.errors import RequestError, ranks_text
 from shardproof.harness.protocols import Axes, case_text
 from shardproof.harness.terms import FIELDS, Term

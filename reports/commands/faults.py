@@ -36,8 +36,8 @@ from shardproof.reports.printing.text import (
 from shardproof.reports.printing.text_tables import Table
 from shardproof.reports.stored.files import MATRIX, RunFolderError, csv_table, environment_of
 
-KILLING = "shardproof.suites.killing.matrix"
-_SCRIPTS = "shardproof.suites.killing.scripts:scripts"
+KILLING = "shardproof.suites.killing"
+_SCRIPTS = "shardproof.suites.killing:scripts"
 _PROCESSES = 2
 
 
@@ -46,19 +46,19 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.emit_repro is not None:
         return _write_scripts(*arguments.emit_repro, field=arguments.field)
     subject = named(arguments.subject)
-    planned: Any = resolve(f"{KILLING}:planned")
-    kills: Any = resolve(f"{KILLING}:kills")
+    plan_kills: Any = resolve(f"{KILLING}:plan_kills")
+    run_kills: Any = resolve(f"{KILLING}:run_kills")
     only = "held-back" if arguments.held_back else "open" if arguments.open else ""
     timeout_s, dtype = seconds(arguments.timeout, "timeout"), arguments.dtype or ""
     cases = cases_of(arguments.cases, subject)
     asked = {"quick": arguments.quick, "only": only, "field": arguments.field, "dtype": dtype}
-    plans = planned(subject, **asked, cases=cases, timeout_s=timeout_s)
+    plans = plan_kills(subject, **asked, cases=cases, timeout_s=timeout_s)
     total = sum(plan.rows for plan in plans)
     words = {"subject": subject.name, "cases": [case_text(case) for case in cases], **asked, "rows": total}
     store = Store(Path(arguments.out), subject.name, environment(tuple(sys.argv), words))
     processes = min(_PROCESSES, os.cpu_count() or 1)
     try:
-        killed_rows = _written(kills(plans, subject, processes=processes), store.path, total)
+        killed_rows = _written(run_kills(plans, subject, processes=processes), store.path, total)
     except KeyboardInterrupt:
         show_message(f"\nfinished rows are in {store.path / 'kill_matrix.csv'}", sys.stderr)
         raise

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from shardproof.harness.engines.shapes.dry import DryEngine
+from shardproof.harness.engines.threads.dry import DryEngine
 from shardproof.harness.errors import RequestError
 from shardproof.harness.ledger import COLUMNS
 from shardproof.harness.predicting.figures import DEPTHS

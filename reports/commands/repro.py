@@ -3,14 +3,14 @@
 import dataclasses
 from pathlib import Path
 
-from shardproof.harness.checking.evidence import FAIL
-from shardproof.harness.diagnosing.failure_lines import line_of
 from shardproof.harness.errors import ShardproofError
 from shardproof.harness.protocols import CaseLike, case_text
 from shardproof.harness.reproducing import repro
 from shardproof.harness.running.engines import engine_named
 from shardproof.harness.running.request import Request
 from shardproof.harness.running.run_result import INTERRUPTED, RunResult
+from shardproof.harness.verdicts.verdict import FAIL
+from shardproof.harness.verdicts.words import when_line
 from shardproof.reports.options.option_checks import writing
 from shardproof.reports.stored.failures import simplicity
 
@@ -37,12 +37,13 @@ def _write_script(result: RunResult, request: Request, file: str) -> str:
     The case is shrunk on threads of this process, whatever engine found the failure. Raises RequestError when the file
     cannot be written.
     """
-    failed = {verdict.case: line_of(verdict.message, "when") for verdict in result.verdicts if verdict.verdict == FAIL}
+    failed = {one.case: one.failure and one.failure.when for one in result.verdicts if one.verdict == FAIL}
     if not failed:
         return f"{file} was not written: no case failed"
     with engine_named("inproc") as engine:
         first = min((case for case in request.cases if case_text(case) in failed), key=_simplicity)
-        text = repro.emit(first, request.subject, engine, failed[case_text(first)])
+        when = failed[case_text(first)]
+        text = repro.emit(first, request.subject, engine, when_line(when) if when else "")
     if text is None:
         return (
             f"{file} was not written: no returned tensor is wrong and the subject finishes, so a script shows nothing"

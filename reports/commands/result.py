@@ -11,6 +11,7 @@ from typing import TextIO
 import pandas as pd
 
 from shardproof.harness.running.run_result import RunResult
+from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 from shardproof.reports.pages import page
 from shardproof.reports.printing import text_tables
 from shardproof.reports.printing.text import (
@@ -50,7 +51,7 @@ def show_result(result: RunResult, run: Run, *, as_json: bool, interrupted: bool
         headline = text_tables.first_table(rows)
         append_step_summary(headline, str(result.path), os.environ)
     if as_json:
-        tally = summary.tally(every, run.verdicts)
+        tally = summary.tally(every, run.records)
         print(json.dumps(_as_json(result, run, rows, tally, notes), indent=2, allow_nan=False))
         return
     if len(rows):
@@ -98,15 +99,15 @@ def show_failures(run: Run, stream: TextIO) -> None:
         from shardproof.reports.stored.failures import bugs, simplest_first  # noqa: PLC0415
 
         for bug in bugs(simplest_first(run)):
-            show_report("fail", f"fail: {bug.case}", [*bug.message.splitlines(), *filter(None, [bug.follows])], stream)
-    for verdict in summary.worst_first(run.verdicts).to_dict("records"):
-        if verdict["verdict"] not in ("pass", "fail"):
+            lines = [*bug.verdict.lines, *filter(None, [bug.follows])]
+            show_report("fail", f"fail: {bug.verdict.case}", lines, stream)
+    for one in sorted(run.records, key=lambda one: -summary.badness(one.verdict)):
+        if one.verdict not in (PASS, FAIL):
             # An unknown verdict names its check; six lines of a failure and a reason to skip do so themselves.
-            check = f" ({verdict['check']})" if verdict["verdict"] == "unknown" else ""
-            head = f"{verdict['verdict']}{check}: {verdict['case']}"
-            show_report(str(verdict["verdict"]), head, str(verdict["message"]).splitlines(), stream)
+            check = f" ({one.check})" if one.verdict == UNKNOWN else ""
+            show_report(one.verdict, f"{one.verdict}{check}: {one.case}", one.lines, stream)
 
 
 def show_tally(run: Run, headline: pd.DataFrame, stream: TextIO) -> None:
     """The last line: how many cases passed, failed, are unknown, were skipped; how many tensors are decided."""
-    show_message(summary.tally(headline, run.verdicts), stream, style=f"bold {STYLES[summary.overall(headline)]}")
+    show_message(summary.tally(headline, run.records), stream, style=f"bold {STYLES[summary.overall(headline)]}")

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardproof.harness.checking.evidence import FAIL
 from shardproof.harness.errors import MachineError, RequestError, ShardproofError
 from shardproof.harness.interpreter import COLLECTED_AFTER, interrupted_after
 from shardproof.harness.protocols import CaseLike, case_text
@@ -24,6 +23,7 @@ from shardproof.harness.running.request import Request
 from shardproof.harness.running.run import run
 from shardproof.harness.running.run_result import INTERRUPTED, RunResult
 from shardproof.harness.subject import NamedSubject, claims, offers, own_cases
+from shardproof.harness.verdicts.verdict import FAIL
 from shardproof.reports.options.request import LAUNCHED, requested
 from shardproof.reports.printing.text import show_message, show_note, show_table, ticking
 
@@ -43,10 +43,10 @@ def main(arguments: argparse.Namespace) -> int:
     does this; the others serve it, and are released when it refuses the request.
     """
     if arguments.engine == LAUNCHED:
-        from shardproof.harness.engines.processes.launched.torchrun import serve, serves  # noqa: PLC0415
+        from shardproof.harness.engines.processes.launched.torchrun import is_to_serve, serve_driver  # noqa: PLC0415
 
-        if serves():
-            return serve()
+        if is_to_serve():
+            return serve_driver()
     request: Request = arguments.request or _first_ranks(arguments)
     if not arguments.cases:
         from shardproof.harness.running.sharing import arranged  # noqa: PLC0415
@@ -80,9 +80,9 @@ def _first_ranks(arguments: argparse.Namespace) -> Request:
     try:
         return requested(arguments)
     except ShardproofError:
-        from shardproof.harness.engines.processes.launched.torchrun import dismiss  # noqa: PLC0415
+        from shardproof.harness.engines.processes.launched.torchrun import dismiss_world  # noqa: PLC0415
 
-        dismiss()
+        dismiss_world()
         raise
 
 

@@ -5,8 +5,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from shardproof.harness.cases import check_words, read_case
-from shardproof.harness.dense_model import SUBJECT
+from shardproof.harness.dense_model import SUBJECT, check_words, read_case
 from shardproof.harness.errors import RequestError
 from shardproof.harness.resolve import resolve
 from shardproof.harness.running.request import seconds

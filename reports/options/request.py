@@ -13,8 +13,7 @@ from contextlib import chdir, nullcontext
 from importlib import import_module
 from pathlib import Path
 
-from shardproof.harness.cases import check_modes, in_own_words, parse_cases
-from shardproof.harness.dense_model import SUBJECT, dense_model
+from shardproof.harness.dense_model import SUBJECT, check_modes, dense_model, in_own_words, parse_cases
 from shardproof.harness.errors import RequestError
 from shardproof.harness.interpreter import interrupted_after
 from shardproof.harness.protocols import CaseLike, case_text

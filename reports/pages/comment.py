@@ -28,10 +28,10 @@ def comment(run: Run) -> str:
         return _of_program(run, program)
     cases = headline(run)
     found = bugs(simplest_first(run))
-    lines = [f"## shardproof: {overall(cases)}", "", f"{tally(cases, run.verdicts)}", ""]
+    lines = [f"## shardproof: {overall(cases)}", "", f"{tally(cases, run.records)}", ""]
     lines += [" | ".join(f"**{number}** {label}" for number, label, _ in opening.figures(run, cases)), ""]
     for bug in found[:_MOST]:
-        message = bug.message[:_LONGEST].replace("```", "'''")
+        message = bug.verdict.message[:_LONGEST].replace("```", "'''")
         lines += ["```text", message, *([bug.follows] if bug.follows else []), "```", ""]
     lines += [f"{len(found) - _MOST} more failures stand in verdicts.jsonl.", ""] if len(found) > _MOST else []
     return "\n".join([*lines, *([markdown(first_table(cases))] if len(cases) else [])])

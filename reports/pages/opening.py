@@ -7,6 +7,7 @@ from typing import Any
 
 import pandas as pd
 
+from shardproof.harness.verdicts.verdict import FAIL
 from shardproof.reports.printing.text_tables import NOTHING, Table, count
 from shardproof.reports.stored.files import recorded
 from shardproof.reports.stored.frames import Run
@@ -77,8 +78,7 @@ def failures(run: Run) -> Sequence[object]:
         return ()
     from shardproof.reports.stored.failures import groups, simplest_first  # noqa: PLC0415
 
-    failed = simplest_first(run)
-    return groups(failed[failed["verdict"] == "fail"], run.path, run.ledger)
+    return groups([one for one in simplest_first(run) if one.verdict == FAIL], run.path, run.ledger)
 
 
 def experts(run: Run) -> list[Table]:

@@ -15,9 +15,9 @@ from typing import Any
 import pandas as pd
 from markupsafe import Markup
 
-from shardproof.harness.cases import read_case
-from shardproof.harness.dense_model import SUBJECT
+from shardproof.harness.dense_model import SUBJECT, read_case
 from shardproof.harness.resolve import resolve
+from shardproof.harness.verdicts.verdict import UNKNOWN
 from shardproof.reports.pages import drawings, opening
 from shardproof.reports.pages.drawings import Node, by_module, last_micro_batch, timeline, tree
 from shardproof.reports.pages.templates import template_of
@@ -107,7 +107,7 @@ def _parts(run: Run) -> dict[str, object]:
         "program": program.get("program"),
         "findings": program.get("findings", []),
         "overall": summary.overall(headline),
-        "tally": summary.tally(headline, run.verdicts),
+        "tally": summary.tally(headline, run.records),
         "worst": int((headline["verdict"] == summary.overall(headline)).sum()),
         "against": text_tables.headline_table(headline).title,
         "strip": opening.figures(run, headline),
@@ -119,7 +119,7 @@ def _parts(run: Run) -> dict[str, object]:
         "shared": shared,
         "phases": [(phase, colour) for phase, colour in drawings.PHASE_COLOURS.items() if phase in used],
         "failures": opening.failures(run),
-        "open": _open(verdicts),
+        "open": [one for one in run.records if one.verdict == UNKNOWN and one.statement],
         "most_messages": _MOST_MESSAGES,
         "turns": run.env.get("request", {}).get("engine") == _TURNS,
         "notes": run.notes,
@@ -154,12 +154,6 @@ def _about(env: dict[str, Any]) -> str:
     asked, versions = env.get("request", {}), env.get("versions", {})
     words = {"subject": asked.get("subject"), "engine": asked.get("engine"), "torch": versions.get("torch")}
     return ", ".join(f"{word} {value}" for word, value in words.items() if value)
-
-
-def _open(verdicts: pd.DataFrame) -> list[dict[str, str]]:
-    """Checks that could not be decided: check, case and the reason."""
-    rows = verdicts[(verdicts["verdict"] == "unknown") & (verdicts["message"] != "")]
-    return [{str(key): str(value) for key, value in row.items()} for row in rows.to_dict("records")]
 
 
 def _growth(run: Run) -> dict[str, object]:

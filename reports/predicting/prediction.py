@@ -11,7 +11,7 @@ from typing import Any
 
 import pandas as pd
 
-from shardproof.harness.engines.shapes.dry import DryEngine
+from shardproof.harness.engines.threads.dry import DryEngine
 from shardproof.harness.errors import NoNumbers, NotComputed, RequestError
 from shardproof.harness.plain_case import WordError
 from shardproof.harness.predicting.figures import Forecast

@@ -82,12 +82,6 @@ def mark(value: object) -> str:
     return str(value) or NOTHING
 
 
-def few(value: object) -> str:
-    """The first of several names, and how many more there are."""
-    first, *more = str(value).split("; ")
-    return f"{first} and {len(more)} more" if more else first or NOTHING
-
-
 def figure(value: float, digits: int = 3) -> str:
     """A number with this many significant digits, never fewer than those before its point."""
     return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
@@ -245,7 +239,7 @@ def verdict_table(verdicts: pd.DataFrame) -> Table:
         verdicts,
         (str, "verdict | check | case | worst tensor: worst_name"),
         (small, "error: worst_error | allowed: worst_allowed | in epsilons: worst_epsilons"),
-        (few, "not checked: unchecked"),
+        (str, "not checked: unchecked"),
     )
 
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from shardproof.harness.engines.calls.sequences import find_divergences
+from shardproof.harness.engines.calls.matching import find_divergences
 from shardproof.harness.errors import RequestError
 from shardproof.harness.hangs.dumps import standings
 from shardproof.harness.hangs.hang_findings import lines

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 
 import pandas as pd
 
-from shardproof.harness.cases import read_case
-from shardproof.harness.dense_model import SUBJECT
+from shardproof.harness.dense_model import SUBJECT, read_case
 from shardproof.harness.errors import ShardproofError
 from shardproof.harness.protocols import CaseLike
 from shardproof.harness.subject import named, named_axes, stated

@@ -1,6 +1,6 @@
 """Failures grouped by their first place, one block of six lines each, and how each spread from there.
 
-The place is that of the six lines (`harness.diagnosing.failure_lines.site`), layers counted as one. So one bug of all
+The place is that of the six lines (`harness.verdicts.verdict.Verdict.site`), layers counted as one. So one bug of all
 checks, cases and modes is one group. From `errors.csv` a group has a map of layers by phases, error over allowed. A
 cell is the worst tensor that a layer computes in a phase. The first step has its own columns, all later steps together
 theirs: they follow from it. The first place has a mark of its own, whatever its numbers are.
@@ -9,7 +9,7 @@ theirs: they follow from it. The first place has a mark of its own, whatever its
 import linecache
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,9 @@ from typing import Any
 import pandas as pd
 
 from shardproof.harness.ledger import PHASES
+from shardproof.harness.verdicts import words
+from shardproof.harness.verdicts.facts import FailedCheck
+from shardproof.harness.verdicts.verdict import FAIL, Verdict
 from shardproof.reports.stored.files import csv_table
 from shardproof.reports.stored.frames import Run
 
@@ -26,94 +29,75 @@ _DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bug:
-    """Failed checks that share their first place: the case and message of the first.
+    """Failed checks that share their first place: the first of them.
 
     `others` are the checks that fail beside it, with the number of their cases, and `cases` how many cases these are.
     """
 
-    case: str
-    check: str
-    message: str
+    verdict: Verdict
     others: Mapping[str, int]
     cases: int
 
     @property
     def follows(self) -> str:
         """Words on further failures: "and update (12 cases) fails from the same first place on in 12 cases", or ""."""
-        if not self.others:
-            return ""
-        checks = [f"{check} ({count} cases)" if count > 1 else check for check, count in self.others.items()]
-        verb = "fail" if len(checks) > 1 else "fails"
-        where = f" in {self.cases} case{'s' if self.cases > 1 else ''}"
-        return f"and {', '.join(checks)} {verb} from the same first place on{where}"
+        return words.follows(self.others, self.cases)
 
 
-def bugs(verdicts: pd.DataFrame) -> list[Bug]:
-    """The failed verdicts of a run (columns case, check, verdict, message) by first place, in their own order."""
+def bugs(records: Iterable[Verdict]) -> list[Bug]:
+    """The failed verdicts of a run by first place, in their own order."""
     found = []
-    for first, *rest in _by_first_place(verdicts[verdicts["verdict"] == "fail"]):
+    for first, *rest in _by_first_place([one for one in records if one.verdict == FAIL]):
         cases: dict[str, set[str]] = {}
-        for row in rest:
-            cases.setdefault(row["check"], set()).add(row["case"])
-        place = {name: first[name] for name in ("case", "check", "message")}
+        for one in rest:
+            cases.setdefault(one.check, set()).add(one.case)
         others = {check: len(own) for check, own in cases.items()}
-        found.append(Bug(**place, others=others, cases=len(set().union(*cases.values()))))
+        found.append(Bug(verdict=first, others=others, cases=len(set().union(*cases.values()))))
     return found
 
 
-def _by_first_place(failed: pd.DataFrame) -> list[list[dict[str, str]]]:
-    """Failed verdicts as rows, those with one first place together, in the order in which their cases are stored.
+def _by_first_place(failed: Sequence[Verdict]) -> list[list[Verdict]]:
+    """Failed verdicts, those with one first place together, in the order in which their cases are stored.
 
     Of one case the largest error over its limit comes first, among failures of one first place and among such places.
     Failures of one case that have other causes are other faults, at the same place too.
     """
-    if failed.empty:
-        return []
-    from shardproof.harness.diagnosing.failure_lines import line_of, site  # noqa: PLC0415
-
-    rows = [{str(key): str(value) for key, value in row.items()} for row in failed.to_dict("records")]
-    shares = _shares(rows)
-    turn = {case: place for place, case in enumerate(dict.fromkeys(row["case"] for row in rows))}
-    order = sorted(range(len(rows)), key=lambda place: (turn[rows[place]["case"]], -shares[place]))
-    found: dict[tuple[str, int], list[dict[str, str]]] = {}
-    causes: dict[tuple[str, str], list[str]] = {}
-    for row in (rows[place] for place in order):
-        first, words = site(row["message"]), line_of(row["message"], "causes")
-        known = causes.setdefault((row["case"], first), [])
-        known += [words] if words not in known else []
-        found.setdefault((first, known.index(words)), []).append(row)
+    shares = _shares(failed)
+    turn = {case: place for place, case in enumerate(dict.fromkeys(one.case for one in failed))}
+    order = sorted(range(len(failed)), key=lambda place: (turn[failed[place].case], -shares[place]))
+    found: dict[tuple[str, int], list[Verdict]] = {}
+    faults: dict[tuple[str, str], list[object]] = {}
+    for one in (failed[place] for place in order):
+        fault = one.failure.fault if one.failure else None
+        known = faults.setdefault((one.case, one.site), [])
+        known += [fault] if fault not in known else []
+        found.setdefault((one.site, known.index(fault)), []).append(one)
     return list(found.values())
 
 
-def _shares(rows: list[dict[str, str]]) -> list[float]:
+def _shares(failed: Sequence[Verdict]) -> list[float]:
     """Errors of failures in units of their limits.
 
     A limit of 0 counts as the smallest other one of its case. Layouts, names and data come before any number,
     and are infinite. Counts of calls come last.
     """
     limits: dict[str, float] = {}
-    for row in rows:
-        if row["check"] not in _OF_CALLS and (allowed := _number(row, "worst_allowed")):
-            limits[row["case"]] = min(allowed, limits.get(row["case"], math.inf))
+    for one in failed:
+        if one.check not in _OF_CALLS and one.worst and one.worst.allowed:
+            limits[one.case] = min(one.worst.allowed, limits.get(one.case, math.inf))
     shares = []
-    for row in rows:
-        error, allowed = _number(row, "worst_error"), _number(row, "worst_allowed") or limits.get(row["case"], 0.0)
-        share = math.inf if error is None else _share(error, allowed)
-        shares.append(-1.0 if row["check"] in _OF_CALLS else share)
+    for one in failed:
+        worst = one.worst
+        share = _share(worst.error, worst.allowed or limits.get(one.case, 0.0)) if worst else math.inf
+        shares.append(-1.0 if one.check in _OF_CALLS else share)
     return shares
 
 
-def _number(row: Mapping[str, str], column: str) -> float | None:
-    """A column of a verdict, None where nothing was measured."""
-    number = float(row.get(column) or "nan")
-    return None if math.isnan(number) else number
-
-
-def simplest_first(run: Run) -> pd.DataFrame:
+def simplest_first(run: Run) -> list[Verdict]:
     """The verdicts of a run, those of the simplest case first: float64 before float32, few ranks before many."""
     ranked = sorted(run.cases.to_dict("records"), key=lambda row: simplicity({str(key): row[key] for key in row}))
     place = {str(row["case"]): number for number, row in enumerate(ranked)}
-    return run.verdicts.sort_values("case", key=lambda cases: cases.map(place), kind="stable", ignore_index=True)
+    return sorted(run.records, key=lambda one: place.get(one.case, len(place)))
 
 
 def simplicity(case: Mapping[str, Any]) -> tuple[float, ...]:
@@ -168,52 +152,38 @@ class Group:
 
     place: str
     cases: tuple[str, ...]
-    case: str
-    check: str
-    message: str
+    verdict: Verdict
     map: Map | None
-    others: tuple[dict[str, str], ...]
+    others: tuple[Verdict, ...]
     called_at: str = ""
     """Where the first call of the first place is issued, "" where it has none: `file:line: source`."""
 
 
-def groups(failed: pd.DataFrame, folder: Path, ledger: pd.DataFrame) -> list[Group]:
-    """Failed checks (rows of `Run.verdicts`) by their first place, in the order in which they are stored; `ledger` has
-    the calls of the run.
-    """
+def groups(failed: Sequence[Verdict], folder: Path, ledger: pd.DataFrame) -> list[Group]:
+    """Failed verdicts by their first place, in the order in which they are stored; `ledger`: the calls of the run."""
     by_place = _by_first_place(failed)
-    drawn = maps(folder, {rows[0]["case"] for rows in by_place})
+    drawn = maps(folder, {own[0].case for own in by_place})
     return [
         Group(
-            place=_place(rows[0]["message"]),
-            cases=tuple(dict.fromkeys(row["case"] for row in rows)),
-            case=rows[0]["case"],
-            check=rows[0]["check"],
-            message=rows[0]["message"],
-            map=drawn.get(rows[0]["case"]),
-            others=tuple(rows[1:]),
-            called_at=_called_at(ledger[ledger["case"] == rows[0]["case"]], _place(rows[0]["message"])),
+            place=words.place(own[0].statement, own[0].failure),
+            cases=tuple(dict.fromkeys(one.case for one in own)),
+            verdict=own[0],
+            map=drawn.get(own[0].case),
+            others=tuple(own[1:]),
+            called_at=_called_at(ledger[ledger["case"] == own[0].case], own[0].failure),
         )
-        for rows in by_place
+        for own in by_place
     ]
 
 
-def _called_at(calls: pd.DataFrame, place: str) -> str:
-    """File and line of the first of these calls in a place, "backward of layers.0.mlp.w1", with the source if here."""
-    phase, _, module = place.partition(" of ")
-    module = module.split(" ")[0]
+def _called_at(calls: pd.DataFrame, failure: FailedCheck | None) -> str:
+    """File and line of the first of these calls in the first place of a failure, with the source if it is here."""
+    phase, module = (failure.first.phase, failure.first.region) if failure else ("", "")
     first = calls[(calls["phase"] == phase) & (calls["region"] == module)]["caller"].head(1)
     caller = str(first.iloc[0]) if len(first) else ""
     file, _, line = caller.rpartition(":")
     source = linecache.getline(file, int(line)).strip() if line.isdigit() else ""
     return f"{caller}: {source}" if source else caller
-
-
-def _place(message: str) -> str:
-    """The place in the line `first:` of six lines; the first line of another message."""
-    lines = message.splitlines() or [""]
-    line = next((line for line in lines if line.startswith("first:")), lines[0])
-    return line.removeprefix("first:").strip().partition(": ")[0]
 
 
 def maps(folder: Path, cases: Collection[str]) -> dict[str, Map]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardproof.harness.errors import RequestError, ranks_text
+from shardproof.harness.run_folder import LAYOUT
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -92,7 +93,11 @@ def environment_of(run: Path, notes: list[str]) -> dict[str, Any]:
     if not path.is_file():
         notes.append("env.json is missing: versions and machine are unknown")
         return {}
-    return json_object(path)
+    env = json_object(path)
+    if (layout := env.get("layout")) != LAYOUT:
+        known = f"was written in layout {layout}" if layout else "has no number of a layout"
+        raise RunFolderError(f"{path}: {known}, and this release reads layout {LAYOUT}; legal: run its command again")
+    return env
 
 
 def json_object(path: Path) -> dict[str, Any]:

@@ -6,9 +6,10 @@ microseconds. A folder that a killed run left behind loads too. A line cut in it
 is made from the ledger, and `Run.notes` names both.
 """
 
+import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,10 @@ import pandas as pd
 from shardproof.harness.dense_model import dense_model
 from shardproof.harness.ledger import COLUMNS, OPS, PHASES, Event
 from shardproof.harness.mesh_axes import SHOWN
+from shardproof.harness.verdicts.facts import When
+from shardproof.harness.verdicts.stored_records import record_of
+from shardproof.harness.verdicts.verdict import UNKNOWN, Verdict, verdict_of
+from shardproof.harness.verdicts.words import notes_text
 from shardproof.reports.stored.files import (
     RunFolderError,
     csv_table,
@@ -37,16 +42,16 @@ _KEYS = ("case", "mode", "phase", "op", "axis", "group_size")
 _COUNTS = ("calls", "payload_bytes", "wire_bytes")
 _EXPECTED = ("expected_calls", "expected_payload_bytes")
 _BY_RANK = (*(f"min_{name}" for name in _COUNTS), "ranks_apart")
-SUMMARY_COLUMNS = (*_KEYS, *_COUNTS, *_EXPECTED)
+SUMMARY_COLUMNS = (*_KEYS, *_COUNTS, *_EXPECTED, *_BY_RANK)
 _SUMMARY_TYPES = (
     dict.fromkeys(_KEYS[:-1], "str")
     | dict.fromkeys(("group_size", *_COUNTS), "int64")
-    | dict.fromkeys(_EXPECTED, "Int64")
+    | dict.fromkeys((*_EXPECTED, *_BY_RANK), "Int64")
 )
 _VERDICT_TYPES = (
     dict.fromkeys(("case", "check", "verdict", "worst_name"), "str")
     | dict.fromkeys(("worst_error", "worst_allowed", "worst_epsilons"), "float64")
-    | dict.fromkeys(("message", "unchecked", "decided"), "str")
+    | dict.fromkeys(("message", "unchecked"), "str")
 )
 _MEMORY_TYPES = {"case": "str", "rank": "int64", "saved_bytes": "int64"}
 _NUMBERS = ("micro", "chunk", "start_us", "end_us", "call_index")
@@ -66,9 +71,9 @@ class Run:
     cases     case, mode, world_size and what else the run said of it; one row a case
     ledger    the contract's columns; one row an event
     summary   calls and bytes of one rank by case, mode, phase, op, axis, group_size, beside the expectation (NA: none)
-    verdicts  case, check, verdict, worst_name, worst_error, worst_allowed, worst_epsilons, message, unchecked (names,
-              joined by "; "), decided ("grad 8/23; loss 2/2": 8 of 23 gradients are decided), mode; one row a check,
-              and an unknown "run" where a killed run lost some of a case
+    verdicts  case, check, verdict, worst_name, worst_error, worst_allowed, worst_epsilons, message, unchecked (both as
+              text), mode; one row a check, and an unknown "run" where a killed run lost some of a case
+    records   the same verdicts as records (harness.verdicts.verdict.Verdict), in the same order
     timings   case, part, seconds, mode; one row a part of a case
     memory    case, rank, saved_bytes: the most that autograd held for backward; empty when it was not measured
     spans     case, rank, step, kind ("F", "B", or the op of an asynchronous call), micro, chunk, start_us, end_us,
@@ -83,6 +88,7 @@ class Run:
     ledger: pd.DataFrame
     summary: pd.DataFrame
     verdicts: pd.DataFrame
+    records: tuple[Verdict, ...]
     timings: pd.DataFrame
     memory: pd.DataFrame
     spans: pd.DataFrame
@@ -105,7 +111,8 @@ def load(run: str | Path = "runs/latest") -> Run:
     cases = _cases(path / "cases.jsonl", cut)
     ledger = _ledger(path, cut)
     summary = _summary(path / "summary.csv", ledger, [] if recorded(path) else cut)
-    verdicts = _verdicts(path / "verdicts.jsonl", [] if recorded(path) else cut)
+    records = _verdicts(path / "verdicts.jsonl", [] if recorded(path) else cut)
+    verdicts = frame_of(records)
     timings = csv_table(path / "timings.csv", {}, (), cut) if (path / "timings.csv").is_file() else pd.DataFrame()
     doubts: list[str] = []
     if recorded(path):
@@ -123,6 +130,7 @@ def load(run: str | Path = "runs/latest") -> Run:
         ledger=in_order(ledger),
         summary=in_order(summary),
         verdicts=_with_mode(verdicts, cases),
+        records=records,
         timings=_with_mode(timings, cases),
         memory=memory,
         spans=spans,
@@ -173,50 +181,47 @@ def _cases(path: Path, notes: list[str]) -> pd.DataFrame:
     return frame.drop_duplicates("case", keep="last", ignore_index=True)
 
 
-def _verdicts(path: Path, notes: list[str]) -> pd.DataFrame:
-    rows = []
-    lines = json_lines(path, ("case", "check", "verdict"), notes)
-    for row in (*lines, *_torn(lines, notes)):
-        worst = row.get("worst") or {}
-        if not isinstance(worst, dict):
-            raise RunFolderError(f"{path}: `worst` must be an object with name, error, allowed, epsilons")
-        rows.append(
-            (
-                *(row["case"], row["check"], row["verdict"], str(worst.get("name", ""))),
-                *(_number(worst.get("error")), _number(worst.get("allowed"))),
-                _number(worst.get("epsilons")),
-                str(row.get("message") or ""),
-                "; ".join(map(str, row.get("unchecked") or ())),
-                _decided(path, row.get("decided") or {}),
-            )
+def _verdicts(path: Path, notes: list[str]) -> tuple[Verdict, ...]:
+    """The verdicts of a file, those of failed checks with what later rows state of them. Raises RunFolderError."""
+    lines = json_lines(path, ("case", "check"), notes)
+    found: dict[tuple[str, str], Verdict] = {}
+    for number, row in enumerate(lines, 1):
+        key = str(row["case"]), str(row["check"])
+        try:
+            if "verdict" in row:
+                found[key] = verdict_of(row)
+            elif (known := found.get(key)) and known.failure:
+                failure = replace(known.failure, when=record_of(When, row.get("when")))
+                found[key] = replace(known, failure=failure)
+        except ValueError as problem:
+            raise RunFolderError(f"{path}, row {number}: no verdict of this layout ({problem})") from problem
+    return (*found.values(), *_torn(lines, notes))
+
+
+def frame_of(records: Sequence[Verdict]) -> pd.DataFrame:
+    """The columns of `Run.verdicts`, but for the mode: a row for each verdict."""
+    rows = [
+        (
+            *(one.case, one.check, one.verdict, worst.name if (worst := one.worst) else ""),
+            *((worst.error, worst.allowed, worst.epsilons) if worst else (math.nan,) * 3),
+            one.message,
+            notes_text(one.notes),
         )
+        for one in records
+    ]
     return pd.DataFrame(rows, columns=[*_VERDICT_TYPES]).astype(_VERDICT_TYPES)
 
 
-def _decided(path: Path, counts: object) -> str:
-    """Kinds of names with how many of how many tensors are decided."""
-    if not isinstance(counts, dict):
-        raise RunFolderError(f"{path}: `decided` must be an object, kind: [decided, tensors]")
-    try:
-        return "; ".join(f"{kind} {int(decided)}/{int(tensors)}" for kind, (decided, tensors) in counts.items())
-    except (TypeError, ValueError) as error:
-        raise RunFolderError(f"{path}: `decided` must be an object, kind: [decided, tensors] ({error})") from error
-
-
-def _torn(lines: Sequence[dict[str, Any]], notes: list[str]) -> list[dict[str, Any]]:
+def _torn(lines: Sequence[dict[str, Any]], notes: list[str]) -> list[Verdict]:
     """An unknown verdict for every case that has more than are stored: what is there must not read as all of it."""
-    stored = Counter(str(line["case"]) for line in lines)
-    needed = {str(line["case"]): line["of"] for line in lines if isinstance(line.get("of"), int)}
+    rows = [line for line in lines if "verdict" in line]
+    stored = Counter(str(line["case"]) for line in rows)
+    needed = {str(line["case"]): line["of"] for line in rows if isinstance(line.get("of"), int)}
     torn = {case: f"{stored[case]} of its {of} verdicts are stored" for case, of in needed.items() if stored[case] < of}
     if torn:
         notes.append(f"verdicts.jsonl lacks verdicts of {len(torn)} of the cases in it: the run was stopped")
     why = "the run was stopped while they were written"
-    return [{"case": case, "check": "run", "verdict": "unknown", "message": f"{torn[case]}: {why}"} for case in torn]
-
-
-def _number(value: object) -> float:
-    """JSON knows no NaN or infinity: writers send null or text for them."""
-    return float("nan") if value is None else float(str(value))
+    return [Verdict(case=case, check="run", verdict=UNKNOWN, statement=f"{torn[case]}: {why}") for case in torn]
 
 
 def _ledger(path: Path, notes: list[str]) -> pd.DataFrame:
@@ -244,7 +249,7 @@ def _of_its_world(ledger: pd.DataFrame, path: Path) -> pd.DataFrame:
 def _summary(path: Path, ledger: pd.DataFrame, notes: list[str]) -> pd.DataFrame:
     summary = pd.DataFrame({name: pd.Series(dtype=kind) for name, kind in _SUMMARY_TYPES.items()})
     if path.is_file():
-        summary = csv_table(path, _SUMMARY_TYPES | dict.fromkeys(_BY_RANK, "Int64"), SUMMARY_COLUMNS, notes)
+        summary = csv_table(path, _SUMMARY_TYPES, SUMMARY_COLUMNS, notes)
     rest = ledger[~ledger["case"].isin(summary["case"])]
     if rest.empty and path.is_file():
         return summary
@@ -254,5 +259,5 @@ def _summary(path: Path, ledger: pd.DataFrame, notes: list[str]) -> pd.DataFrame
         calls=("op", "size"), payload_bytes=("payload_bytes", "sum"), wire_bytes=("wire_bytes", "sum")
     )
     worst = one_rank.groupby(list(_KEYS), observed=True).max().reset_index()
-    made = worst.assign(**{name: pd.array([pd.NA] * len(worst), dtype="Int64") for name in _EXPECTED})
+    made = worst.assign(**{name: pd.array([pd.NA] * len(worst), dtype="Int64") for name in (*_EXPECTED, *_BY_RANK)})
     return pd.concat([summary, made], ignore_index=True) if len(summary) else made

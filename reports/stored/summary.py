@@ -7,11 +7,12 @@ measured where ranks are real processes, not where they take turns. Times are mi
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import pandas as pd
 
 from shardproof.harness.ledger import NO_PHASE
+from shardproof.harness.verdicts.verdict import Verdict
 from shardproof.reports.stored.frames import Run, in_order
 from shardproof.reports.stored.unchecked import by_case, decided_words
 
@@ -50,7 +51,7 @@ def headline(run: Run) -> pd.DataFrame:
     """
     lines = run.summary.groupby("case", sort=False)
     worst = worst_first(run.verdicts).drop_duplicates("case").set_index("case")["verdict"]
-    closest, decided = _closest(run.verdicts), by_case(run.verdicts)
+    closest, decided = _closest(run.verdicts), by_case(run.records)
     case = run.cases["case"]
     columns = {
         "mode": run.cases["mode"],
@@ -72,16 +73,16 @@ def headline(run: Run) -> pd.DataFrame:
     return in_order(pd.DataFrame(columns)).sort_values(["mode", "ranks"], kind="stable", ignore_index=True)
 
 
-def tally(headline: pd.DataFrame, verdicts: pd.DataFrame) -> str:
+def tally(headline: pd.DataFrame, records: Sequence[Verdict]) -> str:
     """The run in one line, from `headline`: cases by verdict, those that did not run, and how many tensors are decided.
 
     "3 cases: 2 pass, 1 fail, 0 unknown, 0 skip; all 129 tensors decided".
     """
-    ran = headline[headline["case"].isin(verdicts["case"])]
+    ran = headline[headline["case"].isin([one.case for one in records])]
     counts = ran["verdict"].value_counts()
     counted = [f"{int(counts.get(word, 0))} {word}" for word in ("pass", "fail", "unknown", "skip")]
     counted += [f"{len(headline) - len(ran)} not run"] if len(ran) < len(headline) else []
-    parts = [f"{len(headline)} case{'s' if len(headline) != 1 else ''}: {', '.join(counted)}", decided_words(verdicts)]
+    parts = [f"{len(headline)} case{'s' if len(headline) != 1 else ''}: {', '.join(counted)}", decided_words(records)]
     return "; ".join(filter(None, parts))
 
 
@@ -122,8 +123,7 @@ def _known_sum(numbers: "pd.Series[int]") -> int | None:
 
 def _unplaced(run: Run) -> "pd.Series[int]":
     """By case, the calls without a phase: they are counted as data, and the check of the ledger doubts that."""
-    of_ledger = run.verdicts[run.verdicts["check"] == "ledger"]
-    doubtful = of_ledger.loc[of_ledger["unchecked"].astype("str").str.contains(NO_PHASE, regex=False), "case"]
+    doubtful = {one.case for one in run.records for note in one.notes if note.reason == NO_PHASE}
     calls = _calls(run, "data")
     return calls[calls.index.isin(doubtful)]
 

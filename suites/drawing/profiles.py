@@ -1,8 +1,13 @@
-"""Hypothesis profiles of the suites: how many cases every property draws in every mode. Derandomised on CI."""
+"""Hypothesis profiles of the suites: how many cases every property draws in every mode. Derandomised on CI.
+
+`draw_samples` draws outside of a property: from a seed, without a database, without shrinking.
+"""
 
 import os
+from typing import TypeVar
 
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
 
 PROFILES = {"quick": 8, "default": 50, "deep": 1000}
 """Profile -> cases a property and mode; 8 have every pair of two boolean words (see `pairwise`). `deep` is for one
@@ -29,3 +34,27 @@ def register() -> None:
             suppress_health_check=(HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much),
             **({"database": None} if on_ci else {}),
         )
+
+
+T = TypeVar("T")
+
+
+def draw_samples(strategy: st.SearchStrategy[T], count: int, first_seed: int) -> list[T]:
+    """`count` values of the strategy, the same for the same seed; the simplest one comes first, whatever the seed."""
+    found: list[T] = []
+
+    @seed(first_seed)
+    @settings(
+        max_examples=max(count, 1),
+        database=None,
+        deadline=None,
+        phases=(Phase.generate,),
+        suppress_health_check=tuple(HealthCheck),
+    )
+    @given(strategy)
+    def draw(value: T) -> None:
+        found.append(value)
+
+    if count:
+        draw()
+    return found

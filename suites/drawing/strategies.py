@@ -3,8 +3,14 @@
 Non-degenerate by construction: axes of unequal size, odd factors, several micro-batches and steps,
 batch > 1, grouped heads, uneven masks. The reference draws biases and norm weights away from their defaults. Every draw
 is made in the driver, never inside a rank. Simple values come first, so that failures shrink to small cases.
+
+Some are of sizes that users train (`large_cases`): many tokens in a step, or a wide model. Rounding grows with the
+number of terms of a sum, so what holds for a few dozen tokens says little of thousands. Boolean words come in rows
+(`boolean_rows`): six to eight of them have every pair of values of every two words. Words are true in different sets of
+n/2 of n rows, never in the first: any two meet in all four pairs of values (Kleitman and Spencer 1973).
 """
 
+import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache
@@ -262,3 +268,68 @@ def _talk(draw: st.DrawFn, /, mode: str, family: str, flags: Mapping[str, bool])
         if words["head"] == "local":
             words["cross_entropy"] = "unfused"
     return words
+
+
+_EVERYWHERE = ("packed", "bias", "tied", "qk_norm", "fuse_qkv", "overlap", "fuse_mlp")
+_ROWS = 6
+"""Enough for ten words: there are ten sets of three rows among five."""
+
+
+def boolean_rows(mode: str) -> tuple[Mapping[str, bool], ...]:
+    """The boolean words of cases of this mode, row by row; packed data have no attention mask (Megatron's dense one).
+
+    A row in which both would be true is there twice, with one of them each.
+    """
+    words: tuple[str, ...] = (*_EVERYWHERE, "metric" if MODES[mode].measures else "attention_mask")
+    words += ("fuse_weights",) if MODES[mode].gathers_weights else ()
+    sets = dict(zip(words, itertools.combinations(range(1, _ROWS), _ROWS // 2), strict=False))
+    combinations: list[Mapping[str, bool]] = []
+    for row in range(_ROWS):
+        values = {word: row in true for word, true in sets.items()}
+        if values["packed"] and values.get("attention_mask"):
+            combinations += [values | {"packed": False}, values | {"attention_mask": False}]
+        else:
+            combinations.append(values)
+    return tuple(combinations)
+
+
+TOKENS = (1024, 4096, 16_384)
+"""Tokens of a step that a long case has, about."""
+HIDDEN = (256, 1024, 2048)
+"""Hidden sizes that a wide case has, about."""
+_LONGEST = 512
+"""Tokens of the longest sequence that is made of a short one: scores grow with the square."""
+_PACKED = 2048
+"""Tokens of the longest row of packs, which is one sequence to the dense model: 12 heads have scores of 400 MB."""
+_MOST_STEPS = 2
+_INNER = 4096
+"""The largest number of inner features of an MLP."""
+
+
+@st.composite
+def large_cases(draw: st.DrawFn, /, mode: str, **fixed: Any) -> Case:
+    """A case of this mode as `every_word` draws them, with many tokens or a wide model, and two steps at most."""
+    case = draw(every_word(mode, **fixed))
+    words = draw(_long(case) if draw(st.booleans(), label="many tokens") else _wide(case))
+    try:
+        return case.but(**words, steps=case.steps if "steps" in fixed else min(case.steps, _MOST_STEPS))
+    except CaseError:
+        reject()  # a rule that ties a size to another word
+
+
+@st.composite
+def _long(draw: st.DrawFn, /, case: Case) -> dict[str, Any]:
+    """Longer sequences and more of them: about as many tokens in a step as one of TOKENS."""
+    longest = max(_LONGEST // case.seq, 1)
+    times = draw(st.sampled_from([times for times in (1, 4, 16, 64) if times <= longest]), label="longer")
+    now = case.seq * times * case.micro * case.dp
+    batch = draw(st.sampled_from(TOKENS), label="tokens") // now
+    most = _PACKED // (case.seq * times) if case.rows == 1 else batch
+    return {"seq": case.seq * times, "batch": max(min(batch, most), 1)}
+
+
+@st.composite
+def _wide(draw: st.DrawFn, /, case: Case) -> dict[str, Any]:
+    """Wider heads and more inner features: a hidden size of about one of HIDDEN."""
+    times = max(draw(st.sampled_from(HIDDEN), label="hidden") // case.hidden, 1)
+    return {"hidden": case.hidden * times, "ffn": case.ffn * min(times, max(_INNER // case.ffn, 1))}

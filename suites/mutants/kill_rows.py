@@ -12,21 +12,20 @@ from fnmatch import fnmatchcase
 from functools import partial
 
 from shardproof.bugs.planting import Subject
-from shardproof.harness.checking.evidence import FAIL, PASS
 from shardproof.harness.dense_model import SUBJECT
 from shardproof.harness.diagnosing.diagnosis import Diagnosis
 from shardproof.harness.engines.engine import Engine
 from shardproof.harness.faults import Fault
-from shardproof.harness.injecting.equivalence import UNCHANGED, UNREAD
 from shardproof.harness.injecting.kill_matrix import AND_MORE, MISLEADING, NO, NONE, RIGHT, YES, Kill
-from shardproof.harness.injecting.survey import FaultResult, survey, unproved
+from shardproof.harness.injecting.survey import UNCHANGED, UNREAD, FaultResult, survey, unproved_collectives
 from shardproof.harness.protocols import CaseLike
 from shardproof.harness.running.experiments import Failed, words_needed
 from shardproof.harness.running.proof import prove
 from shardproof.harness.running.result import CaseResult
 from shardproof.harness.subject import NamedSubject, named
-from shardproof.suites.mutants.draws import showing
-from shardproof.suites.mutants.mutant import Mutant
+from shardproof.harness.verdicts.verdict import FAIL, PASS
+from shardproof.harness.verdicts.words import when_line
+from shardproof.suites.mutants.mutant import Mutant, cases_showing
 
 TRIES = 10
 """Drawn cases that a mutant is held against before it counts as a survivor."""
@@ -73,7 +72,7 @@ def mutant_killed(
     result: CaseResult | None = None
     when = ""
     with mutant.subject() as subject:
-        for case in itertools.islice(showing(mutant, mode, dtype), TRIES):
+        for case in itertools.islice(cases_showing(mutant, mode, dtype), TRIES):
             result = prove(case, subject, engine, timeout_s=timeout_s)
             if result.verdict == FAIL:
                 when = when_of(result, subject, engine) if twin else ""
@@ -96,7 +95,7 @@ def when_of(result: CaseResult, subject: Subject | str, engine: Engine) -> str:
     given = named(subject)
     failed = Failed(case=result.case, verdicts=result.verdicts)
     proving = partial(prove, subject=given, engine=engine, explain=False)
-    return words_needed(failed, given, proving, time.monotonic() + WHEN_S).text
+    return when_line(words_needed(failed, given, proving, time.monotonic() + WHEN_S).when)
 
 
 def _row(mutant: Mutant, mode: str, result: CaseResult | None, seconds: float) -> Kill:
@@ -173,7 +172,7 @@ def faults_killed(
         for result in surveyed(other, faults=hidden) if hidden else ():
             shown = result.killed or (results[result.fault][1].equivalent and result.survived)
             results[result.fault] = (other, result) if shown else results[result.fault]
-    unmissed = {one.target: one.why for one in unproved(result for _, result in results.values())}
+    unmissed = {one.target: one.why for one in unproved_collectives(result for _, result in results.values())}
     return [
         _fault_row(where, result, unmissed.get(fault.target, "") if fault.kind == "drop" else "")
         for fault, (where, result) in results.items()

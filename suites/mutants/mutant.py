@@ -4,19 +4,26 @@
 `reference.case.conditions`. The names are the case's own words and what follows from them, and `world`. `wdp` are ranks
 that hold the same shard, `padding` rows of the vocabulary that are no token. A mutant is planted in every mode that can
 host it.
+
+Every property of the suites draws its cases from `suites.drawing.strategies`, in the number of the profile. The same
+number is drawn here, from a fixed seed, smallest first. So a mutant is killed by a case that a property meets.
 """
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 from shardproof.bugs.anchors import changed
 from shardproof.bugs.planting import Subject, planted, planted_everywhere
-from shardproof.bugs.record import Bug
+from shardproof.bugs.record import Bug, Words
 from shardproof.harness.dense_model import SUBJECT
-from shardproof.reference.case import Case
+from shardproof.reference.case import Case, CaseError
 from shardproof.reference.case.conditions import broken
 from shardproof.reference.language.modes import MODES
+from shardproof.suites.drawing.profiles import PROFILES, draw_samples
+from shardproof.suites.drawing.strategies import cases
 
 EVERY = tuple(MODES)
 TENSOR = tuple(name for name, mode in MODES.items() if not mode.gathers_weights and not mode.uneven)
@@ -73,3 +80,33 @@ def _value(case: Case, key: str) -> object:
         "padding": 0 if MODES[case.mode].uneven else case.padded_vocab - case.vocab,
     }
     return derived[key] if key in derived else getattr(case, key)
+
+
+_SEED = 20251121
+
+
+@cache  # a hundred suites and modes, asked for in turn
+def _drawn(mode: str, fixed: tuple[tuple[str, Any], ...]) -> tuple[Case, ...]:
+    found = draw_samples(cases(mode, **dict(fixed)), PROFILES["default"], _SEED)
+    return tuple(sorted(dict.fromkeys(found), key=work))
+
+
+def drawn(mode: str, fixed: Words) -> tuple[Case, ...]:
+    """The cases of one property in the profile `default`, smallest first; `fixed` words are the property's own."""
+    return _drawn(mode, tuple(sorted(fixed.items())))
+
+
+def cases_showing(mutant: Mutant, mode: str, dtype: str = "") -> tuple[Case, ...]:
+    """The drawn cases of this mode that can show the mutant; of `dtype`, unless it shows in others alone."""
+    if not dtype:
+        return tuple(case for case in drawn(mode, mutant.suite) if mutant.shows(case))
+    try:
+        cases_of_dtype = drawn(mode, {"dtype": dtype, **mutant.suite})
+    except CaseError:  # its property is about words that need another dtype
+        cases_of_dtype = ()
+    return tuple(case for case in cases_of_dtype if mutant.shows(case)) or cases_showing(mutant, mode)
+
+
+def work(case: Case) -> int:
+    """How long a case takes, in no unit: ranks first, for each has its own pass over the model."""
+    return case.world_size * case.layers * case.micro * case.steps * (500 + case.tokens * case.hidden)

@@ -17,9 +17,9 @@ from shardproof.harness.running.proof import prove
 from shardproof.harness.running.result import CaseResult
 from shardproof.harness.subject import NamedSubject
 from shardproof.reference.case import Case
+from shardproof.suites.drawing.profiles import draw_samples
 from shardproof.suites.drawing.strategies import cases
 from shardproof.suites.session.request import chosen_modes
-from shardproof.suites.session.sampling import sampled
 
 WORLDS = (2, 3, 4)
 """World sizes to draw from: real processes share the machine's cores."""
@@ -34,7 +34,7 @@ def drawn(
     for place, mode in enumerate(modes):
         share = count // len(modes) + (place < count % len(modes))
         # hypothesis begins with the simplest of all, which is left out
-        drawn_of_mode = sampled(cases(mode, worlds, **fixed), share + 1 if share else 0, 1000 * first_seed + place)
+        drawn_of_mode = draw_samples(cases(mode, worlds, **fixed), share + 1 if share else 0, 1000 * first_seed + place)
         found += drawn_of_mode[1 : share + 1]
     return found
 

@@ -3,11 +3,13 @@
 [[failure]]
 test = "test_forward.py::test_losses_and_logits[isp]"     # the end of a test's id; * stands for anything
 reason = "issue 12: the head is scattered in the wrong order"
+
+Summary of a test session on GitHub: counts, and the six lines of every failure, within a step's limit of length.
 """
 
 import re
 import tomllib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,3 +113,34 @@ class _Stale(pytest.Item):
 
     def reportinfo(self) -> tuple[Path, None, str]:
         return self.path, None, self.name
+
+
+_MOST_BYTES = 900_000
+"""GitHub drops a step's summary above 1 MiB."""
+
+
+def summary_markdown(counts: Mapping[str, int], failures: Sequence[tuple[str, str]], about: str) -> str:
+    """Markdown: a line of counts, then every failed test with its message, as many as fit."""
+    words = ", ".join(f"{count} {word}" for word, count in counts.items() if count) or "no test"
+    text = f"### shardproof: {words}\n\n{about}\n\n"
+    for number, (test, message) in enumerate(failures):
+        fence = "~" * 8
+        part = f"<details><summary>{_plain(test)}</summary>\n\n{fence}\n{message.strip()}\n{fence}\n\n</details>\n\n"
+        if len((text + part).encode()) > _MOST_BYTES:
+            return f"{text}{len(failures) - number} more failures are in the log.\n"
+        text += part
+    return text
+
+
+def _plain(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace("\n", " ")
+
+
+def append_summary(text: str, environment: Mapping[str, str]) -> bool:
+    """Append it to the step's page when the environment names one; say whether it did."""
+    target = environment.get("GITHUB_STEP_SUMMARY", "")
+    if not target:
+        return False
+    with Path(target).open("a", encoding="utf-8") as page:
+        page.write(text)
+    return True

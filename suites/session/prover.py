@@ -17,9 +17,7 @@ import torch
 from hypothesis import strategies as st
 
 from shardproof.harness.checking.checks import CHECKS, LAWS
-from shardproof.harness.checking.evidence import FAIL, SKIP, Verdict
 from shardproof.harness.dense_model import SUBJECT
-from shardproof.harness.diagnosing.failure_lines import site
 from shardproof.harness.engines.engine import Engine
 from shardproof.harness.errors import RequestError
 from shardproof.harness.plain_case import Vocabulary
@@ -30,12 +28,13 @@ from shardproof.harness.running.result import CaseResult, ledger_rows, with_trac
 from shardproof.harness.running.store import Store, environment
 from shardproof.harness.running.summary import summarize
 from shardproof.harness.subject import NamedSubject, case_of, named, offers, refusal, vocabulary
+from shardproof.harness.verdicts.verdict import FAIL, SKIP, Verdict
+from shardproof.harness.verdicts.words import labelled
 from shardproof.reference.case import Case
 from shardproof.reference.features import PARTS
 from shardproof.reports.options.request import default_cases
-from shardproof.suites.drawing.own_cases import around
-from shardproof.suites.drawing.pairwise import rows
-from shardproof.suites.drawing.strategies import cases
+from shardproof.suites.drawing.own_cases import cases_around
+from shardproof.suites.drawing.strategies import boolean_rows, cases
 from shardproof.suites.session.request import world_sizes
 
 _ENOUGH = 50
@@ -134,7 +133,7 @@ class Prover:
         if foreign := [str(own.foreign(word, value)) for word, value in fixed.items() if not own.takes(word, value)]:
             pytest.skip(f"cases of {self.subject.name} cannot have {foreign[0]}")
         words = {word: value for word, value in where_known.items() if word in known and own.takes(word, value)}
-        case: CaseLike = data.draw(around(self.subject, mode, {**words, **fixed}), label="case")
+        case: CaseLike = data.draw(cases_around(self.subject, mode, {**words, **fixed}), label="case")
         if reason := self.refused(case):
             self.refusals.append(reason)
             self._reject()
@@ -153,7 +152,7 @@ class Prover:
         property begins with another one. A draw that is repeated (shrunk, from the database) has its row again.
         """
         test = os.environ.get("PYTEST_CURRENT_TEST", "")
-        every, drawn = rows(mode), self.rows.setdefault(test, {})
+        every, drawn = boolean_rows(mode), self.rows.setdefault(test, {})
         turn = data.draw(st.integers(0, 2**16 - 1), label="turn")
         row = data.draw(st.integers(0, len(every) - 1), label="row")
         if drawn.setdefault(row, turn) != turn and len(drawn) < len(every):
@@ -217,15 +216,15 @@ class Prover:
         test, blocks = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0], []
         by_place: dict[str, list[Verdict]] = {}
         for verdict in wrong:
-            key = site(verdict.message) if verdict.verdict == FAIL else verdict.message
+            key = verdict.site if verdict.verdict == FAIL else verdict.statement
             by_place.setdefault(key, []).append(verdict)
         for place, verdicts in by_place.items():
             before = self.reported.setdefault(place, test)
-            message = verdicts[0].message
+            message, failure = verdicts[0].message, verdicts[0].failure
             if before != test:
                 checks = ", ".join(verdict.check for verdict in verdicts)
-                repeat = message.splitlines()[-1]
-                message = f"{checks} of {verdicts[0].case}\nfails from the same first place on as {before}\n{repeat}"
+                message = f"{checks} of {verdicts[0].case}\nfails from the same first place on as {before}"
+                message += "\n" + "".join(labelled({"repeat": failure.repeat}) if failure else [verdicts[0].statement])
             elif len(verdicts) > 1:
                 message += f"\nand from there on: {', '.join(verdict.check for verdict in verdicts[1:])}"
             blocks.append(message)

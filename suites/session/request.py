@@ -11,8 +11,7 @@ from importlib import import_module
 
 import pytest
 
-from shardproof.harness.cases import check_modes, read_case
-from shardproof.harness.dense_model import SUBJECT
+from shardproof.harness.dense_model import SUBJECT, check_modes, read_case
 from shardproof.harness.errors import RequestError
 from shardproof.harness.running.engines import known_engine
 from shardproof.harness.running.ranks.capacity import admit

@@ -10,11 +10,23 @@ from typing import Any
 
 import pytest
 
-from bench.cells import DEFECT, PASSED, Cell, System, cells
-from bench.systems import CANNOT, CHECKS, FAILED, PAGE, judged, key, stored_on
+from bench.systems import (
+    CANNOT,
+    CHECKS,
+    DEFECT,
+    FAILED,
+    PAGE,
+    PASSED,
+    Cell,
+    System,
+    judge_cell,
+    key,
+    read_cells,
+    stored_on,
+)
 from tests import ROOT
 
-CELLS = list(cells())
+CELLS = list(read_cells())
 
 
 def test_the_page_has_every_cell_with_its_result_and_no_other_and_the_readme_their_numbers() -> None:
@@ -67,7 +79,7 @@ def test_a_result_other_than_that_of_the_row_is_a_failure(
     cell: Cell, verdict: str, checks: dict[str, tuple[str, str]], stored: Any, result: str, why: str
 ) -> None:
     verdicts = [{"check": check, "verdict": found, "message": text} for check, (found, text) in checks.items()]
-    seen = judged(cell, {**ROW, "verdict": verdict}, verdicts, stored)
+    seen = judge_cell(cell, {**ROW, "verdict": verdict}, verdicts, stored)
     assert seen.result == result and why in seen.why
 
 

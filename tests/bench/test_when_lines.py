@@ -6,17 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from bench.when_lines import Statement, false_statements, statements
-from shardproof.harness.checking.evidence import FAIL
-from shardproof.harness.diagnosing.failure_lines import line_of
+from bench.blind import Statement, false_statements, statements
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.running.proof import prove
 from shardproof.harness.subject import named
+from shardproof.harness.verdicts.verdict import FAIL
 from shardproof.reference.case import Case
 from shardproof.suites.mutants.catalogue import MUTANTS
-from shardproof.suites.mutants.draws import showing
-from shardproof.suites.mutants.mutant import Mutant
+from shardproof.suites.mutants.mutant import Mutant, cases_showing
 from tests.deep import deep
+from tests.harness.noted import when_of
 from tests.harness.proofs import ran
 
 SIZES = "layers=1 hidden=16 heads=4 ffn=16 seq=8 steps=1"
@@ -28,7 +27,7 @@ def run_again(folder: Path, mutant: Mutant, case: Case, when_s: float) -> tuple[
     """The printed line of a bug on a case, and the statements in it that are not so; no line where the case is right"""
     with mutant.subject() as planted, InprocEngine() as engine:
         result = ran(folder, planted, case, when_s=when_s)
-        lines = [line_of(one.message, "when") for one in result.verdicts if one.verdict == FAIL]
+        lines = [when_of(one) for one in result.verdicts if one.verdict == FAIL]
         line = next(filter(None, lines), "")
         assert bool(line) == bool(result.exit_status)
         if not line:
@@ -57,7 +56,7 @@ def test_a_printed_line_is_true_word_for_word(name: str, case: str, words: str, 
 def test_lines_of_bugs_and_cases_that_are_drawn(seed: int, tmp_path: Path) -> None:
     draw = random.Random(seed)  # noqa: S311
     mutant = OWN[draw.choice(sorted(OWN))]
-    cases = showing(mutant, draw.choice(sorted(mutant.modes)))
+    cases = cases_showing(mutant, draw.choice(sorted(mutant.modes)))
     for number, case in enumerate(draw.sample(cases, min(len(cases), 5))):
         line, false = run_again(tmp_path / str(number), mutant, case, 10.0)
         assert not false, f"{mutant.name}: {line}"

@@ -18,7 +18,7 @@ from shardproof.harness.engines.processes.forked.pool import PoolEngine
 from shardproof.harness.errors import RequestError
 from shardproof.harness.running.proof import prove
 from shardproof.reference.case import Case
-from shardproof.suites.killing.scripts import scripts
+from shardproof.suites.killing import scripts
 from shardproof.suites.mutants.kill_rows import mutant_killed
 from shardproof.suites.mutants.mutant import GROUPS, Mutant
 from shardproof.suites.session.prover import Prover

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardproof.harness.shard import Shard
+from shardproof.harness.protocols import Shard
 
 ROWS, INNER, LR = 5, 24, 0.1
 WORDS = {"width": 12, "act": ("relu", "tanh"), "micro": 3}

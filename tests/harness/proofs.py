@@ -15,6 +15,7 @@ from shardproof.harness.running.result import CaseResult
 from shardproof.harness.running.run import run
 from shardproof.harness.running.run_result import RunResult
 from shardproof.harness.subject import case_of, named
+from tests.harness.noted import names_of, reasons_of
 from tests.harness.toy_subjects import Changed
 
 
@@ -65,7 +66,7 @@ def verdict_of(result: Any, check: str) -> Any:
 
 def unchecked(result: CaseResult) -> set[str]:
     """Everything that no check looked at."""
-    return {name for verdict in result.verdicts for name in verdict.unchecked}
+    return {one for verdict in result.verdicts for one in (*names_of(verdict), *reasons_of(verdict))}
 
 
 def told(result: CaseResult) -> str:

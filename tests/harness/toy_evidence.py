@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 
 from shardproof.harness.checking.checks import Check, answer, examine
-from shardproof.harness.checking.evidence import Finding
+from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.records import Calls, Claims, Controls, Evidence, Repeats, Run, Truth, merged_outcomes
-from shardproof.harness.diagnosing.diagnosis import explanation_of
-from shardproof.harness.diagnosing.six_lines import explain
+from shardproof.harness.diagnosing.diagnosis import diagnose, explanation_of
+from shardproof.harness.diagnosing.explained import failed_check
 from shardproof.harness.ledger import Event, wire_bytes
 from shardproof.harness.outcome.blocks import localize
 from shardproof.harness.outcome.merging import Outcomes
-from shardproof.harness.shard import Shard
+from shardproof.harness.protocols import Shard
+from shardproof.harness.running.result import verdict_on
 from shardproof.harness.terms import Term
 from shardproof.reference.case import Case
 
@@ -169,7 +170,9 @@ def told_by(found: Evidence, check: str = "") -> list[str]:
     """The lines about a check, or about the first one that fails."""
     findings = examine(found)
     first = next((name for name, finding in findings.items() if finding.verdict == "fail"), "")
-    return explain(found, findings, check or first, "my.module:subject").splitlines()
+    finding = findings[check := check or first]
+    failure = failed_check(diagnose(found, findings, check), finding, found.run, "my.module:subject")
+    return verdict_on(finding, str(found.run.case), check, failure).lines
 
 
 def named(findings: Mapping[str, Finding], verdict: str) -> set[str]:

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from shardproof.bugs.planting import planted
-from shardproof.harness.checking.evidence import FAIL, PASS
-from shardproof.harness.engines.shapes.dry import DryEngine
+from shardproof.harness.engines.threads.dry import DryEngine
 from shardproof.harness.predicting.figures import EQUAL
 from shardproof.harness.predicting.forecast import forecast
 from shardproof.harness.running.result import CaseResult
+from shardproof.harness.verdicts.verdict import FAIL, PASS
 from shardproof.parallel.subject import ParallelSubject, subject
 from shardproof.reference.case import Case
 from shardproof.suites.mutants.catalogue import of_file

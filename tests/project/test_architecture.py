@@ -62,7 +62,7 @@ BY_NAME = {"shardproof.reference.features"}
 OF_OTHERS = {
     "shardproof.parallel.registry": "what reference.features finds, in a copy with a planted bug that of the copy",
     "shardproof.bugs.planting": "copies of modules in which a bug is planted",
-    "shardproof.harness.engines.threads.state.module_state": "modules that a subject names in per_rank",
+    "shardproof.harness.engines.threads.rank_state": "modules that a subject names in per_rank",
     "shardproof.harness.reproducing.repro_script": "a subject, in a script that stands alone",
     "shardproof.harness.resolve": "a subject or another object that is named module:object",
     "shardproof.reference.checkpoints.metadata": "a class that a checkpoint of torch names",

@@ -47,7 +47,7 @@ NOT_RUN = {
     "shardproof hang runs/latest": "a folder that a hang leaves: tests/harness/hangs",
     "shardproof hang /tmp/nccl_trace_rank_*": "files of NCCL: tests/harness/hangs",
     "--subject shardproof.suites.subjects.mcore_experts:subject": _MEGATRON,
-    "pytest --pyargs shardproof.suites.test_checkpoints": "draws cases for minutes: tests/suites/test_pairwise.py",
+    "pytest --pyargs shardproof.suites.test_checkpoints": "draws cases for minutes: tests/suites/test_drawing.py",
     '"preset=opt-125m tp=4" --check model.safetensors': "a real model; a toy: tests/reports/commands/test_slicing.py",
     "load=/tmp/llama": _TRANSFORMERS,
     "/tmp/checkpoint /tmp/llama": _TRANSFORMERS,

@@ -11,20 +11,30 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shardproof.harness.checking.evidence import Verdict
 from shardproof.harness.ledger import COLUMNS, Event, wire_bytes
 from shardproof.harness.running.result import ledger_rows
 from shardproof.harness.running.store import Store, environment
 from shardproof.harness.running.summary import summarize
+from shardproof.harness.verdicts.verdict import Verdict
+from shardproof.reports.stored.frames import Run, frame_of
 
 ACTIVATION_BYTES = 4096
 TP, TP_SP = "mode=tp tp=2", "mode=tp-sp tp=2 seq=64"
-MESSAGE = """what:   grad/layers.0.mlp.w1.weight differs from the dense model
-where:  mode=tp rank=1 step=0 phase=backward module=layers.0.mlp.w1
-how far: 1.2e-02 against 1e-09 allowed
-first:  act_grad/layers.0.mlp
+MESSAGE = """what:   grad/layers.0.mlp.w1.weight differs from the dense model (check update)
+where:  mode=tp, rank 1 of 2, step 0, phase backward, module layers.0.mlp.w1
+error:  frobenius error 0.012 (5.4e+13 eps), allowed 1e-09 (4.5e+06 eps); 1 tensor of this check wrong
+first:  backward of layers.0.mlp in step 0: act_grad/layers.0.mlp
 causes: a missing all_reduce of the input gradient <b>
-repeat: shardproof run "mode=tp tp=2" """
+repeat: shardproof run "mode=tp tp=2\""""
+FAILURE = {
+    "where": {"mode": "tp", "world_size": 2, "ranks": [1], "step": 0, "phase": "backward", "region": "layers.0.mlp.w1"},
+    "wrong": [{"name": "grad/layers.0.mlp.w1.weight", "measure": "frobenius", "error": 1.2e-2, "allowed": 1e-9}],
+    "unit": 2**-52,
+    "first": {"phase": "backward", "region": "layers.0.mlp", "step": 0, "name": "act_grad/layers.0.mlp"},
+    "causes": [{"id": "not_summed", "words": "a missing all_reduce of the input gradient <b>"}],
+    "repeat": 'shardproof run "mode=tp tp=2"',
+}
+"""The facts of MESSAGE, by the contract of verdicts.jsonl."""
 
 Call = tuple[str, str, str, int]
 """Phase, region, op, calls; each carries one activation over axis tp."""
@@ -88,20 +98,30 @@ def verdict(case: str, check: str, word: str = "pass", error: float | None = 2e-
         "check": check,
         "verdict": word,
         "worst": worst if error is not None else None,
-        "message": MESSAGE if word == "fail" else "",
-        "unchecked": ["logits/0", "logits/1", "act/head"] if check == "forward" else [],
+        "statement": "grad/layers.0.mlp.w1.weight differs from the dense model" if word == "fail" else "",
+        "notes": [{"kind": "undecided", "names": ["logits/0", "logits/1", "act/head"]}] if check == "forward" else [],
+        "failure": FAILURE if word == "fail" else None,
     }
+
+
+def with_records(run: Run, records: Iterable[Verdict]) -> Run:
+    """The run with these verdicts in place of its own."""
+    known = tuple(records)
+    return replace(run, records=known, verdicts=frame_of(known).assign(mode="tp"))
 
 
 def write(folder: Path, *, failing: bool = False, expected: bool = True) -> Path:
     """A complete run folder: all pass, or one failing check; with or without an expectation."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "env.json").write_text(json.dumps({"torch": "2.13.0", "command": "shardproof run", "cores": 2}))
+    (folder / "env.json").write_text(
+        json.dumps({"layout": 2, "torch": "2.13.0", "command": "shardproof run", "cores": 2})
+    )
     sizes = {"world_size": 2, "tokens": 64, "micro": 1, "steps": 1}
     cases = [{"case": case, "mode": _words(case)["mode"], **sizes} for case in CALLS]
     (folder / "cases.jsonl").write_text("".join(json.dumps(case) + "\n" for case in cases))
     table(folder / "ledger.csv", COLUMNS, (row(e) for case in CALLS for e in events(case, CALLS[case])))
-    summary_columns = (*SUMMARY, "expected_calls", "expected_payload_bytes")
+    by_rank = ("min_calls", "min_payload_bytes", "min_wire_bytes", "ranks_apart")
+    summary_columns = (*SUMMARY, "expected_calls", "expected_payload_bytes", *by_rank)
     table(folder / "summary.csv", summary_columns, (row for case in CALLS for row in _summary(case, expected)))
     verdicts = [verdict(case, check) for case in CALLS for check in ("forward", "gradients")]
     verdicts += [verdict(case, "replicas", error=0.0, allowed=0.0) for case in CALLS]
@@ -135,10 +155,10 @@ def _summary(case: str, expected: bool) -> Iterator[tuple[Any, ...]]:
         payload = count * ACTIVATION_BYTES
         wire = count * wire_bytes(op, ACTIVATION_BYTES, 2)
         beside = (count, payload) if expected else ("", "")
-        yield (case, _words(case)["mode"], phase, op, "tp", 2, count, payload, wire, *beside)
+        yield (case, _words(case)["mode"], phase, op, "tp", 2, count, payload, wire, *beside, "", "", "", "")
 
 
-PASSED = Verdict(case="", check="forward", verdict="pass", worst=None, message="")
+PASSED = Verdict(case="", check="forward", verdict="pass", statement="")
 
 
 def stored(out: Path, planned: Iterable[str], finished: Iterable[list[Event]], verdict: Verdict = PASSED) -> Path:

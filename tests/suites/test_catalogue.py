@@ -16,15 +16,13 @@ from shardproof.harness.running.engines import engine_named
 from shardproof.harness.running.proof import prove
 from shardproof.harness.subject import cases_of, named
 from shardproof.reports.commands.cli import main
-from shardproof.suites.killing import matrix
-from shardproof.suites.killing import scripts as killing
-from shardproof.suites.killing.scripts import scripts
+from shardproof.suites import killing
+from shardproof.suites.killing import scripts
 from shardproof.suites.mutants import field, kill_rows
 from shardproof.suites.mutants.catalogue import HELD_BACK, MUTANTS, VARIANT_ROWS
-from shardproof.suites.mutants.draws import showing
 from shardproof.suites.mutants.field import FIELD, MEASURED, page, public
 from shardproof.suites.mutants.kill_rows import mutant_killed
-from shardproof.suites.mutants.mutant import Mutant
+from shardproof.suites.mutants.mutant import Mutant, cases_showing
 from tests import ROOT
 from tests.suites.toy_faults import kill
 
@@ -84,15 +82,15 @@ def test_other_tools_read_its_rows_as_csv(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_the_field_is_planned_with_twins_and_without_faults() -> None:
-    plans = matrix.planned(named(SUBJECT), quick=True, field=True)
+    plans = killing.plan_kills(named(SUBJECT), quick=True, field=True)
     open_, held = {row.name for row in FIELD}, {row.name for row in HELD_BACK if field.in_field(row)}
     assert {plan.name for plan in plans} == open_ | held
     assert all(plan.twin and not plan.faults for plan in plans)
-    assert {plan.name for plan in matrix.planned(named(SUBJECT), quick=True, field=True, only="open")} == open_
+    assert {plan.name for plan in killing.plan_kills(named(SUBJECT), quick=True, field=True, only="open")} == open_
     with pytest.raises(RequestError, match=r"--field: is of bugs planted in shardproof\.parallel\.subject:subject"):
-        matrix.planned(named("tests.suites.toy_faults:theirs"), quick=True, field=True)
+        killing.plan_kills(named("tests.suites.toy_faults:theirs"), quick=True, field=True)
     with pytest.raises(RequestError, match="--field"):
-        matrix.planned(named(SUBJECT), quick=True, field=True, cases=cases_of(["tp=2"], named(SUBJECT)))
+        killing.plan_kills(named(SUBJECT), quick=True, field=True, cases=cases_of(["tp=2"], named(SUBJECT)))
 
 
 def test_a_bug_is_measured_beside_the_same_case_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +99,7 @@ def test_a_bug_is_measured_beside_the_same_case_without_it(monkeypatch: pytest.M
         killed = mutant_killed(bug, "tp-sp", engine, twin=True)
         assert (killed.row.killed, killed.row.twin) == (True, "yes")
         assert killed.row.when.startswith("only with ") and "tp=2" in killed.row.when
-        case = showing(bug, "tp-sp")[0]
+        case = cases_showing(bug, "tp-sp")[0]
         with bug.subject() as wrong:
             monkeypatch.setattr(kill_rows, "SUBJECT", wrong)
             result = prove(case, SUBJECT, engine, explain=False)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shardproof.harness.dense_model import SUBJECT
-from shardproof.harness.engines.shapes.dry import DryEngine
+from shardproof.harness.engines.threads.dry import DryEngine
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.errors import RankDied
 from shardproof.harness.ledger import COLUMNS, REPEATABLE

@@ -11,14 +11,14 @@ import pytest
 from shardproof.harness.dense_model import SUBJECT
 from shardproof.harness.diagnosing.causes.cause import reported as made
 from shardproof.harness.diagnosing.diagnosis import ended
-from shardproof.harness.errors import MachineError, RequestError
-from shardproof.harness.injecting.kill_matrix import figures, killed_alone
+from shardproof.harness.errors import MachineError, RankDied, RequestError
+from shardproof.harness.injecting.kill_matrix import Kill, figures, killed_alone
 from shardproof.harness.subject import cases_of, named
 from shardproof.reports.commands import faults
-from shardproof.suites.killing import matrix as killing
+from shardproof.suites import killing
 from shardproof.suites.mutants.catalogue import HELD_BACK, MUTANTS, VARIANT_ROWS
-from shardproof.suites.mutants.draws import showing
 from shardproof.suites.mutants.kill_rows import cause_told
+from shardproof.suites.mutants.mutant import cases_showing
 from tests.harness.command_line import CommandLine
 from tests.suites import toy_faults
 from tests.suites.toy_faults import INTERRUPTED, kill
@@ -72,7 +72,7 @@ def test_a_row_that_the_machine_could_not_finish_is_neither_killed_nor_a_survivo
 ) -> None:
     rows = [kill("a", "ledger"), dataclasses.replace(kill("d"), machine="rank 1 was killed")]
     plans = [toy_faults.Plan(row=row) for row in rows]
-    monkeypatch.setattr(toy_faults, "planned", lambda *_, **__: plans)
+    monkeypatch.setattr(toy_faults, "plan_kills", lambda *_, **__: plans)
     status, out, err = shardproof("faults")
     assert status == 3
     assert "no verdict: d in mode=tp: rank 1 was killed" in out and "survived" not in out + err
@@ -140,18 +140,30 @@ def test_figures_over_nothing_are_no_division_and_what_a_check_kills_alone_is_co
 
 
 def test_another_subject_gets_the_faults_of_its_collectives_and_no_mutant() -> None:
-    plans = killing.planned(THEIRS, quick=True)
+    plans = killing.plan_kills(THEIRS, quick=True)
     assert {plan.mode for plan in plans} == {"tp"}
     assert all(plan.faults and not plan.name for plan in plans)
     few = [dataclasses.replace(plans[0], faults=plans[0].faults[:3])]
-    rows = [killed.row for killed in killing.kills(few, THEIRS)]
+    rows = [killed.row for killed in killing.run_kills(few, THEIRS)]
     assert [row.kind for row in rows] == ["fault"] * 3
     assert all(row.killed or row.equivalent for row in rows), rows
 
 
+def test_processes_share_the_rows_and_one_that_ends_is_told() -> None:
+    leaving = named("tests.suites.toy_faults:leaving")
+    (plan, *_) = killing.plan_kills(leaving, quick=True)
+    assert plan.case
+    plans = [dataclasses.replace(plan, faults=(fault,)) for fault in plan.faults[:2]]
+    plans += [dataclasses.replace(plan, case=plan.case.but(seed=9))]
+    rows: list[Kill] = []
+    with pytest.raises(RankDied, match="^a process of the kill matrix ended: its process ended with exit status 9$"):
+        rows.extend(killed.row for killed in killing.run_kills(plans, leaving, processes=2))
+    assert rows and {row.name for row in rows} <= {str(fault) for fault in plan.faults[:2]}
+
+
 def test_what_options_add_is_disturbed_where_the_subject_says_what_it_refuses() -> None:
     def added(subject: str) -> set[str]:
-        plans = killing.planned(named(f"tests.suites.toy_faults:{subject}"), quick=False)
+        plans = killing.plan_kills(named(f"tests.suites.toy_faults:{subject}"), quick=False)
         assert len({fault for plan in plans for fault in plan.faults}) == sum(plan.rows for plan in plans)
         targets = [{fault.target for fault in plan.faults} for plan in plans]
         assert sum(map(len, targets)) == len(set().union(*targets)), "faults of one collective stay together"
@@ -164,17 +176,17 @@ def test_what_options_add_is_disturbed_where_the_subject_says_what_it_refuses() 
 def test_ours_gets_a_row_for_every_mutant_and_variant() -> None:
     known = {"open": (*MUTANTS, *VARIANT_ROWS), "held-back": HELD_BACK, "": (*MUTANTS, *VARIANT_ROWS, *HELD_BACK)}
     for only, rows in known.items():
-        assert {plan.name for plan in killing.planted(quick=True, only=only)} == {row.name for row in rows}
+        assert {plan.name for plan in killing.plan_planted(quick=True, only=only)} == {row.name for row in rows}
         every = [(row.name, mode) for row in rows for mode in sorted(row.modes)]
-        assert [(plan.name, plan.mode) for plan in killing.planted(quick=False, only=only)] == every
+        assert [(plan.name, plan.mode) for plan in killing.plan_planted(quick=False, only=only)] == every
 
 
 def test_a_given_case_is_disturbed_and_no_other() -> None:
     (case,) = cases_of(["tp=3 layers=1 hidden=24 heads=3 kv_heads=3 ffn=30 steps=1"], THEIRS)
-    plans = killing.planned(THEIRS, quick=True, cases=(case,))
+    plans = killing.plan_kills(THEIRS, quick=True, cases=(case,))
     assert {plan.case for plan in plans} == {case}
     assert {fault.target.group_size for plan in plans for fault in plan.faults} == {3}
-    assert killing.planned(named(SUBJECT), quick=True, cases=(case,))[0].faults  # and no mutant
+    assert killing.plan_kills(named(SUBJECT), quick=True, cases=(case,))[0].faults  # and no mutant
     for subject, words, rule in (
         (THEIRS, {"only": "held-back", "cases": (case,)}, "--held-back with a CASE"),
         (RIGHT, {}, "takes none of the cases whose collectives would be disturbed"),
@@ -183,7 +195,7 @@ def test_a_given_case_is_disturbed_and_no_other() -> None:
         (THEIRS, {"dtype": "float32"}, r"--dtype float32: is for drawn cases of shardproof\.parallel\.subject:subject"),
     ):
         with pytest.raises(RequestError, match=rule):
-            killing.planned(subject, quick=True, **words)
+            killing.plan_kills(subject, quick=True, **words)
 
 
 def test_the_command_reads_the_case_in_the_words_of_its_subject(shardproof: CommandLine) -> None:
@@ -196,5 +208,5 @@ def test_a_dtype_is_that_of_every_drawn_case_but_for_bugs_of_other_dtypes() -> N
     bugs = {row.name: row for row in MUTANTS}
     any_dtype = next(row for row in bugs.values() if "dtype" not in {**row.suite})
     other = bugs["masters-not-rounded-back"]
-    assert {case.dtype for case in showing(any_dtype, min(any_dtype.modes), "float32")} == {"float32"}
-    assert {case.dtype for case in showing(other, min(other.modes), "float32")} == {"bfloat16"}
+    assert {case.dtype for case in cases_showing(any_dtype, min(any_dtype.modes), "float32")} == {"float32"}
+    assert {case.dtype for case in cases_showing(other, min(other.modes), "float32")} == {"bfloat16"}

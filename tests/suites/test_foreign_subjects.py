@@ -19,25 +19,24 @@ from typing import Any
 import pytest
 
 from bench import systems
-from bench.cells import System, cells
-from bench.systems import CHECKS, NOT_RUN
-from shardproof.harness.checking.evidence import FAIL, PASS
+from bench.systems import CHECKS, NOT_RUN, System, read_cells
 from shardproof.harness.engines.engine import Engine
 from shardproof.harness.engines.processes.forked.pool import PoolEngine
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.running.proof import prove
 from shardproof.harness.running.result import CaseResult
 from shardproof.harness.subject import case_of, named
+from shardproof.harness.verdicts.verdict import FAIL, PASS
 from shardproof.suites.subjects import two_d
 from tests import ROOT
 from tests.deep import deep
 from tests.harness.command_line import CommandLine
 
-CELLS = [cell for cell in cells() if cell.expected == PASS and not cell.system.python]
+CELLS = [cell for cell in read_cells() if cell.expected == PASS and not cell.system.python]
 CHECKOUTS = {cell.subject: cell.system.checkout for cell in CELLS if cell.system.checkout}
 NEEDS = {cell.subject: cell.system.packages[0].partition("-")[0] for cell in CELLS}
 NEEDS = {subject: package for subject, package in NEEDS.items() if package != "torch"}
-ELSEWHERE = [one for one in dict.fromkeys(cell.system for cell in cells()) if one.python and not one.is_here]
+ELSEWHERE = [one for one in dict.fromkeys(cell.system for cell in read_cells()) if one.python and not one.is_here]
 PEERS = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 
 
@@ -192,7 +191,7 @@ def test_a_finding_is_there_as_the_page_says(command: str, printed: str) -> None
     assert lost == [], ended.stdout
 
 
-DEFECTS = [(cell.subject, cell.case, cell.needle) for cell in cells() if cell.feature == "as in megatron.md"]
+DEFECTS = [(cell.subject, cell.case, cell.needle) for cell in read_cells() if cell.feature == "as in megatron.md"]
 """Subject, case and module of every command of docs/megatron.md."""
 
 

@@ -6,19 +6,26 @@ from pathlib import Path
 import pytest
 
 from shardproof.harness.checking.checks import CHECKS
-from shardproof.harness.checking.evidence import FAIL
 from shardproof.harness.diagnosing.causes.cause import CAUSES
 from shardproof.harness.ledger import PHASES
 from shardproof.harness.resolve import resolve
+from shardproof.harness.verdicts.verdict import FAIL
 from shardproof.reference.case import Case
 from shardproof.reference.case.variants import VARIANTS
 from shardproof.reference.features import PARTS
 from shardproof.reference.language.modes import MODES
-from shardproof.suites.mutants.catalogue import FAMILIES, HELD_BACK, MUTANTS, UNSEEN, VARIANT_ROWS
-from shardproof.suites.mutants.draws import showing
+from shardproof.suites.mutants.catalogue import (
+    FAMILIES,
+    HELD_BACK,
+    KNOWN,
+    MUTANTS,
+    SHOWN_BY,
+    UNSEEN,
+    VARIANT_ROWS,
+    main,
+)
 from shardproof.suites.mutants.kill_rows import mutant_killed
-from shardproof.suites.mutants.known import KNOWN, SHOWN_BY, main
-from shardproof.suites.mutants.mutant import Mutant, holds
+from shardproof.suites.mutants.mutant import Mutant, cases_showing, holds
 from shardproof.suites.session.prover import Prover
 from tests import ROOT
 from tests.project import nodes_of
@@ -140,7 +147,7 @@ def test_every_row_says_what_it_stands_for_and_what_must_be_told_of_it() -> None
 @pytest.mark.deep("a CPU minute; default cases that can show a bug are looked for in every profile")
 def test_the_profile_draws_cases_that_show_every_mutant_in_every_mode() -> None:
     known = [(mutant, mode) for mutant in (*MUTANTS, *HELD_BACK) for mode in mutant.modes]
-    assert [f"{mutant.name} in {mode}" for mutant, mode in known if not showing(mutant, mode)] == []
+    assert [f"{mutant.name} in {mode}" for mutant, mode in known if not cases_showing(mutant, mode)] == []
 
 
 def test_conditions_read_the_words_of_a_case() -> None:

@@ -13,7 +13,7 @@ from shardproof.harness.plain_case import PlainCase
 from shardproof.harness.subject import Unanswered, cases_of, named
 from shardproof.parallel.subject import subject as ours
 from shardproof.reference.case import Case
-from shardproof.suites.drawing.own_cases import around
+from shardproof.suites.drawing.own_cases import cases_around
 from shardproof.suites.session.prover import Prover
 from shardproof.suites.test_engines import compared
 from shardproof.suites.test_training import OPTIMIZERS
@@ -72,7 +72,7 @@ def _drawn(subject_: Any, mode: str, **fixed: Any) -> list[PlainCase]:
     found: list[PlainCase] = []
 
     @settings(max_examples=30, database=None, phases=(Phase.generate,), suppress_health_check=tuple(HealthCheck))
-    @given(case=around(named(subject_), mode, fixed))
+    @given(case=cases_around(named(subject_), mode, fixed))
     def draw(case: PlainCase) -> None:
         found.append(case)
 
@@ -121,7 +121,7 @@ def test_a_strategy_of_its_own_is_drawn_from_and_one_that_is_none_is_a_wrong_req
     wrong = Network()
     vars(wrong)["draws"] = 3
     with pytest.raises(RequestError, match="draws=3 must be a hypothesis strategy"):
-        around(named(wrong), "tp", {})
+        cases_around(named(wrong), "tp", {})
 
 
 ME = "tests.suites.test_own_words:"

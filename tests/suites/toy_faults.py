@@ -1,10 +1,11 @@
 """Toys for the tests of faults: a kill matrix without a run, and subjects whose collectives are disturbed.
 
-The seam of the matrix is that of `suites.killing.matrix`; its rows are made by hand. The subjects compute the dense
+The seam of the matrix is that of `suites.killing`; its rows are made by hand. The subjects compute the dense
 model on every rank. `needed` needs what it sums, and the result of `blind` is seen by no check. `silent` calls nothing,
 and the ranks of `parted` part.
 """
 
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardproof.harness.injecting.kill_matrix import Kill
-from shardproof.harness.shard import Shard
+from shardproof.harness.protocols import Shard
 from shardproof.harness.subject import NamedSubject
 from shardproof.parallel.subject import ParallelSubject
 from shardproof.reference.case import Case
@@ -57,7 +58,7 @@ def kill(name: str, *killed_by: str, right: str = "", **fields: Any) -> Kill:
     return Kill(name=name, killed_by=killed_by, **usual | fields)
 
 
-def planned(_subject: NamedSubject, *, quick: bool, only: str = "", **_options: object) -> list[Plan]:
+def plan_kills(_subject: NamedSubject, *, quick: bool, only: str = "", **_options: object) -> list[Plan]:
     """Four rows, the last one a survivor unless it must be quick; of held-back mutants two others."""
     if only == "held-back":
         rows = [kill("secret", "replicas", right="no", held_back=True), kill("d", "merge", right="yes", held_back=True)]
@@ -70,7 +71,7 @@ def planned(_subject: NamedSubject, *, quick: bool, only: str = "", **_options: 
     return [Plan(row=row) for row in (rows if quick else [*rows, kill("c")])]
 
 
-def kills(plans: Sequence[Plan], subject: NamedSubject, *, processes: int) -> Iterator[Killed]:
+def run_kills(plans: Sequence[Plan], subject: NamedSubject, *, processes: int) -> Iterator[Killed]:
     """The rows as planned."""
     for number, plan in enumerate(plans):
         if subject.name == INTERRUPTED and number == 2:
@@ -125,4 +126,13 @@ class _Parted(Needed):
         return super().loss(whole) if dist.get_rank() == 0 else whole
 
 
-needed, blind, silent, parted = Needed(), _Blind(), _Silent(), _Parted()
+class _Leaving(Needed):
+    """Ends its process in the cases of one seed."""
+
+    def __call__(self, case: Case, device: torch.device) -> dict[str, Any]:
+        if case.seed == 9:
+            os._exit(9)
+        return super().__call__(case, device)
+
+
+needed, blind, silent, parted, leaving = Needed(), _Blind(), _Silent(), _Parted(), _Leaving()

@@ -11,8 +11,6 @@ FLOAT64_ALLOWED = 1e-9
 SCALE_SHARE = 1e-3
 """A tensor's error is never scaled by less than this share of the rms of all tensors of its kind."""
 EXACT = "exact"
-STATED = " (stated deviation: "
-"""Words behind an unchecked name that `subject.deviates` states, and before its sentence."""
 ABSOLUTE = "absolute"
 """The measure beside a truth of zeros: the largest value, in no unit."""
 

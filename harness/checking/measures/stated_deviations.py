@@ -10,11 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from shardproof.harness.checking.measures.measured import STATED, Measured
-
-ABSENT = "stated deviation that does not occur: "
-APPLIED = "stated deviation that the truth applies: "
-_NAMED = 3
+from shardproof.harness.checking.measures.measured import Measured
+from shardproof.harness.verdicts.facts import Note, NoteKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,24 +35,22 @@ class Deviations:
             return []
         return [f"deviates={tuple(self.sentences)} states every name of the truth, so it says nothing; legal: 'act/*'"]
 
-    def apart(self, measured: Sequence[Measured]) -> tuple[list[Measured], list[str], list[str]]:
-        """The tensors of one check that are judged, and names of the others, each with its sentence.
-
-        Then a note for every statement, with the first of the tensors that it speaks of.
+    def apart(self, measured: Sequence[Measured]) -> tuple[list[Measured], tuple[Note, ...]]:
+        """The tensors of one check that are judged, and notes on the others and on what is stated in vain: one for
+        each sentence.
         """
         known = {each.name: sentence for each in measured if (sentence := self.sentence(each.name))}
         free = {name for name in known if self.unjudged(name)}
         stated = {each.name for each in measured if each.name in free and each.wrong and math.isfinite(each.error)}
         right = {each.name for each in measured if each.right and each.decidable}
-        groups = {STATED.removeprefix(" ("): stated, APPLIED: right - free, ABSENT: right & free}
+        groups = {
+            NoteKind.DEVIATES: stated,
+            NoteKind.DEVIATION_APPLIED: right - free,
+            NoteKind.DEVIATION_ABSENT: right & free,
+        }
         return (
             [each for each in measured if each.name not in stated],
-            [f"{name}{STATED}{known[name]})" for name in known if name in stated],
-            [
-                f"{word}{sentence}"
-                for word, names in groups.items()
-                for sentence in _by_sentence({name: known[name] for name in known if name in names})
-            ],
+            tuple(note for kind, names in groups.items() for note in notes_on(kind, known, names)),
         )
 
     def _pattern(self, name: str) -> str:
@@ -64,8 +59,9 @@ class Deviations:
         return next((pattern for pattern in matching if pattern in self.applied), next(iter(matching), ""))
 
 
-def _by_sentence(stated: Mapping[str, str]) -> Iterator[str]:
-    for sentence in dict.fromkeys(stated.values()):
-        names = [name for name, its in stated.items() if its == sentence]
-        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-        yield f"{sentence} ({', '.join(names[:_NAMED])}{more})"
+def notes_on(kind: NoteKind, sentences: Mapping[str, str], names: Iterable[str]) -> Iterator[Note]:
+    """A note of this kind for each sentence, with those of the names of which it is stated."""
+    wanted = set(names)
+    for sentence in dict.fromkeys(sentences[name] for name in sentences if name in wanted):
+        own = tuple(name for name in sentences if name in wanted and sentences[name] == sentence)
+        yield Note(kind=kind, names=own, reason=sentence)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from shardproof.harness.checking.evidence import Finding
+from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.kinds import is_state, kind_of
 from shardproof.harness.checking.records import Evidence
 from shardproof.harness.diagnosing.causes.cause import Cause

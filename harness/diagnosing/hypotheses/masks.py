@@ -12,12 +12,12 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from shardproof.harness.checking.evidence import FAIL
 from shardproof.harness.checking.mask_checks import ALARM, KIND, flat, holders, hypergeometric, same_samples
 from shardproof.harness.checking.measures.kinds import kind_of
 from shardproof.harness.checking.records import Claims, Run
 from shardproof.harness.diagnosing.causes.cause import Cause, reported
 from shardproof.harness.diagnosing.causes.hypothesis import Failure
+from shardproof.harness.verdicts.verdict import FAIL
 
 _ORDINARY = 1e-3
 """A probability above which two masks are as alike as independent ones."""

@@ -2,11 +2,11 @@
 
 from collections.abc import Collection, Mapping
 
-from shardproof.harness.checking.evidence import FAIL
 from shardproof.harness.diagnosing.causes.cause import MEANT, Cause, reported
 from shardproof.harness.diagnosing.causes.hypothesis import Failure
 from shardproof.harness.diagnosing.causes.places import blocks_of
 from shardproof.harness.mesh_axes import split_axes
+from shardproof.harness.verdicts.verdict import FAIL
 
 _STATED: Mapping[str, tuple[str, str]] = {
     "truth": (

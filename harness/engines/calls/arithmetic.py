@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardproof.harness.torch_internals.modes import below_autograd, copy_each, modes_are_on, past_modes
+from shardproof.harness.torch_internals.dispatch import below_autograd, copy_each, modes_are_on, past_modes
 
 
 class Operands(NamedTuple):

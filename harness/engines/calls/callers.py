@@ -1,4 +1,4 @@
-"""Where in the user's code a call came from: outside torch, the harness and the library, which is Python's own.
+"""Where in the user's code a call or an exception came from: outside torch, the harness and Python's own library.
 
 `caller_at` is the innermost line. `issued_at`, for collectives, passes over functions that only communicate for others.
 These are the innermost file, when its function was handed a tensor by another file (`all_reduce(x, group)`). Then come
@@ -24,8 +24,9 @@ import typing_extensions
 from torch.autograd import function, graph
 from torch.nn.modules import module
 
+from shardproof.harness.errors import error_text, install_text
 from shardproof.harness.torch_internals.autograd import BACKWARD
-from shardproof.harness.torch_internals.groups import FUNCTIONAL
+from shardproof.harness.torch_internals.world import FUNCTIONAL
 
 _LIBRARY = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib")})
 _INSTALLED = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("purelib", "platlib")})
@@ -53,7 +54,7 @@ class Caller(NamedTuple):
     @property
     def place(self) -> str:
         """The line as the ledger prints it: "file:line"."""
-        return f"{shortened(self.code.co_filename)}:{self.line}"
+        return f"{shorten_path(self.code.co_filename)}:{self.line}"
 
     def __str__(self) -> str:
         return f"{self.place} in {self.code.co_name}"
@@ -130,7 +131,7 @@ def caller_of(frame: FrameType | None) -> str:
     return str(caller_at(frame) or "")
 
 
-def raised_at(traceback: TracebackType | None) -> str:
+def place_raised(traceback: TracebackType | None) -> str:
     """The innermost user line that an exception passed through, as "file:line in function"; "" when there is none."""
     found = None
     while traceback is not None:
@@ -150,7 +151,30 @@ def is_user(filename: str) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def shortened(filename: str) -> str:
+def shorten_path(filename: str) -> str:
     """A file name as reports print it: relative when the file is below the working folder, else in full."""
     path = Path(filename)
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else filename
+
+
+def what_led_to(error: BaseException) -> str:
+    """A clause for the message of an exception that a rank raised, "" where nothing stands behind it.
+
+    "; its cause is ValueError: 4 entries for 2 parameters, at buckets.py:7 in fill" where it was raised from others.
+    """
+    inner = _innermost(error)
+    place = place_raised(inner.__traceback__)
+    cause = "" if inner is error else f"; its cause is {error_text(inner)}" + (f", at {place}" if place else "")
+    advice = install_text(inner)
+    return cause + (f"; {advice}" if advice else "")
+
+
+def _innermost(error: BaseException) -> BaseException:
+    """The first of the exceptions that led to this one, as Python prints them: those it hides are left out."""
+    seen = {id(error)}
+    while True:
+        before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        if before is None or id(before) in seen:
+            return error
+        seen.add(id(before))
+        error = before

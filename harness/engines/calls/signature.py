@@ -1,8 +1,12 @@
-"""The signature of a call, in which all ranks must agree, and the ledger's Call made from it.
+"""The signature of a call, in which all ranks must agree, the ledger's Call made from it, and the checks of arguments.
 
 Payload: numel * element size of the tensors that the contract names, never their storage. all_reduce, broadcast, send,
 recv, reduce: the tensor. all_gather: the gathered output; reduce_scatter: the full input; all_to_all: one rank's total
 send. gather: this rank's input; scatter: this rank's output; barrier: nothing. Lists and coalesced tensors are summed.
+
+Arguments of torch's process group methods are checked as far as one rank alone can; what takes two ranks is checked
+when calls are matched. Everything that gloo or NCCL takes is taken. A wrong argument is a WrongArgument in the rank's
+own code, and names the value and the rule, mostly a legal value too.
 """
 
 import inspect
@@ -18,6 +22,7 @@ from torch.utils import checkpoint
 
 from shardproof.harness.ledger import Call, shape_text
 from shardproof.harness.torch_internals.autograd import function_context
+from shardproof.harness.torch_internals.world import Pending, wait_pending
 
 _MOVES = ("all_to_all", "reduce_scatter")
 """Ops whose gradient goes back as another call (harness.checking.laws)."""
@@ -124,7 +129,7 @@ def field_text(field: str, signature: Signature) -> str:
     return shape_text(signature.shapes) or "scalar" if field == "shapes" else str(getattr(signature, field))
 
 
-def described(signature: Signature) -> str:
+def describe_signature(signature: Signature) -> str:
     """A signature in short: "sum float32 4x8"; a root only where there is one, a form unless it is "single".
 
     Fields that are not known are left out.
@@ -163,3 +168,165 @@ def address_of(signature: Signature, payload: Sequence[Tensor]) -> int:
         return payload[0].data_ptr()
     except RuntimeError:
         return 0
+
+
+_ANY_DTYPE = ("sum", "max", "min", "product")
+_CARRIED = frozenset(
+    {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+    | {torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
+    | {torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz}
+)
+"""The dtypes that gloo or NCCL carries; torch itself passes complex tensors on as pairs of real numbers."""
+
+
+class WrongArgument(ValueError, RuntimeError):
+    """A call's argument that no rank can be right with. gloo raises RuntimeError, NCCL ValueError: this is both."""
+
+
+def check_tensors(tensors: Any, *, layout: str = "contiguous") -> list[Tensor]:
+    """Plain tensors; a functional collective's pending output is waited for. Raises WrongArgument.
+
+    `layout` is what gloo computes right with: tensors that are "contiguous"; "dense" ones, which are that but for the
+    order of their dims. "any" tensors, with gaps and overlaps, are copied.
+    """
+    plain = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    for i, tensor in enumerate(plain):
+        if type(tensor) is not Tensor and isinstance(tensor, Pending):
+            plain[i] = wait_pending(tensor)
+        if tensor.dtype not in _CARRIED:
+            legal = "torch.view_as_real(tensor)" if tensor.is_complex() else "tensor.to(torch.int32)"
+            raise WrongArgument(f"tensor of {tensor.dtype}: neither gloo nor NCCL carries it; legal: {legal}")
+        if tensor.layout is not torch.strided:
+            raise WrongArgument(f"tensor of layout {tensor.layout}: must be dense; legal: tensor.to_dense()")
+        if not (tensor.is_contiguous() or layout == "any" or (layout == "dense" and _is_dense(tensor))):
+            raise WrongArgument(
+                f"tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()}: must be contiguous, since NCCL "
+                "refuses it and gloo takes what lies beside it in memory; legal: tensor.contiguous()"
+            )
+    return plain
+
+
+def as_real(tensors: Any) -> list[Tensor]:
+    """Complex tensors as pairs of real numbers, all others as they are."""
+    plain = [tensors] if isinstance(tensors, Tensor) else tensors
+    return [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in plain]
+
+
+def form_of(tensors: Sequence[Tensor]) -> str:
+    """The strides of a tensor that is not contiguous, in which ranks must agree; "" for all others."""
+    return f"strides {tensors[0].stride()}" if len(tensors) == 1 and not tensors[0].is_contiguous() else ""
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the tensor has neither gaps nor overlaps in memory."""
+    filled = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != filled:
+            return False
+        filled *= size
+    return True
+
+
+def of_one_dtype(op: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    """Raises WrongArgument where outputs are of other dtypes than inputs."""
+    if not outputs or not inputs:
+        return
+    if len(outputs) == len(inputs) == 1:
+        differ = outputs[0].dtype is not inputs[0].dtype
+    elif len(outputs) == len(inputs):
+        differ = any(one.dtype is not other.dtype for one, other in zip(outputs, inputs, strict=True))
+    else:
+        differ = {one.dtype for one in outputs} != {one.dtype for one in inputs}
+    if differ:
+        rule = f"must be of the input's dtype, {inputs[0].dtype}"
+        raise WrongArgument(f"{op} output of {outputs[0].dtype}: {rule}; legal: dtype={inputs[0].dtype}")
+
+
+def reduction(opts: Any, tensors: list[Tensor]) -> tuple[str, Sequence[Tensor]]:
+    """The reduce op's name and the tensors to reduce: the given list itself, or copies scaled by a factor.
+
+    `opts` are torch's options, a reduce op, or None. Raises WrongArgument for an op that the dtype does not have.
+    """
+    given = getattr(opts, "reduceOp", opts)
+    name = "sum" if given is None else REDUCE_OPS[hash(given)]  # torch's hash of a reduce op is its number
+    if name in _ANY_DTYPE:
+        return name, tensors
+    if name == "premul_sum":
+        factor = given.__getstate__()[1]
+        return name, [(tensor.detach() * factor).to(tensor.dtype) for tensor in tensors]
+    for tensor in tensors:
+        if name == "avg" and tensor.dtype is torch.bool:
+            raise WrongArgument(f"reduce op {name} on {tensor.dtype}: needs numbers; legal: torch.float32")
+        if name != "avg" and tensor.is_floating_point():
+            raise WrongArgument(f"reduce op {name} on {tensor.dtype}: needs integers or bool; legal: torch.int32")
+    return name, tensors
+
+
+def root_of(op: str, opts: Any, size: int) -> int:
+    """The root's group rank, from torch's options or as given. Raises WrongArgument outside of the group."""
+    return member_of(f"{op} root", int(getattr(opts, "rootRank", opts or 0)), size)
+
+
+def member_of(what: str, member: int, size: int) -> int:
+    """A group rank. Raises WrongArgument for one that the group does not have."""
+    if not 0 <= member < size:
+        raise WrongArgument(f"{what} {member}: must be a rank of the group, 0 to {size - 1}; legal: 0")
+    return member
+
+
+def split_exchange(
+    output: Tensor, source: Tensor, output_rows: Any, input_rows: Any, size: int
+) -> tuple[Tensor, list[int], list[int]]:
+    """Output of an all_to_all_single, and the rows of dim 0 for every peer: as given, else equal shares.
+
+    Without sizes the shares are of the numbers, whatever the shapes. Raises TypeError for sizes that are no numbers,
+    WrongArgument for wrong numbers.
+    """
+    expects, sends = _numbers("output_split_sizes", output_rows), _numbers("input_split_sizes", input_rows)
+    if not expects and not sends and output.numel() == source.numel():
+        output = output.view(source.shape)
+    return output, _rows_of("output", output, expects, size), _rows_of("input", source, sends, size)
+
+
+def _rows_of(which: str, tensor: Tensor, counts: list[int], size: int) -> list[int]:
+    if not tensor.dim():
+        raise WrongArgument(f"all_to_all {which} of one number: must have a dim of rows; legal: {which}.view(1)")
+    total = tensor.shape[0]
+    if counts:
+        if len(counts) != size or sum(counts) != total or min(counts) < 0:
+            rule = f"must be {size} numbers, none below 0, that add up to dim 0, {total}"
+            raise WrongArgument(f"all_to_all {which}_split_sizes {counts}: {rule}")
+        return counts
+    if total % size:
+        rule = f"dim 0 must be divisible by the group's size {size}"
+        raise WrongArgument(f"all_to_all {which} of shape {tuple(tensor.shape)}: {rule}; legal: {which}_split_sizes")
+    return [total // size] * size
+
+
+def _numbers(name: str, given: Any) -> list[int]:
+    """Whole numbers, from a sequence of any kind that torch takes: of Python, of numpy, tensors of one element.
+
+    [] for None. Raises TypeError for what is none to torch either: floats, text, one tensor of several.
+    """
+    if given is None:
+        return []
+    if isinstance(given, Tensor | str | bytes) or any(isinstance(one, float | str | bytes) for one in given):
+        raise TypeError(f"{name}={given!r}: must be a sequence of whole numbers; legal: [1, 1]")
+    return [int(one) for one in given]
+
+
+def check_list(given: Any) -> Any:
+    """The tensors of a list, or of the one list in a list: torch's functions pass this, its methods take that."""
+    return given[0] if len(given) == 1 and not isinstance(given[0], Tensor) else given
+
+
+def check_size(op: str, which: str, tensor: Tensor, numel: int, rule: str) -> None:
+    """Raises WrongArgument unless the tensor has `numel` elements."""
+    if tensor.numel() != numel:
+        raise WrongArgument(f"{op} {which} of {tensor.numel()} elements: must have as many as {rule}, {numel}")
+
+
+def check_count(op: str, which: str, tensors: Sequence[Any], count: int) -> None:
+    """Raises WrongArgument unless there are `count` tensors."""
+    if len(tensors) != count:
+        raise WrongArgument(f"{op} {which} of {len(tensors)} entries: must have {count}")

@@ -1,38 +1,142 @@
-"""Applies a fault to the calls of a run: `Disturbed(engine, fault)` is an engine in which every run has that fault.
+"""Applies a fault to the calls of a run; of every run of an engine with `Intervened(engine, Disturbance(fault))`.
 
 Works below the recorder, which records the call as the program issued it. A disturbed call is computed correctly first,
-from data of which copies were kept. Then the outputs of the ranks that are hit are overwritten (`faults.spoiled`). A
-group fault sends the call to other ranks instead. A call is hit where it is the target's by rank, call index, op,
-reduce op and group size. So a program that then goes another way is not hit in a call of another kind.
+from data of which copies were kept. Then the outputs of the ranks that are hit are overwritten with new tensors, made
+from copies, by the kind of the fault (`harness.faults`). A group fault sends the call to other ranks instead. A call is
+hit where it is the target's by rank, call index, op, reduce op and group size. So a program that then goes another way
+is not hit in a call of another kind.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardproof.harness.engines.calls.arithmetic import Operands, transfer
+from shardproof.harness.engines.calls import arithmetic
+from shardproof.harness.engines.calls.arithmetic import Combine, Operands, transfer
 from shardproof.harness.engines.calls.pending import PendingCollective, PendingMessage, RankGroup
-from shardproof.harness.engines.engine import Engine
-from shardproof.harness.engines.faults import spoiled
-from shardproof.harness.engines.faults.spoiled import CompletedCall
-from shardproof.harness.engines.threads.intervention import Intervened, Intervention
-from shardproof.harness.engines.threads.matcher import CollectiveMatcher
+from shardproof.harness.engines.calls.signature import Signature
+from shardproof.harness.engines.threads.inproc import Intervention
+from shardproof.harness.engines.threads.matcher import CollectiveMatcher, RankCall
 from shardproof.harness.engines.threads.scheduler import Scheduler
-from shardproof.harness.engines.threads.work import RankCall
 from shardproof.harness.faults import Fault, RankCallIndex
 from shardproof.harness.ledger import Call, Observer
 from shardproof.harness.outcome.merging import bits_of
-from shardproof.harness.torch_internals.modes import unseen
+from shardproof.harness.torch_internals.autograd import without_version
+from shardproof.harness.torch_internals.dispatch import unseen
 
 
-class Disturbed(Intervened):
-    """An engine in which every run has the fault. Raises RequestError for an engine that takes none."""
+class CompletedCall(NamedTuple):
+    """A call that is complete, by group rank: copies of the operands (outputs as they were before), and the outputs,
+    which hold the right values. Of a message there is the receiver alone.
+    """
 
-    def __init__(self, engine: Engine, fault: Fault) -> None:
-        super().__init__(engine, Disturbance(fault))
+    signature: Signature
+    combine: Combine
+    kept: Sequence[Operands]
+    outputs: Sequence[Sequence[Tensor]]
+
+
+def spoil_outputs(what: Fault, done: CompletedCall) -> list[Sequence[Tensor]]:
+    """By group rank, what a fault of this kind leaves; not for group and stale, which depend on other calls."""
+    if what.kind in {"drop", "delay"}:
+        alone, size = _ALONE.get(done.combine, lambda mine, _member, _size: list(mine.outputs)), len(done.kept)
+        return [alone(mine, member, size) for member, mine in enumerate(done.kept)]
+    if what.kind == "poison":
+        return [[poison_like(tensor) for tensor in outputs] for outputs in done.outputs]
+    if what.kind == "op":
+        return _made_again([copy_operands(mine) for mine in done.kept], done, what.change)
+    return _doubled(done)
+
+
+def copy_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """New tensors with the same numbers and strides."""
+    return [tensor.clone() for tensor in tensors]
+
+
+def copy_operands(brought: Operands) -> Operands:
+    """Operands of a rank in tensors of its own; outputs that are inputs stay so."""
+    outputs = copy_tensors(brought.outputs)
+    inputs = outputs if brought.inputs is brought.outputs else copy_tensors(brought.inputs)
+    return brought._replace(outputs=outputs, inputs=inputs)
+
+
+def overwrite_tensors(outputs: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Write values of the same sizes; autograd does not count it as another change of the tensors."""
+    with unseen(), without_version(tuple(outputs)):
+        for output, value in zip(outputs, values, strict=True):
+            output.copy_(value.reshape(output.shape))
+
+
+def poison_like(tensor: Tensor) -> Tensor:
+    """A value that cannot be mistaken for a result."""
+    if tensor.dtype is torch.bool:
+        return ~tensor
+    if tensor.is_floating_point() or tensor.is_complex():
+        return torch.full_like(tensor, float("nan"))
+    return torch.full_like(tensor, torch.iinfo(tensor.dtype).max)
+
+
+def _doubled(done: CompletedCall) -> list[Sequence[Tensor]]:
+    """Outputs by rank: the call made again on its result; where shapes forbid that, a reduced result counts twice."""
+    in_place, exchanges = done.combine in _IN_PLACE, done.combine in _EXCHANGES
+    if in_place or (exchanges and all(map(_repeatable, done.kept))):
+        again = []
+        for mine, outputs in zip(done.kept, done.outputs, strict=True):
+            results = copy_tensors(outputs)
+            again.append(mine._replace(outputs=results if in_place else copy_tensors(results), inputs=results))
+        return _made_again(again, done, done.signature.reduce_op)
+    counts_twice = exchanges or done.signature.reduce_op in {"sum", "avg", "premul_sum"}
+    return [[output + output if counts_twice else output for output in outputs] for outputs in done.outputs]
+
+
+def _made_again(members: Sequence[Operands], done: CompletedCall, reduce_op: str) -> list[Sequence[Tensor]]:
+    done.combine(members, reduce_op, done.signature.root)
+    return [operands.outputs for operands in members]
+
+
+_IN_PLACE = (arithmetic.all_reduce, arithmetic.reduce, arithmetic.broadcast)
+_EXCHANGES = (arithmetic.all_to_all, arithmetic.all_to_all_single)
+
+
+def _repeatable(mine: Operands) -> bool:
+    """Whether the outputs of an exchange could be its inputs."""
+    shapes = [tensor.shape for tensor in mine.outputs], [tensor.shape for tensor in mine.inputs]
+    return shapes[0] == shapes[1] and mine.output_rows == mine.input_rows
+
+
+def _listed(mine: Operands, member: int, size: int) -> list[Tensor]:
+    return [_fitting(mine.inputs[i % len(mine.inputs)], output) for i, output in enumerate(mine.outputs)]
+
+
+def _handed_out(mine: Operands, member: int, size: int) -> list[Tensor]:
+    return [mine.inputs[member]] if mine.inputs else list(mine.outputs)
+
+
+def _swapped_rows(mine: Operands, member: int, size: int) -> list[Tensor]:
+    own = mine.inputs[0].split(list(mine.input_rows))[member]
+    blocks = mine.outputs[0].split(list(mine.output_rows))
+    return [torch.cat([_fitting(own, block) for block in blocks])]
+
+
+def _fitting(value: Tensor, output: Tensor) -> Tensor:
+    """The value where it has the output's size, zeros where it has not."""
+    return value.reshape(output.shape) if value.numel() == output.numel() else torch.zeros_like(output)
+
+
+_ALONE: dict[Combine, Callable[[Operands, int, int], list[Tensor]]] = {
+    arithmetic.all_gather: lambda mine, _member, size: [torch.cat([t.reshape(-1)] * size) for t in mine.inputs],
+    arithmetic.all_gather_lists: _listed,
+    arithmetic.gather: _listed,
+    arithmetic.reduce_scatter: lambda mine, member, size: [t.reshape(size, -1)[member] for t in mine.inputs],
+    arithmetic.reduce_scatter_lists: _handed_out,
+    arithmetic.scatter: _handed_out,
+    arithmetic.all_to_all: lambda mine, member, _size: [_fitting(mine.inputs[member], out) for out in mine.outputs],
+    arithmetic.all_to_all_single: _swapped_rows,
+}
+"""Of the ops not named here, a rank's own outputs are what it has alone."""
 
 
 class Disturbance(Intervention):
@@ -90,7 +194,7 @@ class _Disturbing(CollectiveMatcher):
     def post(self, call: RankCall) -> None:
         """As in the base class; what a target's receive gets is spoiled."""
         place = self._next(call)
-        before = spoiled.copies(call.payload) if place in self._hit else []
+        before = copy_tensors(call.payload) if place in self._hit else []
         super().post(call)
         if call.signature.op == "recv":
             self._receives.append((call, place, before))
@@ -112,7 +216,7 @@ class _Disturbing(CollectiveMatcher):
         rank, signature = call.rank, call.signature
         arriving, self._arriving[rank] = self._arriving[rank], []
         for late in arriving:
-            spoiled.overwrite(late.outputs, late.values)
+            overwrite_tensors(late.outputs, late.values)
         self._issued[rank] += 1
         place = rank, self._issued[rank]
         if self._what is not None and place in self._targets:
@@ -139,7 +243,7 @@ class _Disturbing(CollectiveMatcher):
         places = self._places.pop((call.group, call.number))
         brought = [operands for operands in collective.issued if operands is not None]
         with unseen():
-            kept = [] if self._hit.isdisjoint(places.values()) else list(map(spoiled.copied, brought))
+            kept = [] if self._hit.isdisjoint(places.values()) else list(map(copy_operands, brought))
         super()._complete(call, collective)
         outputs = [each.outputs for each in brought]
         self._deliver(CompletedCall(collective.signature, call.combine, kept, outputs), places, collective)
@@ -163,15 +267,15 @@ class _Disturbing(CollectiveMatcher):
         self, what: Fault, finished: CompletedCall, ranks: Mapping[int, int], event: PendingCollective | PendingMessage
     ) -> None:
         """Overwrite the right outputs of these members (member -> rank)."""
-        right = {member: spoiled.copies(finished.outputs[member]) for member in ranks}
+        right = {member: copy_tensors(finished.outputs[member]) for member in ranks}
         if what.kind == "stale":
             values = {member: self._before(what, rank, right[member]) for member, rank in ranks.items()}
         else:
-            values = dict(enumerate(spoiled.wrong(what, finished)))
+            values = dict(enumerate(spoil_outputs(what, finished)))
         for member, rank in ranks.items():
             if what.kind == "delay":
                 self._late[rank, event] = _Late(finished.outputs[member], right[member])
-            spoiled.overwrite(finished.outputs[member], values[member])
+            overwrite_tensors(finished.outputs[member], values[member])
 
     def _before(self, what: Fault, rank: int, right: list[Tensor]) -> Sequence[Tensor]:
         """Result of the target's call before; the first one stays right, or gives zeros where there is no second."""

@@ -22,20 +22,18 @@ from torch import Tensor
 
 from shardproof.harness.engines.calls.arithmetic import Operands
 from shardproof.harness.engines.calls.callers import caller_at
-from shardproof.harness.engines.calls.desync import call_text
-from shardproof.harness.engines.calls.pending import PendingCollective, RankGroup
+from shardproof.harness.engines.calls.pending import PendingCollective, RankGroup, call_text
 from shardproof.harness.engines.engine import Engine
-from shardproof.harness.engines.faults import spoiled
-from shardproof.harness.engines.threads.intervention import Intervened, Intervention
-from shardproof.harness.engines.threads.matcher import CollectiveMatcher, Race
+from shardproof.harness.engines.faults.disturbance import copy_operands, overwrite_tensors, poison_like
+from shardproof.harness.engines.threads.inproc import Intervened, Intervention
+from shardproof.harness.engines.threads.matcher import CollectiveMatcher, Race, RankCall
+from shardproof.harness.engines.threads.rank_state import PerRankState
 from shardproof.harness.engines.threads.rank_threads import RankThread
 from shardproof.harness.engines.threads.scheduler import Scheduler
-from shardproof.harness.engines.threads.state.rank_state import PerRankState
-from shardproof.harness.engines.threads.work import RankCall
 from shardproof.harness.ledger import Observer
 from shardproof.harness.outcome.merging import same_bits
 from shardproof.harness.torch_internals.autograd import version_of
-from shardproof.harness.torch_internals.modes import unseen
+from shardproof.harness.torch_internals.dispatch import unseen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +121,7 @@ class _StressedMatcher(CollectiveMatcher):
         if call.is_async:
             group, member, signature, operands = call.group, call.member, call.signature, call.operands
             with unseen():
-                call.operands = copies = spoiled.copied(operands)
+                call.operands = copies = copy_operands(operands)
             is_root = member == signature.root
             only_sends = (signature.op == "broadcast" and is_root) or (signature.op == "reduce" and not is_root)
             flight = self._flight(operands, copies.outputs, poison=not only_sends)
@@ -136,7 +134,7 @@ class _StressedMatcher(CollectiveMatcher):
         if call.is_async:
             operands = call.operands
             with unseen():
-                call.operands = copies = spoiled.copied(operands)
+                call.operands = copies = copy_operands(operands)
             call.payload = (*copies.outputs, *copies.inputs)
             self._flights[call] = self._flight(operands, copies.outputs, poison=bool(copies.outputs))
         super().post(call)
@@ -152,14 +150,14 @@ class _StressedMatcher(CollectiveMatcher):
                 text = f"rank {call.rank} changed the {changed} of {call_text(call)} {between}"
                 self._park(call, Race(rank=call.rank, text=text))
             if not flight.arrived:
-                spoiled.overwrite(flight.outputs, flight.results)
+                overwrite_tensors(flight.outputs, flight.results)
         super().close(call)
 
     def _complete(self, call: RankCall, collective: PendingCollective) -> None:
         super()._complete(call, collective)
         for flight in self._begun.pop((call.group, call.number), []):
             if flight.early and not _changed(flight):
-                spoiled.overwrite(flight.outputs, flight.results)
+                overwrite_tensors(flight.outputs, flight.results)
                 flight.seen, flight.arrived = _seen(flight.tensors), True
 
     def _flight(self, operands: Operands, results: Sequence[Tensor], *, poison: bool) -> _Flight:
@@ -167,7 +165,7 @@ class _StressedMatcher(CollectiveMatcher):
         if poison:
             with unseen():
                 for output in outputs:
-                    output.copy_(spoiled.poison(output))
+                    output.copy_(poison_like(output))
         tensors = [*outputs, *(operands.inputs if operands.inputs is not operands.outputs else ())]
         return _Flight(tensors, _seen(tensors), outputs, results, next(self._early))
 

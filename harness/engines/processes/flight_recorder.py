@@ -10,7 +10,7 @@ each, so that a record costs a few microseconds. The memory is an anonymous file
     records  a ring of _RECORDS
     calls    pickles, each after its length; they stay from run to run
 
-The stack that a process prints on a signal follows behind (processes.stacks).
+The stack that a process prints on a signal follows behind (processes.supervisor).
 """
 
 import functools
@@ -25,8 +25,8 @@ import time
 from typing import Any, NamedTuple
 
 from shardproof.harness.engines.calls.callers import Caller, issued_at
+from shardproof.harness.engines.calls.operators import OperatorCall
 from shardproof.harness.engines.calls.pending import MAKES_GROUP
-from shardproof.harness.engines.calls.reading import OperatorCall
 from shardproof.harness.engines.calls.signature import Signature
 from shardproof.harness.engines.processes.waits import Waits
 
@@ -44,7 +44,7 @@ _RUN, _COUNT, _CALLS, _CALL_BYTES, _INSIDE, _THREAD, _WAITS = range(7)
 class RecordedCall(NamedTuple):
     """A call as its rank issues it; `peer` is a global rank or -1, `caller` is "file:line in function".
 
-    `sends` and `expects` are those of calls.reading.OperatorCall. When a group is made, op is "new_group", `group` the
+    `sends` and `expects` are those of OperatorCall. When a group is made, op is "new_group", `group` the
     new group's number, and `ranks` its ranks.
     """
 

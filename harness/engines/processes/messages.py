@@ -74,7 +74,7 @@ class Standing(NamedTuple):
     compiles: bool = False
 
 
-def packed(value: object) -> bytes:
+def pack_value(value: object) -> bytes:
     """A value as bytes. Raises what pickling raises."""
     stream = io.BytesIO()
     pickler = pickle.Pickler(stream, protocol=5)
@@ -83,12 +83,12 @@ def packed(value: object) -> bytes:
     return stream.getvalue()
 
 
-def unpacked(message: bytes | bytearray) -> Any:
+def unpack_value(message: bytes | bytearray) -> Any:
     """The value of these bytes. Raises what unpickling raises."""
     return pickle.loads(message)
 
 
-def packed_program(request: RunRequest, observer: Observer | None) -> bytes:
+def pack_program(request: RunRequest, observer: Observer | None) -> bytes:
     """The program and its arguments as bytes.
 
     Raises RequestError when they cannot be pickled, or when there is an observer: ranks run in other processes.
@@ -98,20 +98,20 @@ def packed_program(request: RunRequest, observer: Observer | None) -> bytes:
             "observer: ranks are other processes; legal: one that observes there (harness.running.ranks.execution)"
         )
     try:
-        return packed((request.program, request.args))
+        return pack_value((request.program, request.args))
     except Exception as problem:  # whatever a user's own pickling raises
         rule = f"cannot be sent to the processes of the ranks ({error_text(problem)})"
         raise RequestError(f"program {request.program!r}: {rule}; legal: a function of a module") from problem
 
 
-def packed_report(report: WorkerReport) -> bytes:
+def pack_report(report: WorkerReport) -> bytes:
     """The report as bytes; a value that cannot be pickled becomes the RequestError of its rank."""
     try:
-        return packed(report)
+        return pack_value(report)
     except Exception as problem:  # whatever a user's own pickling raises
         rank = report.result.rank if report.result is not None else 0
         text = f"the result cannot be sent from the rank's process: {error_text(problem)}"
-        return packed(replace(report, result=RankResult(rank=rank, error=RequestError(text), detail=text)))
+        return pack_value(replace(report, result=RankResult(rank=rank, error=RequestError(text), detail=text)))
 
 
 def _reduced(tensor: Tensor) -> Any:

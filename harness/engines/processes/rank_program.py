@@ -22,13 +22,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from shardproof.harness.engines.calls.callers import raised_at
-from shardproof.harness.engines.calls.raised import behind
+from shardproof.harness.engines.calls.callers import place_raised, what_led_to
 from shardproof.harness.engines.engine import Program
-from shardproof.harness.engines.one_thread import use_one_thread
-from shardproof.harness.engines.rank_environment import environment_of, in_environment, require_own_world
+from shardproof.harness.engines.rank_environment import (
+    environment_of,
+    in_environment,
+    require_own_world,
+    use_one_thread,
+)
 from shardproof.harness.errors import error_text
-from shardproof.harness.torch_internals.world import redirected
+from shardproof.harness.torch_internals.world import redirect_function
 
 _SLACK_S = 30.0
 """How much longer than the run torch waits: the engine's own limit comes first and reports more."""
@@ -69,7 +72,7 @@ def world(rank: int, world_size: int, store: Any, timeout_s: float, local_rank: 
     with in_environment(environment_of(rank, world_size, os.environ, local_rank)):
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
         try:
-            with redirected(c10d.init_process_group, _Adoption(rank, world_size)):
+            with redirect_function(c10d.init_process_group, _Adoption(rank, world_size)):
                 yield
         finally:
             if dist.is_initialized():  # the program may have destroyed it
@@ -108,13 +111,13 @@ def result_of(program: Program, args: tuple[Any, ...], rank: int) -> RankResult:
     except BaseException as error:  # also SystemExit: it must not end the process unreported
         if isinstance(error, SystemExit) and not error.code:
             return RankResult(rank=rank, at_s=time.monotonic())
-        place = raised_at(error.__traceback__)
+        place = place_raised(error.__traceback__)
         return RankResult(
             rank=rank,
             error=_portable(error, rank),
             detail=error_text(error),
             caller=place,
-            behind=behind(error),
+            behind=what_led_to(error),
             at_s=time.monotonic(),
         )
     return RankResult(rank=rank, value=value, at_s=time.monotonic())

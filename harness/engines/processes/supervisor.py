@@ -5,15 +5,23 @@ rank's process ended; a rank raised (an exception that only reports that a peer 
 (all that have not finished wait in calls that some rank has not issued). All others have long waited for a rank that
 runs, sleeps or is stopped, or the time limit was reached while ranks were at work. Times are seconds; every wait is
 bounded.
+
+A rank that does not answer prints where it stands from a signal handler (`locate_workers`). faulthandler needs neither
+the interpreter's lock nor memory, so it prints also while native code keeps the lock. Frames are innermost first.
 """
 
+import os
 import re
+import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-from shardproof.harness.engines.calls.desync import (
+from shardproof.harness.engines.calls.callers import is_user
+from shardproof.harness.engines.calls.pending import (
     RootCause,
     call_text,
     of_deadlock,
@@ -22,11 +30,13 @@ from shardproof.harness.engines.calls.desync import (
     position_in_call,
 )
 from shardproof.harness.engines.engine import Unwaited
-from shardproof.harness.engines.processes.exit_status import ProcessEnd
-from shardproof.harness.engines.processes.flight_recorder import ReadCalls
+from shardproof.harness.engines.processes import rank_program
+from shardproof.harness.engines.processes.flight_recorder import RECORDER_BYTES, ReadCalls
 from shardproof.harness.engines.processes.messages import Standing, WorkerReport
 from shardproof.harness.engines.processes.rank_program import RankResult
 from shardproof.harness.engines.processes.trace_matcher import TracedCall, TraceMatcher
+from shardproof.harness.engines.processes.waits import is_waiting
+from shardproof.harness.engines.processes.workers import STACK_SIGNAL, ProcessEnd, StackLine, Worker
 from shardproof.harness.errors import (
     Desynchronised,
     MachineError,
@@ -40,6 +50,58 @@ from shardproof.harness.errors import (
     TimeLimit,
     ranks_text,
 )
+from shardproof.harness.torch_internals.compiler import is_compiler
+
+_PROGRAM_FILE = rank_program.__file__
+"""File that calls a rank's program; the frames from there on are the engine's."""
+_STEP_S = 0.01
+
+
+def locate_workers(workers: Sequence[Worker], limit_s: float) -> list[Standing]:
+    """Where some ranks stand; unknown after the limit."""
+    pids, files = [worker.pid for worker in workers], [worker.memory for worker in workers]
+    for pid, file in zip(pids, files, strict=True):
+        os.ftruncate(file, RECORDER_BYTES)
+        os.lseek(file, RECORDER_BYTES, os.SEEK_SET)
+        _signal(pid, STACK_SIGNAL)
+    stopped = [pid for pid in pids if _is_stopped(pid)]
+    for pid in stopped:
+        _signal(pid, signal.SIGCONT)  # a stopped process prints nothing
+    until_s = time.monotonic() + limit_s
+    sizes: list[int] = []
+    while time.monotonic() < until_s:
+        time.sleep(_STEP_S)
+        before, sizes = sizes, [os.fstat(file).st_size for file in files]
+        if sizes == before and min(sizes, default=0) > RECORDER_BYTES:
+            break
+    for pid in stopped:
+        _signal(pid, signal.SIGSTOP)
+    stacks = [worker.stack(f"hread 0x{worker.recording.thread():016x}", _PROGRAM_FILE) for worker in workers]
+    return [_standing(stack, pid in stopped) for stack, pid in zip(stacks, pids, strict=True)]
+
+
+def _standing(stack: Sequence[StackLine], stopped: bool) -> Standing:
+    return Standing(
+        bool(stack) and is_waiting(stack[0].file),
+        next((str(frame) for frame in stack if is_user(frame.file)), ""),
+        tuple(map(str, stack)),
+        stopped,
+        any(is_compiler(frame.file) for frame in stack),
+    )
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped the process; False where the system does not say it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"
+    except OSError:
+        return False
+
+
+def _signal(pid: int, signum: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signum)
+
 
 _STILL_S = 0.25
 """How long no rank may have issued a call before it is checked whether any rank still can."""

@@ -17,7 +17,10 @@ from torch.futures import Future
 
 from shardproof.harness.engines.calls.callers import waits_when_read
 
-_WAITING_IN = ("interposer.py", "waits.py", "distributed_c10d.py", "_functional_collectives.py", "kept_groups.py")
+_WAITING_IN = (
+    *("engines/interposer.py", "processes/waits.py", "forked/worker.py"),  # in the last gloo connects
+    *("distributed/distributed_c10d.py", "distributed/_functional_collectives.py"),
+)
 
 
 def is_waiting(file: str) -> bool:

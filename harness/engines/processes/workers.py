@@ -2,6 +2,9 @@
 
 The driver of a worker is the process that started it. The two share a pipe, and memory with a flight recorder and the
 stacks that the worker prints behind it. A worker ends with its driver, also amid native code. Times are seconds.
+
+How it ended is a ProcessEnd. A crash (SIGSEGV, SIGABRT, ...) and an exit status come from the program that the process
+ran. Any other signal comes from outside: SIGKILL as the system sends it when memory runs out, SIGTERM from a launcher.
 """
 
 import faulthandler
@@ -24,10 +27,30 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import DupFd
 from typing import Any, NamedTuple, NoReturn, TextIO, TypeVar
 
-from shardproof.harness.engines.calls.callers import is_user, shortened
-from shardproof.harness.engines.processes.exit_status import OUR_STATUS, ProcessEnd, process_end
+from shardproof.harness.engines.calls.callers import is_user, shorten_path
 from shardproof.harness.engines.processes.flight_recorder import RECORDER_BYTES, Recording, anonymous_file
-from shardproof.harness.torch_internals.lookup import standing
+from shardproof.harness.torch_internals.lookup import replace_attribute
+
+OUR_STATUS = 70
+"""The exit status of a rank's process that a bug of this package has ended: EX_SOFTWARE of sysexits.h."""
+_CRASHES = frozenset({"SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGTRAP", "SIGSYS"})
+
+
+class ProcessEnd(NamedTuple):
+    """How a process ended, in `words`; `by_program`: whether the program that it ran ended it."""
+
+    words: str
+    by_program: bool = False
+
+
+def process_end(code: int) -> ProcessEnd:
+    """The end of a process with this code, as subprocess has it: its exit status, or minus the signal's number."""
+    if code >= 0:
+        return ProcessEnd(f"its process ended with exit status {code}", code != OUR_STATUS)
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+    words = f"killed by {name}" + (", as the system does when memory runs out" if name == "SIGKILL" else "")
+    return ProcessEnd(words, name in _CRASHES)
+
 
 STACK_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 """A worker prints the stacks of all its threads when it comes."""
@@ -53,7 +76,7 @@ class StackLine(NamedTuple):
     function: str
 
     def __str__(self) -> str:
-        return f"{shortened(self.file)}:{self.line} in {self.function}"
+        return f"{shorten_path(self.file)}:{self.line} in {self.function}"
 
 
 class Worker:
@@ -80,7 +103,7 @@ class Worker:
             words = (inherited, other, _Memory(self.memory), leads, target, words)
             self.process = start.Process(target=_live, args=words, name="MainProcess")  # as programs find it elsewhere
             try:
-                with nullcontext() if forks else standing(spawn, "get_preparation_data", _preparation):
+                with nullcontext() if forks else replace_attribute(spawn, "get_preparation_data", _preparation):
                     self.process.start()
             except BaseException:
                 self._release()

@@ -9,41 +9,140 @@ the environment. They share the state of modules (their globals, class attribute
 not name. A rank may block until another rank acts in another way than by a call (a store's wait, a lock, a queue). Then
 it keeps its turn and runs into the time limit. Threads that a rank starts are in its world; of one rank's threads one
 at a time is in a call.
+
+The engine's groups answer the methods that torch calls today. A method that a newer torch adds, or an operator of a
+library, comes to the dispatcher instead (`Unmapped`). There it is reported to the observer as op `other` and passed on
+to its own kernel, where it has one. Without one the call raises NotComputed, which names it, and the case is unknown.
+
+A fault, a drawn schedule and a stress of buffers are each an `Intervention`: a Scheduler or a CollectiveMatcher of its
+own kind. A run without one uses the plain parts at no cost.
 """
 
+import sys
 import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
+import torch
+
+from shardproof.harness.engines.calls.operators import OPERATORS, communicates, make_reader
+from shardproof.harness.engines.calls.pending import RootCause, of_deadlock, of_mismatch, of_skipped
 from shardproof.harness.engines.engine import Engine, RunRequest
-from shardproof.harness.engines.one_thread import one_thread
-from shardproof.harness.engines.threads.heap import Heap
-from shardproof.harness.engines.threads.intervention import Intervention
-from shardproof.harness.engines.threads.matcher import Race
-from shardproof.harness.engines.threads.rank_threads import Aborted, RankThread, RankThreads
-from shardproof.harness.engines.threads.rank_world import Enter, installed
-from shardproof.harness.engines.threads.scheduler import RankStatus, RunEnd
-from shardproof.harness.engines.threads.state.rank_state import CallerStreams, PerRankState
-from shardproof.harness.engines.threads.unmapped import Unmapped
+from shardproof.harness.engines.rank_environment import one_thread
+from shardproof.harness.engines.threads import postmortem
+from shardproof.harness.engines.threads.matcher import CollectiveMatcher, Race
+from shardproof.harness.engines.threads.rank_state import CallerStreams, PerRankState, namespaces_of
+from shardproof.harness.engines.threads.rank_threads import Aborted, Heap, RankThread, RankThreads
+from shardproof.harness.engines.threads.rank_world import Enter, install_worlds
+from shardproof.harness.engines.threads.scheduler import RankStatus, RunEnd, Scheduler
 from shardproof.harness.errors import (
     Desynchronised,
     NotComputed,
     Position,
     Raced,
     RankRaised,
+    RequestError,
     ShardproofError,
     TimeLimit,
+    error_text,
     ranks_text,
 )
 from shardproof.harness.ledger import Observer
 from shardproof.harness.torch_internals.compiler import leave_uncompiled, share_compiled
-from shardproof.harness.torch_internals.modes import keep_device_guard
-from shardproof.harness.torch_internals.world import leave_world
+from shardproof.harness.torch_internals.dispatch import (
+    BACKEND_SELECT,
+    has_kernel,
+    keep_device_guard,
+    kernels,
+    operator_names,
+)
+from shardproof.harness.torch_internals.world import leave_world, rank_tables
 
-if TYPE_CHECKING:
-    from shardproof.harness.engines.calls.desync import RootCause
-    from shardproof.harness.engines.threads.postmortem import Raised
-    from shardproof.harness.engines.threads.state.module_state import Namespace
+_KEY = "BackendSelect"
+
+
+class Unmapped:
+    """The operators of c10d that OPERATORS lacks; looked for again when modules were imported, since it takes 3 ms."""
+
+    def __init__(self) -> None:
+        self._modules = 0
+        self._operators: dict[str, Any] = {}
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Within it, calls of these operators by rank threads are recorded."""
+        if self._modules != len(sys.modules):
+            names = [name for name in operator_names("c10d") if name not in OPERATORS]
+            operators = {name: getattr(getattr(torch.ops.c10d, name), "default", None) for name in names}
+            self._modules = len(sys.modules)
+            self._operators = {name: one for name, one in operators.items() if one is not None and communicates(one)}
+        if not self._operators:
+            yield
+            return
+        with kernels("c10d", _KEY) as add:
+            for name, operator in self._operators.items():
+                if not has_kernel(f"c10d::{name}", _KEY):  # a recorder of real backends has one
+                    add(name, _kernel_of(name, operator), with_keyset=True)
+            yield
+
+
+def _kernel_of(name: str, operator: Any) -> Callable[..., Any]:
+    """The kernel of this operator of c10d, under a key by which the dispatcher selects a backend."""
+    read = make_reader(name, operator)
+
+    def kernel(keys: Any, *arguments: Any) -> Any:
+        rank = rank_tables()
+        observer = None if rank is None else rank.matcher.observer
+        issued = None if observer is None else read(arguments)
+        ticket = None if observer is None or issued is None else observer.issued(issued.rank, issued.call)
+        try:
+            result = operator.redispatch(keys.remove(BACKEND_SELECT), *arguments)
+        except RuntimeError as problem:
+            if rank is None:
+                raise
+            text = f"c10d::{name} of torch {torch.__version__} is not known to the in-process engine, which cannot"
+            text += f" compute it ({error_text(problem)}); legal: --engine pool"
+            raise NotComputed(text, ranks=(rank.rank,)) from problem
+        if observer is not None and issued is not None and ticket is not None:
+            observer.completed(issued.rank, ticket)
+        return result
+
+    return kernel
+
+
+class Intervention:
+    """Makes the parts of one run: these as they are, and the base of those that change something."""
+
+    def scheduler(self, threads: Sequence[RankThread], state: PerRankState, timeout_s: float) -> Scheduler:
+        """First come, first served."""
+        return Scheduler(threads, state, timeout_s)
+
+    def matcher(self, world_size: int, scheduler: Scheduler, observer: Observer | None) -> CollectiveMatcher:
+        """Calls are computed as issued."""
+        return CollectiveMatcher(world_size, scheduler, observer)
+
+
+class Intervened(Engine):
+    """An in-process engine whose runs all have one intervention; closing it leaves the engine itself open.
+
+    Raises RequestError for an engine that takes none.
+    """
+
+    def __init__(self, engine: Engine, intervention: Intervention) -> None:
+        if not getattr(engine, "takes_interventions", False):
+            raise RequestError(f"engine={engine.name}: takes no interventions; legal: inproc")
+        self._engine: Any = engine
+        self._intervention = intervention
+        self.name, self.remote = engine.name, engine.remote
+
+    def run_request(self, request: RunRequest, observer: Observer | None) -> list[Any]:
+        """The results by rank under the intervention; see Engine.run."""
+        self.unwaited = ()
+        results: list[Any] = self._engine.run_request(request, observer, self._intervention)
+        self.unwaited = self._engine.unwaited
+        return results
+
 
 _SETTLE_S = 0.02
 """How long the other ranks may go on after a failure, so that the report shows where they wait."""
@@ -81,12 +180,8 @@ class InprocEngine(Engine):
         parts = intervention or Intervention()
         self.unwaited = ()
         leave_uncompiled()
-        places: Sequence[Namespace] = ()
-        if request.per_rank:
-            from shardproof.harness.engines.threads.state.module_state import namespaces_of  # noqa: PLC0415
-
-            places = namespaces_of(request.per_rank)
-        with one_thread(), installed() as enter, self._unmapped.recorded():
+        places = namespaces_of(request.per_rank)
+        with one_thread(), install_worlds() as enter, self._unmapped.recorded():
             state = PerRankState(request.world_size, request.seed, places, self._streams)
             threads = self._threads.take(request.world_size)
             run = _Run(request, threads, state, observer, parts)
@@ -120,7 +215,7 @@ class _Run:
         self.request = request
         self.scheduler = parts.scheduler(threads, state, request.timeout_s)
         self.matcher = parts.matcher(request.world_size, self.scheduler, observer)
-        self.raised: list[Raised] = []
+        self.raised: list[postmortem.Raised] = []
         self.raised_first = False
         self.others_ran = False
         self.values: list[Any] = [None] * request.world_size
@@ -142,8 +237,6 @@ class _Run:
         unmet = any(group.collectives or group.messages for group in self.matcher.groups.values())
         if end is RunEnd.DONE and not unmet and not self.raised and self.matcher.failure is None:
             return self.values
-        from shardproof.harness.engines.threads import postmortem  # noqa: PLC0415
-
         if end is RunEnd.HALTED:
             self.scheduler.settle(_ALIKE_S if self.raised and self._hint(self.others_ran) else _SETTLE_S)
         cause = self._cause(end)
@@ -164,21 +257,14 @@ class _Run:
             self.raised_first = True
             others = [status for other, status in enumerate(self.scheduler.statuses) if other != rank]
             self.others_ran = any(status is not RankStatus.NOT_STARTED for status in others)
-        from shardproof.harness.engines.threads.postmortem import Raised  # noqa: PLC0415
-
-        self.raised.append(Raised(rank, error))
+        self.raised.append(postmortem.Raised(rank, error))
         self.scheduler.halt()
 
     def _hint(self, shared: bool) -> str:
         """Words that may help; `shared`: another rank may have left behind what the first one raised about."""
-        from shardproof.harness.engines.threads.postmortem import hint  # noqa: PLC0415
+        return postmortem.hint(self.raised[0].error, others_ran=shared, per_rank=self.request.per_rank)
 
-        return hint(self.raised[0].error, others_ran=shared, per_rank=self.request.per_rank)
-
-    def _cause(self, end: RunEnd) -> "RootCause | None":
-        from shardproof.harness.engines.calls.desync import RootCause, of_deadlock, of_mismatch, of_skipped  # noqa: PLC0415
-        from shardproof.harness.engines.threads import postmortem  # noqa: PLC0415
-
+    def _cause(self, end: RunEnd) -> RootCause | None:
         failure = self.matcher.failure
         if self.raised_first:
             return postmortem.of_raise(self.raised, self.request.world_size)
@@ -195,10 +281,8 @@ class _Run:
             return of_deadlock(done, self.matcher.waiting)
         return of_skipped(list(self.matcher.groups.values()))
 
-    def _error(self, cause: "RootCause", positions: Sequence[Position]) -> ShardproofError:
+    def _error(self, cause: RootCause, positions: Sequence[Position]) -> ShardproofError:
         """The error to raise, after the threads have ended."""
-        from shardproof.harness.engines.threads import postmortem  # noqa: PLC0415
-
         abandoned = self.scheduler.stop()
         text = cause.text
         if abandoned:

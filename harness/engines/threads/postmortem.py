@@ -9,9 +9,8 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shardproof.harness.engines.calls.callers import caller_of, is_user, issued_at, raised_at
-from shardproof.harness.engines.calls.desync import RootCause, position_in_call
-from shardproof.harness.engines.calls.raised import behind
+from shardproof.harness.engines.calls.callers import caller_of, is_user, issued_at, place_raised, what_led_to
+from shardproof.harness.engines.calls.pending import RootCause, position_in_call
 from shardproof.harness.engines.threads.matcher import CollectiveMatcher
 from shardproof.harness.engines.threads.rank_threads import Stillness
 from shardproof.harness.engines.threads.scheduler import RankStatus, Scheduler
@@ -41,7 +40,7 @@ def positions(scheduler: Scheduler, matcher: CollectiveMatcher, raised: Sequence
     for rank, (status, frame) in enumerate(zip(scheduler.statuses, scheduler.frames(), strict=True)):
         work = matcher.waiting[rank]
         if rank in errors:
-            caller = raised_at(errors[rank].__traceback__)
+            caller = place_raised(errors[rank].__traceback__)
             places.append(Position(rank=rank, state="raised", detail=error_text(errors[rank]), caller=caller))
         elif status in {RankStatus.DONE, RankStatus.NOT_STARTED}:
             places.append(Position(rank=rank, state="finished" if status is RankStatus.DONE else "not started"))
@@ -55,15 +54,15 @@ def positions(scheduler: Scheduler, matcher: CollectiveMatcher, raised: Sequence
 def of_raise(raised: Sequence[Raised], world_size: int) -> RootCause:
     """A rank raised first."""
     first = raised[0]
-    place = raised_at(first.error.__traceback__)
+    place = place_raised(first.error.__traceback__)
     text = f"rank {first.rank} of {world_size} raised {error_text(first.error)}" + (f", at {place}" if place else "")
-    text += behind(first.error)
+    text += what_led_to(first.error)
     return RootCause(text, tuple(entry.rank for entry in raised))
 
 
 def alike(raised: Sequence[Raised], world_size: int) -> bool:
     """Whether all ranks raised one exception at one line: none of them left behind what the others raised about."""
-    places = {(type(entry.error), raised_at(entry.error.__traceback__)) for entry in raised}
+    places = {(type(entry.error), place_raised(entry.error.__traceback__)) for entry in raised}
     return len(raised) == world_size and len(places) == 1
 
 

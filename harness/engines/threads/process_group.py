@@ -8,7 +8,7 @@ here, with a WrongArgument in its own code, as gloo and NCCL do. Both generation
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -16,26 +16,93 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from shardproof.harness.engines.calls import arithmetic
-from shardproof.harness.engines.calls.arguments import (
+from shardproof.harness.engines.calls.arithmetic import Combine, Operands
+from shardproof.harness.engines.calls.pending import ANY, RankGroup
+from shardproof.harness.engines.calls.signature import (
+    Signature,
     as_real,
-    checked,
-    counted,
-    exchanged,
+    check_count,
+    check_list,
+    check_size,
+    check_tensors,
+    dtype_text,
     form_of,
-    listed,
     member_of,
     of_one_dtype,
     reduction,
     root_of,
-    sized,
+    shapes_of,
+    signature_of,
+    split_exchange,
 )
-from shardproof.harness.engines.calls.arithmetic import Combine, Operands
-from shardproof.harness.engines.calls.pending import ANY, RankGroup
-from shardproof.harness.engines.calls.signature import Signature, dtype_text, shapes_of, signature_of
-from shardproof.harness.engines.threads.group_facts import GroupFacts
-from shardproof.harness.engines.threads.matcher import CollectiveMatcher
-from shardproof.harness.engines.threads.work import COMPLETE, BatchedWorks, RankCall, Work
-from shardproof.harness.torch_internals.groups import answers_torch
+from shardproof.harness.engines.threads.matcher import COMPLETE, BatchedWorks, CollectiveMatcher, RankCall, Work
+from shardproof.harness.torch_internals.world import answers_torch
+
+_TorchGroup: Any = dist.ProcessGroup
+"""Untyped on purpose: torch's stubs declare overloads that no Python subclass can match."""
+
+
+@answers_torch
+class GroupFacts(_TorchGroup):
+    """Rank `member` of a group, under torch's names for its facts; `splits` counts its calls of split_group."""
+
+    def __init__(self, group: RankGroup, member: int, name: str) -> None:
+        super().__init__(member, len(group.ranks))
+        self._group, self._member, self._name = group, member, name
+        self.splits = 0
+
+    def rank(self) -> int:
+        """This rank's place in the group."""
+        return self._member
+
+    def size(self) -> int:
+        """Ranks in the group."""
+        return len(self._group.ranks)
+
+    @property
+    def group_name(self) -> str:
+        """The name under which operators find the group."""
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        """The user's name of the group."""
+        return self._group.description
+
+    def getGroupName(self) -> str:
+        """`group_name`, for C++."""
+        return self._name
+
+    def getGroupDesc(self) -> str:
+        """`group_desc`, for C++."""
+        return self._group.description
+
+    def getBackendName(self) -> str:
+        """Not a name of C++, which would look for that backend's object. dist.get_backend returns gloo."""
+        return "inproc"
+
+    def get_backend(self, device: torch.device) -> Self:
+        """The group itself, which has no backend of torch and coalesces no messages."""
+        return self
+
+    @property
+    def device_types(self) -> list[torch.device]:
+        """The devices whose tensors the group takes."""
+        return [torch.device("cpu"), torch.device("cuda")]
+
+    def has_hooks(self) -> bool:
+        """False: torch's hooks are of its backends."""
+        return False
+
+    def get_group_store(self) -> Any:
+        """The group's key-value store, in this process."""
+        return self._group.store
+
+    def shutdown(self) -> None:
+        """Nothing to release: the group ends with the run."""
+
+    def abort(self) -> None:
+        """The same as `shutdown`."""
 
 
 @answers_torch
@@ -51,7 +118,7 @@ class InprocGroup(GroupFacts):
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None, *, op: Any = None) -> dist.Work:
         """all_reduce, also coalesced and functional."""
-        outputs = checked(tensors, layout="dense")
+        outputs = check_tensors(tensors, layout="dense")
         reduce_op, inputs = reduction(opts if op is None else op, outputs)
         signature = signature_of("all_reduce", outputs, form=form_of(outputs), reduce_op=reduce_op)
         return self._issue(signature, Operands(outputs, inputs), arithmetic.all_reduce, outputs, opts)
@@ -60,22 +127,22 @@ class InprocGroup(GroupFacts):
 
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> dist.Work:
         """reduce: only the root's tensor changes."""
-        outputs, root = checked(tensors, layout="dense"), root_of("reduce", opts, self.size())
+        outputs, root = check_tensors(tensors, layout="dense"), root_of("reduce", opts, self.size())
         reduce_op, inputs = reduction(getattr(opts, "reduceOp", op), outputs)
         signature = signature_of("reduce", outputs, form=form_of(outputs), reduce_op=reduce_op, root=root)
         return self._issue(signature, Operands(outputs, inputs), arithmetic.reduce, outputs, opts)
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """broadcast."""
-        outputs, root = checked(tensors, layout="dense"), root_of("broadcast", opts, self.size())
+        outputs, root = check_tensors(tensors, layout="dense"), root_of("broadcast", opts, self.size())
         signature = signature_of("broadcast", outputs, form=form_of(outputs), root=root)
         return self._issue(signature, Operands(outputs, outputs), arithmetic.broadcast, outputs, opts)
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """all_gather_single, coalesced; functional calls come here with one tensor."""
-        outputs, inputs = checked(outputs, layout="any"), checked(inputs, layout="any")
+        outputs, inputs = check_tensors(outputs, layout="any"), check_tensors(inputs, layout="any")
         for output, shard in zip(outputs, inputs, strict=True):
-            sized("all_gather", "output", output, shard.numel() * self.size(), "the input times the group's size")
+            check_size("all_gather", "output", output, shard.numel() * self.size(), "the input times the group's size")
         signature = signature_of("all_gather", inputs)
         return self._issue(signature, Operands(outputs, inputs), arithmetic.all_gather, outputs, opts)
 
@@ -87,26 +154,28 @@ class InprocGroup(GroupFacts):
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """all_gather into a list; its tensors may differ in size."""
-        gathered, inputs = checked(listed(outputs), layout="any"), checked(inputs, layout="any")
-        counted("all_gather", "output list", gathered, self.size())
-        sized("all_gather", "output", gathered[self._member], inputs[0].numel(), "this rank's input")
+        gathered, inputs = check_tensors(check_list(outputs), layout="any"), check_tensors(inputs, layout="any")
+        check_count("all_gather", "output list", gathered, self.size())
+        check_size("all_gather", "output", gathered[self._member], inputs[0].numel(), "this rank's input")
         signature = Signature("all_gather", "list", "", -1, dtype_text(inputs), shapes_of(gathered))
         return self._issue(signature, Operands(gathered, inputs), arithmetic.all_gather_lists, gathered, opts)
 
     def allgather_coalesced(self, output_lists: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """all_gather_coalesced: one list of outputs for each rank."""
-        inputs = checked(inputs, layout="any")
-        counted("all_gather", "list of output lists", output_lists, self.size())
-        gathered = checked([tensor for outputs in output_lists for tensor in outputs], layout="any")
-        counted("all_gather", "output lists together", gathered, self.size() * len(inputs))
+        inputs = check_tensors(inputs, layout="any")
+        check_count("all_gather", "list of output lists", output_lists, self.size())
+        gathered = check_tensors([tensor for outputs in output_lists for tensor in outputs], layout="any")
+        check_count("all_gather", "output lists together", gathered, self.size() * len(inputs))
         signature = Signature("all_gather", "list", "", -1, dtype_text(inputs), shapes_of(gathered))
         return self._issue(signature, Operands(gathered, inputs), arithmetic.all_gather_lists, gathered, opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """reduce_scatter_single, coalesced; functional calls come here with one tensor."""
-        outputs, fulls = checked(as_real(outputs), layout="any"), checked(as_real(inputs), layout="any")
+        outputs, fulls = check_tensors(as_real(outputs), layout="any"), check_tensors(as_real(inputs), layout="any")
         for output, full in zip(outputs, fulls, strict=True):
-            sized("reduce_scatter", "input", full, output.numel() * self.size(), "the output times the group's size")
+            check_size(
+                "reduce_scatter", "input", full, output.numel() * self.size(), "the output times the group's size"
+            )
         reduce_op, inputs = reduction(opts, fulls)
         signature = signature_of("reduce_scatter", fulls, reduce_op=reduce_op)
         return self._issue(signature, Operands(outputs, inputs), arithmetic.reduce_scatter, fulls, opts)
@@ -121,9 +190,9 @@ class InprocGroup(GroupFacts):
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None, *, op: Any = None
     ) -> dist.Work:
         """reduce_scatter from a list; its tensors may differ in size."""
-        outputs, parts = checked(as_real(outputs)), checked(as_real(listed(inputs)))
-        counted("reduce_scatter", "input list", parts, self.size())
-        sized("reduce_scatter", "output", outputs[0], parts[self._member].numel(), "the input for this rank")
+        outputs, parts = check_tensors(as_real(outputs)), check_tensors(as_real(check_list(inputs)))
+        check_count("reduce_scatter", "input list", parts, self.size())
+        check_size("reduce_scatter", "output", outputs[0], parts[self._member].numel(), "the input for this rank")
         reduce_op, inputs = reduction(opts if op is None else op, parts)
         signature = signature_of("reduce_scatter", parts, form="list", reduce_op=reduce_op)
         return self._issue(signature, Operands(outputs, inputs), arithmetic.reduce_scatter_lists, parts, opts)
@@ -132,8 +201,8 @@ class InprocGroup(GroupFacts):
         self, output: Tensor, source: Tensor, output_rows: Any, input_rows: Any, opts: Any = None, timeout: Any = None
     ) -> dist.Work:
         """all_to_all_single, even or uneven along dim 0."""
-        outputs, inputs = checked([output]), checked([source])
-        outputs[0], *rows = exchanged(outputs[0], inputs[0], output_rows, input_rows, self.size())
+        outputs, inputs = check_tensors([output]), check_tensors([source])
+        outputs[0], *rows = split_exchange(outputs[0], inputs[0], output_rows, input_rows, self.size())
         signature = Signature("all_to_all", "single", "", -1, dtype_text(inputs), (tuple(source.shape[1:]),))
         return self._issue(signature, Operands(outputs, inputs, *rows), arithmetic.all_to_all_single, inputs, opts)
 
@@ -141,38 +210,38 @@ class InprocGroup(GroupFacts):
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """all_to_all of lists."""
-        outputs, inputs = checked(outputs, layout="any"), checked(inputs, layout="any")
-        counted("all_to_all", "output list", outputs, self.size())
-        counted("all_to_all", "input list", inputs, self.size())
+        outputs, inputs = check_tensors(outputs, layout="any"), check_tensors(inputs, layout="any")
+        check_count("all_to_all", "output list", outputs, self.size())
+        check_count("all_to_all", "input list", inputs, self.size())
         signature = Signature("all_to_all", "list", "", -1, dtype_text(inputs), ())
         return self._issue(signature, Operands(outputs, inputs), arithmetic.all_to_all, inputs, opts)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """gather to the root."""
-        inputs, root = checked(inputs, layout="any"), root_of("gather", opts, self.size())
-        gathered = checked(listed(outputs), layout="any") if root == self._member else []
+        inputs, root = check_tensors(inputs, layout="any"), root_of("gather", opts, self.size())
+        gathered = check_tensors(check_list(outputs), layout="any") if root == self._member else []
         if root == self._member:
-            counted("gather", "gather_list", gathered, self.size())
+            check_count("gather", "gather_list", gathered, self.size())
         signature = signature_of("gather", inputs, form="single", root=root)
         return self._issue(signature, Operands(gathered, inputs), arithmetic.gather, inputs, opts)
 
     def gather_single(self, output: Tensor, shard: Tensor, opts: Any = None, timeout: Any = None) -> dist.Work:
         """gather_single (gather_into_tensor): the root's output holds the inputs of all ranks, one after the other."""
-        inputs, root = checked([shard]), root_of("gather", opts, self.size())
+        inputs, root = check_tensors([shard]), root_of("gather", opts, self.size())
         gathered: list[Tensor] = []
         if root == self._member:
-            sized("gather", "output", output, shard.numel() * self.size(), "the input times the group's size")
-            gathered = list(checked([output])[0].detach().view(self.size(), *shard.shape).unbind())
+            check_size("gather", "output", output, shard.numel() * self.size(), "the input times the group's size")
+            gathered = list(check_tensors([output])[0].detach().view(self.size(), *shard.shape).unbind())
         signature = signature_of("gather", inputs, form="flat", root=root)
         return self._issue(signature, Operands(gathered, inputs), arithmetic.gather, inputs, opts)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """scatter from the root."""
-        outputs, root = checked(outputs), root_of("scatter", opts, self.size())
-        parts = checked(listed(inputs)) if root == self._member else []
+        outputs, root = check_tensors(outputs), root_of("scatter", opts, self.size())
+        parts = check_tensors(check_list(inputs)) if root == self._member else []
         if root == self._member:
-            counted("scatter", "scatter_list", parts, self.size())
-            sized("scatter", "output", outputs[0], parts[root].numel(), "its part")
+            check_count("scatter", "scatter_list", parts, self.size())
+            check_size("scatter", "output", outputs[0], parts[root].numel(), "its part")
         signature = signature_of("scatter", outputs, form="single", root=root)
         return self._issue(signature, Operands(outputs, parts), arithmetic.scatter, outputs, opts)
 
@@ -230,7 +299,7 @@ class InprocGroup(GroupFacts):
         return COMPLETE
 
     def _post(self, op: str, tensors: Any, peer: int, tag: int) -> Work:
-        (tensor,) = checked(tensors)
+        (tensor,) = check_tensors(tensors)
         caller = sys._getframe(3)  # dist.send is dist.isend and a wait
         is_async = not (caller.f_code.co_name == op and caller.f_globals is vars(c10d))
         signature = signature_of(op, (tensor,))

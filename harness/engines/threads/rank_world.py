@@ -5,7 +5,9 @@ redirected for them. They are init_process_group (the world exists: it is handed
 and the maker of groups below new_group. The first two are redirected inside torch's own wrappers, so a name that user
 code imported earlier is redirected as well.
 
-os.environ is every rank's own too, with the words that a launcher would give it.
+os.environ is every rank's own too, with the words that a launcher would give it. A change of a rank is passed on to the
+C library too, as os.environ does, so that libraries see it. At the end of the run the process has what it had. The
+launcher's words themselves are Python's alone: getenv in C has no ranks.
 """
 
 import functools
@@ -23,19 +25,85 @@ from torch.distributed import distributed_c10d as c10d
 from shardproof.harness.engines.rank_environment import environment_of, meeting_place, require_own_world
 from shardproof.harness.engines.threads.matcher import CollectiveMatcher
 from shardproof.harness.engines.threads.process_group import InprocGroup
-from shardproof.harness.engines.threads.rank_threads import followed
-from shardproof.harness.engines.threads.state.environ import OwnWords, environ_by_rank
-from shardproof.harness.torch_internals.meshes import kept_apart
+from shardproof.harness.engines.threads.rank_threads import follow_threads
 from shardproof.harness.torch_internals.world import (
     Maker,
     Tables,
     by_thread,
     group_of_ranks,
     groups_made_by,
+    kept_apart,
     rank_tables,
-    redirected,
+    redirect_function,
     register,
 )
+
+OwnWords = dict[str, str | None]
+"""Words of a rank's environment beside the process's: word -> value, None where the rank has deleted it."""
+_Environ: Any = type(os.environ)
+
+
+class _RankedEnviron(_Environ):
+    """The process's environment, in which a rank has words of its own."""
+
+    _of_thread: Callable[[], OwnWords | None]
+    _changed: set[str]
+
+    def __getitem__(self, word: str) -> str:
+        own = self._of_thread()
+        if own is None or word not in own:
+            found: str = super().__getitem__(word)
+            return found
+        if (value := own[word]) is None:
+            raise KeyError(word)
+        return value
+
+    def __setitem__(self, word: str, value: str) -> None:
+        own = self._of_thread()
+        if own is None:
+            super().__setitem__(word, value)
+            return
+        os.putenv(self.encodekey(word), self.encodevalue(value))  # refuses what is no text
+        self._changed.add(word)
+        own[word] = value
+
+    def __delitem__(self, word: str) -> None:
+        own = self._of_thread()
+        if own is None:
+            super().__delitem__(word)
+            return
+        self[word]  # raises KeyError
+        os.unsetenv(self.encodekey(word))
+        self._changed.add(word)
+        own[word] = None
+
+    def __iter__(self) -> Iterator[str]:
+        own = self._of_thread() or {}
+        yield from (word for word in list(super().__iter__()) if word not in own)
+        yield from (word for word, value in list(own.items()) if value is not None)
+
+    def __len__(self) -> int:
+        return sum(1 for _word in self)
+
+
+@contextmanager
+def environ_by_rank(of_thread: Callable[[], OwnWords | None]) -> Iterator[None]:
+    """Within it os.environ answers each thread with the words that `of_thread` gives it; None: with the process's."""
+    environ: Any = os.environ
+    environ._of_thread, environ._changed = of_thread, set()
+    environ.__class__ = _RankedEnviron
+    try:
+        yield
+    finally:
+        environ.__class__ = _Environ
+        changed = environ.__dict__.pop("_changed")
+        del environ._of_thread
+        for word in changed:
+            if word in environ:
+                os.putenv(word, environ[word])
+            else:
+                os.unsetenv(word)
+
 
 Enter = Callable[[CollectiveMatcher, int, int], None]
 _BACKEND = "gloo"
@@ -57,7 +125,7 @@ class _Rank(Tables):
 
 
 @contextmanager
-def installed() -> Iterator[Enter]:
+def install_worlds() -> Iterator[Enter]:
     """Rank threads have their own worlds. Yields the function that each calls first: enter(matcher, rank, world_size).
 
     Raises RequestError when another run is active in this process, MachineError when this torch cannot do it.
@@ -65,11 +133,11 @@ def installed() -> Iterator[Enter]:
     meet_at = meeting_place(os.environ)
     with ExitStack() as undo:
         ranks = undo.enter_context(by_thread())
-        undo.enter_context(redirected(c10d.init_process_group, _init_process_group))
-        undo.enter_context(redirected(c10d.split_group, _split_group))
+        undo.enter_context(redirect_function(c10d.init_process_group, _init_process_group))
+        undo.enter_context(redirect_function(c10d.split_group, _split_group))
         undo.enter_context(groups_made_by(_new_group))
         undo.enter_context(kept_apart(lambda: getattr(_mine(), "rank", None)))
-        undo.enter_context(followed(lambda mine: mine.matcher.scheduler.hand_back(mine.rank)))
+        undo.enter_context(follow_threads(lambda mine: mine.matcher.scheduler.hand_back(mine.rank)))
         undo.enter_context(environ_by_rank(lambda: getattr(_mine(), "environ", None)))
         yield functools.partial(_enter, ranks, dist.HashStore(), meet_at)
 

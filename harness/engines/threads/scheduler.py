@@ -20,8 +20,8 @@ from types import FrameType
 
 import torch
 
-from shardproof.harness.engines.threads.rank_threads import Aborted, RankThread, Stillness, nothing, taken_lock
-from shardproof.harness.engines.threads.state.rank_state import PerRankState
+from shardproof.harness.engines.threads.rank_state import PerRankState
+from shardproof.harness.engines.threads.rank_threads import Aborted, RankThread, Stillness, do_nothing, taken_lock
 from shardproof.harness.torch_internals.compiler import is_compiler
 
 _GRACE_S = 0.5
@@ -75,7 +75,7 @@ class Scheduler:
         self._ready = deque(range(world_size))
         self._turns = [taken_lock() for _ in range(world_size)]
         self._driver = taken_lock()
-        self._body: Callable[[int], None] = nothing
+        self._body: Callable[[int], None] = do_nothing
         self._threads = tuple(threads)
 
     # what ranks call, in their turn
@@ -178,7 +178,7 @@ class Scheduler:
             order = sorted(range(len(self.statuses)), key=lambda rank: self.statuses[rank] is not RankStatus.RUNNING)
             self._stayed = tuple(rank for rank in order if not self._ended(rank))
             # Both refer to the run, and a program that leaks its graphs keeps its groups, which refer to this.
-            self._body, self.alive = nothing, str
+            self._body, self.alive = do_nothing, str
         return self._stayed
 
     def _ended(self, rank: int) -> bool:
@@ -217,7 +217,7 @@ class Scheduler:
     def _successor(self) -> Callable[[], None]:
         """Function that wakes the thread whose turn is next: a ready rank, or the driver."""
         if self.stopping:
-            return nothing
+            return do_nothing
         if self._halted or not self._ready:
             return self._driver.release
         rank = self._next()

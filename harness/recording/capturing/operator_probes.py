@@ -29,9 +29,8 @@ from shardproof.harness.engines.calls.callers import caller
 from shardproof.harness.protocols import Value
 from shardproof.harness.recording.naming import Paths
 from shardproof.harness.subject import NamedSubject, called
-from shardproof.harness.torch_internals.autograd import current_task
-from shardproof.harness.torch_internals.memory import storage_id
-from shardproof.harness.torch_internals.modes import DispatchMode, FakeTensor, leaves, take_themselves_apart
+from shardproof.harness.torch_internals.autograd import current_task, storage_id
+from shardproof.harness.torch_internals.dispatch import DispatchMode, FakeTensor, leaves, take_themselves_apart
 
 _SEPARATOR = "|"
 _DROPOUT = frozenset({"bernoulli_", "native_dropout"})

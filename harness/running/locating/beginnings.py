@@ -22,7 +22,7 @@ from shardproof.harness.outcome.blocks import Block
 from shardproof.harness.outcome.merging import Outcomes
 from shardproof.harness.plain_case import PlainCase, Word
 from shardproof.harness.protocols import Value
-from shardproof.harness.recording.capturing.initial_values import STARTED, FirstValues, first_values
+from shardproof.harness.recording.capturing.drawn_values import STARTED, FirstValues, first_values
 from shardproof.harness.running.trials.trial import Trial
 from shardproof.harness.running.truth.own import EXACT, OwnTruth, one_rank
 from shardproof.harness.subject import ALONE, NamedSubject, called

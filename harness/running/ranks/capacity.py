@@ -6,8 +6,7 @@ The harness knows no model: the dense model states the size of a case.
 import os
 from collections.abc import Iterable
 
-from shardproof.harness.cases import in_own_words
-from shardproof.harness.dense_model import dense_model
+from shardproof.harness.dense_model import dense_model, in_own_words
 from shardproof.harness.errors import RequestError
 from shardproof.harness.protocols import CaseLike, case_text
 

@@ -22,7 +22,7 @@ from shardproof.harness.errors import RequestError, error_text
 from shardproof.harness.outcome.blocks import localize
 from shardproof.harness.protocols import CaseLike, Subject
 from shardproof.harness.recording.annotations import TOOL
-from shardproof.harness.recording.capturing.module_outputs import Capture
+from shardproof.harness.recording.capturing.module_calls import Capture
 from shardproof.harness.recording.measures import Overlap, SavedActivations
 from shardproof.harness.recording.recorder import Recorder
 from shardproof.harness.resolve import resolve
@@ -30,7 +30,7 @@ from shardproof.harness.running.ranks.output import rank_output
 from shardproof.harness.running.ranks.watching import Execution, Localized, Watching
 from shardproof.harness.subject import called, kept_per_rank, named_axes, offers, session
 from shardproof.harness.torch_internals.compiler import leave_unloaded
-from shardproof.harness.torch_internals.modes import deterministic_on
+from shardproof.harness.torch_internals.dispatch import deterministic_on
 
 if TYPE_CHECKING:
     from shardproof.harness.recording.ranges import Ranges
@@ -118,8 +118,8 @@ def sendable(task: RankTask) -> RankTask:
 
 def perform(rank: int, task: RankTask) -> Execution:
     """Run the subject on this rank, which has its process for itself, as the task says."""
-    from shardproof.harness.engines.interposer import observing  # noqa: PLC0415
-    from shardproof.harness.engines.threads.state.module_state import own_state  # noqa: PLC0415
+    from shardproof.harness.engines.interposer import observe_calls  # noqa: PLC0415
+    from shardproof.harness.engines.threads.rank_state import own_state  # noqa: PLC0415
 
     leave_unloaded()
     subject = task.call
@@ -127,7 +127,7 @@ def perform(rank: int, task: RankTask) -> Execution:
     origin_s = task.origin_s if 0 <= past_s < _SAME_CLOCK_S else None
     with own_state(kept_per_rank(subject)), session(subject), deterministic_on(device), ExitStack() as entered:
         watching = _watching(task, subject, device, origin_s, entered)
-        with observing(watching.observer) if watching.observer else nullcontext(), watching.on_rank(rank):
+        with observe_calls(watching.observer) if watching.observer else nullcontext(), watching.on_rank(rank):
             outcome = called(subject, task.case, device)
         entered.close()
         execution, recorder = watching.execution([rank], [localize(outcome)]), watching.recorder
@@ -146,9 +146,9 @@ def _ranges() -> "Ranges | None":
     """The ranges for a tool that listens to this process; None when none does."""
     if not os.environ.get(TOOL):
         return None
-    from shardproof.harness.recording.ranges import attached  # noqa: PLC0415
+    from shardproof.harness.recording.ranges import attached_ranges  # noqa: PLC0415
 
-    return attached()
+    return attached_ranges()
 
 
 def _stopwatch(device: torch.device) -> "Stopwatch | None":

@@ -11,7 +11,7 @@ from shardproof.harness.engines.engine import Unwaited
 from shardproof.harness.ledger import Event, Observer
 from shardproof.harness.outcome.blocks import Block, blocks
 from shardproof.harness.protocols import CaseLike, Subject
-from shardproof.harness.recording.capturing.module_outputs import Capture
+from shardproof.harness.recording.capturing.module_calls import Capture
 from shardproof.harness.recording.measures import Overlap, RankCallIndex, SavedActivations
 from shardproof.harness.recording.recorder import Recorder
 from shardproof.harness.subject import Unanswered, answered

@@ -5,15 +5,15 @@ from typing import cast
 
 from shardproof.harness.checking.call_checks import order
 from shardproof.harness.checking.checks import CHECKS, examine, needing
-from shardproof.harness.checking.evidence import Finding
+from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.records import Calls, Claims, DryRun, Evidence, Run, Truth, merged_outcomes
 from shardproof.harness.engines.engine import Unwaited
-from shardproof.harness.engines.shapes.dry import DryEngine
+from shardproof.harness.engines.threads.dry import DryEngine
 from shardproof.harness.ledger import Event
-from shardproof.harness.predicting.dry_run import DryRank, dry_run, representatives
-from shardproof.harness.predicting.meter import hidden
+from shardproof.harness.predicting.dry_run import DryRank, dry_run, hidden, representatives
 from shardproof.harness.running.trials.runs import expectation_of, orders_of
 from shardproof.harness.running.trials.trial import Trial
+from shardproof.harness.verdicts.facts import Note, NoteKind, unchecked
 
 
 def check_dry_run(trial: Trial) -> tuple[Evidence, dict[str, Finding]]:
@@ -33,14 +33,15 @@ def check_dry_run(trial: Trial) -> tuple[Evidence, dict[str, Finding]]:
         hidden=frozenset((rank.rank, ticket) for rank in run for ticket in hidden(rank.stretches)),
         ran=ranks,
     )
-    unchecked = (
-        *(f"{name}: the dry engine has shapes and no numbers" for name in needing(CHECKS, Run, Truth)),
-        *_left_out(len(ranks), places, case.world_size),
+    numbers = tuple(needing(CHECKS, Run, Truth))
+    notes = (
+        Note(kind=NoteKind.NOT_ANSWERED, names=numbers, reason="the dry engine has shapes and no numbers"),
+        *unchecked(*_left_out(len(ranks), places, case.world_size)),
     )
     evidence = Evidence(
         run=Run(calls=calls, merged=merged_outcomes((), (), {})),
         claims=Claims(axes={**case.axes, **orders_of(trial)}, expectation=expectation_of(trial)),
-        dry=DryRun(memory=_memory(run), unchecked=unchecked),
+        dry=DryRun(memory=_memory(run), notes=notes),
     )
     with trial.timed("checks"):
         return evidence, examine(evidence, {**CHECKS, "order": order})

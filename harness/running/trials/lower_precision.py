@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shardproof.harness.checking.checks import LAWS, Check, examine
-from shardproof.harness.checking.evidence import PASS, UNKNOWN, Finding
+from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS, is_state, kind_of, step_of
 from shardproof.harness.checking.measures.measured import Measured, epsilon
 from shardproof.harness.checking.measures.tolerance import CONTROL_FACTOR
@@ -35,6 +35,8 @@ from shardproof.harness.running.trials.trial import Trial
 from shardproof.harness.running.truth.own import one_rank
 from shardproof.harness.running.truth.random_rounding import RandomRounding
 from shardproof.harness.subject import NamedSubject, called, lower_dtypes, refusal, truth_of
+from shardproof.harness.verdicts.facts import Note, NoteKind
+from shardproof.harness.verdicts.verdict import PASS, UNKNOWN
 
 Found = tuple[Evidence, dict[str, Finding]]
 MOVED_RUNS, AMPLIFIED_RUNS = 6, 3
@@ -48,7 +50,7 @@ _USUAL = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeclaredPrecision:
-    """The lower precision that a subject states: its dtypes, and where it comes from in words."""
+    """The lower precision that a subject states: its dtypes, and where it comes from."""
 
     dtypes: frozenset[str]
     origin: str
@@ -89,7 +91,7 @@ def declared_precision(trial: Trial, calls: Calls) -> DeclaredPrecision | None:
     if wire and not any(event.dtype == wire and event.group_size > 1 for event in calls.events):
         del dtypes["wire_dtype"]
     words = " and ".join(f"{name}={dtype}" for name, dtype in dtypes.items())
-    origin = f"errors below those of {{}} (the subject states {words})"
+    origin = f"the subject states {words}"
     return DeclaredPrecision(dtypes=frozenset(dtypes.values()), origin=origin) if dtypes else None
 
 
@@ -114,7 +116,7 @@ def rejudge_unseen(trial: Trial, found: Found, checks: Mapping[str, Check]) -> F
     if evidence.run.dtype == "float64" or own is None or not own.unseen.get(trial.text) or not wrong_of(findings):
         return found
     seen, again = _by_effect(trial, found, checks, {evidence.run.dtype})
-    words = "errors below those of {} (the truth computes outside of torch, so the ranks show how far rounding goes)"
+    words = "the truth computes outside of torch, so the ranks show how far rounding goes"
     return seen, {
         name: one if one is findings[name] else _with_note(one, seen.run, words) for name, one in again.items()
     }
@@ -136,7 +138,7 @@ def rejudge_detected(trial: Trial, found: Found, checks: Mapping[str, Check]) ->
     dense = _on_one_rank(trial, constants)
     own = [island for island in islands if dense is None or island.dtype in dense]
     lowest = max(own or islands, key=lambda island: epsilon(island.dtype))
-    words = f"errors below those of {{}} (the {own_dtype} case uses {lowest})"
+    words = f"the {own_dtype} case uses {lowest}"
     seen, again = _by_effect(trial, found, checks, {island.dtype for island in own or islands})
     if not own:
         return (evidence if wrong_of(again) else evidence.with_found(low_precision_op=str(lowest))), findings
@@ -214,7 +216,8 @@ def _with_equal_replicas(outcomes: Outcomes) -> Outcomes:
 
 def _with_note(finding: Finding, run: Run, words: str) -> Finding:
     """The finding with what its limits do not show."""
-    return replace(finding, unchecked=(*finding.unchecked, words.format(run.lower.dtype)))
+    note = Note(kind=NoteKind.LOWER_PRECISION, names=(run.lower.dtype,), reason=words)
+    return replace(finding, notes=(*finding.notes, note))
 
 
 def _stored_shorter(run: Run, truth: Truth, wrong: Sequence[Measured], dtypes: set[str]) -> bool:

@@ -21,7 +21,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from shardproof.harness.checking.checks import LAWS, Check, examine
-from shardproof.harness.checking.evidence import Finding
+from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.distance import distance
 from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS, is_state, kind_of, step_of
 from shardproof.harness.checking.measures.measured import Measured
@@ -40,7 +40,7 @@ from shardproof.harness.running.trials.lower_precision import (
 )
 from shardproof.harness.running.trials.trial import Function, Trial
 from shardproof.harness.running.truth.control_modes import AMPLIFIED
-from shardproof.harness.torch_internals.memory import give_back
+from shardproof.harness.torch_internals.autograd import give_back
 
 MORE_PARTS = (1, 2, 3, 4, 5, 6, 7, 8)
 """Into how many partial sums the further control runs cut their sums; 1 adds the micro-batches in reverse only."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import Tensor
 
 from shardproof.harness.checking.checks import CHECKS, Check, examine, needing
-from shardproof.harness.checking.evidence import Finding
+from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.kinds import comparable, kind_of
 from shardproof.harness.checking.records import Calls, Claims, Evidence, Repeats, Run, Truth, merged_outcomes
 from shardproof.harness.checking.repeats import same_outcomes
@@ -20,7 +20,7 @@ from shardproof.harness.outcome.merging import Merged, Outcomes, against, held_o
 from shardproof.harness.protocols import Axes, TermLike
 from shardproof.harness.running.trials.trial import Trial
 from shardproof.harness.subject import Unanswered, deviating, deviations, left_out, orders, stated
-from shardproof.harness.torch_internals.memory import give_back
+from shardproof.harness.torch_internals.autograd import give_back
 
 if TYPE_CHECKING:
     from shardproof.harness.checking.measures.stated_deviations import Deviations
@@ -118,7 +118,7 @@ def _record(trial: Trial, truth: Mapping[str, Tensor], kinds: Sequence[str], *, 
     how: dict[str, Any] = {"record": True, "watch": True, "overlap": hides}
     drawn, problem = None, ""
     if draws:
-        from shardproof.harness.recording.capturing.dropout_masks import WithMasks  # noqa: PLC0415
+        from shardproof.harness.recording.capturing.drawn_values import WithMasks  # noqa: PLC0415
         from shardproof.harness.running.truth.joint_masks import masks_of  # noqa: PLC0415
 
         with trial.timed("recorded"):

@@ -15,14 +15,14 @@ from torch import Tensor
 from shardproof.harness.checking.measures.kinds import kind_of
 from shardproof.harness.checking.measuring import MOVED
 from shardproof.harness.dense_model import DenseModelLike, dense_model
-from shardproof.harness.engines.calls.callers import is_user, shortened
+from shardproof.harness.engines.calls.callers import is_user, shorten_path
 from shardproof.harness.engines.engine import Engine
 from shardproof.harness.errors import MachineError, RequestError, TimeLimit, error_text
 from shardproof.harness.protocols import CaseLike, Subject, case_text
 from shardproof.harness.running.ranks.execution import execute
 from shardproof.harness.running.ranks.watching import Execution
 from shardproof.harness.subject import NamedSubject, truth_of
-from shardproof.harness.torch_internals.memory import out_of_memory
+from shardproof.harness.torch_internals.autograd import out_of_memory
 
 if TYPE_CHECKING:
     from shardproof.harness.running.truth.own import OwnTruth
@@ -99,7 +99,7 @@ def _place(frame: FrameType | None) -> str:
     """The innermost line of the user's code: " at model.py:7 in forward"."""
     while frame and not is_user(frame.f_code.co_filename):
         frame = frame.f_back
-    return f" at {shortened(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}" if frame else ""
+    return f" at {shorten_path(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}" if frame else ""
 
 
 PARTS: Mapping[str, str] = {"truth": "the dense model", "control": "a control run of the dense model"}

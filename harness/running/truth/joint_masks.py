@@ -20,7 +20,7 @@ from shardproof.harness.checking.records import MaskDraws
 from shardproof.harness.mesh_axes import PIPELINE, SAME_SAMPLES, SLICES, place_of_rank
 from shardproof.harness.outcome.blocks import Block
 from shardproof.harness.protocols import Axes, CaseLike
-from shardproof.harness.recording.capturing.dropout_masks import Draw, taken_out
+from shardproof.harness.recording.capturing.drawn_values import Draw, taken_out
 
 Placed = dict[str, tuple[Block, ...]]
 

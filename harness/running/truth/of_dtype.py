@@ -30,10 +30,15 @@ from shardproof.harness.protocols import Value
 from shardproof.harness.recording.capturing.operator_probes import running_module
 from shardproof.harness.recording.naming import Paths
 from shardproof.harness.subject import NamedSubject, called
-from shardproof.harness.torch_internals.autograd import current_task
-from shardproof.harness.torch_internals.memory import storage_id
-from shardproof.harness.torch_internals.modes import DispatchMode, FakeTensor, leaves, mapped, take_themselves_apart
-from shardproof.harness.torch_internals.operators import makes_new
+from shardproof.harness.torch_internals.autograd import current_task, storage_id
+from shardproof.harness.torch_internals.dispatch import (
+    DispatchMode,
+    FakeTensor,
+    leaves,
+    makes_new,
+    mapped,
+    take_themselves_apart,
+)
 
 _MOST = 2**26
 """Elements that are kept of a forward; what follows is not looked at."""

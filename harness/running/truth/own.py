@@ -18,17 +18,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardproof.harness.cases import in_own_words
 from shardproof.harness.checking.measures.measured import epsilon
 from shardproof.harness.checking.measuring import INITIAL
+from shardproof.harness.dense_model import in_own_words
 from shardproof.harness.engines.engine import Engine
 from shardproof.harness.errors import ProgramError, RequestError
 from shardproof.harness.mesh_axes import AXES, EXPERT_AXES
 from shardproof.harness.outcome.blocks import localize
 from shardproof.harness.outcome.merging import merge
 from shardproof.harness.protocols import CaseLike, Subject, Value, case_text, without_saving
-from shardproof.harness.recording.capturing.dropout_masks import Draw, DropoutProbe, WithMasks, taken_out
-from shardproof.harness.recording.capturing.initial_values import FirstValues, WithFirstValues, first_values
+from shardproof.harness.recording.capturing.drawn_values import (
+    Draw,
+    DropoutProbe,
+    FirstValues,
+    WithFirstValues,
+    WithMasks,
+    first_values,
+    taken_out,
+)
 from shardproof.harness.running.ranks.execution import execute
 from shardproof.harness.running.truth.control_modes import emulated, partial_sums
 from shardproof.harness.running.truth.joint_masks import in_order

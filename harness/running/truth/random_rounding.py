@@ -26,9 +26,16 @@ import torch
 from torch import Tensor
 
 from shardproof.harness.checking.measuring import ROUNDING
-from shardproof.harness.torch_internals.memory import storage_id
-from shardproof.harness.torch_internals.modes import DispatchMode, FakeTensor, leaves, mapped, take_themselves_apart
-from shardproof.harness.torch_internals.operators import makes_new, written_arguments
+from shardproof.harness.torch_internals.autograd import storage_id
+from shardproof.harness.torch_internals.dispatch import (
+    DispatchMode,
+    FakeTensor,
+    leaves,
+    makes_new,
+    mapped,
+    take_themselves_apart,
+    written_arguments,
+)
 
 PRODUCTS = frozenset(
     "addbmm addmm addmv addr baddbmm bmm convolution convolution_backward dot linear matmul mm mv vdot _grouped_mm "

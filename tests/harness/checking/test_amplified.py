@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from shardproof.harness.checking.evidence import FAIL, PASS, UNKNOWN
 from shardproof.harness.checking.measures.measured import FLOAT64_ALLOWED, Measured
 from shardproof.harness.checking.measures.tolerance import FLOAT64_CEILING, measure
 from shardproof.harness.checking.measuring import compared
@@ -21,9 +20,11 @@ from shardproof.harness.checking.numeric_checks import numeric
 from shardproof.harness.running.result import CaseResult
 from shardproof.harness.running.trials import rounding
 from shardproof.harness.running.trials.trial import Reference, decoder
+from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 from shardproof.parallel.subject import subject
 from shardproof.reference.case import Case
 from tests.harness.checking.test_one_step import planted
+from tests.harness.noted import names_of
 from tests.harness.proofs import contradicted, failed, proved, told, verdict_of
 from tests.harness.toy_evidence import case as case_of
 from tests.harness.toy_evidence import evidence
@@ -114,7 +115,7 @@ def test_a_step_that_overflows_in_the_dense_model_too_is_unknown() -> None:
     assert failed(result) == {"forward", "gradient_norm", "update"} and not contradicted(result)
     forward = verdict_of(result, "forward")
     assert forward.message.startswith("loss/2 is not finite") and "legal: a smaller lr" in forward.message
-    assert "loss/2" in forward.unchecked and "loss/1" not in forward.unchecked
+    assert "loss/2" in names_of(forward) and "loss/1" not in names_of(forward)
 
 
 def test_a_bug_in_a_step_before_still_fails(monkeypatch: pytest.MonkeyPatch) -> None:

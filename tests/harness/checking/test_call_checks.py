@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardproof.harness.checking.call_checks import groups, overlap
 from shardproof.harness.checking.checks import CHECKS, examine
-from shardproof.harness.checking.evidence import FAIL, PASS, UNKNOWN, Finding
+from shardproof.harness.checking.finding import Finding
 from shardproof.harness.engines.engine import Engine
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.engines.threads.matcher import CollectiveMatcher
@@ -22,9 +22,11 @@ from shardproof.harness.running.engines import engine_named
 from shardproof.harness.running.proof import prove
 from shardproof.harness.running.ranks.execution import execute
 from shardproof.harness.running.result import CaseResult
+from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 from shardproof.parallel.subject import subject
 from shardproof.reference.case import Case
 from shardproof.reference.training import subject as dense
+from tests.harness.noted import reasons_of
 from tests.harness.proofs import verdict_of
 from tests.harness.toy_evidence import TERMS, answer_of, events, evidence
 from tests.harness.toy_subjects import Changed
@@ -87,10 +89,10 @@ def test_a_name_that_no_axis_has_is_a_note() -> None:
     with engine_named("inproc") as engine:
         verdict = asked(f"{TOY}own_name", engine).verdicts[0]
     # the ranks are those of the case's dp, which is then the name in the ledger
-    assert (verdict.verdict, verdict.unchecked) == (PASS, ())
+    assert (verdict.verdict, verdict.notes) == (PASS, ())
     found = _judged(tuple(replace(event, axis="0,3", group=(0, 3)) for event in events()))
     assert found.verdict == PASS
-    assert found.unchecked == ("group 0,3: no axis of the case or of subject.axes(case) has this name",)
+    assert reasons_of(found) == ["group 0,3: no axis of the case or of subject.axes(case) has this name"]
 
 
 def _judged(ledger: Any, **changes: Any) -> Finding:
@@ -100,7 +102,7 @@ def _judged(ledger: Any, **changes: Any) -> Finding:
 def test_an_axis_that_joins_two_has_the_ranks_of_both() -> None:
     for ranks, verdict in (((0, 1, 2, 3), PASS), ((0, 1), FAIL)):
         found = _judged(tuple(replace(event, axis="tp_dp", group=ranks) for event in events()), case=CASE)
-        assert (found.verdict, found.unchecked) == (verdict, ())
+        assert (found.verdict, found.notes) == (verdict, ())
     found = _judged(tuple(replace(event, group=(event.rank,), group_size=1) for event in events()))
     place = "forward", "embedding"  # a group of one that is named after a split axis
     assert (found.verdict, (found.phase, found.region)) == (FAIL, place)

@@ -13,14 +13,17 @@ import torch
 from shardproof.harness.checking import records
 from shardproof.harness.checking.call_checks import split_share
 from shardproof.harness.checking.checks import CHECKS, Check, examine, needing
-from shardproof.harness.checking.evidence import FAIL, PASS, UNKNOWN, Finding
+from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.records import Calls, Claims, DryRun, Evidence, Regroupings, Repeats, Run, Truth
 from shardproof.harness.engines.engine import Unwaited
 from shardproof.harness.errors import RequestError
 from shardproof.harness.outcome.blocks import Block, localize
+from shardproof.harness.protocols import Shard
 from shardproof.harness.running.trials.trial import decoder
-from shardproof.harness.shard import Shard
+from shardproof.harness.verdicts.facts import NoteKind
+from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 from tests import ROOT
+from tests.harness.noted import names_of, reasons_of
 from tests.harness.proofs import proved
 from tests.harness.toy_evidence import but, case, events, evidence, named, outcome_of, planted, truth
 
@@ -44,7 +47,7 @@ def whole() -> dict[str, Any]:
 def test_right_evidence_passes_every_check() -> None:
     findings = examine(evidence())
     assert named(findings, PASS) == set(findings) == ASKED
-    assert all(not finding.unchecked for finding in findings.values())
+    assert [note.kind for finding in findings.values() for note in finding.notes] == [NoteKind.SPLIT_SHARE]
 
 
 def test_a_count_in_bfloat16_fails_tokens_alone_and_both_counts_are_named() -> None:
@@ -56,10 +59,10 @@ def test_a_count_in_bfloat16_fails_tokens_alone_and_both_counts_are_named() -> N
 def test_each_check_says_what_it_did_not_see() -> None:
     values = {name: tensor for name, tensor in truth().items() if name in ("loss/0", f"grad/{W1}")}
     findings = examine(evidence(*(outcome_of(rank, values) | {"grad/typo": torch.ones(2)} for rank in range(2))))
-    assert set(findings["forward"].unchecked) == {"loss/1", "logits/0", "logits/1"}
-    assert "grad/typo" in findings["parameter_gradients"].unchecked
-    assert f"grad/{BIAS}" in findings["parameter_gradients"].unchecked
-    assert "param/" + W1 in findings["coverage"].unchecked
+    assert set(names_of(findings["forward"])) == {"loss/1", "logits/0", "logits/1"}
+    assert "grad/typo" in names_of(findings["parameter_gradients"], "not in the truth")
+    assert f"grad/{BIAS}" in names_of(findings["parameter_gradients"], "not returned")
+    assert "param/" + W1 in names_of(findings["coverage"], "not returned")
     assert "update" not in findings and "gradient_norm" not in findings
 
 
@@ -67,7 +70,7 @@ def test_a_name_that_the_truth_does_not_know_is_no_pass_and_the_nearest_one_is_t
     slip = {name.replace("param/", "params/"): tensor for name, tensor in truth().items()}
     finding = examine(evidence(*(outcome_of(rank, slip) for rank in range(2))), COVERAGE)["coverage"]
     assert finding.verdict == UNKNOWN
-    assert f"params/{BIAS} (param/{BIAS}?)" in finding.message and f"params/{BIAS}" in finding.unchecked
+    assert f"params/{BIAS} (param/{BIAS}?)" in finding.message and f"params/{BIAS}" in names_of(finding)
     own = but(evidence(), captured=(localize({"act/my_module": torch.ones(2)}),) * 2)
     assert examine(own, COVERAGE)["coverage"].verdict == PASS, "a module of its own"
 
@@ -86,9 +89,9 @@ def test_a_layout_flaw_is_said_before_numbers_and_keeps_the_tensor_out_of_them()
     findings = examine(evidence(first, second))
     assert named(findings, FAIL) == {"merge"}
     assert "omission" in findings["merge"].message
-    assert f"grad/{W1} (has a flaw)" in findings["parameter_gradients"].unchecked
+    assert names_of(findings["parameter_gradients"], "has a flaw") == [f"grad/{W1}"]
     assert findings["parameter_gradients"].decided["grad"] == (4, 4), "it is found wrong"
-    assert findings["replicas"].unchecked == (f"grad/{W1}",)
+    assert names_of(findings["replicas"]) == [f"grad/{W1}"]
 
 
 def test_runs_that_differ_without_recording_are_not_deterministic() -> None:
@@ -128,7 +131,7 @@ def test_ranks_that_hold_everything_in_full_fail_although_they_talk_where_an_axi
     finding = examine(evidence(whole(), whole(), case=case("mode=isp tp=2 wp=1")))["parallelism"]
     assert finding.verdict == PASS and finding.message.endswith("; no axis of it splits weights")
     finding = examine(evidence(truth(), truth()))["parallelism"]
-    assert (finding.verdict, finding.unchecked) == (PASS, ("local shapes: every tensor was returned in full",))
+    assert (finding.verdict, reasons_of(finding)) == (PASS, ["local shapes: every tensor was returned in full"])
 
 
 def test_the_share_of_the_parameters_that_is_split_is_of_their_elements() -> None:

@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardproof.harness.checking.call_checks import SPLIT
 from shardproof.harness.checking.checks import examine
-from shardproof.harness.checking.coverage import UNREAD, coverage
-from shardproof.harness.checking.evidence import FAIL, PASS, UNKNOWN, Finding, Verdict
+from shardproof.harness.checking.coverage import coverage
+from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.numeric_checks import numeric
 from shardproof.harness.checking.records import Evidence
 from shardproof.harness.diagnosing.diagnosis import explanation_of
@@ -22,10 +21,13 @@ from shardproof.harness.ledger import NO_UPDATE
 from shardproof.harness.running.proof import prove
 from shardproof.harness.running.store import Store
 from shardproof.harness.subject import NamedSubject, left_out, named
+from shardproof.harness.verdicts.facts import Note, NoteKind, notes_about
+from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN, Verdict
 from shardproof.reference.case import Case
 from shardproof.reference.training import subject as dense
 from shardproof.reports.stored.frames import load
 from shardproof.reports.stored.unchecked import unchecked_notes
+from tests.harness.noted import names_of
 from tests.harness.toy_evidence import case as toy_case
 from tests.harness.toy_evidence import drawn, evidence, outcome_of, planted, truth
 from tests.harness.toy_evidence import named as given_by
@@ -43,7 +45,7 @@ def answer(*missing: str, declared: tuple[str, ...] = (), **more: torch.Tensor) 
 
 def test_a_gap_in_a_kind_is_unknown_and_says_what_to_return_or_declare() -> None:
     found = answer(f"grad/{BIAS}")
-    assert found.verdict == UNKNOWN and found.unchecked == (f"grad/{BIAS}",)
+    assert found.verdict == UNKNOWN and names_of(found, "not returned") == [f"grad/{BIAS}"]
     rule = "return it, or declare what is left out as subject.unchecked"
     assert found.message.endswith(f"grad/{BIAS} is missing beside other grad/ names: {rule} = ('grad/{BIAS}',)")
     two = answer("loss/1", f"param/{W1}", f"param/{W2}")
@@ -51,17 +53,19 @@ def test_a_gap_in_a_kind_is_unknown_and_says_what_to_return_or_declare() -> None
     assert "loss/1 is missing" in two.message and f"param/{W1}, param/{W2} are missing" in two.message
     grads = [name for name in truth() if name.startswith("grad/")]
     none = answer(*grads)
-    assert none.verdict == PASS and set(none.unchecked) == set(grads), "a kind that is never returned is a note"
+    assert none.verdict == PASS and set(names_of(none, "not returned")) == set(grads), (
+        "a kind that is never returned is a note"
+    )
 
 
 def test_a_declared_gap_passes_and_is_listed_as_left_out_on_purpose() -> None:
     found = answer(f"grad/{BIAS}", declared=("grad/*.bias",))
     assert found.verdict == PASS
-    assert found.unchecked == (f"grad/{BIAS} (left out on purpose)",)
+    assert names_of(found, "left out on purpose") == names_of(found) == [f"grad/{BIAS}"]
     assert found.message.endswith("; 1 left out on purpose")
     partly = answer(f"grad/{BIAS}", f"grad/{W1}", declared=("grad/*.bias",))
     assert partly.verdict == UNKNOWN and f"grad/{W1} is missing" in partly.message and BIAS not in partly.message
-    assert answer(declared=(f"grad/{BIAS}",)).unchecked == (), "what is returned is compared all the same"
+    assert answer(declared=(f"grad/{BIAS}",)).notes == (), "what is returned is compared all the same"
 
 
 def test_patterns_without_a_name_are_told_with_the_nearest_and_they_or_patterns_of_all_declare_nothing() -> None:
@@ -128,7 +132,7 @@ def test_a_wrong_gradient_that_rounding_may_explain_is_not_decided_and_the_verdi
     found = found_by("parameter_gradients", in_bfloat16(true, EXPERTS, returned))
     assert found.verdict == PASS
     assert found.decided == {"grad": (8, 23)}
-    assert set(found.unchecked) == set(EXPERTS)
+    assert set(names_of(found, "undecided")) == set(EXPERTS)
     found = found_by("parameter_gradients", in_bfloat16(true, [], {**true, OTHERS[0]: 2 * true[OTHERS[0]]}))
     assert (found.verdict, found.decided) == ("fail", {"grad": (23, 23)}), "what is wrong is"
 
@@ -167,44 +171,52 @@ def test_a_tensor_that_is_zero_but_for_rounding_is_decided_since_any_other_value
     assert judged(1e-3) == ("fail", (9, 9))
 
 
-SHARE = "2 of 2 ranks talk over tp=2; "
 GONE = "2 logits, 1 act; left out on purpose, so not checked: 1 grad"
-LEFT = ("grad/a.bias (left out on purpose)", "logits/0", "logits/1", "act/head")
-DOUBTS = ("closed form: the subject states no expectation", "axis tp: its group has no description", NO_UPDATE)
+LEFT = notes_about(left_out=("grad/a.bias",), not_returned=("logits/0", "logits/1", "act/head"))
+NO_NAME = "axis tp: its group has no description"
+STATES_NOTHING = Note(kind=NoteKind.CLOSED_FORM, reason="the subject states no expectation")
+
+
+def noted(kind: NoteKind, *reasons: str) -> tuple[Note, ...]:
+    return tuple(Note(kind=kind, reason=reason) for reason in reasons)
 
 
 @pytest.mark.parametrize(
-    ("check", "told", "notes"),
+    ("check", "told", "lines"),
     [
         ("coverage", [("9 of 13 tensors", LEFT)], f"9 of 13 tensors; not returned, so not checked: {GONE}"),
         (
             "ledger",
-            [("9 events", DOUBTS[:2]), ("9 events", DOUBTS)],
-            f"not certain: {DOUBTS[1]} (2 cases)\nnot certain: {NO_UPDATE} (1 case)",
+            [
+                ("9 events", (STATES_NOTHING, *noted(NoteKind.DOUBT, NO_NAME))),
+                ("9 events", (STATES_NOTHING, *noted(NoteKind.DOUBT, NO_NAME, NO_UPDATE))),
+            ],
+            f"not certain: {NO_NAME} (2 cases)\nnot certain: {NO_UPDATE} (1 case)",
         ),
         (
             "parallelism",
-            [(SHARE + share, ()) for share in (f"99{SPLIT}", f"1{SPLIT}", f"99{SPLIT}", "2")],
+            [("all talk", (Note(kind=NoteKind.SPLIT_SHARE, numbers=(share,)),)) for share in (99, 1, 99)]
+            + [("all talk", ())],
             "share of the parameters that is split: 1 % (1 case); 99 % (2 cases)",
         ),
         (
             "coverage",
-            [("all", (f"rows {place} ({place}{UNREAD})",)) for place in (1, 2, 2)],
-            f"not checked: rows 2 (2{UNREAD}) in 2 cases; other rows in 1 case",
+            [("all", noted(NoteKind.UNREAD_ROWS, f"rows {place}")) for place in (1, 2, 2)],
+            "not checked: rows 2 in 2 cases; other rows in 1 case",
         ),
     ],
 )
-def test_the_notes_of_a_run(tmp_path: Path, check: str, told: list[tuple[str, tuple[str, ...]]], notes: str) -> None:
-    """Of messages and what is unchecked, each of a case of its own; a check that failed adds none."""
+def test_the_notes_of_a_run(tmp_path: Path, check: str, told: list[tuple[str, tuple[Note, ...]]], lines: str) -> None:
+    """Of what checks left open, each of a case of its own; a check that failed adds none."""
     store = Store(tmp_path, "my:subject", {})
     rows = [(f"mode=tp seed={number}", *one, "pass") for number, one in enumerate(told)]
     rows.append(("mode=tp seed=99", "failed", (), "fail"))
     store.plan([{"case": text, "mode": "tp", "world_size": 2} for text, *_ in rows])
-    for text, message, unchecked, verdict in rows:
-        one = Verdict(case=text, check=check, verdict=verdict, message=message, unchecked=unchecked)
+    for text, statement, notes, verdict in rows:
+        one = Verdict(case=text, check=check, verdict=verdict, statement=statement, notes=notes)
         store.add(text, "", (), (one,), {})
     store.close()
-    assert unchecked_notes(load(store.path)) == notes.splitlines()
+    assert unchecked_notes(load(store.path)) == lines.splitlines()
 
 
 def test_a_state_of_a_step_that_the_truth_skips_is_a_failure_with_its_place() -> None:

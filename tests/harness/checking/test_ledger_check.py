@@ -6,13 +6,15 @@ from typing import Any
 import pytest
 
 from shardproof.harness.checking.checks import examine
-from shardproof.harness.checking.evidence import FAIL, PASS, Finding
+from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.laws import broken_laws
 from shardproof.harness.checking.ledger_checks import module_order
 from shardproof.harness.differences import but_for_bytes, differences
 from shardproof.harness.ledger import Event
 from shardproof.harness.running.summary import summarize
 from shardproof.harness.terms import Term
+from shardproof.harness.verdicts.verdict import FAIL, PASS
+from tests.harness.noted import reasons_of
 from tests.harness.toy_evidence import MODULES, TERMS, a_term, altered, events, evidence, without
 
 
@@ -61,7 +63,7 @@ RING = Term(phase="forward", op="all_gather", axis="tp", calls=8, payload_bytes=
 def test_an_expected_call_that_no_recorder_sees_is_unseen_and_never_missing() -> None:
     finding = judged(events(), expectation=(*TERMS, RING))
     assert finding.verdict == PASS
-    assert "8 all_gather over tp, expected and carried by user_buffer, which no recorder sees" in finding.unchecked
+    assert "8 all_gather over tp, expected and carried by user_buffer, which no recorder sees" in reasons_of(finding)
     (row,) = [row for row in summarize("", "tp", 2, events(), (*TERMS, RING)) if row.phase == "forward"][:1]
     assert row.op == "all_reduce"
     finding = judged(events(), expectation=(*TERMS, replace(RING, carrier="c10d")))  # carried by torch
@@ -87,7 +89,7 @@ def test_without_expectation_the_laws_are_checked_and_an_empty_one_is_one() -> N
     assert judged(events(), expectation=()).verdict == FAIL
     finding = judged(events(), expectation=None)
     assert finding.verdict == PASS
-    assert finding.unchecked == ("closed form: the subject states no expectation",)
+    assert reasons_of(finding) == ["the subject states no expectation"]
     assert judged(altered(events(), 3, op="all_gather"), expectation=None).verdict == FAIL
 
 

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shardproof.harness.checking.evidence import PASS
 from shardproof.harness.checking.measures.measured import Measured, epsilon
 from shardproof.harness.checking.measuring import compared, error_of_sums, tokens_of
 from shardproof.harness.checking.records import Calls, Run, Truth
 from shardproof.harness.outcome.merging import Merged
 from shardproof.harness.running.truth.control_modes import partial_sums
+from shardproof.harness.verdicts.verdict import PASS
 from shardproof.reference.case import Case
 from shardproof.reference.training.control import split_norm, squares_in_turn
 from shardproof.suites.session.prover import Prover

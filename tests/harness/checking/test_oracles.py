@@ -14,18 +14,20 @@ import torch
 from torch import Tensor
 
 from shardproof.harness.checking.checks import CHECKS, examine
-from shardproof.harness.checking.evidence import FAIL, PASS, UNKNOWN, Finding
+from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.mask_checks import binomial, hypergeometric, masks
 from shardproof.harness.checking.measures.kinds import kind_of
 from shardproof.harness.checking.records import Evidence, Repeats
 from shardproof.harness.engines.engine import Unwaited
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.outcome.blocks import localize
+from shardproof.harness.protocols import Shard
 from shardproof.harness.running.proof import prove
 from shardproof.harness.running.trials.trial import decoder
-from shardproof.harness.shard import Shard
+from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 from shardproof.reference.case import Case
 from shardproof.reference.training import subject as dense
+from tests.harness.noted import reasons_of
 from tests.harness.toy_evidence import TERMS, case, evidence, named, outcome_of, planted, truth
 
 
@@ -175,7 +177,7 @@ NAME, NEXT = "mask/0/embedding", "mask/1/embedding"
 def test_independent_masks_pass_and_none_claim_nothing() -> None:
     assert "masks" not in examine(evidence({"loss/0": torch.ones(())}))
     found = looked_at({NAME: drawn(1), NEXT: drawn(2)}, {NAME: drawn(3), NEXT: drawn(4)})
-    assert (found.verdict, found.unchecked) == (PASS, ())
+    assert (found.verdict, found.notes) == (PASS, ())
     assert "8 exact tests of 2 masks find none improbable; the dense model was given them" in found.message
 
 
@@ -219,7 +221,7 @@ def test_another_rate_or_dtype_fails(one: Tensor, other: Tensor, words: str) -> 
 def test_masks_too_small_to_show_anything_are_no_pass() -> None:
     found = looked_at({NAME: drawn(1, 2, 2, 2)}, {NAME: drawn(2, 2, 2, 2)})
     assert found.verdict == UNKNOWN
-    assert found.unchecked == ("3 of 3 tests of masks, too small to show anything",)
+    assert reasons_of(found) == ["3 of 3 tests of masks, too small to show anything"]
 
 
 def test_masks_that_the_dense_model_knows_are_compared_bit_for_bit() -> None:

@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardproof.harness.checking.evidence import FAIL, PASS, UNKNOWN
 from shardproof.harness.checking.routing_checks import balance
-from shardproof.harness.shard import Shard
+from shardproof.harness.protocols import Shard
+from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 from shardproof.reports.commands.cli import main
+from tests.harness.noted import reasons_of
 from tests.harness.proofs import proved
 
 NAME = "routing/0/layers.0.mlp"
@@ -81,7 +82,7 @@ def test_equal_copies_pass_and_tell_the_busiest_expert() -> None:
         verdicts = found("tp=2 dp=2", Routed(truth_has_maps=has_maps))
         assert {verdict.verdict for verdict in verdicts.values()} == {PASS}
         assert "busiest: expert 0 of 0/layers.0.mlp, 1.33 times the mean" in verdicts["routing"].message
-        assert any("the truth has no maps" in one for one in verdicts["routing"].unchecked) is not has_maps
+        assert any("the truth has no maps" in one for one in reasons_of(verdicts["routing"])) is not has_maps
     assert found("tp=1 dp=2")["routing"].verdict == UNKNOWN
     assert found("tp=1 dp=2", Routed(truth_has_maps=True))["routing"].verdict == PASS
     wrong = found("tp=1 dp=2 planted=1", Routed(truth_has_maps=True))["routing"]

@@ -20,7 +20,7 @@ from shardproof.harness.checking.measures.measured import MEASURES, Measured
 from shardproof.harness.checking.measures.tolerance import measure
 from shardproof.harness.outcome.blocks import localize
 from shardproof.harness.outcome.merging import held_once, merge
-from shardproof.harness.shard import Shard
+from shardproof.harness.protocols import Shard
 from shardproof.reference.case import Case
 from shardproof.reference.model.parameters import drawn, full, shapes
 from tests.harness.toy_evidence import drawn as noise

@@ -17,7 +17,7 @@ from shardproof.harness.diagnosing.diagnosis import diagnose, explanation_of
 from shardproof.harness.diagnosing.hypotheses.patterns import from_patterns
 from shardproof.harness.diagnosing.placing.alignments import AGREES, DIFFERS, UNKNOWN, TrueTensor, fit
 from shardproof.harness.diagnosing.placing.counterparts import same_modules, stages
-from shardproof.harness.shard import Shard
+from shardproof.harness.protocols import Shard
 from tests.harness.toy_evidence import drawn, evidence, ids_of, outcome_of, truth
 
 AXES = {"tp": ((0, 1), (2, 3)), "dp": ((0, 2), (1, 3))}

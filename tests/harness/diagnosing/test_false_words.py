@@ -19,7 +19,7 @@ from shardproof.harness.diagnosing.causes.proofs import Explained, NotFinite, Ro
 from shardproof.harness.diagnosing.diagnosis import explanation_of
 from shardproof.harness.diagnosing.hypotheses.patterns import from_patterns
 from shardproof.harness.diagnosing.rank_causes import by_numbers
-from shardproof.harness.shard import Shard
+from shardproof.harness.protocols import Shard
 from tests import ROOT
 from tests.harness.toy_evidence import case, drawn, evidence, ids_of, outcome_of, planted, truth
 

@@ -1,20 +1,19 @@
 """Headlines of a failed case: the largest error of a place, faults apart, laws of calls with their line."""
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import pandas as pd
 import pytest
 import torch
 
 from shardproof.harness.checking.checks import examine
 from shardproof.harness.checking.records import Repeats
 from shardproof.harness.diagnosing.diagnosis import explanation_of
-from shardproof.harness.shard import Shard
+from shardproof.harness.protocols import Shard
 from shardproof.reports.stored.failures import bugs
-from tests.harness.diagnosing.test_six_lines import W1, six
+from tests.harness.diagnosing.test_six_lines import LOSS, W1
+from tests.harness.noted import failed
 from tests.harness.toy_evidence import (
     a_term,
     case,
@@ -30,20 +29,17 @@ from tests.harness.toy_evidence import (
 
 
 def test_the_largest_error_of_a_place_is_its_headline_and_other_causes_are_another_fault() -> None:
-    loss = six("loss in step 0: loss/0")
-    rows = [
-        ("tp=2", "replicas", "fail", six("loss in step 0: loss/0", "replicas").replace("-", "drift", 1), 4e-17, 0.0),
-        ("tp=2", "forward", "fail", loss, 2e-9, 1e-9),
-        ("tp=2", "update", "fail", six("loss in step 0: loss/0", "update"), 4.0, 1e-9),
-        ("tp=2", "ledger", "fail", six("loss in step 0: loss/0", "ledger"), 3.0, 0.0),
-        ("tp=4", "forward", "fail", loss, 1.0, 1e-9),
+    records = [
+        failed("tp=2", "replicas", LOSS, cause="drift", error=4e-17),
+        failed("tp=2", "forward", LOSS, error=2e-9, allowed=1e-9),
+        failed("tp=2", "update", LOSS, error=4.0, allowed=1e-9),
+        failed("tp=2", "ledger", LOSS, error=3.0),
+        failed("tp=4", "forward", LOSS, error=1.0, allowed=1e-9),
     ]
-    columns = ["case", "check", "verdict", "message", "worst_error", "worst_allowed"]
-    both, drift = bugs(pd.DataFrame(rows, columns=columns))
-    assert (both.case, both.check, [*both.others]) == ("tp=2", "update", ["forward", "ledger"])
-    assert (drift.check, drift.follows) == ("replicas", "")
-    names = ("tp=2", "merge", "fail", six("loss in step 0: loss/0", "merge"), math.nan, math.nan)
-    assert bugs(pd.DataFrame([*rows, names], columns=columns))[0].check == "merge"  # before any number
+    both, drift = bugs(records)
+    assert (both.verdict.case, both.verdict.check, [*both.others]) == ("tp=2", "update", ["forward", "ledger"])
+    assert (drift.verdict.check, drift.follows) == ("replicas", "")
+    assert bugs([*records, failed("tp=2", "merge", LOSS)])[0].verdict.check == "merge"  # before any number
 
 
 def test_replicas_that_rounding_sets_apart_do_not_explain_a_gross_error() -> None:

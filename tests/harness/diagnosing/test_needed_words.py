@@ -11,6 +11,7 @@ from shardproof.harness.diagnosing.needed_words import needed_words
 from shardproof.harness.diagnosing.tried_words import OutOfTime
 from shardproof.harness.diagnosing.words_text import NeededWords, Right
 from shardproof.harness.plain_case import PlainCase, Vocabulary
+from shardproof.harness.verdicts.words import when_line
 from shardproof.reference.case import Case
 from shardproof.reference.case.domains import domains
 
@@ -48,22 +49,26 @@ def test_a_shorter_dtype_is_not_tried() -> None:
     """Its wider limits may hide what is wrong, and that would look as if the failure needed the longer one."""
     dtypes = ("float64", "float32", "bfloat16")
     found, _ = searched(VOCABULARY.case({}), {"dtype": dtypes, **WORDS}, lambda other: other.dtype != "bfloat16")
-    assert "dtype" not in found.text
+    assert "dtype" not in when_line(found.when)
     short = VOCABULARY.case({"dtype": "bfloat16"})
     found, _ = searched(short, {"dtype": dtypes, **WORDS}, lambda other: other.dtype != "float64")
-    assert found.text == "only with dtype=float32|bfloat16; right with dtype=float64 (tried on 'dtype=float32')"
+    assert (
+        when_line(found.when) == "only with dtype=float32|bfloat16; right with dtype=float64 (tried on 'dtype=float32')"
+    )
 
 
 def test_values_that_fail_alike_are_listed_with_those_that_are_right() -> None:
     case = VOCABULARY.case({"w3": "on", "tp": 2})
     found, _ = searched(case, {**WORDS, "tp": (1, 2)}, lambda other: other.w3 != "off" and other.tp == 2)
-    assert found.text == "only with w3=on|other and tp=2; right with w3=off, with tp=1 (tried on 'tp=2 w3=on')"
+    assert (
+        when_line(found.when) == "only with w3=on|other and tp=2; right with w3=off, with tp=1 (tried on 'tp=2 w3=on')"
+    )
     found, _ = searched(case, {**WORDS, "tp": (1, 2)}, lambda other: True)
-    assert found.text == "no word is known to be needed; 'tp=1' fails, on one rank"
+    assert when_line(found.when) == "no word is known to be needed; 'tp=1' fails, on one rank"
     case = VOCABULARY.case({"tp": 4, "w3": "on"})
     found, _ = searched(case, {**WORDS, "tp": (1, 2, 4)}, lambda other: other.tp > 1)
     assert str(found.case).split()[0] == "tp=2", "the plainest number with which the case fails"
-    assert found.text == "only with tp=2|4; right with tp=1 (tried on 'tp=2')"
+    assert when_line(found.when) == "only with tp=2|4; right with tp=1 (tried on 'tp=2')"
 
 
 def test_words_without_time_are_named() -> None:
@@ -76,7 +81,7 @@ def test_words_without_time_are_named() -> None:
     found, _ = searched(case, WORDS, fails, most=runs - 1)
     assert {one.word for one in found.needed} == {"w3", "w7"}
     assert set(found.untried) == set(WORDS) - {"w3", "w7"}
-    assert "no time was left to try w" in found.text and " more)" in found.text
+    assert "no time was left to try w" in when_line(found.when) and " more)" in when_line(found.when)
 
 
 def test_the_plainest_dtype_and_one_rank_come_first() -> None:
@@ -91,16 +96,18 @@ def test_the_plainest_dtype_and_one_rank_come_first() -> None:
     searched(case, of, fails, most=2)
     assert tried == ["float64 2 2 on", "float64 1 1 on"]
     found, _ = searched(VOCABULARY.case({"tp": 2}), of, lambda other: other.tp == 2, most=1)
-    assert found.text.startswith("only with tp=2; right with tp=1 (tried on 'tp=2') (no time was left to try w0")
+    assert when_line(found.when).startswith(
+        "only with tp=2; right with tp=1 (tried on 'tp=2') (no time was left to try w0"
+    )
     found, _ = searched(case, of, lambda other: True, most=0)
-    assert found.text == "not searched: no time left"
+    assert when_line(found.when) == "not searched: no time left"
 
 
 def test_a_case_that_cannot_be_decided_proves_nothing_and_none_has_more_ranks_than_the_failing_one() -> None:
     found, _ = searched(VOCABULARY.case({"w3": "on"}), WORDS, lambda other: True if other.w3 == "on" else None)
     assert found.needed == ()
     found, _ = searched(VOCABULARY.case({"w3": "on"}), WORDS, lambda other: None)
-    assert found.text == (
+    assert when_line(found.when) == (
         "no other case shows it: each cannot be run or decided, fails for another reason, or changes further words"
     )
     seen: list[PlainCase] = []
@@ -121,9 +128,9 @@ def test_a_word_is_not_stated_for_what_changed_with_it() -> None:
         return None if (case.family, case.vocab) == ("gpt", 512) else case.vocab == 509 and case.dp == 2
 
     found, _ = searched(Case.parse("vocab=509 dp=2"), {word: of[word] for word in ("family", "vocab")}, fails)
-    assert found.needed == () and "right" not in found.text
+    assert found.needed == () and "right" not in when_line(found.when)
     found, _ = searched(Case.parse("vocab=509 dp=2"), of, fails)
-    assert found.text == "only with dp=2, perhaps vocab=509; right with dp=1 (tried on 'dp=2')"
+    assert when_line(found.when) == "only with dp=2, perhaps vocab=509; right with dp=1 (tried on 'dp=2')"
 
 
 def test_what_contradicts_the_failing_case_is_tried_beside_its_own_words() -> None:
@@ -133,7 +140,7 @@ def test_what_contradicts_the_failing_case_is_tried_beside_its_own_words() -> No
         WORDS,
         lambda other: (other.w3, other.w5) in {("other", "on"), ("off", "off")},
     )
-    assert found.text == (
+    assert when_line(found.when) == (
         "only with w3=other and w5=on; right with w3=off|on, with w5=off|other (tried on 'w3=other w5=on')"
     )
     assert runs < 4 * len(WORDS)

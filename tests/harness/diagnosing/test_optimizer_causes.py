@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from shardproof.harness.checking.checks import examine
-from shardproof.harness.checking.evidence import FAIL
 from shardproof.harness.checking.records import Evidence
 from shardproof.harness.diagnosing.diagnosis import diagnose
-from shardproof.harness.diagnosing.first_place import First, first_place
+from shardproof.harness.diagnosing.first_place import first_place
 from shardproof.harness.diagnosing.rank_causes import by_numbers
 from shardproof.harness.ledger import Event
-from shardproof.harness.shard import Shard
+from shardproof.harness.protocols import Shard
+from shardproof.harness.verdicts.facts import First
+from shardproof.harness.verdicts.verdict import FAIL
 from tests.harness.toy_evidence import (
     altered,
     but,

@@ -8,21 +8,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 
 from shardproof.harness.checking.checks import examine
-from shardproof.harness.checking.evidence import Verdict
 from shardproof.harness.checking.records import Evidence
 from shardproof.harness.diagnosing.diagnosis import ended, explanation_of
-from shardproof.harness.diagnosing.failure_lines import repeat_command, site
-from shardproof.harness.diagnosing.six_lines import crash
+from shardproof.harness.diagnosing.explained import failed_run, repeat_command
 from shardproof.harness.errors import Desynchronised, Position, RankCrashed, RankDied, RankRaised, Stalled, TimeLimit
 from shardproof.harness.running.store import Store
+from shardproof.harness.verdicts.facts import First
+from shardproof.harness.verdicts.verdict import Verdict
 from shardproof.reports.stored import failures
 from shardproof.reports.stored.failures import bugs, simplest_first
 from shardproof.reports.stored.frames import load
 from shardproof.suites.session.prover import Prover
+from tests.harness.noted import failed
 from tests.harness.toy_evidence import altered, case, events, evidence, outcome_of, planted, told_by, truth, without
 
 W1 = "grad/layers.0.mlp.w1.weight"
@@ -81,16 +81,15 @@ SKIPS = "the ranks issued different calls, or not as many: the line above says w
 )
 def test_a_case_without_an_outcome_in_six_lines(error: Any, what: str, why: str, cause: str) -> None:
     error = error("rank 1 ended", ranks=[1], positions=STOOD)
-    assert crash(case(), SUBJECT, error, "--engine pool") == "\n".join(
-        [
-            f"what:   {what}: rank 1 ended (check run)",
-            "where:  mode=tp, 2 ranks",
-            "error:  nothing to compare: there is no outcome",
-            "first:  rank 0: waits in all_reduce #3 of tp (0 1), at model.py:7 | rank 1: raised",
-            f"causes: {why}",
-            'repeat: shardproof run "seq=16" --subject my.module:subject --engine pool',
-        ]
-    )
+    failure = failed_run(case(), SUBJECT, error, "--engine pool")
+    assert Verdict(case="", check="run", verdict="fail", statement="rank 1 ended", failure=failure).lines == [
+        f"what:   {what}: rank 1 ended (check run)",
+        "where:  mode=tp, all 2 ranks",
+        "error:  nothing to compare: there is no outcome",
+        "first:  rank 0: waits in all_reduce #3 of tp (0 1), at model.py:7 | rank 1: raised",
+        f"causes: {why}",
+        'repeat: shardproof run "seq=16" --subject my.module:subject --engine pool',
+    ]
     assert [told.id for told in ended(error).causes] == [cause]
 
 
@@ -180,66 +179,65 @@ def test_code_between_two_linears_is_told_by_both() -> None:
     assert after("act_grad/layers.0.mlp.w2") == ()  # whoever uses what the last one returned
 
 
-def six(first: str, check: str = "forward", what: str = "loss/0 differs") -> str:
-    lines = (f"what:   {what} (check {check})", f"first:  {first}", "causes: -", "repeat: shardproof run")
-    return "\n".join(lines)
-
-
 @pytest.mark.parametrize(
     ("first", "place"),
     [
-        ("backward of layers.3.mlp.w1 in step 0: act_grad/layers.3.mlp.w1", "backward of layers.*.mlp.w1"),
-        ("forward of embedding in step 0: act/embedding; in the ledger: missing event", "forward of embedding"),
-        ("grad_sync: in the ledger: extra event in grad_sync of no module (1 call)", "grad_sync"),
-        ("loss in step 1: loss/1", "loss"),
-        ("rank 1 raised ValueError at x.py:7", "rank * raised ValueError (check run)"),
+        (First(phase="backward", region="layers.3.mlp.w1", step=0, name="act_grad/x"), "backward of layers.*.mlp.w1"),
+        (First(phase="forward", region="embedding", name="act/embedding", event="missing"), "forward of embedding"),
+        (First(phase="grad_sync", event="extra event in grad_sync of no module"), "grad_sync"),
+        (First(phase="loss", step=1, name="loss/1"), "loss"),
+        (First(), "run: loss/* differs"),
     ],
 )
-def test_what_failures_of_one_bug_share(first: str, place: str) -> None:
-    assert site(six(first, check="run", what="rank 1 raised ValueError")) == place
+def test_what_failures_of_one_bug_share(first: First, place: str) -> None:
+    assert failed("tp=2", "run", first).site == place
+
+
+LOSS = First(phase="loss", step=0, name="loss/0")
+HEAD = First(phase="backward", region="head", step=0, name="act_grad/head")
+
+
+def inner(layer: int) -> First:
+    return First(phase="forward", region=f"layers.{layer}", step=0, name=f"act/layers.{layer}")
 
 
 def test_failures_are_grouped_by_first_place() -> None:
-    head, inner = "backward of head in step 0: act_grad/head", "forward of layers.{} in step 0: act/layers.{}"
-    rows = [
-        ("mode=tp tp=2", "forward", "fail", six(head)),
-        ("mode=tp tp=2", "update", "fail", six(head, "update")),
-        ("mode=msp tp=2", "forward", "fail", six(inner.format(1, 1))),
-        ("mode=tp tp=4", "forward", "fail", six(head)),
-        ("mode=isp", "forward", "fail", six(inner.format(3, 3))),
-        ("mode=isp", "replicas", "pass", ""),
-        ("mode=isp", "ledger", "unknown", "not decided"),
+    records = [
+        failed("mode=tp tp=2", "forward", HEAD),
+        failed("mode=tp tp=2", "update", HEAD),
+        failed("mode=msp tp=2", "forward", inner(1)),
+        failed("mode=tp tp=4", "forward", HEAD),
+        failed("mode=isp", "forward", inner(3)),
+        Verdict(case="mode=isp", check="replicas", verdict="pass", statement=""),
+        Verdict(case="mode=isp", check="ledger", verdict="unknown", statement="not decided"),
     ]
-    first, second = bugs(pd.DataFrame(rows, columns=["case", "check", "verdict", "message"]))
-    assert (first.case, first.check, first.message) == ("mode=tp tp=2", "forward", six(head))
+    first, second = bugs(records)
+    assert first.verdict == records[0]
     assert first.follows == "and update, forward fail from the same first place on in 2 cases"
     assert second.follows == "and forward fails from the same first place on in 1 case"
-    more = [*rows, ("mode=tp tp=8", "update", "fail", six(head, "update"))]
-    named, _ = bugs(pd.DataFrame(more, columns=["case", "check", "verdict", "message"]))
+    named, _ = bugs([*records, failed("mode=tp tp=8", "update", HEAD)])
     assert named.follows == "and update (2 cases), forward fail from the same first place on in 3 cases"
-    assert bugs(pd.DataFrame(rows[:1], columns=["case", "check", "verdict", "message"]))[0].follows == ""
+    assert bugs(records[:1])[0].follows == ""
 
 
 def test_the_simplest_case_is_shown_first(tmp_path: Path) -> None:
-    head, inner = "backward of head in step 0: act_grad/head", "forward of layers.0 in step 0: act/layers.0"
     cases = (
-        ("mode=isp tp=2 dtype=bfloat16", "bfloat16", 2, 2, head),
-        ("mode=isp tp=8", "float64", 8, 2, inner),
-        ("mode=tp dtype=float32", "float32", 2, 2, head),
-        ("mode=tp tp=4", "float64", 4, 2, head),
-        ("mode=tp tp=4 steps=3", "float64", 4, 3, head),
+        ("mode=isp tp=2 dtype=bfloat16", "bfloat16", 2, 2, HEAD),
+        ("mode=isp tp=8", "float64", 8, 2, inner(0)),
+        ("mode=tp dtype=float32", "float32", 2, 2, HEAD),
+        ("mode=tp tp=4", "float64", 4, 2, HEAD),
+        ("mode=tp tp=4 steps=3", "float64", 4, 3, HEAD),
     )
     store = Store(tmp_path, "my:subject", {})
     names = ("case", "dtype", "world_size", "steps")
     store.plan({"mode": "tp", "micro": 2, **dict(zip(names, row[:-1], strict=True))} for row in cases)
     for words, *_, first in cases:
-        found = Verdict(case=words, check="forward", verdict="fail", worst=None, message=six(first))
-        store.add(words, "", (), (found,), {})
+        store.add(words, "", (), (failed(words, "forward", first),), {})
     store.close()
     run = load(store.path)
     simplest = ["mode=tp tp=4", "mode=isp tp=8"]
-    assert [bug.case for bug in bugs(simplest_first(run))] == simplest
-    assert [group.case for group in failures.groups(simplest_first(run), run.path, run.ledger)] == simplest
+    assert [bug.verdict.case for bug in bugs(simplest_first(run))] == simplest
+    assert [group.verdict.case for group in failures.groups(simplest_first(run), run.path, run.ledger)] == simplest
 
 
 def test_a_place_that_another_test_reported_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,13 +245,10 @@ def test_a_place_that_another_test_reported_is_one_line(monkeypatch: pytest.Monk
 
         def failing(test: str, *checks: str) -> str:
             monkeypatch.setenv("PYTEST_CURRENT_TEST", f"{test} (call)")
-            message = six("loss in step 0: loss/0")
-            return prover._report(
-                [Verdict(case="mode=tp", check=check, verdict="fail", worst=None, message=message) for check in checks]
-            )
+            return prover._report([failed("mode=tp", check, LOSS) for check in checks])
 
         whole = failing("test_a", "forward", "update")
-        assert whole == six("loss in step 0: loss/0") + "\nand from there on: update"
+        assert whole == failed("mode=tp", "forward", LOSS).message + "\nand from there on: update"
         assert failing("test_a", "forward", "update") == whole  # a case that is shrunk and run again is told in full
         assert failing("test_b", "ledger").splitlines() == [
             "ledger of mode=tp",

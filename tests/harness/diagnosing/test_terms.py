@@ -19,8 +19,7 @@ from shardproof.harness.diagnosing.hypotheses.sums import from_shares
 from shardproof.harness.diagnosing.rank_causes import by_numbers
 from shardproof.harness.engines.engine import Unwaited
 from shardproof.harness.outcome.blocks import blocks, localize
-from shardproof.harness.protocols import Axes
-from shardproof.harness.shard import Shard
+from shardproof.harness.protocols import Axes, Shard
 from tests.harness.toy_evidence import (
     TERMS,
     a_term,

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shardproof.harness.engines.engine import Engine, Unwaited
-from shardproof.harness.engines.processes.launched.torchrun import TorchrunEngine, serve
+from shardproof.harness.engines.processes.launched.torchrun import TorchrunEngine, serve_driver
 from shardproof.harness.errors import (
     Desynchronised,
     RankCrashed,
@@ -91,7 +91,7 @@ def torchrun(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 
 def _serves_here() -> int:
     os.chdir(ROOT)
-    return serve()
+    return serve_driver()
 
 
 def ended(

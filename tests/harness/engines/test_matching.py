@@ -2,8 +2,7 @@
 
 import pytest
 
-from shardproof.harness.engines.calls.matching import Divergence, GroupCall, RankCalls, compare_calls
-from shardproof.harness.engines.calls.sequences import find_divergences
+from shardproof.harness.engines.calls.matching import Divergence, GroupCall, RankCalls, compare_calls, find_divergences
 from shardproof.harness.engines.calls.signature import NOT_KNOWN, Signature
 
 TP = ("tp", (0, 1, 2), "")

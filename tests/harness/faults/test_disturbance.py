@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardproof.harness.engines.faults.disturbance import Disturbed
-from shardproof.harness.engines.threads.inproc import InprocEngine
+from shardproof.harness.engines.faults.disturbance import Disturbance
+from shardproof.harness.engines.threads.inproc import InprocEngine, Intervened
 from shardproof.harness.errors import Desynchronised, RequestError
 from shardproof.harness.faults import Fault, faults_of, targets_of
 from shardproof.harness.ledger import Event
@@ -98,7 +98,7 @@ def test_every_fault_leaves_what_it_says(engine: InprocEngine, name: str, fault:
     program = PROGRAMS[name]
     faults = faults_of(ledger(program), AXES, kinds=(kind,), rank=int(rank or -1))
     (one,) = (fault for fault in faults if fault.change == change)
-    found = torch.stack(Disturbed(engine, one).run(program, world_size=2))
+    found = torch.stack(Intervened(engine, Disturbance(one)).run(program, world_size=2))
     assert torch.equal(found.nan_to_num(-1), torch.tensor(left).nan_to_num(-1))
 
 
@@ -112,7 +112,7 @@ def test_stale_is_the_call_before(engine: InprocEngine) -> None:
     events = ledger(thrice)
     calls = tuple((event.rank, event.call_index) for event in events)
     target = replace(targets_of(events)[0], calls=calls)  # all three of them
-    ranks = Disturbed(engine, Fault(kind="stale", target=target)).run(thrice, world_size=2)
+    ranks = Intervened(engine, Disturbance(Fault(kind="stale", target=target))).run(thrice, world_size=2)
     assert [x.tolist() for x in ranks] == [[4, 6, 4, 6, 40, 60]] * 2
 
 
@@ -129,7 +129,7 @@ def test_what_is_late_arrives_at_the_ranks_next_call_after_the_wait(engine: Inpr
         return torch.cat([at_once, x])
 
     (target,) = (target for target in targets_of(ledger(late)) if target.op == "all_reduce")
-    ranks = Disturbed(engine, Fault(kind="delay", target=target)).run(late, world_size=2)
+    ranks = Intervened(engine, Disturbance(Fault(kind="delay", target=target))).run(late, world_size=2)
     assert [x.tolist() for x in ranks] == [[1, 2, 4, 6], [3, 4, 4, 6]]
 
 
@@ -144,11 +144,11 @@ def test_another_axis_means_other_ranks_and_the_ledger_stays_clean(engine: Inpro
     by_change = {fault.change: fault for fault in faults_of(clean, ON_FOUR, kinds=("group",))}
     assert set(by_change) == {"dp", "world"}
     found = {
-        change: torch.cat(Disturbed(engine, fault).run(over_tp, world_size=4)).tolist()
+        change: torch.cat(Intervened(engine, Disturbance(fault)).run(over_tp, world_size=4)).tolist()
         for change, fault in by_change.items()
     }
     assert found == {"dp": [101, 1010, 101, 1010], "world": [1111] * 4}
-    disturbed = recorded(over_tp, 4, ON_FOUR, engine=Disturbed(engine, by_change["dp"]))
+    disturbed = recorded(over_tp, 4, ON_FOUR, engine=Intervened(engine, Disturbance(by_change["dp"])))
     assert [(e.rank, e.axis, e.group_size) for e in disturbed] == [(e.rank, e.axis, e.group_size) for e in clean]
 
 
@@ -187,7 +187,7 @@ def test_every_call_of_a_ledger_belongs_to_one_target(engine: InprocEngine) -> N
 def test_an_engine_that_takes_no_interventions_says_so(engine: InprocEngine) -> None:
     fault = faults_of(ledger(PROGRAMS["all_reduce"]), AXES)[0]
     with pytest.raises(RequestError, match=f"engine={LoopEngine.name}: takes no interventions; legal: inproc"):
-        Disturbed(LoopEngine(), fault)
+        Intervened(LoopEngine(), Disturbance(fault))
 
 
 def test_a_fault_that_makes_ranks_part_is_told_like_any_other_parting(engine: InprocEngine) -> None:
@@ -199,4 +199,4 @@ def test_a_fault_that_makes_ranks_part_is_told_like_any_other_parting(engine: In
 
     faults = faults_of(ledger(uneven, 4), ON_FOUR, kinds=("group",))
     with pytest.raises(Desynchronised, match="by fault dp"):
-        Disturbed(engine, faults[0]).run(uneven, world_size=4)
+        Intervened(engine, Disturbance(faults[0])).run(uneven, world_size=4)

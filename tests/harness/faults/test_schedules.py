@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_group
 
 from shardproof.bugs.planting import planted, replaced
-from shardproof.harness.checking.evidence import FAIL
 from shardproof.harness.engines.faults.races import Explored, Schedule
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.errors import Desynchronised, Raced
 from shardproof.harness.running.proof import prove
+from shardproof.harness.verdicts.verdict import FAIL
 from shardproof.reference.case import Case
 from shardproof.suites.drawing.strategies import schedules
 from tests.harness.engines import out_of_step

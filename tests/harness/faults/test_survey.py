@@ -13,11 +13,10 @@ from shardproof.harness.checking.checks import CHECKS
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.errors import RequestError
 from shardproof.harness.faults import KINDS, Fault, faults_of, softmax_shift
-from shardproof.harness.injecting.equivalence import UNREAD, proof_of
-from shardproof.harness.injecting.survey import FaultResult, survey, unproved
+from shardproof.harness.injecting.survey import UNREAD, FaultResult, proof_of, survey, unproved_collectives
 from shardproof.harness.plain_case import Vocabulary
+from shardproof.harness.protocols import Shard
 from shardproof.harness.running.ranks.execution import execute
-from shardproof.harness.shard import Shard
 from shardproof.harness.subject import case_of, named
 from shardproof.parallel.subject import subject
 from shardproof.reference.case import Case
@@ -45,7 +44,7 @@ def test_every_fault_of_a_mode_is_killed_or_proved_equivalent(engine: InprocEngi
     results = survey(TP, subject, engine, faults=chosen, first_only=True)
     assert survivors(results) == []
     assert len([result for result in results if result.equivalent and subject.harmless(TP, result.fault)]) == 3
-    assert unproved(results) == []
+    assert unproved_collectives(results) == []
 
 
 def test_what_is_proved_equivalent_is_never_killed(engine: InprocEngine) -> None:
@@ -60,7 +59,7 @@ def test_the_gather_that_internevo_does_not_need_is_named_and_nothing_else(engin
     gathers = [fault for fault in faults(engine, ISP, "drop", "poison") if fault.target.op == "all_gather"]
     assert len(gathers) > 20
     results = survey(ISP, subject, engine, faults=gathers, first_only=True)
-    found = [(str(collective.target), collective.why) for collective in unproved(results)]
+    found = [(str(collective.target), collective.why) for collective in unproved_collectives(results)]
     assert found == [("all_gather wp backward embedding #0", DEAD)]
 
 
@@ -71,7 +70,7 @@ def test_the_last_sum_of_a_recomputed_layer_is_dead_traffic(engine: InprocEngine
     results = survey(case, subject, engine, faults=sums, first_only=True)
     assert survivors(results) == []
     assert {result.fault.target.region for result in results if result.equivalent == UNREAD} == {"layers.0.mlp.w2"}
-    found = [(str(collective.target), collective.why) for collective in unproved(results)]
+    found = [(str(collective.target), collective.why) for collective in unproved_collectives(results)]
     assert found == [("sum all_reduce tp recompute layers.0.mlp.w2 #0", DEAD)]
 
 
@@ -101,7 +100,7 @@ def test_redundant_and_unseen_collectives_are_told_apart(engine: InprocEngine) -
     ]
     assert len(chosen) == 8
     results = survey(TP, wasteful, engine, faults=chosen, first_only=True)
-    assert {c.target.reduce_op: c.why.partition(":")[0] for c in unproved(results)} == {
+    assert {c.target.reduce_op: c.why.partition(":")[0] for c in unproved_collectives(results)} == {
         "max": "redundant",
         "min": "dead traffic",
         "band": "dead traffic or a blind spot",
@@ -198,5 +197,5 @@ def test_unmodified_megatron_needs_every_collective_and_a_doubled_sum_is_noticed
     results = survey(case, megatron, engine, faults=chosen, first_only=True)
     dropped = [result for result in results if result.fault.kind == "drop"]
     assert len(dropped) == 4 + 5 and all(result.killed for result in dropped)
-    assert unproved(results) == [] == survivors(results)
+    assert unproved_collectives(results) == [] == survivors(results)
     assert [str(one.fault) for one in results if one.equivalent] == ["double max all_reduce tp forward #0"]

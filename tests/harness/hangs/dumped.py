@@ -5,8 +5,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-from shardproof.harness.engines.calls.matching import Divergence
-from shardproof.harness.engines.calls.sequences import find_divergences
+from shardproof.harness.engines.calls.matching import Divergence, find_divergences
 from shardproof.harness.hangs.dumps import standings
 from shardproof.harness.hangs.hang_findings import lines
 

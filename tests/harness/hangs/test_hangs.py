@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from shardproof.harness.engines.calls.matching import GroupCall
-from shardproof.harness.engines.calls.sequences import find_divergences
+from shardproof.harness.engines.calls.matching import GroupCall, find_divergences
 from shardproof.harness.engines.calls.signature import NOT_KNOWN, Signature
 from shardproof.harness.hangs.hang_findings import lines
 from shardproof.harness.hangs.standing import RankStanding

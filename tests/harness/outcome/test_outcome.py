@@ -1,6 +1,7 @@
 """Outcomes and merging: every kind of value becomes blocks, and every flaw of a layout is named before any number.
 
-Outcomes that are refused: only plain tensors of numbers under names of text pass.
+Outcomes that are refused: only plain tensors of numbers under names of text pass. Where shards of any extent overlap
+they agree in every bit, or are a conflict; what none holds is a gap.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +20,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardproof.harness.outcome.blocks import blocks, localize
 from shardproof.harness.outcome.merging import against, differing, merge, same_bits
-from shardproof.harness.shard import Shard
+from shardproof.harness.protocols import Shard
 
 
 def merged_from(*outcomes: Mapping[str, object]) -> tuple[Mapping[str, Tensor], list[tuple[str, str]]]:
@@ -273,3 +274,41 @@ def test_shards_and_names_that_are_none_are_refused_too(outcome: Any, words: str
     with pytest.raises(ValueError) as refused:
         localize(outcome)
     assert str(refused.value).startswith(words)
+
+
+@given(st.data())
+def test_shards_of_any_extent_that_agree_where_they_overlap_merge_and_one_other_element_is_a_conflict(
+    data: st.DataObject,
+) -> None:
+    shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple))
+    full = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
+    held, boxes = torch.zeros(shape, dtype=torch.int64), list[tuple[slice, ...]]()
+    for _ in range(data.draw(st.integers(2, 5))):
+        ends = [sorted(data.draw(st.sets(st.integers(0, size), min_size=2, max_size=2))) for size in shape]
+        boxes.append(tuple(slice(a, b) for a, b in ends))
+        held[boxes[-1]] += 1
+    starts = [tuple(part.start for part in box) for box in boxes]
+    outcomes = [{"w": Shard(full[box].clone(), at, shape)} for box, at in zip(boxes, starts, strict=True)]
+    merged = merge([localize(outcome) for outcome in outcomes])
+    missing = (held == 0).nonzero().tolist()
+    if not missing:
+        assert merged.flaws == () and torch.equal(merged.tensors["w"], full)
+    else:
+        (flaw,) = merged.flaws
+        first = f"first missing at {tuple(missing[0])}"
+        assert (flaw.kind, flaw.message) == (
+            "omission",
+            f"{len(missing)} of {full.numel()} elements are held by no rank; {first}",
+        )
+    if several := (held > 1).nonzero().tolist():
+        place = tuple(data.draw(st.sampled_from(several)))
+        holders = [
+            rank
+            for rank, box in enumerate(boxes)
+            if all(part.start <= i < part.stop for part, i in zip(box, place, strict=True))
+        ]
+        wrong = data.draw(st.sampled_from(holders))
+        outcomes[wrong]["w"].local[tuple(i - at for i, at in zip(place, starts[wrong], strict=True))] += 0.5
+        (flaw,) = merge([localize(outcome) for outcome in outcomes]).flaws
+        assert flaw.kind == "replica conflict" and flaw.ranks and {*flaw.ranks} <= {*holders}
+        assert f"rank {wrong} " in flaw.message and " in 1 of " in flaw.message and "by up to 0.5" in flaw.message

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardproof.harness.engines.shapes.dry import DryEngine
+from shardproof.harness.engines.threads.dry import DryEngine
 from shardproof.harness.errors import NotComputed, RequestError
 from shardproof.harness.predicting.dry_run import dry_run
 from shardproof.harness.predicting.figures import EQUAL, Traffic

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardproof.harness.engines.engine import Engine
-from shardproof.harness.engines.processes.launched.torchrun import TorchrunEngine, serve, serves
+from shardproof.harness.engines.processes.launched.torchrun import TorchrunEngine, is_to_serve, serve_driver
 from shardproof.harness.errors import ShardproofError
 from tests.harness.engines import programs
 
@@ -40,8 +40,8 @@ def tried(engine: Engine, name: str) -> dict[str, Any]:
 
 
 def main(names: Sequence[str]) -> int:
-    if serves():
-        return serve()
+    if is_to_serve():
+        return serve_driver()
     with TorchrunEngine() as engine:
         for name in names:
             print(json.dumps(tried(engine, name)), flush=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardproof.harness.cases import parse_cases
+from shardproof.harness.dense_model import parse_cases
 from shardproof.harness.engines.engine import Engine
 from shardproof.harness.engines.interposer import Interposer
 from shardproof.harness.engines.processes.forked.pool import PoolEngine

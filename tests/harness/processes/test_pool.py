@@ -13,7 +13,6 @@ from types import ModuleType
 import pytest
 
 from shardproof.harness.checking.checks import CHECKS
-from shardproof.harness.checking.evidence import FAIL, PASS
 from shardproof.harness.engines.engine import Engine
 from shardproof.harness.engines.processes.flight_recorder import (
     _COUNT,
@@ -28,6 +27,7 @@ from shardproof.harness.errors import Desynchronised, RankCrashed, RequestError
 from shardproof.harness.recording.spans import RankSpan
 from shardproof.harness.running.proof import prove
 from shardproof.harness.running.ranks.execution import execute
+from shardproof.harness.verdicts.verdict import FAIL, PASS
 from shardproof.parallel.pipeline.prediction import CasePipeline
 from shardproof.parallel.subject import subject
 from shardproof.reference.case import Case

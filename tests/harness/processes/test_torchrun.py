@@ -14,8 +14,8 @@ import pandas as pd
 import pytest
 
 from shardproof.__main__ import main
-from shardproof.harness.cases import parse_cases
-from shardproof.harness.diagnosing.failure_lines import repeat_command
+from shardproof.harness.dense_model import parse_cases
+from shardproof.harness.diagnosing.explained import repeat_command
 from shardproof.harness.running.request import Request
 from shardproof.harness.running.run import run
 from shardproof.harness.subject import named

@@ -14,10 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from shardproof.harness.engines.processes.exit_status import ProcessEnd
-from shardproof.harness.engines.processes.forked import fork_server
-from shardproof.harness.engines.processes.forked.fork_server import ForkServer
-from shardproof.harness.engines.processes.workers import Worker, receive
+from shardproof.harness.engines.processes.forked import pool
+from shardproof.harness.engines.processes.forked.pool import ForkServer
+from shardproof.harness.engines.processes.workers import ProcessEnd, Worker, receive
 from shardproof.harness.errors import MachineError
 from tests.forked import started
 from tests.harness.processes.test_pool_endings import gone
@@ -97,7 +96,7 @@ def has_gone(pid: int) -> bool:
 
 
 def test_a_fork_server_that_cannot_start_is_the_machines_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fork_server, "boot", lambda: "raise SystemExit\n")
+    monkeypatch.setattr(pool, "boot", lambda: "raise SystemExit\n")
     server = ForkServer(1)
     with pytest.raises(
         MachineError, match="^the fork server of the pool failed: it has ended; its messages are on std"

@@ -17,10 +17,10 @@ from shardproof.harness.programs import stream
 from shardproof.harness.programs.session import ProgramSession
 from shardproof.harness.programs.stream import EventStream
 from shardproof.harness.recording import attribution, lanes
-from shardproof.harness.recording.module_watch import Emit
 from shardproof.harness.recording.naming import Paths
 from shardproof.harness.recording.recorder import Recorded, Recorder
-from tests.harness.recording.simulated_graph import SimulatedGraph
+from shardproof.harness.recording.watch import Emit
+from tests.harness.recording.toy_calls import SimulatedGraph
 
 WORLD = 2
 OURS = [tracemalloc.Filter(True, f"*/harness/{room}/*") for room in ("programs", "recording")]

@@ -13,7 +13,7 @@ import torch
 from torch.utils import _pytree
 
 from shardproof.harness.engines.calls import callers
-from shardproof.harness.engines.calls.callers import caller, caller_at, caller_of, issued_at, raised_at
+from shardproof.harness.engines.calls.callers import caller, caller_at, caller_of, issued_at, place_raised
 from shardproof.harness.engines.threads.inproc import InprocEngine
 
 
@@ -42,7 +42,7 @@ def test_the_calling_line_is_told_and_frames_of_torch_and_of_the_library_are_pas
 
 def test_frames_of_the_harness_are_passed_over_and_nobody_is_found_where_nobody_is(engine: InprocEngine) -> None:
     assert engine.run(whose_call, world_size=1) == [""]
-    assert caller_of(None) == "" and caller_at(None) is None and raised_at(None) == ""
+    assert caller_of(None) == "" and caller_at(None) is None and place_raised(None) == ""
 
 
 def test_the_line_that_raised_is_the_innermost_users() -> None:
@@ -51,7 +51,7 @@ def test_the_line_that_raised_is_the_innermost_users() -> None:
 
     with pytest.raises(ValueError, match="invalid literal") as problem:
         program()
-    assert raised_at(problem.value.__traceback__) == f"{line_of(program, 1)} in program"
+    assert place_raised(problem.value.__traceback__) == f"{line_of(program, 1)} in program"
 
 
 def test_installed_packages_are_user_code_and_a_file_elsewhere_is_told_in_full(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from shardproof.harness.engines.threads.inproc import InprocEngine
-from shardproof.harness.recording.capturing.module_outputs import Capture, tensors_of
+from shardproof.harness.recording.capturing.module_calls import Capture, tensors_of
 from shardproof.harness.recording.measures import SavedActivations
 from shardproof.harness.running.ranks.execution import execute
 from shardproof.parallel.subject import subject

@@ -184,7 +184,7 @@ def test_a_torch_without_operators_or_one_that_is_read_wrongly_is_refused(monkey
     def storage(argument: Any) -> list[torch.Tensor]:
         return [tensor.new_empty(tensor.untyped_storage().nbytes() // 4) for tensor in argument]
 
-    monkeypatch.setattr("shardproof.harness.engines.calls.reading.tensors_in", storage)
+    monkeypatch.setattr("shardproof.harness.engines.calls.operators.tensors_in", storage)
     with pytest.raises(MachineError, match="probe all_reduce of 12 bytes was seen as .*32"):
         Interposer(Log()).__enter__()
     assert not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::allreduce_", "BackendSelect")

@@ -1,16 +1,25 @@
-"""Steps of loops that update their parameters without torch.optim: known by parameters that change in place."""
+"""Steps of loops that update their parameters without torch.optim, and collectives of saved states.
+
+Such steps are known by parameters that change in place. Collectives of a saved state are the phase checkpoint, those of
+an update stay in its step; a barrier has one.
+"""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-from shardproof.harness.checking.evidence import PASS
 from shardproof.harness.checking.ledger_checks import ledger
 from shardproof.harness.ledger import NO_UPDATE, Event
+from shardproof.harness.verdicts.verdict import PASS
 from shardproof.reference.case import Case
+from tests.harness.noted import reasons_of
 from tests.harness.recording.toy_calls import recorded
 from tests.harness.toy_evidence import answer_of, evidence
 
@@ -130,7 +139,7 @@ def test_micro_batches_without_any_update_are_one_step_and_a_note_says_so() -> N
     assert all(NO_UPDATE in e.doubts for e in events)
     found = answer_of(ledger, evidence(case=Case.parse("mode=tp tp=2 steps=3"), events=events, expectation=None))
     assert found is not None
-    assert (found.verdict, NO_UPDATE in found.unchecked) == (PASS, True)
+    assert (found.verdict, NO_UPDATE in reasons_of(found)) == (PASS, True)
 
 
 def test_parameters_that_change_before_the_first_backward_make_no_step() -> None:
@@ -177,3 +186,98 @@ def test_data_where_a_parameter_lies_later_are_no_update() -> None:
             model.weight.data, model.weight.grad = x, None
 
     assert places(recorded(program)) == every_step(DATA)
+
+
+FULL = StateDictOptions(full_state_dict=True)
+SAVES: dict[str, Callable[[nn.Module, Any], object]] = {
+    "whole model": lambda model, _: get_model_state_dict(model, options=FULL),
+    "model and optimizer": lambda model, optimizer: get_state_dict(model, optimizer, options=FULL),
+    "tensor by tensor": lambda model, _: {name: part.full_tensor() for name, part in model.state_dict().items()},
+}
+
+
+@pytest.mark.parametrize("how", SAVES)
+def test_gathers_of_a_saved_state_are_its_own_phase(how: str) -> None:
+    """All parameters are gathered between two steps, as an update does that is split over ranks."""
+
+    def program(_rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        for layer in (*model, model):
+            fully_shard(layer, mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for step in range(3):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            if step == 1:
+                SAVES[how](model, optimizer)
+
+    events = [event for event in recorded(program) if event.phase not in ("forward", "backward")]
+    parts = 4 * (3 if "optimizer" in how else 1)  # weights and biases; their two moments
+    for rank in range(2):
+        mine = [(event.op, event.phase, event.step) for event in events if event.rank == rank]
+        assert mine.count(("all_gather", "checkpoint", 1)) >= parts and {where[1:] for where in mine} == {
+            ("checkpoint", 1)
+        }
+
+
+def test_gathers_by_hand_that_the_first_update_lacks_are_a_checkpoint() -> None:
+    """Shards of a flat optimizer's parameters, gathered after the second step alone; an update is like the first."""
+
+    def program(rank: int) -> None:
+        torch.manual_seed(1)
+        model = nn.Linear(4, 4, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            model(torch.ones(2, 4)).sum().backward()
+            dist.all_reduce(model.weight.grad)
+            optimizer.step()
+            if step == 1:
+                dist.all_gather_into_tensor(torch.empty(16), model.weight.detach().flatten()[8 * rank : 8 * rank + 8])
+
+    found = [(event.op, event.phase, event.step) for event in recorded(program) if event.rank == 0]
+    sums = [("all_reduce", "grad_sync", step) for step in range(3)]
+    assert found == [*sums[:2], ("all_gather", "checkpoint", 1), sums[2]]
+
+
+def test_an_update_that_gathers_full_tensors_stays_in_its_step() -> None:
+    """As Muon does: the matrix is orthogonalised whole, inside of the optimizer."""
+
+    class Whole(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    assert parameter.grad.full_tensor().shape == parameter.shape
+            return super().step(closure)
+
+    def program(_rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        model = nn.Linear(4, 4)
+        fully_shard(model, mesh=mesh)
+        optimizer = Whole(model.parameters(), lr=0.1)
+        for _step in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+
+    phases = {event.phase for event in recorded(program)}
+    assert phases == {"forward", "backward", "step"}
+
+
+@pytest.mark.parametrize("last", ["nothing", "forward", "backward"])
+def test_a_barrier_has_one_phase_whatever_a_rank_did_before_and_does_next(last: str) -> None:
+    def program(rank: int) -> None:
+        dist.barrier()
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _step in range(2):
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+            dist.barrier()
+        if rank == 0 and last != "nothing":
+            y: Tensor = model(torch.ones(2, 3)).sum()
+            y.backward() if last == "backward" else None
+        dist.barrier()
+
+    barriers = [(event.rank, event.phase) for event in recorded(program)]
+    assert barriers == [(rank, phase) for rank in range(2) for phase in ("data", "metric", "metric", "metric")]

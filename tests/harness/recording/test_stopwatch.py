@@ -14,15 +14,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardproof.harness.engines.calls import reading
+from shardproof.harness.engines.calls import operators
 from shardproof.harness.engines.calls.signature import call_of
 from shardproof.harness.engines.interposer import Interposer
 from shardproof.harness.ledger import Event
 from shardproof.harness.recording.recorder import Recorder
 from shardproof.harness.recording.spans import Stopwatch, stopwatch
 from shardproof.harness.witnesses.measured import clocked
-from tests.harness.recording.simulated_graph import SimulatedGraph
-from tests.harness.recording.toy_calls import Model, Part, Voice, a_call, backward, forward, input_BD, record, told
+from tests.harness.recording.toy_calls import (
+    Model,
+    Part,
+    SimulatedGraph,
+    Voice,
+    a_call,
+    backward,
+    forward,
+    input_BD,
+    record,
+    told,
+)
 
 CALL = a_call(device="cuda")
 
@@ -107,7 +117,7 @@ def test_a_call_on_a_gpu_ends_with_its_future(
     monkeypatch: pytest.MonkeyPatch, device: str, durations: list[float]
 ) -> None:
     played = _Device()
-    monkeypatch.setattr(reading, "call_of", lambda *told: replace(call_of(*told), device=device))
+    monkeypatch.setattr(operators, "call_of", lambda *told: replace(call_of(*told), device=device))
     group, done = gloo_group(), _Delayed(played)
     with done, done.on_rank(0), Interposer(done):
         for asynchronous in (False, True):

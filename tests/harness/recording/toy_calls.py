@@ -1,7 +1,8 @@
 """A program that pretends to communicate: it reports calls to the recorder without any group, at known places.
 
 Calls are reported by an autograd Function, as tensor-parallel code has them (`Speak`), or directly (`Voice.say`).
-Tensors are [2, 4] float32; every call's payload is 32 bytes.
+Tensors are [2, 4] float32; every call's payload is 32 bytes. A CUDA graph is played on the CPU (`SimulatedGraph`): it
+has the methods of torch.cuda.CUDAGraph, and a replay runs a function.
 """
 
 from collections.abc import Callable, Sequence
@@ -175,3 +176,25 @@ def forward(step: int = 0, microbatch: int = 0) -> list[Told]:
 def backward(step: int = 0, microbatch: int = 0) -> list[Told]:
     """Calls of its backward, for an input that wants a gradient."""
     return [(step, microbatch, "backward", leaf) for leaf in reversed(LEAVES)]
+
+
+class SimulatedGraph:
+    """Every replay runs the captured function again; on a GPU the kernels would run, without Python."""
+
+    def __init__(self, run: Callable[[], object]) -> None:
+        self.run = run
+
+    def capture(self) -> None:
+        """Capture the function, as torch.cuda.graph does; here it is computed too."""
+        self.capture_begin()
+        self.run()
+        self.capture_end()
+
+    def capture_begin(self) -> None:
+        """Torch's."""
+
+    def capture_end(self) -> None:
+        """Torch's."""
+
+    def replay(self) -> None:
+        self.run()

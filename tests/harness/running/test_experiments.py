@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 
 from shardproof.bugs.planting import planted
-from shardproof.harness.checking.evidence import FAIL
-from shardproof.harness.diagnosing.failure_lines import line_of
 from shardproof.harness.engines.processes.forked.pool import PoolEngine
 from shardproof.harness.running import experiments
 from shardproof.harness.running.engines import engine_named
 from shardproof.harness.running.run_result import RunResult
 from shardproof.harness.terms import Term
+from shardproof.harness.verdicts.facts import When, WhenKind
+from shardproof.harness.verdicts.verdict import FAIL
+from shardproof.harness.verdicts.words import when_line
 from shardproof.parallel.subject import subject
 from shardproof.reference.case import Case
 from shardproof.reports.printing.text_tables import headline_table
@@ -27,6 +28,7 @@ from shardproof.reports.stored.summary import headline
 from shardproof.reports.stored.unchecked import unchecked_notes
 from shardproof.suites.mutants.catalogue import MUTANTS
 from tests.harness import own_words
+from tests.harness.noted import when_of
 from tests.harness.proofs import proved, ran
 from tests.harness.toy_subjects import Changed
 
@@ -34,7 +36,7 @@ BUGS = {mutant.name: mutant for mutant in MUTANTS}
 
 
 def when(result: RunResult, case: Any = None) -> str:
-    lines = [line_of(one.message, "when") for one in result.verdicts if case is None or one.case == str(case)]
+    lines = [when_of(one) for one in result.verdicts if case is None or one.case == str(case)]
     return next(filter(None, lines), "")
 
 
@@ -77,7 +79,7 @@ def test_a_case_that_the_line_of_another_one_would_contradict_gets_its_own(tmp_p
     both = own_words.Network(lambda case: 2.0 if case.dp > 1 and (case.act == "tanh" or case.tp == 3) else 1.0)
     first, second = "dp=2 act=tanh", "tp=3 dp=2"
     result = ran(tmp_path, both, first, second, when_s=60.0)
-    lines = {one.case: line_of(one.message, "when") for one in result.verdicts if one.verdict == FAIL}
+    lines = {one.case: when_of(one) for one in result.verdicts if one.verdict == FAIL}
     assert lines[first].startswith("only with dp=2 and act=tanh; right with dp=1, with act=relu (tried on")
     assert lines[second].startswith("only with tp=3 and dp=2; right with tp=1|2, with dp=1 (tried on")
 
@@ -127,7 +129,7 @@ class Apart:
 
 def test_another_fault_of_the_case_is_no_evidence_and_has_no_line(tmp_path: Path) -> None:
     result = ran(tmp_path, Apart(), "dp=2 micro=2", when_s=10.0)
-    lines = {one.check: line_of(one.message, "when") for one in result.verdicts if one.verdict == FAIL}
+    lines = {one.check: when_of(one) for one in result.verdicts if one.verdict == FAIL}
     right = "right with dp=1 but for regrouping, with micro=1 but for replicas"
     assert lines["forward"] == f"only with dp=2 and micro=2; {right} (tried on 'dp=2 micro=2')"
     assert lines["replicas"] == ""
@@ -142,7 +144,7 @@ def test_a_case_that_fails_in_threads_alone_gets_that_as_its_line(
     monkeypatch.setattr("shardproof.harness.running.run.engine_named", lambda name: engines[name])
     result = ran(tmp_path, f"tests.harness.running.subjects.sharing:{name}", "dp=2", when_s=60.0)
     assert result.exit_status == 1
-    assert (when(result) == experiments.IN_THREADS) is passes, when(result)
+    assert (when(result) == when_line(When(kind=WhenKind.ONLY_IN_THREADS))) is passes, when(result)
 
 
 def test_a_right_run_makes_no_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,13 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardproof.bugs.planting import planted
-from shardproof.harness.cases import read_case
 from shardproof.harness.checking.checks import LAWS
+from shardproof.harness.dense_model import read_case
 from shardproof.harness.running.trials.law_runs import groupings
 from shardproof.harness.subject import case_of, named
 from shardproof.parallel.subject import subject as decoder
 from shardproof.suites.mutants.catalogue import MUTANTS, of_file
 from tests.harness import own_words
+from tests.harness.noted import names_of, reasons_of
 from tests.harness.own_words import Network, trained
 from tests.harness.proofs import proved
 
@@ -134,8 +135,9 @@ def test_a_grouping_that_the_subject_does_not_finish_is_reported_and_is_no_failu
 
     verdict = law(Averaged(three_at_most), "dp=3")
     assert (verdict.verdict, verdict.message) == ("pass", "the same step as with dp=1 micro=6")
-    (unchecked,) = verdict.unchecked
-    assert unchecked.startswith("dp=6 micro=1 (rank 0 of 6 raised RuntimeError: the mesh has 3 ranks")
+    (reason,) = reasons_of(verdict)
+    assert names_of(verdict) == ["dp=6 micro=1"]
+    assert reason.startswith("rank 0 of 6 raised RuntimeError: the mesh has 3 ranks")
 
 
 def test_a_subject_whose_own_cases_have_no_data_ranks_is_not_run_on_several() -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from shardproof.harness.cases import read_case
+from shardproof.harness.dense_model import read_case
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.errors import RequestError
 from shardproof.harness.recording.capturing.operator_probes import NarrowProbe, Probed
@@ -20,6 +20,7 @@ from shardproof.harness.running.ranks.execution import execute
 from shardproof.harness.subject import named
 from shardproof.suites.subjects import ddp, hsdp
 from tests.harness import own_words
+from tests.harness.noted import names_of, reasons_of
 from tests.harness.own_words import Network
 from tests.harness.proofs import contradicted, planted_on_ranks, proved, told, unchecked, verdict_of
 from tests.harness.toy_subjects import Changed
@@ -188,9 +189,9 @@ def test_a_wire_has_the_limits_of_its_dtype_where_it_is_stated() -> None:
     stated, unstated = (Changed(ddp.subject, wire_dtype=dtype) for dtype in (lambda case: torch.float16, None))
     result = proved(stated, "dp=3 layers=1 hook=fp16_compress")
     assert result.verdict == "pass", told(result)
-    by_check = {verdict.check: verdict.unchecked for verdict in result.verdicts}
-    said = "errors below those of float16 (the subject states wire_dtype=float16)"
-    assert said in by_check["parameter_gradients"]
+    gradients = verdict_of(result, "parameter_gradients")
+    assert names_of(gradients, "lower precision") == ["float16"]
+    assert "the subject states wire_dtype=float16" in reasons_of(gradients)
     assert "parameter_gradients" in contradicted(proved(unstated, HOOKED, explain=False))
 
 

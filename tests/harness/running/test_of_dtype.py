@@ -13,6 +13,7 @@ from torch import Tensor
 from shardproof.harness.running.truth.of_dtype import Forward, OperatorStep, differing_operator
 from shardproof.reports.stored.frames import load
 from shardproof.reports.stored.unchecked import unchecked_notes
+from tests.harness.noted import reasons_of
 from tests.harness.proofs import proved, ran, verdict_of
 
 
@@ -68,10 +69,9 @@ def test_a_function_that_depends_on_the_dtype_is_compared_in_it(norm: Any, dtype
     result = proved(Normed(norm), f"dp=2 dtype={dtype}", truth=truth)
     verdict = verdict_of(result, "truth")
     assert (result.verdict, verdict.verdict) == ("pass", "pass") and f"so it is compared in {dtype}" in verdict.message
-    (unchecked,) = verdict.unchecked
-    assert unchecked.startswith("the dense model in float64, for its function depends on the dtype: add")
-    assert f"test_of_dtype.py:{line} " in unchecked
-    assert unchecked.endswith("is given 1.19209e-07 in float32 and 2.22045e-16 in float64")
+    (reason,) = reasons_of(verdict)
+    assert reason.startswith("add") and f"test_of_dtype.py:{line} " in reason
+    assert reason.endswith("is given 1.19209e-07 in float32 and 2.22045e-16 in float64")
     off = proved(Normed(norm, factor=1.0001 if dtype == "float32" else 1.2), f"dp=2 dtype={dtype}", truth=truth)
     assert off.verdict == "fail" or truth == "alone"  # one rank has the factor too
 

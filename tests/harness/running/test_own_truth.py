@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 import shardproof
-from shardproof.harness.engines.shapes.dry import DryEngine
+from shardproof.harness.engines.threads.dry import DryEngine
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.errors import RequestError
-from shardproof.harness.injecting.equivalence import UNREAD
-from shardproof.harness.injecting.survey import survey
+from shardproof.harness.injecting.survey import UNREAD, survey
 from shardproof.harness.plain_case import Vocabulary, WordError
 from shardproof.harness.recording.capturing.operator_probes import NarrowProbe, Probed
 from shardproof.harness.running.ranks.execution import execute

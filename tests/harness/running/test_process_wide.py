@@ -24,7 +24,7 @@ from shardproof.harness.running.proof import prove
 from shardproof.harness.running.ranks.execution import RankTask, perform
 from shardproof.harness.running.ranks.output import rank_output, shown_once
 from shardproof.harness.running.trials.trial import in_time
-from shardproof.harness.torch_internals.modes import deterministic_on
+from shardproof.harness.torch_internals.dispatch import deterministic_on
 from shardproof.reference.case import Case
 from shardproof.suites.subjects import mlp
 from tests.forked import started

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from shardproof.harness.recording.capturing.initial_values import FirstValues, first_values
+from shardproof.harness.recording.capturing.drawn_values import FirstValues, first_values
 from shardproof.harness.running.truth.random_rounding import RandomRounding
 
 UNIT = torch.finfo(torch.float32).eps

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shardproof.__main__ import main
-from shardproof.harness.cases import parse_cases
+from shardproof.harness.dense_model import parse_cases
 from shardproof.harness.interpreter import interrupted_after
 from shardproof.harness.running import engines as named_engines
 from shardproof.harness.running.request import Request

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from shardproof.harness.checking.evidence import Verdict, Worst
 from shardproof.harness.errors import MachineError, RequestError
 from shardproof.harness.ledger import COLUMNS
 from shardproof.harness.run_folder import safe_name
@@ -18,6 +17,8 @@ from shardproof.harness.running.result import ledger_rows
 from shardproof.harness.running.store import Store, environment
 from shardproof.harness.running.summary import SUMMARY_COLUMNS, summarize
 from shardproof.harness.terms import Term
+from shardproof.harness.verdicts.facts import Worst
+from shardproof.harness.verdicts.verdict import Verdict
 from shardproof.reports.commands.cli import main
 from shardproof.reports.stored.frames import load
 from shardproof.reports.stored.summary import headline
@@ -184,7 +185,7 @@ def folder(tmp_path: Path) -> Path:
     store.plan({"case": case, "mode": "tp", "world_size": 2} for case in (FIRST, SECOND))
     for case in (FIRST, SECOND):
         words = zip(CHECKS, ("pass", "pass", "fail"), strict=True)
-        verdicts = [Verdict(case=case, check=check, verdict=word, message=f"m {check}") for check, word in words]
+        verdicts = [Verdict(case=case, check=check, verdict=word, statement=f"m {check}") for check, word in words]
         store.add(case, "", (), verdicts, {"truth": 0.5})
     store.close()
     return store.path

@@ -12,9 +12,9 @@ import pytest
 
 from shardproof.harness.engines.processes.forked.pool import PoolEngine
 from shardproof.harness.engines.threads.inproc import InprocEngine
-from tests.harness.threads.torch_calls import collectives, exchanges, groups, messages, mistakes, reductions  # noqa: F401
+from tests.harness.threads.torch_calls import messages  # noqa: F401  (fills the list)
 from tests.harness.threads.torch_calls.beyond_gloo import NOT_ON_GLOO, WRONG_ON_GLOO
-from tests.harness.threads.torch_calls.listed import CALLS, plain
+from tests.harness.threads.torch_calls.collectives import CALLS, plain
 
 RANKS = 4
 NAMES = tuple(name for name in CALLS if not name.startswith("beyond gloo"))

@@ -25,7 +25,7 @@ from tests.harness.engines import programs
 from tests.harness.engines.out_of_step import ones
 from tests.harness.engines.programs import Log, gather_flat
 from tests.harness.own_words import Reduced
-from tests.harness.threads.torch_calls.groups import summed
+from tests.harness.threads.torch_calls.messages import summed
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

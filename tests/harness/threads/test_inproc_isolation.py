@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from shardproof.harness.engines.threads import heap
-from shardproof.harness.engines.threads.heap import Heap, resident_bytes
+from shardproof.harness.engines.threads import rank_threads
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.engines.threads.process_group import InprocGroup
+from shardproof.harness.engines.threads.rank_threads import Heap, resident_bytes
 from shardproof.harness.errors import RankRaised
 from tests.forked import started
 from tests.harness.engines import programs
@@ -242,10 +242,10 @@ def holes(mib: int) -> torch.Tensor:
     return pieces[-1]
 
 
-@pytest.mark.skipif(not hasattr(heap._C, "malloc_trim"), reason="this C library keeps no holes to give back")
+@pytest.mark.skipif(not hasattr(rank_threads._C, "malloc_trim"), reason="this C library keeps no holes to give back")
 def test_a_run_gives_back_what_was_freed_in_pieces() -> None:
     with InprocEngine() as engine:
-        heap._C.malloc_trim(0)  # holes of earlier tests would be filled first
+        rank_threads._C.malloc_trim(0)  # holes of earlier tests would be filled first
         before = resident_bytes()
         engine._heap = Heap(slack_bytes=2**24, every=1)
         kept = holes(64)

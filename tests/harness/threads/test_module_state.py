@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shardproof.harness.engines.engine import Engine
-from shardproof.harness.engines.shapes.dry import DryEngine
+from shardproof.harness.engines.threads.dry import DryEngine
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.errors import RankRaised, RequestError
 from shardproof.harness.running.proof import prove

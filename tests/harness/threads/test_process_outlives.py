@@ -1,7 +1,7 @@
-"""The process outlives its ranks, however a rank ends that used DTensor.
+"""The process outlives its ranks, however a rank ends that used DTensor, and a run lets go of its variables.
 
 The caches of DTensor abort the process when they outlive their thread. The process ends though threads of its ranks
-are blocked for good.
+are blocked for good. A finished run lets go of its results; buckets do not outlive their ranks.
 """
 
 import gc
@@ -9,17 +9,74 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from shardproof.harness.engines.threads import scheduler
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.errors import ShardproofError
+from shardproof.harness.running.ranks.execution import execute
+from shardproof.parallel.data_parallel.buffers import Buckets
+from shardproof.parallel.subject import subject
+from shardproof.reference.case import Case
 from tests import ROOT
+
+
+class Trial:
+    """Stands for what a run must let go of."""
+
+
+def test_a_group_that_outlives_its_run_keeps_none_of_its_results() -> None:
+    groups: list[Any] = []
+
+    def leaky(case: Any, device: torch.device) -> Mapping[str, Tensor]:
+        groups.append(dist.distributed_c10d._get_default_group())
+        return {"loss/0": torch.ones(())}
+
+    trial = Trial()
+    known = weakref.ref(trial)
+    with InprocEngine() as engine:
+        engine.alive = partial(id, trial)
+        execute(Case.parse("mode=tp tp=2"), leaky, engine)
+        engine.alive = str
+        del trial
+        gc.collect()
+        assert len(groups) == 2 and known() is None
+
+
+def test_a_look_at_the_ranks_keeps_none_of_their_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    known: list[weakref.ref[Trial]] = []
+
+    def program(rank: int) -> None:
+        trial = Trial()
+        known.append(weakref.ref(trial))
+        time.sleep(0.1)  # the driver looks on, whether a rank compiles
+
+    monkeypatch.setattr(scheduler, "_LISTEN_S", 0.01)
+    with InprocEngine() as engine:
+        gc.disable()
+        try:
+            engine.run(program, world_size=2)
+            assert [one() for one in known] == [None, None]
+        finally:
+            gc.enable()
+
+
+@pytest.mark.parametrize("words", ["wgrad=plain", "wgrad=fused", "wgrad=deferred"])
+def test_buckets_do_not_outlive_their_ranks(words: str, engine: InprocEngine) -> None:
+    execute(Case.parse(f"mode=tp tp=1 dp=2 zero=1 steps=1 {words}"), subject, engine)
+    gc.collect()
+    assert [one for one in gc.get_objects() if type(one) is Buckets] == []
 
 
 def test_the_process_outlives_a_rank_that_used_dtensor_and_ends_though_threads_are_blocked() -> None:

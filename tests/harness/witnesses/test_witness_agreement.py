@@ -7,17 +7,20 @@ from typing import Any
 
 import pytest
 
-from shardproof.harness.checking.evidence import FAIL, PASS
-from shardproof.harness.checking.witness_checks import finding
-from shardproof.harness.diagnosing.witness_lines import diagnosed, in_six_lines
+from shardproof.harness.checking.finding import Finding
+from shardproof.harness.checking.witness_checks import CHECK, finding
+from shardproof.harness.diagnosing.witness_lines import diagnosed, failed_witnesses
 from shardproof.harness.ledger import Event
 from shardproof.harness.protocols import CaseLike
+from shardproof.harness.running.result import verdict_on
 from shardproof.harness.running.witnessing import Witnesses, WitnessResult
 from shardproof.harness.terms import Term
-from shardproof.harness.witnesses.agreement import UNKNOWN, Sighting, agreement, of_ledger
+from shardproof.harness.verdicts.verdict import FAIL, PASS
+from shardproof.harness.witnesses.agreement import UNKNOWN, Agreement, Sighting, agreement, of_ledger
 from shardproof.harness.witnesses.measured import WatchedRank
 from shardproof.harness.witnesses.session import Session
 from shardproof.reference.case import Case
+from tests.harness.noted import reasons_of
 from tests.harness.recording.toy_calls import an_event
 
 AXES = {"tp": ((0, 1), (2, 3)), "dp": ((0, 2), (1, 3))}
@@ -72,7 +75,7 @@ def test_groups_come_from_the_mesh_and_agreement_is_told_with_its_size() -> None
     assert found.message == "ledger, torch, nsys, closed_form agree on 16 events of 4 ranks"
     vague = [replace(s, groups=((0, 1), (2, 3), (0, 2), (1, 3)), payload_bytes=UNKNOWN, phase="") for s in LEDGER]
     found = finding(agreement(LEDGER, {"torch": vague}))  # what a witness leaves open is not compared but counted
-    assert (found.verdict, found.unchecked) == (PASS, ("48 fields that torch does not tell",))
+    assert (found.verdict, reasons_of(found)) == (PASS, ["48 fields that torch does not tell"])
 
 
 @pytest.mark.parametrize(
@@ -107,11 +110,16 @@ OPTIONS = "--profile torch,nsys --profile-steps 0:1"
 Others = Mapping[str, Sequence[Sighting]]
 
 
+def lines(found: Finding, agreed: Agreement, options: str = "") -> list[str]:
+    failure = failed_witnesses(diagnosed(CASE, agreed, found), agreed, CASE, SUBJECT, options)
+    return verdict_on(found, str(CASE), CHECK, failure).lines
+
+
 def message(others: Others, terms: Sequence[Term] | None = None) -> list[str]:
     agreed = agreement(LEDGER, others, EVENTS, terms)
     found = finding(agreed, "0:1")
     assert found.verdict == FAIL
-    return in_six_lines(diagnosed(CASE, agreed, found), found, agreed, CASE, SUBJECT, OPTIONS).splitlines()
+    return lines(found, agreed, OPTIONS)
 
 
 def test_an_event_that_one_witness_lost_in_six_lines() -> None:
@@ -146,7 +154,7 @@ def test_witnesses_who_saw_nothing_do_not_agree() -> None:
     agreed = agreement([], {"torch": [], "nsys": []})
     found = finding(agreed, "1:2")
     nothing = "no witness saw any event in steps 1:2: nothing was witnessed"
-    assert in_six_lines(diagnosed(CASE, agreed, found), found, agreed, CASE, SUBJECT, "").splitlines()[:-1] == [
+    assert lines(found, agreed)[:-1] == [
         f"what:   {nothing} (check witnesses)",
         "where:  mode=tp, all 4 ranks",
         "error:  nothing to measure: this must never be",

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from shardproof.harness.cases import parse_cases
-from shardproof.harness.checking.evidence import FAIL, PASS, UNKNOWN
+from shardproof.harness.dense_model import parse_cases
 from shardproof.harness.engines.processes.rank_program import RankResult
 from shardproof.harness.errors import MachineError
 from shardproof.harness.running.witnessing import witnesses
+from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 from shardproof.harness.witnesses import measured
 from shardproof.harness.witnesses import session as session_module
 from shardproof.harness.witnesses.database import read_database
@@ -51,7 +51,7 @@ def test_views_changed_in_place_are_seen_by_every_witness(tmp_path: Path, monkey
     told = seen.judged(case, (), subject.expected(case))  # type: ignore[attr-defined]
     assert told.verdict.verdict == PASS, told.verdict.message
     assert told.verdict.message == f"ledger, {tool}, closed_form agree on {4 * CALLS} events of 2 ranks"
-    assert told.verdict.unchecked == ()
+    assert told.verdict.notes == ()
     columns, rows = told.tables["witnesses.csv"]
     assert [row[columns.index(tool)] for row in rows] == ["="] * 4 * CALLS
 

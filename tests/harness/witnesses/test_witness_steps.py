@@ -9,19 +9,20 @@ import pytest
 import torch
 from torch import nn
 
-from shardproof.harness.cases import parse_cases
-from shardproof.harness.checking.evidence import FAIL, PASS, UNKNOWN
+from shardproof.harness.dense_model import parse_cases
 from shardproof.harness.errors import RequestError
 from shardproof.harness.running.request import Request
 from shardproof.harness.running.run import run
 from shardproof.harness.running.witnessing import witnesses
 from shardproof.harness.subject import named
+from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 from shardproof.harness.witnesses import session
 from shardproof.harness.witnesses.chosen import during, step_ends, terms_of
 from shardproof.harness.witnesses.nsys import nsys_path
 from shardproof.reports.commands.experiment import experiment_table
 from shardproof.reports.options.option_checks import EXPERIMENTS, complete_experiment, profiled_steps, real_size
 from shardproof.reports.stored.frames import load
+from tests.harness.noted import reasons_of
 from tests.harness.witnesses.stepped_subject import CALLS, subject, uneven
 from tests.harness.witnesses.test_witness_session import forked
 
@@ -65,7 +66,7 @@ def test_witnesses_see_the_chosen_steps_alone(tool: str, tmp_path: Path, monkeyp
         "the closed form was not asked: the closed form does not tell which step has what: "
         "1 data broadcast in no module in 4 steps, and 1 in one"
     )
-    assert told.unchecked == ("closed form of the chosen steps",)
+    assert reasons_of(told) == ["closed form of the chosen steps"]
     told = seen.judged(SHORT, (), None).verdict
     assert told.verdict == UNKNOWN
     assert "steps 1:3 cannot be watched: the program ends 1 of them, as its optimizers tell" in told.message

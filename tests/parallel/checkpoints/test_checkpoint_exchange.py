@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
-from shardproof.harness.checking.evidence import FAIL
+from shardproof.harness.verdicts.verdict import FAIL
 from shardproof.parallel.checkpoints.comparing import compare
 from shardproof.parallel.subject import subject
 from shardproof.reference.case import Case, CaseError

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shardproof.bugs.planting import planted, planted_module
-from shardproof.harness.checking.evidence import FAIL, PASS
+from shardproof.harness.verdicts.verdict import FAIL, PASS
 from shardproof.parallel.checkpoints.comparing import compare
 from shardproof.parallel.subject import subject
 from shardproof.reference.case import Case

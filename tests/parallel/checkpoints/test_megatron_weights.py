@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 from torch.nn.functional import gelu
 
-from shardproof.harness.checking.evidence import FAIL
 from shardproof.harness.engines.threads.inproc import InprocEngine
+from shardproof.harness.verdicts.verdict import FAIL
 from shardproof.parallel.checkpoints.comparing import compare
 from shardproof.parallel.checkpoints.state import CheckpointError
 from shardproof.parallel.subject import subject

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from shardproof.bugs.anchors import source_of
 from shardproof.bugs.planting import planted
-from shardproof.harness.checking.evidence import PASS
-from shardproof.harness.engines.shapes.dry import DryEngine
+from shardproof.harness.engines.threads.dry import DryEngine
 from shardproof.harness.predicting.figures import EQUAL, mixed_adamw
 from shardproof.harness.predicting.forecast import forecast
 from shardproof.harness.recording.measures import SavedActivations
+from shardproof.harness.verdicts.verdict import PASS
 from shardproof.parallel.communication.layout import local_shape
 from shardproof.parallel.communication.mesh import coordinates
 from shardproof.parallel.data_parallel.buckets import bucketed

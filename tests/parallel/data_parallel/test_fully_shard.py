@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from shardproof.harness.cases import parse_cases
+from shardproof.harness.dense_model import parse_cases
 from shardproof.harness.running.request import Request
 from shardproof.harness.running.run import run
 from shardproof.harness.subject import named

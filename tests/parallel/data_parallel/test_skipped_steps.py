@@ -3,7 +3,7 @@
 import pytest
 
 from shardproof.bugs.planting import planted
-from shardproof.harness.checking.evidence import FAIL
+from shardproof.harness.verdicts.verdict import FAIL
 from shardproof.reference.case import Case
 from shardproof.suites.mutants.catalogue import of_file
 from shardproof.suites.mutants.mutant import Mutant

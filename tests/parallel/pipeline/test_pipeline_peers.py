@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from shardproof.harness.checking.evidence import PASS
+from shardproof.harness.verdicts.verdict import PASS
 from shardproof.parallel.communication.mesh import axis_rank
 from shardproof.parallel.model.strategy import Rank, Scheduled, Step
 from shardproof.parallel.pipeline.scheme import message_shape

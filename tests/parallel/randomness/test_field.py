@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from shardproof.harness.checking.evidence import FAIL, PASS
 from shardproof.harness.checking.state_checks import initial_values
-from shardproof.harness.shard import Shard
+from shardproof.harness.protocols import Shard
+from shardproof.harness.verdicts.verdict import FAIL, PASS
 from shardproof.parallel.communication.layout import Cut, Placement
 from shardproof.parallel.randomness.field import philox
 from shardproof.parallel.randomness.initial import initial, streams_of

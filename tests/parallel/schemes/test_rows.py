@@ -20,7 +20,7 @@ from shardproof.reference.case.default_cases import default_cases
 from shardproof.reference.language import modes
 from shardproof.reference.language.modes import MODES
 from shardproof.reports.commands import cli
-from shardproof.suites.killing.matrix import disturbed
+from shardproof.suites.killing import plan_disturbed
 from tests import ROOT
 from tests.parallel.schemes import toy_scheme
 from tests.parallel.schemes.toy_scheme import TOY
@@ -95,7 +95,7 @@ def test_commands_have_a_scheme_that_is_one_file(
     assert "a heartbeat" in capsys.readouterr().out
     assert cli.main(["predict", TEXT]) == 0
     assert "toy" in capsys.readouterr().out
-    plans = disturbed(named(subject), "toy", engine, quick=False)
+    plans = plan_disturbed(named(subject), "toy", engine, quick=False)
     targets = [fault.target for plan in plans for fault in plan.faults]
     assert any(target.phase == "grad_sync" and target.axis == "tp" for target in targets)
     assert "toy" in subject.modes and len(default_cases(["toy"])) > 5

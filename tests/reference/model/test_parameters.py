@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardproof.harness.checking.evidence import PASS
+from shardproof.harness.verdicts.verdict import PASS
 from shardproof.reference.case import Case
 from shardproof.reference.model import layers, parameters
 from shardproof.reference.model.parameters import LastRead, drawn, full, shapes, weights

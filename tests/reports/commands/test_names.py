@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.cells import cells
+from bench.systems import read_cells
 from shardproof.harness.subject import named
 from shardproof.reference.case import Case
 from shardproof.reference.training.subject import truth
@@ -89,7 +89,7 @@ Then the same samples on every rank, equal masks for different heads, the same s
 
 SMALLER = {"dtensor": ("tp=2 dp=2 steps=1", "tp=4 dtype=float32 steps=1")}
 """Cases in place of the file's own, where those are dear: a small call of DTensor takes a millisecond."""
-PROVED = {like for like in LIKE if like.replace("-", "_") in {cell.subject for cell in cells() if cell.quick}}
+PROVED = {like for like in LIKE if like.replace("-", "_") in {cell.subject for cell in read_cells() if cell.quick}}
 """Files of the matrix of systems: tests/suites/test_foreign_subjects.py proves quick cases of them."""
 
 

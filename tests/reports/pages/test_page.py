@@ -10,6 +10,8 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from shardproof.harness.verdicts.facts import First, Note, NoteKind, Worst
+from shardproof.harness.verdicts.verdict import Verdict
 from shardproof.reports.commands.cli import main
 from shardproof.reports.pages import page, plots
 from shardproof.reports.pages.comment import comment
@@ -66,7 +68,7 @@ def test_the_page_tells_the_whole_run(html: str) -> None:
     assert "1 pass, 1 fail" in html
     assert "0.012 / 1e-09" in html
     assert "2.13.0" in html
-    assert "logits/0 and 2 more" in html, "what nobody checked is said"
+    assert "undecided: logits/0, logits/1, act/head" in html, "what nobody checked is said"
     for line in sample_run.MESSAGE.replace("<b>", "&lt;b&gt;").replace('"', "&#34;").splitlines():
         assert line in html, "all six lines"
     # first table, a map, cases of 2 modes, side by side, 2 modes, 2 cases, verdicts, environment
@@ -77,18 +79,27 @@ def test_the_page_tells_the_whole_run(html: str) -> None:
 def test_pages_of_a_passing_run_and_of_one_killed_at_once(run: Run, tmp_path: Path) -> None:
     html = page.render(run)
     assert "What went wrong" not in html and "2 pass" in html
-    (tmp_path / "env.json").write_text("{}")
+    (tmp_path / "env.json").write_text('{"layout": 2}')
     html = page.write(load(tmp_path), tmp_path / "report.html").read_text()
     assert "ledger.csv is missing" in html
     assert Structure(html).open == []
+
+
+def _exploding(verdict: Verdict, bomb: str) -> Verdict:
+    """The verdict with this text in place of each of its own."""
+    worst = Worst(name=bomb, error=1.0, allowed=0.0, epsilons=1.0)
+    notes = (Note(kind=NoteKind.UNDECIDED, names=(bomb,), reason=bomb),)
+    failure = verdict.failure and dataclasses.replace(
+        verdict.failure, first=First(phase="forward", region=bomb, name=bomb, event=bomb), repeat=bomb
+    )
+    return dataclasses.replace(verdict, check=bomb, statement=bomb, worst=worst, notes=notes, failure=failure)
 
 
 def test_nothing_a_run_wrote_becomes_markup(failing: Run) -> None:
     bomb = "</pre><script>alert(1)</script><img src=x onerror=y>"
     named: dict[str, Any] = {"cases": failing.cases, "summary": failing.summary}
     hostile = dataclasses.replace(
-        failing,
-        verdicts=failing.verdicts.assign(message=bomb, check=bomb, worst_name=bomb),
+        sample_run.with_records(failing, [_exploding(one, bomb) for one in failing.records]),
         env={bomb: bomb},
         notes=(bomb,),
         **{name: frame.assign(case=frame["case"] + bomb) for name, frame in named.items()},
@@ -103,9 +114,10 @@ def test_a_thousand_cases_stay_under_two_megabytes(failing: Run) -> None:
     def many(frame: pd.DataFrame) -> pd.DataFrame:
         return pd.concat([frame.assign(case=f"mode=tp tp=2 seed={seed}") for seed in range(1000)], ignore_index=True)
 
-    verdicts = many(failing.verdicts.assign(verdict="fail", message=sample_run.MESSAGE))
-    big: dict[str, Any] = {"cases": many(failing.cases), "summary": many(failing.summary), "verdicts": verdicts}
-    html = page.render(dataclasses.replace(failing, **big))
+    told = failing.records[-1]
+    records = [dataclasses.replace(told, case=f"mode=tp tp=2 seed={seed}") for seed in range(1000) for _ in range(7)]
+    big: dict[str, Any] = {"cases": many(failing.cases), "summary": many(failing.summary)}
+    html = page.render(sample_run.with_records(dataclasses.replace(failing, **big), records))
     assert len(html.encode()) <= 2_000_000
     assert "all of them stand in verdicts.jsonl" in html
     assert "more stand in verdicts.jsonl" in html
@@ -157,7 +169,7 @@ def test_a_comment_has_the_verdict_the_failures_and_the_table(failing: Run, caps
     assert told.startswith("## shardproof: fail\n\n2 cases: 1 pass, 1 fail")
     assert f"```text\n{sample_run.MESSAGE}" in told and "| mode | ranks |" in told and "**1** failed" in told
     bomb = "```\n# not a title"
-    hostile = dataclasses.replace(failing, verdicts=failing.verdicts.assign(message=bomb))
+    hostile = sample_run.with_records(failing, [_exploding(one, bomb) for one in failing.records])
     assert comment(hostile).count("```") == 2 * comment(hostile).count("```text")
 
 
@@ -175,9 +187,12 @@ def test_a_margin_is_a_way_to_the_limit_by_powers_of_ten(failing: Run) -> None:
 def test_the_first_call_of_a_wrong_place_has_its_line_of_source(failing: Run, tmp_path: Path) -> None:
     source = tmp_path / "model.py"
     source.write_text("import torch\n\ny = all_reduce(x, axis)\n")
-    told = failing.verdicts.assign(message="what:   x\nfirst:  backward of layers.0.mlp.w1 in step 0: act_grad/x")
+    told = failing.records[-1]
+    assert told.failure is not None
+    first = First(phase="backward", region="layers.0.mlp.w1", step=0, name="act_grad/x")
+    told = dataclasses.replace(told, failure=dataclasses.replace(told.failure, first=first))
     ledger = failing.ledger.assign(caller=f"{source}:3")
-    html = page.render(dataclasses.replace(failing, verdicts=told.iloc[-1:], ledger=ledger))
+    html = page.render(sample_run.with_records(dataclasses.replace(failing, ledger=ledger), [told]))
     assert f"First call there: <code>{source}:3: y = all_reduce(x, axis)</code>" in html
 
 

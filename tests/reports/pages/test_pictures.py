@@ -9,6 +9,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from shardproof.harness.verdicts.facts import First, Worst
 from shardproof.parallel.schedules.pipeline import Pipeline, bubble_stated
 from shardproof.reports.commands.show import show_run
 from shardproof.reports.commands.trace import trace_events
@@ -72,21 +73,25 @@ def test_what_overflows_on_ranks_and_in_the_control_run_is_beyond_every_limit(fa
     (drawn,) = failures.maps(failing.path, {sample_run.TP}).values()
     assert {(cell.text, cell.heat) for _, cells in drawn.rows for cell in cells if cell.text == "inf"} == {("inf", "4")}
     over = failing.verdicts.assign(worst_error=math.inf, worst_allowed=math.inf)
-    assert len(failures.bugs(over)) == 1
+    (told,) = [one for one in failing.records if one.verdict == "fail"]
+    beyond = Worst(name="loss/0", error=math.inf, allowed=math.inf, epsilons=math.inf)
+    assert len(failures.bugs([dataclasses.replace(told, worst=beyond)])) == 1
     headline = summary.headline(dataclasses.replace(failing, verdicts=over))
     assert drawings.lines(failing, headline)[0][0].share == math.inf
 
 
 def test_failures_with_one_first_place_are_one_block(failing: Run) -> None:
-    told = failing.verdicts.iloc[-1:]
-    elsewhere = told.assign(message=sample_run.MESSAGE.replace("act_grad/layers.0.mlp", "forward of head: logits/0"))
-    rows = pd.concat([told, elsewhere, told.assign(case=sample_run.TP_SP)])
-    found = failures.groups(rows, failing.path, failing.ledger)
+    told = failing.records[-1]
+    assert told.failure is not None
+    head = dataclasses.replace(told.failure, first=First(phase="forward", region="head", name="logits/0"))
+    elsewhere = dataclasses.replace(told, failure=head)
+    records = [told, elsewhere, dataclasses.replace(told, case=sample_run.TP_SP)]
+    found = failures.groups(records, failing.path, failing.ledger)
     assert [(group.place, len(group.cases), len(group.others)) for group in found] == [
-        ("act_grad/layers.0.mlp", 2, 1),
+        ("backward of layers.0.mlp in step 0", 2, 1),
         ("forward of head", 1, 0),
     ]
-    html = page.render(dataclasses.replace(failing, verdicts=pd.concat([failing.verdicts, *[told] * 200])))
+    html = page.render(sample_run.with_records(failing, [*failing.records, *[told] * 200]))
     assert "200 more failed checks with this first place" in html and "170 more stand in verdicts.jsonl" in html
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from shardproof.harness.checking.evidence import Verdict, Worst
 from shardproof.harness.ledger import COLUMNS
 from shardproof.harness.running.summary import SUMMARY_COLUMNS as HARNESS_COLUMNS
+from shardproof.harness.verdicts.facts import Worst, notes_about
+from shardproof.harness.verdicts.verdict import Verdict
 from shardproof.reports.stored.files import RunFolderError
 from shardproof.reports.stored.frames import SUMMARY_COLUMNS, load
 from tests.reports import sample_run
@@ -81,7 +82,8 @@ def test_verdicts_are_flat_and_a_missing_worst_is_no_number(folder: Path) -> Non
 def stored(out: Path, *cases: str) -> Path:
     """A folder written by the harness: both cases planned, the given ones finished."""
     worst = Worst(name="grad/w", error=float("inf"), allowed=1e-9, epsilons=float("inf"))
-    verdict = Verdict(case="", check="forward", verdict="fail", worst=worst, message="m", unchecked=("a", "b"))
+    notes = notes_about(undecided=("a", "b"))
+    verdict = Verdict(case="", check="forward", verdict="fail", worst=worst, statement="m", notes=notes)
     events = [sample_run.events(case, sample_run.CALLS[case]) for case in cases]
     return sample_run.stored(out, sample_run.CALLS, events, verdict)
 
@@ -94,7 +96,8 @@ def test_a_folder_that_the_harness_wrote_loads_without_a_note(folder: Path, tmp_
     assert run.summary["payload_bytes"].sum() == 14 * sample_run.ACTIVATION_BYTES
     assert run.summary["expected_calls"].isna().all() and SUMMARY_COLUMNS == HARNESS_COLUMNS
     assert list(run.verdicts["worst_error"]) == [float("inf")] * 2
-    assert list(run.verdicts["unchecked"]) == ["a; b"] * 2
+    assert list(run.verdicts["unchecked"]) == ["undecided: a, b"] * 2
+    assert [one.notes for one in run.records] == [notes_about(undecided=("a", "b"))] * 2
     assert run.timings["seconds"].sum() == 0.5
 
 
@@ -128,15 +131,14 @@ def test_a_missing_summary_is_made_from_the_ledger_without_expectation(folder: P
 
 def test_the_minimum_over_ranks_may_be_absent_from_a_row(folder: Path) -> None:
     header, first, *rows = (folder / "summary.csv").read_text().splitlines()
-    wide = [f"{header},min_calls,min_payload_bytes,min_wire_bytes", f"{first},1,4096,2048", *(f"{r},,," for r in rows)]
-    (folder / "summary.csv").write_text("\n".join(wide) + "\n")
+    (folder / "summary.csv").write_text("\n".join((header, f"{first[:-4]},1,4096,2048,", *rows)) + "\n")
     least = load(folder).summary["min_calls"]
     assert least[0] == 1
     assert least[1:].isna().all()
 
 
 def test_a_run_killed_before_its_first_event_loads_empty_with_notes(tmp_path: Path) -> None:
-    (tmp_path / "env.json").write_text("{}")
+    (tmp_path / "env.json").write_text('{"layout": 2}')
     run = load(tmp_path)
     assert len(run.cases) == len(run.ledger) == len(run.summary) == len(run.verdicts) == 0
     assert [note.split()[0] for note in run.notes] == ["cases.jsonl", "ledger.csv", "summary.csv", "verdicts.jsonl"]
@@ -180,7 +182,9 @@ HARM: dict[str, Callable[[bytes], bytes]] = {
     "ragged": lambda data: data + b"x," * 40 + b"\n",
     "not json": lambda data: b"not json\n" + data,
     "a list": lambda data: b"[1]\n",
-    "a worst that is none": lambda data: b'{"case": "mode=tp", "check": "forward", "verdict": "pass", "worst": [1]}\n',
+    "a worst that is none": lambda data: (
+        b'{"case": "mode=tp", "check": "forward", "verdict": "pass", "statement": "", "worst": [1]}\n'
+    ),
 }
 HARMED = {
     "ledger.csv": ("junk", "other columns", "words for numbers", "ragged"),

@@ -7,34 +7,147 @@ reference, their arguments as pickles, and answer with pickles. A run that fails
 engine, in RankCrashed or in RankDied. Its processes are killed and the next run gets new ones. State that a program
 leaves in its process (globals of modules, caches) is there in the next run, as in any process that lives on.
 
-No file is left, and no process outlives the driver: forked.fork_server, processes.workers.
+multiprocessing itself has a single fork server, with the hash seed of its driver. Its socket lies in the file system,
+and stays there when the driver is killed. Ours lives in a session of its own, so that a Ctrl-C reaches the driver
+alone. No file is left, no process outlives the driver, and every wait is bounded. Times are seconds.
 """
 
+import multiprocessing
 import os
+import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from multiprocessing import connection, forkserver, resource_tracker, util
 from multiprocessing.util import Finalize
 from typing import Any
 
 from torch.distributed import TCPStore
 
 from shardproof.harness.engines.engine import Engine, RunRequest, Unwaited
-from shardproof.harness.engines.processes.exit_status import ProcessEnd
-from shardproof.harness.engines.processes.forked.fork_server import ForkServer
-from shardproof.harness.engines.processes.forked.worker import serve
+from shardproof.harness.engines.processes.forked.worker import serve_orders
 from shardproof.harness.engines.processes.messages import (
     RunOrder,
     Standing,
     WorkerReport,
-    packed,
-    packed_program,
-    unpacked,
+    pack_program,
+    pack_value,
+    unpack_value,
 )
-from shardproof.harness.engines.processes.stacks import standings
-from shardproof.harness.engines.processes.supervisor import Supervisor, Workers
-from shardproof.harness.engines.processes.workers import Worker, receive
+from shardproof.harness.engines.processes.supervisor import Supervisor, Workers, locate_workers
+from shardproof.harness.engines.processes.workers import ProcessEnd, Worker, receive
+from shardproof.harness.engines.rank_environment import ONE_THREAD
+from shardproof.harness.errors import MachineError
+from shardproof.harness.interpreter import boot
 from shardproof.harness.ledger import Observer
+from shardproof.harness.torch_internals.lookup import replace_attribute
+
+_PRELOADED = (
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "torch.fx.experimental.symbolic_shapes",  # what the first backward of a process would import, for 0.35 s
+    "shardproof.harness.running.ranks.execution",
+    "shardproof.harness.engines.processes.forked.worker",
+)
+_START_S = 120.0
+_LOOK_S = 1.0
+"""How often the driver says that it is alive while it waits."""
+_QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+"""Unless the environment has another level: torch warns with a native stack of a store whose driver was killed."""
+
+
+class ForkServer(forkserver.ForkServer):
+    """A fork server in which, as in its workers, Python hashes strings with `hash_seed`.
+
+    The server starts when it is needed, again where it has ended; `alive` is called now and then meanwhile.
+    """
+
+    _forkserver_address: Any
+    _forkserver_alive_fd: Any
+    _forkserver_pid: int | None
+
+    def __init__(self, hash_seed: int) -> None:
+        super().__init__()
+        self.hash_seed = hash_seed
+        self.alive: Callable[[], object] = str
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket = -1
+        self.set_forkserver_preload([*_PRELOADED])
+
+    def start(self, target: Callable[..., object]) -> Worker:
+        """A new worker that calls `target`. Raises MachineError when none can be started."""
+        try:
+            with replace_attribute(forkserver, "connect_to_new_process", self.connect_to_new_process):
+                return Worker(multiprocessing.get_context("forkserver"), target, leads=True)
+        except (EOFError, OSError, subprocess.TimeoutExpired) as problem:
+            why = str(problem) if isinstance(problem, TimeoutError) else "it has ended; its messages are on stderr"
+            raise MachineError(f"the fork server of the pool failed: {why}") from problem
+
+    def ensure_running(self) -> None:
+        """Start it where it does not run. Its socket has no name from then on: it is reached by its descriptor."""
+        resource_tracker.ensure_running()
+        with (
+            replace_attribute(util, "spawnv_passfds", self._spawned),
+            replace_attribute(connection, "arbitrary_address", lambda _family: tempfile.mktemp(prefix="shardproof-")),
+        ):
+            super().ensure_running()
+        if not self._forkserver_address.startswith("/proc/"):
+            self._release()
+            self._socket = os.open(self._forkserver_address, os.O_PATH | os.O_CLOEXEC)
+            os.unlink(self._forkserver_address)
+            self._forkserver_address = f"/proc/self/fd/{self._socket}"
+
+    def connect_to_new_process(self, fds: Sequence[int]) -> tuple[int, int]:
+        """As Python's. Raises TimeoutError when it does not answer."""
+        ends: tuple[int, int]
+        try:
+            ends = super().connect_to_new_process(fds)
+        except ConnectionError:  # it was killed a moment before: a socket closes before the end can be waited for
+            self._forget(_START_S)
+            ends = super().connect_to_new_process(fds)
+        until_s = time.monotonic() + _START_S
+        while not connection.wait([ends[0]], _LOOK_S):
+            self.alive()
+            if time.monotonic() > until_s:
+                for descriptor in ends:
+                    os.close(descriptor)
+                raise TimeoutError(f"no answer within {_START_S:g} s")
+        return ends
+
+    def close(self) -> None:
+        """End it: its workers are ended before."""
+        if self._forkserver_pid is not None and self._process is not None:
+            self._process.kill()
+            self._forget()
+
+    def _forget(self, limit_s: float | None = None) -> None:
+        """Wait for its end, so that the next worker starts another one."""
+        if self._forkserver_pid is not None and self._process is not None:
+            self._process.wait(limit_s)
+            self._forkserver_pid = None
+            os.close(self._forkserver_alive_fd)
+            self._release()
+
+    def _release(self) -> None:
+        if self._socket >= 0:
+            os.close(self._socket)
+        self._socket = -1
+
+    def _spawned(self, _path: str, arguments: Sequence[Any], descriptors: Sequence[int]) -> int:
+        """Start Python with these arguments, the last of which is its program."""
+        if self._process is not None:  # it has ended
+            self._process.wait()
+        self._process = subprocess.Popen(
+            [*arguments[:-1], boot() + arguments[-1]],
+            pass_fds=descriptors,
+            stdin=subprocess.DEVNULL,
+            env=_QUIET | dict(os.environ) | ONE_THREAD | {"PYTHONHASHSEED": str(self.hash_seed)},
+            start_new_session=True,
+        )
+        return self._process.pid
+
 
 _HOST = "127.0.0.1"
 _MOST_IDLE = 16
@@ -68,7 +181,7 @@ class PoolEngine(Engine):
     def run_request(self, request: RunRequest, observer: Observer | None) -> list[Any]:
         """The results by rank; see Engine.run."""
         self._require_open()
-        sent = packed_program(request, observer)
+        sent = pack_program(request, observer)
         self.unwaited = ()
         values, self.unwaited = self._pool.run(request, sent, self.alive)
         return values
@@ -145,7 +258,7 @@ class _Pool:
         for seed in seeds:
             worker = next((worker for worker, its in idle.items() if its == seed), None)
             if worker is None:
-                worker = self._servers[seed].start(serve)
+                worker = self._servers[seed].start(serve_orders)
                 self._seeds[worker] = seed
                 self._connection += 1
             else:
@@ -179,7 +292,7 @@ class _ForkedWorkers(Workers):
     def start(self) -> bool:
         """Send every process its order."""
         for worker, rank in self._ranks.items():
-            worker.send(packed(replace(self._order, rank=rank)))
+            worker.send(pack_value(replace(self._order, rank=rank)))
         return True
 
     def listen(self, limit_s: float) -> None:
@@ -189,7 +302,7 @@ class _ForkedWorkers(Workers):
             if isinstance(message, ProcessEnd):
                 self.died[rank] = message
                 continue
-            report: WorkerReport = unpacked(message)
+            report: WorkerReport = unpack_value(message)
             if report.number == self._order.number:
                 self.reports[rank] = report
 
@@ -197,10 +310,10 @@ class _ForkedWorkers(Workers):
         """The stacks of the ranks, which their processes print on a signal."""
         pending = self.pending()
         workers = [worker for worker, rank in self._ranks.items() if rank in pending]
-        return dict(zip(pending, standings(workers, _ANSWER_S), strict=True))
+        return dict(zip(pending, locate_workers(workers, _ANSWER_S), strict=True))
 
     def release(self, *, failed: bool) -> None:
         """Let the ranks leave their worlds; those of a failed run are killed by the pool."""
         if not failed:
             for worker in self._ranks:
-                worker.send(packed(None))
+                worker.send(pack_value(None))

@@ -2,14 +2,20 @@
 
 Orders come over a pipe, reports go back. A run is reported as soon as the program has ended. Its groups stay until the
 rank is released, when all ranks have ended: closing connections earlier would fail ranks that are still reading.
+
+Gloo connections are kept from run to run: making them takes milliseconds and closing them 20, every run and group. A
+run still has groups of its own, new to torch and to the program. Only the backend object inside them (connections and
+a counter of calls) is the one that the same group of the same processes had before. Ranks that issued the same calls
+agree on that counter; after a run that failed its processes are replaced.
 """
 
 import gc
+import inspect
 import os
 import sys
 import threading
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -17,17 +23,69 @@ from typing import Any
 
 import torch
 from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import distributed_c10d as c10d
 
 from shardproof.harness.engines.interposer import Interposer
 from shardproof.harness.engines.processes.flight_recorder import FlightRecorder
-from shardproof.harness.engines.processes.forked.kept_groups import KeptGroups
-from shardproof.harness.engines.processes.messages import RunOrder, WorkerReport, packed_report, unpacked
+from shardproof.harness.engines.processes.messages import RunOrder, WorkerReport, pack_report, unpack_value
 from shardproof.harness.engines.processes.rank_program import result_of, seed_streams, world
 from shardproof.harness.errors import error_text
-from shardproof.harness.torch_internals.modes import not_deterministic
+from shardproof.harness.torch_internals.dispatch import not_deterministic
+from shardproof.harness.torch_internals.lookup import replace_attribute
+from shardproof.harness.torch_internals.world import Maker, groups_made_by
+
+_Key = tuple[str, int, tuple[int, ...]]
 
 
-def share(processors: Iterable[int], rank: int, world_size: int) -> frozenset[int]:
+class KeptGroups:
+    """The gloo backends of one process by the group's name, size and ranks, for as long as its peers stay the same."""
+
+    def __init__(self, makes: Callable[[str, tuple[int, ...]], None]) -> None:
+        """`makes(number, ranks)` is called for every numbered group that is made, with or without this rank."""
+        self._makes = makes
+        self._connection = -1
+        self._backends: dict[_Key, Any] = {}
+        self._wanted: _Key = ("", 0, ())
+        self._kept = self._keeping(c10d.ProcessGroupGloo)
+
+    def __len__(self) -> int:
+        return len(self._backends)
+
+    @contextmanager
+    def used(self, connection: int) -> Iterator[None]:
+        """Groups made in the body take the backends kept under this number; those of another one are closed."""
+        if connection != self._connection:
+            self._backends.clear()
+            self._connection = connection
+
+        def made(original: Maker, arguments: inspect.BoundArguments) -> tuple[Any, Any]:
+            given = arguments.arguments
+            name, ranks = given["group_name"], tuple(given["global_ranks_in_group"])
+            self._wanted = (name, given["group_size"], ranks)
+            if ranks and name.isdigit():
+                self._makes(name, ranks)
+            with replace_attribute(c10d, "ProcessGroupGloo", self._kept):
+                return original(*arguments.args, **arguments.kwargs)
+
+        with groups_made_by(made):
+            yield
+
+    def _keeping(keeper, gloo: Any) -> Any:  # noqa: N805  (the class below has its own self)
+        """A class that replaces ProcessGroupGloo and makes each object once."""
+
+        class Kept(gloo):
+            def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+                return keeper._backends.get(keeper._wanted) or gloo.__new__(cls)
+
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                if keeper._wanted not in keeper._backends:
+                    super().__init__(*args, **kwargs)
+                    keeper._backends[keeper._wanted] = self
+
+        return Kept
+
+
+def processors_of_rank(processors: Iterable[int], rank: int, world_size: int) -> frozenset[int]:
     """The processors of a rank: one of them when they are not more than the ranks, else all."""
     known = sorted(processors)
     return frozenset(known) if len(known) > world_size else frozenset({known[rank % len(known)]})
@@ -50,7 +108,7 @@ class CpuAffinity:
         """Run as this rank of `world_size`, where the system lets a process choose."""
         if sys.platform != "linux":
             return
-        wanted = share(self._processors, rank, world_size)
+        wanted = processors_of_rank(self._processors, rank, world_size)
         if wanted != self._now:
             self._now = wanted
             for thread in os.listdir("/proc/self/task"):
@@ -68,7 +126,7 @@ is gone too.
 """
 
 
-def serve(pipe: Connection, memory: int) -> None:
+def serve_orders(pipe: Connection, memory: int) -> None:
     """The life of a worker that is one rank, with this pipe and the file of its flight recorder."""
     gc.enable()  # imports, which make no garbage, were done without
     warnings.filterwarnings("ignore", "Work::result API is being deprecated")  # raised by our own FollowedWork
@@ -76,7 +134,7 @@ def serve(pipe: Connection, memory: int) -> None:
     with Interposer(log=recorder) as interposer:
         worker = _Worker(pipe, recorder, interposer)
         while True:
-            order: RunOrder | None = unpacked(pipe.recv_bytes())
+            order: RunOrder | None = unpack_value(pipe.recv_bytes())
             if order is not None:
                 worker.run(order)
 
@@ -100,7 +158,7 @@ class _Worker:
         self._recorder.begin(order.number)
         imported, number = len(sys.modules), order.number
         try:
-            program, args = unpacked(order.program)
+            program, args = unpack_value(order.program)
         except Exception as problem:  # whatever importing a user's module raises
             self._report(WorkerReport(number=number, refused=error_text(problem)))
             return
@@ -147,7 +205,7 @@ class _Worker:
     def _report(self, report: WorkerReport) -> None:
         """Send how the run ended; end the process where the driver is gone."""
         try:
-            self._pipe.send_bytes(packed_report(report))
+            self._pipe.send_bytes(pack_report(report))
         except ConnectionError:
             os._exit(_ABANDONED)
 

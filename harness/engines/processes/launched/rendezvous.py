@@ -62,7 +62,7 @@ class Launched:
         return store
 
 
-def launched(environ: Mapping[str, str]) -> Launched:
+def launched_world(environ: Mapping[str, str]) -> Launched:
     """The world as this environment describes it. Raises RequestError when there was no launcher, or for a wrong value.
 
     In an environment of both (torchrun started by SLURM) torchrun's variables hold.
@@ -123,7 +123,7 @@ _IDLE_S, _PROBE_S, _PROBES = 10, 5, 3
 """A machine that vanished without closing its connections is noticed after about 25 s."""
 
 
-def gather(place: Launched, store: Store, timeout_s: float) -> dict[int, Connection]:
+def gather_connections(place: Launched, store: Store, timeout_s: float) -> dict[int, Connection]:
     """Rank 0: the connections to all other ranks, by rank. Raises MachineError naming those that did not come."""
     token = secrets.token_bytes(_TOKEN_BYTES)
     end_s = time.monotonic() + timeout_s
@@ -146,7 +146,7 @@ def gather(place: Launched, store: Store, timeout_s: float) -> dict[int, Connect
     return connections
 
 
-def join(place: Launched, store: Store, timeout_s: float) -> Connection:
+def join_driver(place: Launched, store: Store, timeout_s: float) -> Connection:
     """Every other rank: the connection to rank 0. Raises MachineError when rank 0 cannot be reached."""
     try:
         store.wait([_KEY], timedelta(seconds=timeout_s))

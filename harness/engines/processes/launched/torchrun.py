@@ -2,34 +2,163 @@
 
     torchrun --nnodes 2 --nproc-per-node 4 ... -m shardproof run "mode=tp tp=8 kv_heads=8" --engine torchrun
 
-Rank 0's process drives: it alone draws cases, checks and prints. All others call `serve` and end when it does. Orders
-and results travel on connections of their own (launched.rendezvous), never on the groups under test. Every run gets a
-fresh default group in processes of its own (launched.agent), so that what it breaks does not reach the next. torchrun
+Rank 0's process drives: it alone draws cases, checks and prints. All others call `serve_driver` and end when it does.
+Orders and results travel on connections of their own (launched.rendezvous), never on the groups under test. torchrun
 itself makes 1 of every status but 0. A case that is smaller than the world runs on its first ranks.
+
+As in torch elastic, a launched process is the agent of its rank. The rank's program runs in a worker of a fork server,
+with a fresh default group in every run. So a program that hangs can be ended, one that dies is reported, and what it
+breaks does not reach the next run. The agent reads the worker's flight recorder and stack, and passes on its reports
+without reading them. Messages are pairs:
+
+    from rank 0's engine     START, CALLS, WHERE, LEAVE or KILL, the number of the run; RUN, the order; END, 0
+    to it                    the number of the run, Progress
+
+Times are seconds.
 """
 
 import functools
 import os
 import secrets
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardproof.harness.engines.engine import Engine, RunRequest
-from shardproof.harness.engines.processes.exit_status import ProcessEnd
 from shardproof.harness.engines.processes.flight_recorder import ReadCalls
-from shardproof.harness.engines.processes.launched.agent import CALLS, END, KILL, LEAVE, RUN, START, WHERE, relayed
-from shardproof.harness.engines.processes.launched.rendezvous import gather, join, launched
-from shardproof.harness.engines.processes.messages import RunOrder, Standing, WorkerReport, packed_program, unpacked
-from shardproof.harness.engines.processes.supervisor import Supervisor, Workers
+from shardproof.harness.engines.processes.forked.pool import ForkServer, hash_seed
+from shardproof.harness.engines.processes.forked.worker import serve_orders
+from shardproof.harness.engines.processes.launched.rendezvous import (
+    Launched,
+    gather_connections,
+    join_driver,
+    launched_world,
+)
+from shardproof.harness.engines.processes.messages import (
+    RunOrder,
+    Standing,
+    WorkerReport,
+    pack_program,
+    pack_value,
+    unpack_value,
+)
+from shardproof.harness.engines.processes.supervisor import Supervisor, Workers, locate_workers
+from shardproof.harness.engines.processes.workers import ProcessEnd, Worker, receive
 from shardproof.harness.errors import MachineError, RequestError
 from shardproof.harness.ledger import Observer
+
+START, RUN, CALLS, WHERE, LEAVE, KILL, END = "start", "run", "calls", "where", "leave", "kill", "end"
+"""START, CALLS and WHERE are answered at once; START makes a worker where there is none. A rank that has ended keeps
+its groups until LEAVE, for others may still be reading what it sent."""
+_STACK_S = 0.5
+"""How long a worker may take to print where it stands."""
+
+
+class Progress(NamedTuple):
+    """Progress of a rank: its records since the last answer, and where it stands if that was requested.
+
+    `report`: the packed report of a run that has ended. `end`: how the worker ended.
+    """
+
+    calls: ReadCalls = ReadCalls()
+    standing: Standing | None = None
+    report: bytes = b""
+    end: ProcessEnd | None = None
+
+
+def serve_by_workers(link: Connection, place: Launched) -> bool:
+    """Serve rank 0's engine with workers of a fork server, which starts at the first; see `relay_orders`."""
+    server = ForkServer(hash_seed(place.rank))
+    try:
+        return relay_orders(link, partial(server.start, serve_orders), place)
+    finally:
+        server.close()
+
+
+def relay_orders(link: Connection, fork: Callable[[], Worker], place: Launched) -> bool:
+    """Serve rank 0's engine until it ends; True when it sent END, False when it vanished."""
+    agent = _Agent(link, fork, place)
+    try:
+        while True:
+            worker = agent.worker
+            wait([link] if worker is None else [link, worker.pipe, worker.process.sentinel])
+            for _, message in receive({} if worker is None else {worker: 0}, 0.0):
+                agent.pass_on(message)
+            if link.poll():
+                word, content = link.recv()
+                if word == END:
+                    return True
+                agent.carry_out(word, content)
+    except (EOFError, OSError):  # rank 0 is gone
+        return False
+    finally:
+        agent.end_worker()
+        link.close()
+
+
+class _Agent:
+    """The worker of one rank, if there is one, and the number of its run."""
+
+    def __init__(self, link: Connection, fork: Callable[[], Worker], place: Launched) -> None:
+        self._link, self._fork, self._place = link, fork, place
+        self._number = 0
+        self.worker: Worker | None = None
+
+    def carry_out(self, word: str, content: Any) -> None:
+        """Carry out an order of rank 0's engine; where there is no worker, only START."""
+        if word == START:
+            self._number = content
+            try:
+                self.worker = self.worker or self._fork()
+                self.worker.recording.begin(content)
+            except MachineError as problem:
+                self._answer(content, Progress(end=ProcessEnd(problem.cause)))
+        worker = self.worker
+        if worker is None:
+            return
+        if word == RUN:
+            order: RunOrder = content
+            place, meeting = self._place, (self._place.master_addr, self._place.master_port)
+            order = replace(order, store=meeting, local_rank=place.local_rank)
+            worker.send(pack_value(replace(order, folder=os.getcwd(), path=tuple(sys.path))))
+        elif word == LEAVE:
+            worker.send(pack_value(None))
+        elif word == KILL:
+            self.end_worker()
+        elif word == WHERE:
+            (standing,) = locate_workers([worker], _STACK_S)
+            self._answer(content, Progress(standing=standing))
+        else:
+            self._answer(content, Progress())
+
+    def pass_on(self, message: bytes | ProcessEnd) -> None:
+        """Send rank 0 the report of the worker, or how it ended."""
+        if isinstance(message, bytes):
+            self._answer(self._number, Progress(report=message))
+        else:
+            self._answer(self._number, Progress(end=message))
+            self.end_worker()
+
+    def end_worker(self) -> None:
+        """End the worker whatever it does."""
+        if self.worker is not None:
+            self.worker.close()
+            self.worker = None
+
+    def _answer(self, number: int, progress: Progress) -> None:
+        """Answer about this run, with the calls recorded since the last answer."""
+        if self.worker is not None and number == self._number:
+            progress = progress._replace(calls=self.worker.recording.read())
+        self._link.send((number, progress))
+
 
 _JOIN_S = 60.0
 """How long the processes of a world may take to find each other."""
@@ -42,26 +171,26 @@ _GONE = ProcessEnd("its launched process is gone")
 _TERMINATED = "the launcher ends this world (SIGTERM): one of its processes ended, or the job was stopped"
 
 
-def serves() -> bool:
+def is_to_serve() -> bool:
     """Whether this process is to serve rank 0's. Raises RequestError when no launcher's environment is here."""
-    return not launched(os.environ).drives
+    return not launched_world(os.environ).drives
 
 
-def serve() -> int:
+def serve_driver() -> int:
     """The life of every process but rank 0's; nothing is printed. Returns the exit status, 3 when rank 0 vanished.
 
     Raises MachineError when rank 0 cannot be reached.
     """
-    place = launched(os.environ)
+    place = launched_world(os.environ)
     try:
         store = place.store(_JOIN_S)
-        link = join(place, store, _JOIN_S)
-        return 0 if relayed(link, place) else MachineError.exit_status
+        link = join_driver(place, store, _JOIN_S)
+        return 0 if serve_by_workers(link, place) else MachineError.exit_status
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
 
 
-def dismiss() -> None:
+def dismiss_world() -> None:
     """Rank 0, when it has no use for the world it was launched with: let every other process end."""
     TorchrunEngine().close()
 
@@ -73,18 +202,19 @@ class TorchrunEngine(Engine):
     remote = True
 
     def __init__(self) -> None:
-        self._place = place = launched(os.environ)
+        self._place = place = launched_world(os.environ)
         if not place.drives:
             rule = "only rank 0 drives, every other rank serves it"
-            raise RequestError(f"engine=torchrun: this is rank {place.rank}; {rule}; legal: serve() on this rank")
+            legal = "serve_driver() on this rank"
+            raise RequestError(f"engine=torchrun: this is rank {place.rank}; {rule}; legal: {legal}")
         self._runs = 0
         self._session = secrets.token_hex(4)
         self._terminated = terminated = threading.Event()
         self._handlers = ExitStack()
         self._store = place.store(_JOIN_S)
-        self._links = gather(place, self._store, _JOIN_S)
+        self._links = gather_connections(place, self._store, _JOIN_S)
         self._links[0], theirs = Pipe()
-        self._own = threading.Thread(target=relayed, args=(theirs, place), name="rank 0", daemon=True)
+        self._own = threading.Thread(target=serve_by_workers, args=(theirs, place), name="rank 0", daemon=True)
         self._own.start()
         if threading.current_thread() is threading.main_thread():
             before = signal.signal(signal.SIGTERM, lambda *_: terminated.set())  # torchrun: a process has ended
@@ -107,7 +237,7 @@ class TorchrunEngine(Engine):
             number=self._runs,
             world_size=request.world_size,
             seed=request.seed,
-            program=packed_program(request, observer),
+            program=pack_program(request, observer),
             store_prefix=f"shardproof/{self._session}/{self._runs}",
             connection=self._runs,
         )
@@ -225,7 +355,7 @@ class LaunchedWorkers(Workers):
             by_program = progress.end.by_program and self._started
             self.died[rank] = progress.end._replace(by_program=by_program)
         elif progress.report:
-            report: WorkerReport = unpacked(progress.report)
+            report: WorkerReport = unpack_value(progress.report)
             if report.result is not None:  # the rank may be on another machine, with another clock
                 report = replace(report, result=replace(report.result, at_s=time.monotonic()))
             self.reports[rank] = report

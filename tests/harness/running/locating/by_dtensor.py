@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.nn import functional
 
 from shardproof.harness.outcome.blocks import blocks
-from shardproof.harness.shard import Shard as Placed
+from shardproof.harness.protocols import Shard as Placed
 from shardproof.reference.case import Case
 from tests.harness.running.locating.dense import Decoder, rows, weights
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardproof.harness.shard import Shard
+from shardproof.harness.protocols import Shard
 from shardproof.reference.case import Case
 from tests.harness.running.locating.dense import rows, weights
 

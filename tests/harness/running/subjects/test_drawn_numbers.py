@@ -13,7 +13,7 @@ from torch.nn import functional
 from shardproof.harness.outcome.blocks import blocks
 from shardproof.harness.outcome.merging import merge
 from shardproof.harness.plain_case import Vocabulary
-from shardproof.harness.recording.capturing.dropout_masks import Draw, taken_out
+from shardproof.harness.recording.capturing.drawn_values import Draw, taken_out
 from shardproof.harness.running.truth.joint_masks import RankMasks, in_order, masks_of
 from tests.harness.proofs import proved
 from tests.harness.recording.toy_calls import Part

@@ -1,12 +1,75 @@
-"""Collectives that move tensors: dtypes, layouts, sizes, asynchronous and coalesced forms."""
+"""The list of calls of torch's collectives, filled by the modules beside this one: gathers, scatters, reductions."""
 
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed
+from torch import Tensor
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from tests.harness.threads.torch_calls.listed import CALLS, DTYPES, changed, dist, each, filled, listed, own
+dist: Any = torch.distributed
+"""Untyped on purpose: the list hands torch what its stubs do not know, too."""
+Call = Callable[[int, int], Any]
+CALLS: dict[str, Call] = {}
+"""Name -> a function of (rank, ranks) that makes calls and returns what it got."""
+
+DTYPES = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8),
+    *(torch.uint8, torch.bool, torch.complex64, torch.complex128),
+)
+"""int16 is carried by no backend: every call with it raises."""
+
+
+def listed(kind: type) -> type:
+    """A class decorator: its methods are on the list under their names."""
+    made = kind()
+    calls = {name: getattr(made, name) for name in vars(kind) if not name.startswith("_")}
+    assert not calls.keys() & CALLS.keys()
+    CALLS.update(calls)
+    return kind
+
+
+def own(rank: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """A rank's input: small whole numbers, different on every rank and in every place."""
+    drawn = torch.randint(1, 6, shape, generator=torch.Generator().manual_seed(100 + rank))
+    return drawn.to(dtype) * (1 + 2j) if dtype.is_complex else drawn.to(dtype)
+
+
+def filled(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """A tensor to be overwritten."""
+    return torch.full(shape, 77, dtype=dtype) if dtype is not torch.bool else torch.zeros(shape, dtype=dtype)
+
+
+def changed(tensor: Tensor, call: Callable[[Tensor], Any]) -> Tensor:
+    """A tensor after the call that it was handed to."""
+    call(tensor)
+    return tensor
+
+
+def plain(value: Any) -> Any:
+    """Tensors as (dtype, shape, numbers), in any nesting."""
+    if isinstance(value, Tensor):
+        return (str(value.dtype), tuple(value.shape), value.detach().resolve_conj().tolist())
+    if isinstance(value, Mapping):
+        return {key: plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def each(dtypes: Any, call: Any) -> dict[str, Any]:
+    """Result of the call for every dtype, or that it raises."""
+    found = {}
+    for dtype in dtypes:
+        try:
+            found[str(dtype)] = call(dtype)
+        except (RuntimeError, ValueError):
+            found[str(dtype)] = "raised"
+    return found
+
 
 CALLS |= {
     "barrier_with_devices": lambda r, n: dist.barrier(device_ids=[0]),
@@ -173,3 +236,117 @@ class Collectives:
         dist.broadcast(spread, src=int(np.int32(1)))
         dist.all_reduce(tensor)
         return spread, tensor
+
+
+def reduced(rank: int, size: int, op: str, dtypes: Any = DTYPES) -> dict[str, Any]:
+    def call(dtype: torch.dtype) -> torch.Tensor:
+        tensor = own(rank, 3, 2, dtype=dtype)
+        dist.all_reduce(tensor, getattr(dist.ReduceOp, op.upper()))
+        return tensor
+
+    return each(dtypes, call)
+
+
+REDUCED: dict[str, Any] = dict.fromkeys(("sum", "max", "min", "band", "bor", "bxor"), DTYPES)
+REDUCED["product"] = [d for d in DTYPES if d not in (torch.float16, torch.bfloat16)]
+REDUCED["avg"] = [d for d in DTYPES if d.is_floating_point or d in (torch.bool, torch.complex64)]
+CALLS.update({f"all_reduce_{op}": functools.partial(reduced, op=op, dtypes=d) for op, d in REDUCED.items()})
+
+
+CALLS |= {
+    "float8_sums": lambda r, n: dist.all_reduce(own(r, 3).to(torch.float8_e4m3fn)),
+    "reduce_scatter_of_a_tuple": lambda r, n: changed(
+        filled(2), lambda out: dist.reduce_scatter(out, tuple(own(r + i, 2) for i in range(n)))
+    ),
+    "reduce_scatter_of_uneven_lists": lambda r, n: changed(
+        filled(r + 1), lambda out: dist.reduce_scatter(out, [own(r, i + 1) for i in range(n)])
+    ),
+    "empty_reduce_scatter": lambda r, n: changed(filled(0), lambda out: dist.reduce_scatter_tensor(out, filled(0))),
+}
+
+
+@listed
+class Reductions:
+    def all_reduce_old_names(self, rank: int, size: int) -> Any:
+        tensor, other = own(rank, 2), own(rank, 2)
+        dist.all_reduce(tensor, op=dist.reduce_op.SUM)
+        dist.all_reduce(other, op=dist.ReduceOp.RedOpType.MAX)
+        return tensor, other
+
+    def all_reduce_in_every_form(self, rank: int, size: int) -> Any:
+        tensors = [own(rank + 10 * i, 2) for i in range(5)]
+        dist.all_reduce(tensors[0], dist.ReduceOp.MAX, None, False)
+        dist.all_reduce(tensor=tensors[1], group=dist.group.WORLD)
+        work = dist.all_reduce(tensors[2], async_op=True)
+        done = work.wait()
+        again = dist.all_reduce(tensors[3], group=dist.GroupMember.WORLD, async_op=True)
+        again.wait(timeout=torch.distributed.default_pg_timeout)
+        scalar = torch.tensor(float(rank))
+        none = dist.all_reduce(scalar)
+        facts = [work.is_completed(), work.is_success(), work.result(), again.is_completed()]
+        return tensors, done, facts, scalar, none
+
+    def all_reduce_of_what_needs_gradients(self, rank: int, size: int) -> Any:
+        leaf = own(rank, 3).requires_grad_()
+        with torch.no_grad():
+            dist.all_reduce(leaf)
+        inner = own(rank, 3).requires_grad_() * 2
+        dist.all_reduce(inner.detach())
+        parameter = torch.nn.Parameter(own(rank, 3))
+        dist.all_reduce(parameter.data)
+        dist.broadcast(torch.nn.Parameter(own(rank, 2)), 0)
+        return leaf, inner, parameter, leaf.requires_grad, leaf.is_leaf
+
+    def reduce_scatter_in_every_form(self, rank: int, size: int) -> Any:
+        def call(dtype: torch.dtype) -> Any:
+            parts = [own(rank + 10 * i, 2, dtype=dtype) for i in range(size)]
+            out, joined, late = [filled(2, dtype=dtype) for _ in range(3)]
+            dist.reduce_scatter(out, parts)
+            dist.reduce_scatter_tensor(joined, torch.cat(parts))
+            dist.reduce_scatter_tensor(output=late, input=torch.cat(parts), op=dist.ReduceOp.SUM, async_op=True).wait()
+            return out, joined, late
+
+        return each((torch.float64, torch.float32, torch.int64, torch.complex64), call)
+
+    def reduce_scatter_ops(self, rank: int, size: int) -> Any:
+        ops = (dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.AVG)
+        outs = [filled(2) for _ in ops]
+        for op, out in zip(ops, outs, strict=True):
+            dist.reduce_scatter_tensor(out, own(rank, 2 * size), op)
+        out = filled(2)
+        dist.reduce_scatter(out, [own(rank + i, 2) for i in range(size)], dist.ReduceOp.MAX)
+        return outs, out
+
+    def all_reduce_coalesced(self, rank: int, size: int) -> Any:
+        tensors = [own(rank, 2), own(rank, 3, 2), own(rank, 1, dtype=torch.float64)]
+        dist.all_reduce_coalesced(tensors, dist.ReduceOp.MAX)
+        again = [own(rank, 2), own(rank, 1)]
+        dist.all_reduce_coalesced(again, async_op=True).wait()
+        single = own(rank, 2)
+        dist.all_reduce_coalesced(single)
+        return tensors, again, single
+
+    def coalescing_manager(self, rank: int, size: int) -> Any:
+        tensors = [own(rank, 2), own(rank, 3)]
+        with _coalescing_manager():
+            for tensor in tensors:
+                dist.all_reduce(tensor)
+        late = [own(rank, 2), own(rank, 3)]
+        with _coalescing_manager(group=dist.group.WORLD, async_ops=True) as manager:
+            for tensor in late:
+                dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        manager.wait()
+        with _coalescing_manager():
+            pass
+        return tensors, late
+
+    def tensors_of_inference_mode(self, rank: int, size: int) -> Any:
+        with torch.inference_mode():
+            made, late = own(rank, 3), own(rank, 2)
+        dist.all_reduce(made)
+        with torch.inference_mode():
+            dist.broadcast(late, 1)
+        with torch.inference_mode(rank == 0):
+            some = own(rank, 3)
+            dist.all_reduce(some)
+        return made.tolist(), late.tolist(), some.tolist()

@@ -1,12 +1,17 @@
-"""Messages and objects: by rank and by group rank, batched, tagged, from any rank; torch's functional forms."""
+"""Calls on the list: messages, exchanges of all with all, and groups."""
 
+import functools
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed.nn.functional as differentiable
 from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import init_device_mesh
 
-from tests.harness.threads.torch_calls.listed import dist, filled, listed, own
+from tests.harness.threads.torch_calls.collectives import CALLS, DTYPES, changed, dist, each, filled, listed, own
 
 
 @listed
@@ -192,3 +197,202 @@ class Messages:
         outs = [filled(2) for _ in range(size)] if rank == 0 else []
         dist.group.WORLD.gather(outs, own(rank, 2), 0).wait()
         return outs
+
+
+def rows(sender: int, receiver: int) -> int:
+    """Rows that one rank sends to another: none for some."""
+    return (sender + 2 * receiver) % 3
+
+
+def exchanged(rank: int, size: int, kind: Callable[[Sequence[int]], Any]) -> torch.Tensor:
+    sends, expects = ([rows(rank, other) for other in range(size)], [rows(other, rank) for other in range(size)])
+    out = filled(sum(expects), 2)
+    dist.all_to_all_single(out, own(rank, sum(sends), 2), kind(expects), kind(sends))
+    return out
+
+
+SPLITS: dict[str, Callable[[Sequence[int]], Any]] = {
+    "lists": list,
+    "tuples": tuple,
+    "numpy_arrays": np.array,
+    "numpy_integers": lambda counts: [np.int32(count) for count in counts],
+    "tensors_of_one_number": lambda counts: [torch.tensor(count) for count in counts],
+    "one_tensor": torch.tensor,
+    "sizes": torch.Size,
+    "floats": lambda counts: [float(count) for count in counts],
+    "numpy_floats": lambda counts: np.array(counts, dtype=np.float64),
+    "float_tensors": lambda counts: [torch.tensor(float(count)) for count in counts],
+    "text": lambda counts: "".join(map(str, counts)),
+}
+CALLS.update({f"splits_as_{name}": functools.partial(exchanged, kind=kind) for name, kind in SPLITS.items()})
+
+
+CALLS |= {
+    "splits_as_ranges": lambda r, n: changed(
+        filled(r * n, 1), lambda out: dist.all_to_all_single(out, own(r, sum(range(n)), 1), [r] * n, range(n))
+    ),
+    "splits_as_truths": lambda r, n: changed(
+        filled(n), lambda out: dist.all_to_all_single(out, own(r, n), [True] * n, [np.bool_(True)] * n)
+    ),
+    "splits_as_sets": lambda r, n: changed(filled(n), lambda out: dist.all_to_all_single(out, own(r, n), {1}, {1})),
+    "splits_into_another_shape": lambda r, n: changed(
+        filled(n, 2), lambda out: dist.all_to_all_single(out, own(r, 2 * n))
+    ),
+    "lists_of_views": lambda r, n: changed(
+        filled(2 * n, 3), lambda out: dist.all_to_all(list(out.chunk(n)), list(own(r, 2 * n, 3).chunk(n)))
+    ),
+    "lists_as_tuples": lambda r, n: changed(
+        filled(2 * n), lambda out: dist.all_to_all(out.chunk(n), own(r, 2 * n).chunk(n))
+    ),
+    "lists_of_columns": lambda r, n: changed(
+        filled(n, 3), lambda out: dist.all_to_all(list(out), list(own(r, 3, n).unbind(1)))
+    ),
+}
+
+
+@listed
+class Exchanges:
+    def splits_empty_or_none(self, rank: int, size: int) -> Any:
+        outs = [filled(2 * size, 3) for _ in range(4)]
+        dist.all_to_all_single(outs[0], own(rank, 2 * size, 3))
+        dist.all_to_all_single(outs[1], own(rank, 2 * size, 3), None, None)
+        dist.all_to_all_single(outs[2], own(rank, 2 * size, 3), [], [])
+        work = dist.all_to_all_single(output=outs[3], input=own(rank, 2 * size, 3), async_op=True)
+        work.wait()
+        return outs
+
+    def splits_on_one_side(self, rank: int, size: int) -> Any:
+        outs = [filled(2 * size) for _ in range(2)]
+        dist.all_to_all_single(outs[0], own(rank, 2 * size), output_split_sizes=[2] * size)
+        dist.all_to_all_single(outs[1], own(rank, 2 * size), input_split_sizes=np.array([2] * size))
+        return outs
+
+    def splits_of_nothing(self, rank: int, size: int) -> Any:
+        none, one = filled(0, 3), filled(1 if rank == 1 else 0, 3)
+        dist.all_to_all_single(none, filled(0, 3), [0] * size, [0] * size)
+        dist.all_to_all_single(filled(0, 3), filled(0, 3))
+        dist.all_to_all_single(
+            one,
+            own(rank, int(rank == 2), 3),
+            [int(rank == 1 and i == 2) for i in range(size)],
+            [int(rank == 2 and i == 1) for i in range(size)],
+        )
+        return none, one
+
+    def exchange_dtypes(self, rank: int, size: int) -> Any:
+        def call(dtype: torch.dtype) -> Any:
+            out = filled(size, dtype=dtype)
+            dist.all_to_all_single(out, own(rank, size, dtype=dtype))
+            return out
+
+        return each(DTYPES, call)
+
+    def lists_of_equal_sizes(self, rank: int, size: int) -> Any:
+        again = [filled(2) for _ in range(size)]
+        dist.all_to_all(
+            output_tensor_list=again, input_tensor_list=[own(rank + i, 2) for i in range(size)], async_op=True
+        ).wait()
+        return again
+
+
+def summed(group: Any) -> float:
+    tensor = torch.tensor([float(2 ** dist.get_rank())])
+    dist.all_reduce(tensor, group=group)
+    return tensor.item()
+
+
+@listed
+class Groups:
+    def facts_of_the_world(self, rank: int, size: int) -> Any:
+        world = dist.group.WORLD
+        return (
+            dist.get_rank(), dist.get_world_size(), dist.get_rank(world), dist.get_backend(), dist.get_backend(world),
+            dist.get_process_group_ranks(None), dist.get_process_group_ranks(world), dist.is_initialized(),
+            dist.get_global_rank(world, 2), dist.get_group_rank(world, 3), world.rank(), world.size(), world.group_name,
+            world.group_desc, dist.get_backend_config(), dist.get_pg_count() >= 1, dist.get_node_local_rank(),
+            sorted(str(device) for device in world._device_types), world.bound_device_id, world._has_hooks(),
+            dist.distributed_c10d._get_pg_default_device().type, dist.distributed_c10d._get_object_coll_device(),
+        )  # fmt: skip
+
+    def options_of_new_group(self, rank: int, size: int) -> Any:
+        made = [
+            dist.new_group(),
+            dist.new_group([0, 2]),
+            dist.new_group(ranks=(1, 3), timeout=timedelta(seconds=50), backend="gloo"),
+            dist.new_group([3, 0], group_desc="outer"),
+            dist.new_group(list(range(size)), backend=dist.Backend.GLOO, pg_options=None),
+            dist.new_group([rank], use_local_synchronization=True),
+            dist.new_group(range(2)),
+        ]
+        found = []
+        for group in made:
+            inside = group != dist.GroupMember.NON_GROUP_MEMBER
+            ranks = dist.get_process_group_ranks(group) if inside else None
+            found.append(
+                (inside, ranks, dist.get_rank(group), dist.get_world_size(group), summed(group) if inside else 0)
+            )
+        return found
+
+    def calls_outside_of_a_group(self, rank: int, size: int) -> Any:
+        group, tensor = dist.new_group([0, 1]), own(rank, 2)
+        if rank < 2:
+            return None
+        outs, objects = [filled(2), filled(2)], [None, None]
+        return [
+            dist.all_reduce(tensor, group=group),
+            dist.broadcast(tensor, 0, group),
+            dist.reduce(tensor, 0, group=group),
+            dist.all_gather(outs, tensor, group),
+            dist.all_gather_into_tensor(filled(4), tensor, group),
+            dist.reduce_scatter(tensor, outs, group=group),
+            dist.reduce_scatter_tensor(tensor, filled(4), group=group),
+            dist.all_to_all_single(filled(2), tensor, group=group),
+            dist.all_to_all(outs, outs, group),
+            dist.barrier(group),
+            dist.all_gather_object(objects, 1, group),
+            dist.isend(tensor, group=group, group_dst=0),
+            dist.irecv(tensor, 0, group),
+            dist.get_rank(group),
+            dist.get_world_size(group),
+            outs,
+            objects,
+        ]
+
+    def subgroups(self, rank: int, size: int) -> Any:
+        mine, all_of_them = dist.new_subgroups(2)
+        other, _ = dist.new_subgroups(group_size=size // 2, timeout=timedelta(seconds=60), group_desc="halves")
+        listed_, more = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
+        return ([summed(group) for group in (mine, other, listed_)], len(all_of_them), len(more))
+
+    def group_ranks_and_back(self, rank: int, size: int) -> Any:
+        group = dist.new_group([3, 1])
+        if rank not in (1, 3):
+            return dist.get_rank(group)
+        return (
+            dist.get_process_group_ranks(group), dist.get_group_rank(group, 3), dist.get_group_rank(group, 1),
+            dist.get_global_rank(group, 0), dist.get_global_rank(group, 1), dist.get_rank(group), group.rank(),
+        )  # fmt: skip
+
+    def rank_lists_of_meshes(self, rank: int, size: int) -> Any:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        flat = mesh["dp", "tp"]._flatten("all")
+        groups = (mesh.get_group("dp"), mesh["tp"].get_group(), flat.get_group(), *mesh.get_all_groups())
+        return [(dist.get_process_group_ranks(group), group.group_desc, summed(group)) for group in groups]
+
+    def timeouts(self, rank: int, size: int) -> Any:
+        group = dist.new_group(list(range(size)), timeout=timedelta(seconds=30))
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=40), group)
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=40))
+        return summed(group)
+
+    def stores(self, rank: int, size: int) -> Any:
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"conformance/{rank}", str(rank))
+        dist.barrier()
+        return [store.get(f"conformance/{i}") for i in range(size)], store.add("conformance/count", 0)
+
+    def destroyed_groups(self, rank: int, size: int) -> Any:
+        group = dist.new_group(list(range(size)))
+        before = summed(group)
+        dist.destroy_process_group(group)
+        return before, summed(dist.new_group([0, 1, 2, 3]))

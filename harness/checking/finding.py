@@ -1,0 +1,37 @@
+"""Findings: what a check answers. Errors are ratios; what checks read is in `records` beside this file."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from shardproof.harness.checking.measures.measured import Measured, epsilon
+from shardproof.harness.verdicts.facts import Counts, Note, Worst
+
+
+def apart_by(dtype: str, name: str, spread: float) -> Worst:
+    """The figures of a tensor whose replicas, or values in two runs, are apart by this ratio: nothing is allowed."""
+    return Worst(name=name, error=spread, allowed=0.0, epsilons=spread / epsilon(dtype))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Finding of one check: the answer, one sentence, and what it could not look at (`notes`).
+
+    `names` are those of wrong tensors, the one in question first. `worst` is the tensor or event closest to its limit
+    or furthest beyond it; None where nothing is measured.
+    `kind`: how calls differ ("missing"), "" where no calls are compared.
+    `decided`: kind of name ("grad") -> how many tensors were found right or wrong, and of how many. `wrong` are the
+    tensors beyond their limit; `phase` and `region` are the place where the check knows it. `ranks` are the
+    ranks that are wrong, empty when it is all of them or unknown.
+    """
+
+    verdict: str
+    message: str
+    worst: Worst | None = None
+    notes: tuple[Note, ...] = ()
+    wrong: tuple[Measured, ...] = ()
+    names: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+    phase: str = ""
+    region: str = ""
+    kind: str = ""
+    decided: Mapping[str, Counts] = field(default_factory=dict)

@@ -1,0 +1,68 @@
+"""A failed check as the record that is stored: place, amount, likely causes, and the command that repeats it."""
+
+import shlex
+
+from shardproof.harness.checking.finding import Finding
+from shardproof.harness.checking.measures.measured import epsilon
+from shardproof.harness.checking.records import Run
+from shardproof.harness.diagnosing.diagnosis import Diagnosis, ended
+from shardproof.harness.diagnosing.tracebacks import last_frames, whole
+from shardproof.harness.errors import MachineError, ShardproofError
+from shardproof.harness.protocols import CaseLike, case_text
+from shardproof.harness.verdicts.facts import End, FailedCheck, LikelyCause, Where, WrongTensor
+
+LAUNCHED = "torchrun --nproc-per-node {} -m shardproof"
+"""Words in the place of `shardproof` where every rank is launched."""
+
+
+def repeat_command(case: CaseLike, subject: str, options: str = "") -> str:
+    """The one command that runs this case on this subject again."""
+    text = case_text(case)
+    quoted = shlex.quote(text) if any(sign in text for sign in '"$`\\!') else f'"{text}"'
+    program = LAUNCHED.format(case.world_size) if "--engine torchrun" in options else "shardproof"
+    return f"{program} run {quoted} --subject {shlex.quote(subject)} {options}".rstrip()
+
+
+def place_of_failure(diagnosis: Diagnosis, case: CaseLike, *, named: bool = False) -> Where:
+    """Where a check failed; the tensor too when it is `named`."""
+    return Where(
+        mode=case.mode,
+        world_size=case.world_size,
+        ranks=tuple(diagnosis.ranks),
+        step=diagnosis.step,
+        phase=diagnosis.phase,
+        region=diagnosis.region,
+        tensor=diagnosis.name if named else "",
+    )
+
+
+def likely_causes(diagnosis: Diagnosis) -> tuple[LikelyCause, ...]:
+    """The causes of a diagnosis, without the numbers that prove them."""
+    return tuple(LikelyCause(id=cause.id, words=cause.words) for cause in diagnosis.causes)
+
+
+def failed_check(diagnosis: Diagnosis, finding: Finding, run: Run, subject: str, options: str = "") -> FailedCheck:
+    """The record of a diagnosis and the finding that it explains."""
+    worst = finding.worst
+    return FailedCheck(
+        where=place_of_failure(diagnosis, run.case, named=bool(finding.names)),
+        repeat=repeat_command(run.case, subject, options),
+        wrong=tuple(
+            WrongTensor(name=m.name, measure=m.measure, error=m.error, allowed=m.allowed) for m in finding.wrong
+        ),
+        unit=epsilon(run.dtype_of(worst.name)) if worst and finding.wrong else 0.0,
+        first=diagnosis.first,
+        causes=likely_causes(diagnosis),
+        agreement=diagnosis.agreement,
+    )
+
+
+def failed_run(case: CaseLike, subject: str, error: ShardproofError, options: str = "") -> FailedCheck:
+    """The record of a case that left no outcome: the subject raised, ranks parted, the machine failed."""
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()] or ["no message"]
+    return FailedCheck(
+        where=Where(mode=case.mode, world_size=case.world_size),
+        repeat=repeat_command(case, subject, options),
+        causes=likely_causes(ended(error)),
+        end=End(machine=isinstance(error, MachineError), lines=tuple(lines), frames=last_frames(whole(error))),
+    )

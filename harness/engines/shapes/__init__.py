@@ -1,1 +1,0 @@
-"""The dry engine: one rank at a time on meta tensors, shapes without numbers."""

@@ -1,1 +1,0 @@
-"""State that a process keeps once and every rank thread has for itself."""

@@ -1,0 +1,223 @@
+"""Numbers that a program draws and does not return: dropout masks, recorded or replaced, and initial parameters.
+
+torch draws a mask by `aten.bernoulli_` (nn.Dropout and its kin, F.dropout, scaled_dot_product_attention's own formula)
+or within `aten.native_dropout` (GPUs). A dispatch mode sees both, of a DTensor with its place. Masks that a program
+makes otherwise, of `torch.rand` or inside a fused kernel of attention, are not seen.
+
+A parameter is a leaf that takes a gradient. Code makes, casts and sets it, mostly outside of autograd, and then only
+the optimizer writes to it. So training begins with the value that an operator reads first while autograd records, or
+that stands when there first is a gradient. A dispatch mode sees that. Of functional programs, whose parameters are no
+leaves, nothing is seen.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardproof.harness.engines.calls.callers import caller
+from shardproof.harness.outcome.blocks import Block, blocks
+from shardproof.harness.protocols import Value
+from shardproof.harness.subject import NamedSubject, called
+from shardproof.harness.torch_internals.autograd import current_task, storage_id
+from shardproof.harness.torch_internals.dispatch import (
+    DispatchMode,
+    FakeTensor,
+    leaves,
+    take_themselves_apart,
+    written_arguments,
+)
+
+aten = torch.ops.aten
+_BERNOULLI, _NATIVE = aten.bernoulli_.float, aten.native_dropout.default
+_FORWARD, _BACKWARD = "dropout.drawn", "dropout.drawn_anew"
+
+
+class Draw(NamedTuple):
+    """A mask as a rank drew it: bool blocks of what it was drawn for, the rate, the user's line, "file:line".
+
+    `anew`: drawn in backward, and no forward drew it: recomputation that does not repeat its forward.
+    """
+
+    line: str
+    rate: float
+    blocks: tuple[Block, ...]
+    anew: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WithMasks:
+    """A subject whose outcome has the masks that it draws too (see `taken_out`).
+
+    With `joint`, these take the place of its own, in the order of the draws; `given` is passed on where there is any.
+    """
+
+    subject: NamedSubject
+    joint: tuple[Tensor, ...] | None = None
+    given: Mapping[str, Tensor] | None = None
+
+    def __getattr__(self, attribute: str) -> Any:
+        """Any other attribute is the subject's."""
+        return getattr(self.subject.call, attribute)  # session, per_rank
+
+    def __call__(self, case: Any, device: torch.device) -> Mapping[str, Value]:
+        """The subject's outcome and its masks."""
+        call: Any = self.subject.call
+        if self.given is not None:
+            call = partial(call, given=self.given)
+        with DropoutProbe(self.joint) as probe:
+            outcome = called(call, case, device)
+        return {**outcome, **probe.found}
+
+
+class DropoutProbe(DispatchMode):
+    """Records the masks of its thread in `found`; with `joint`, puts these in place of those that forwards draw.
+
+    Recomputation gets what its forward got: it begins with the same state of the generator.
+    """
+
+    def __init__(self, joint: Sequence[Tensor] | None = None) -> None:
+        super().__init__()
+        self.found: dict[str, tuple[Block, ...]] = {}
+        self._joint = joint
+        self._masks: dict[bytes, Tensor | None] = {}
+        self._forwards = 0
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """The operator's result; that of a draw with another mask where there is one."""
+        kwargs = kwargs or {}
+        draws = operator in (_BERNOULLI, _NATIVE) and not isinstance(args[0], FakeTensor)
+        if not draws:
+            return NotImplemented if take_themselves_apart(types) else operator(*args, **kwargs)
+        state = _state(args[0].device, kwargs.get("generator"))
+        result = operator(*args, **kwargs)
+        if operator is _BERNOULLI:
+            rate, kept = 1 - (args[1] if len(args) > 1 else kwargs.get("p", 0.5)), result
+        else:
+            rate, kept = args[1], result[1]
+        mask = self._noted(state, rate, kept)
+        if mask is None:
+            return result
+        if operator is _BERNOULLI:
+            return result.copy_(mask.view_as(result))
+        mask = mask.view_as(kept).to(kept.device)
+        return args[0] * mask * (1 / (1 - rate)), mask
+
+    def _noted(self, state: bytes, rate: float, kept: Tensor) -> Tensor | None:
+        """Note a draw; the mask to put in its place, None for its own."""
+        backward = current_task() >= 0
+        if not backward:
+            number, self._forwards = self._forwards, self._forwards + 1
+            self._masks[state] = self._joint[number] if self._joint and number < len(self._joint) else None
+        if self._joint is None and not (backward and state in self._masks):
+            name = f"{_BACKWARD if backward else _FORWARD}/{len(self.found)}/{rate:.12g}/{caller()}"
+            self.found[name] = tuple(replace(block, local=block.local != 0) for block in blocks(kept.detach()))
+        return self._masks.get(state)
+
+
+def taken_out(outcome: dict[str, tuple[Block, ...]]) -> tuple[dict[str, tuple[Block, ...]], tuple[Draw, ...]]:
+    """Outcome of the subject itself, and the masks that DropoutProbe found, in the order in which they were drawn."""
+    draws = []
+    for name, found in outcome.items():
+        kind, _, rest = name.partition("/")
+        if kind in (_FORWARD, _BACKWARD):
+            _, rate, line = rest.split("/", 2)
+            draws.append(Draw(line, float(rate), found, anew=kind == _BACKWARD))
+    own = {name: found for name, found in outcome.items() if name.partition("/")[0] not in (_FORWARD, _BACKWARD)}
+    return own, tuple(draws)
+
+
+def _state(device: torch.device, generator: torch.Generator | None) -> bytes:
+    """The state from which a draw on this device begins."""
+    if generator is None and device.type == "cuda":
+        return torch.cuda.get_rng_state(device).numpy().tobytes()
+    return (torch.get_rng_state() if generator is None else generator.get_state()).numpy().tobytes()
+
+
+STARTED = "started/"
+"""Begin of the names under which first values travel in an outcome."""
+_NEARER = 0.5
+"""A value of this share of the distance of any other one is that of the parameter."""
+
+
+class FirstValues(DispatchMode):
+    """Notes each leaf that takes a gradient, as an operator of its thread is first given it, and calls `on_leaf`."""
+
+    def __init__(self, on_leaf: Callable[[Tensor], object] = lambda leaf: None) -> None:
+        super().__init__()
+        self._on_leaf = on_leaf
+        self._noted: dict[tuple[object, ...], tuple[torch.UntypedStorage, Tensor]] = {}
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """The operator's result, as it is."""
+        reads = (
+            torch.is_grad_enabled()
+            and not written_arguments(operator)
+            and operator is not torch.ops.aten.detach.default
+        )
+        in_forward = current_task() < 0  # backward makes leaves of the tensors that forward saved
+        for leaf in leaves((args, kwargs)) if in_forward else ():
+            if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.is_leaf and (reads or leaf.grad is not None):
+                own = leaf.to_local() if hasattr(leaf, "to_local") else leaf
+                if isinstance(own, FakeTensor):
+                    continue
+                place = storage_id(own), own.storage_offset(), tuple(own.shape)  # parameters may share a storage
+                if place not in self._noted:
+                    kept = own.untyped_storage()  # so that no other memory takes its number
+                    self._noted[place] = kept, own.detach().clone()
+                    self._on_leaf(leaf)
+        return NotImplemented if take_themselves_apart(types) else operator(*args, **(kwargs or {}))
+
+    @property
+    def found(self) -> dict[str, Tensor]:
+        """The values as names of an outcome."""
+        return {f"{STARTED}{number}": value for number, (_, value) in enumerate(self._noted.values())}
+
+
+@dataclass(frozen=True, slots=True)
+class WithFirstValues:
+    """A subject whose outcome has the first values of its parameters too (see `first_values`)."""
+
+    subject: NamedSubject
+
+    def __getattr__(self, attribute: str) -> Any:
+        """Any other attribute is the subject's."""
+        return getattr(self.subject.call, attribute)  # session, per_rank
+
+    def __call__(self, case: Any, device: torch.device) -> Mapping[str, Value]:
+        """The subject's outcome and the first values."""
+        with FirstValues() as probe:
+            outcome = called(self.subject.call, case, device)
+        return {**outcome, **probe.found}
+
+
+def first_values(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The tensors of a program itself, and parameter -> its value before the first step, where it is known.
+
+    A parameter is returned after a step as `param_after/0/<name>` or `param/<name>`. Its first value is the one of its
+    shape that is nearest to that, by far: steps are small beside the differences between parameters.
+    """
+    values = [tensor for name, tensor in tensors.items() if name.startswith(STARTED)]
+    own = {name: tensor for name, tensor in tensors.items() if not name.startswith(STARTED)}
+    after = {name.removeprefix("param/"): tensor for name, tensor in own.items() if name.startswith("param/")}
+    after |= {name.split("/", 2)[2]: own[name] for name in own if name.startswith("param_after/0/")}
+    nearest = {name: _nearest(tensor, values) for name, tensor in after.items()}
+    return own, {name: value for name, value in nearest.items() if value is not None}
+
+
+def _nearest(after: Tensor, values: Sequence[Tensor]) -> Tensor | None:
+    """The value that is nearest by far; None without one."""
+    alike = [value for value in values if value.shape == after.shape and value.is_floating_point()]
+    if not alike or not after.is_floating_point():
+        return None
+    gaps = [float((value.double() - after.double()).norm()) for value in alike]
+    first = min(range(len(alike)), key=gaps.__getitem__)
+    others = [gap for gap, value in zip(gaps, alike, strict=True) if not torch.equal(value, alike[first])]
+    return alike[first] if all(gaps[first] <= _NEARER * other for other in others) else None

@@ -1,0 +1,215 @@
+"""Records of what a check left open and of a failed check: facts that are stored, and of which `verdicts.words` alone
+makes sentences.
+
+Errors are ratios, and `unit` is the machine epsilon in which they are counted too. Names are those of tensors.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from shardproof.harness.ledger import PHASES
+
+Counts = tuple[int, int]
+"""How many tensors of a kind, and how many the kind has."""
+
+
+class NoteKind(StrEnum):
+    """What a note is about."""
+
+    NOT_RETURNED = "not returned"  # names of the truth that no rank returned
+    LEFT_OUT = "left out on purpose"  # those that subject.unchecked declares
+    NOT_IN_TRUTH = "not in the truth"  # returned names that the truth does not have
+    UNDECIDED = "undecided"  # limits would admit half of the tensor, or nothing can be compared
+    FLAWED = "has a flaw"  # another check found that the tensor does not merge
+    LOOSE = "undecided elements"  # numbers: elements of the tensor that rounding may move by a step, and all of them
+    DEVIATES = "stated deviation"
+    DEVIATION_ABSENT = "stated deviation that does not occur"
+    DEVIATION_APPLIED = "stated deviation that the truth applies"
+    LOWER_PRECISION = "lower precision"  # names: the dtype; reason: where it comes from
+    DTYPE_DEPENDENT = "depends on the dtype"  # reason: the operator of the dense model
+    CLOSED_FORM = "closed form"  # reason: what it leaves out
+    DOUBT = "not certain"  # reason: what the recorder was not certain of
+    UNREAD_ROWS = "rows never looked up"
+    UNFINISHED_GROUPING = "grouping not finished"  # names: its words; reason: why the subject does not finish it
+    SPLIT_SHARE = "share of the parameters that is split"  # numbers: per cent
+    NOT_ANSWERED = "not answered"  # names: checks; reason: why they cannot be answered
+    UNCHECKED = "not checked"  # reason: what was not looked at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worst:
+    """The tensor (or event) that came closest to its limit or went furthest beyond it; `epsilons` count its error in
+    the machine epsilon of the case's dtype.
+    """
+
+    name: str
+    error: float
+    allowed: float
+    epsilons: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """A bound of a verdict: what was not looked at, or not decided, by kind, names and a reason."""
+
+    kind: NoteKind
+    names: tuple[str, ...] = ()
+    reason: str = ""
+    numbers: tuple[int, ...] = ()
+
+
+def notes_about(**names: tuple[str, ...]) -> tuple[Note, ...]:
+    """A note for each kind (`undecided=("grad/w",)`) that has a name."""
+    return tuple(Note(kind=NoteKind[kind.upper()], names=own) for kind, own in names.items() if own)
+
+
+def unchecked(*reasons: str) -> tuple[Note, ...]:
+    """Notes on what was not looked at, for these reasons."""
+    return tuple(Note(kind=NoteKind.UNCHECKED, reason=reason) for reason in reasons)
+
+
+def noted_names(notes: tuple[Note, ...], *kinds: NoteKind) -> list[str]:
+    """The names in the notes of these kinds, of all kinds where none is given."""
+    return [name for note in notes if not kinds or note.kind in kinds for name in note.names]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class First:
+    """The first place where it went wrong: phase, module and step, and what shows it there.
+
+    `name` is the first wrong tensor, "" when only the ledger shows it. `event` is the first call that differs from the
+    expectation, runs over wrong ranks or is never waited for, else "". `phase` and `region` are those of the earlier
+    of the two. `step` is -1 for a difference from the expectation, which counts whole runs. `note`: how the module was
+    found, "" when a layout was declared. `beside`: the ranks that are wrong and those that are right, and between
+    which modules it lies, as far as known.
+    """
+
+    phase: str = ""
+    region: str = ""
+    step: int = -1
+    name: str = ""
+    event: str = ""
+    note: str = ""
+    beside: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Where:
+    """Where a check failed: mode and number of ranks of the case, the wrong ranks (empty: all, or not known), step (-1:
+    not known), phase, module and tensor.
+    """
+
+    mode: str
+    world_size: int
+    ranks: tuple[int, ...] = ()
+    step: int = -1
+    phase: str = ""
+    region: str = ""
+    tensor: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrongTensor:
+    """A tensor beyond its limit, in the measure that came closest to it."""
+
+    name: str
+    measure: str
+    error: float
+    allowed: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LikelyCause:
+    """A cause by its id (`harness.diagnosing.causes.cause.CAUSES`), and what it says of this tensor, axis and group."""
+
+    id: str
+    words: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """Which tensors agree with the truth, by kind, and which do not: known where no cause is."""
+
+    wrong: Mapping[str, Counts] = field(default_factory=dict)
+    right: Mapping[str, Counts] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RightWith:
+    """Words with which a failing case is right, but for checks that fail for another reason."""
+
+    words: str
+    but_for: tuple[str, ...] = ()
+
+
+class WhenKind(StrEnum):
+    """What the experiments on a failure came to."""
+
+    NEEDED = "needed"  # the failure needs these words
+    NONE_NEEDED = "none needed"  # no word is known to be needed
+    UNDECIDED = "undecided"  # no other case shows it
+    REFUTED = "refuted"  # the plainest case did not fail again
+    NOT_RUN_AGAIN = "not run again"  # no time was left to run the statements once more
+    NOT_SEARCHED = "not searched"  # no time was left at all
+    ONLY_IN_THREADS = "only in threads"  # on processes the case passes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class When:
+    """Which words of a case its failure needs, found by running it with words changed.
+
+    `fails` are words with the values with which it fails ("tp=2|4"), `right` words with which it is right. `perhaps`
+    are words of which nothing is known, `untried` those for which there was no time. `case` is the case that was tried.
+    """
+
+    kind: WhenKind
+    case: str = ""
+    ranks: int = 0
+    fails: tuple[str, ...] = ()
+    right: tuple[RightWith, ...] = ()
+    perhaps: tuple[str, ...] = ()
+    untried: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """How a case ended that left nothing to compare: the lines of its error, and the innermost frames of the user's
+    code. `traceback` is the file in the run folder that has all of it.
+    """
+
+    machine: bool
+    lines: tuple[str, ...]
+    frames: str = ""
+    traceback: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailedCheck:
+    """A failed check explained: where, by how much, the first place, likely causes, and how to repeat it.
+
+    `end` is None where ranks returned an outcome. `events` are those on which witnesses differ, of how many. `problem`
+    is why nothing more is known: the diagnosis itself failed.
+    """
+
+    where: Where
+    repeat: str
+    wrong: tuple[WrongTensor, ...] = ()
+    unit: float = 0.0
+    first: First = First()
+    causes: tuple[LikelyCause, ...] = ()
+    agreement: Agreement = Agreement()
+    events: Counts | None = None
+    end: End | None = None
+    when: When | None = None
+    problem: str = ""
+
+    @property
+    def fault(self) -> tuple[tuple[LikelyCause, ...], Agreement]:
+        """What sets the faults of one case apart: failures with other causes are of another one."""
+        return self.causes, self.agreement
+
+    @property
+    def place(self) -> tuple[str, str] | None:
+        """Phase and module of the first place, None where no phase is known."""
+        return (self.first.phase, self.first.region) if self.first.phase in PHASES else None

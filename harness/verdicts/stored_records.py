@@ -1,0 +1,132 @@
+"""Frozen dataclasses as JSON and back: values that are defaults are left out, "inf" and "nan" are text.
+
+A record may hold texts, numbers, tuples, mappings from text, enums of text and other such records; its annotations are
+its schema.
+"""
+
+import dataclasses
+import math
+import types
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from functools import cache
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+Record = TypeVar("Record")
+_KINDS = {str: "string", int: "integer", float: "number", bool: "boolean"}
+
+
+def row_of(record: Any) -> dict[str, Any]:
+    """The fields of a record as JSON can hold them, without those that are defaults."""
+    return {
+        field.name: plain(value)
+        for field in dataclasses.fields(record)
+        if field.init and (value := getattr(record, field.name)) != default_of(field)
+    }
+
+
+def default_of(field: "dataclasses.Field[Any]") -> object:
+    """The default of a field, MISSING where it has none."""
+    made = field.default_factory
+    return field.default if made is dataclasses.MISSING else made()
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON can hold it: numbers that JSON does not know become text."""
+    if dataclasses.is_dataclass(value):
+        return row_of(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(entry) for entry in value]
+    if isinstance(value, StrEnum):
+        return value.value
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def record_of(kind: type[Record], row: object) -> Record:
+    """The record that a row holds; unknown keys are ignored. Raises ValueError naming the field that is none."""
+    if not isinstance(row, Mapping):
+        raise ValueError(f"{kind.__name__}={row!r}: must be an object")
+    hints = _hints(kind)
+    found = {}
+    for field in dataclasses.fields(kind):  # type: ignore[arg-type]  # every kind is a dataclass
+        if field.init and field.name in row:
+            try:
+                found[field.name] = _read(hints[field.name], row[field.name])
+            except ValueError as problem:
+                raise ValueError(f"{field.name}: {problem}") from problem
+        elif field.init and default_of(field) is dataclasses.MISSING:
+            raise ValueError(f"{field.name}: is missing in a {kind.__name__}")
+    return kind(**found)
+
+
+def schema_of(kind: Any) -> dict[str, Any]:
+    """The JSON schema of a record, from its annotations."""
+    hints = _hints(kind)
+    fields = [field for field in dataclasses.fields(kind) if field.init]
+    return {
+        "type": "object",
+        "properties": {field.name: _schema(hints[field.name]) for field in fields},
+        "required": [field.name for field in fields if default_of(field) is dataclasses.MISSING],
+    }
+
+
+_hints: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
+"""The annotations of a record, evaluated once."""
+
+
+def _read(hint: Any, value: Any) -> Any:
+    """The value of an annotation that JSON gave. Raises ValueError where it is of another kind."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return None if value is None else _read(arguments[0], value)
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise ValueError(f"{value!r} must be a list")
+        if arguments[-1] is Ellipsis:
+            return tuple(_read(arguments[0], entry) for entry in value)
+        if len(value) != len(arguments):
+            raise ValueError(f"{value!r} must have {len(arguments)} entries")
+        return tuple(_read(one, entry) for one, entry in zip(arguments, value, strict=True))
+    if origin is not None:  # a mapping from text
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{value!r} must be an object")
+        return {str(key): _read(arguments[1], entry) for key, entry in value.items()}
+    if dataclasses.is_dataclass(hint):
+        return record_of(hint, value)  # type: ignore[arg-type]  # a class, as every annotation is
+    if issubclass(hint, StrEnum):
+        return hint(value)
+    return _simple(hint, value)
+
+
+def _simple(hint: Any, value: Any) -> Any:
+    """A text, number or truth value. Raises ValueError where it is another."""
+    if hint is float and isinstance(value, str) and value in ("inf", "-inf", "nan"):
+        return float(value)
+    if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(value, hint) and isinstance(value, bool) == (hint is bool):
+        return value
+    raise ValueError(f"{value!r} must be of the kind {_KINDS[hint]}")
+
+
+def _schema(hint: Any) -> dict[str, Any]:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return {"anyOf": [_schema(arguments[0]), {"type": "null"}]}
+    if origin is tuple and arguments[-1] is Ellipsis:
+        return {"type": "array", "items": _schema(arguments[0])}
+    if origin is tuple:
+        return {"type": "array", "prefixItems": [_schema(one) for one in arguments]}
+    if origin is not None:
+        return {"type": "object", "additionalProperties": _schema(arguments[1])}
+    if dataclasses.is_dataclass(hint):
+        return schema_of(hint)
+    if issubclass(hint, StrEnum):
+        return {"enum": [one.value for one in hint]}
+    if hint is float:
+        return {"anyOf": [{"type": "number"}, {"enum": ["inf", "-inf", "nan"]}]}
+    return {"type": _KINDS[hint]}

@@ -1,0 +1,296 @@
+"""Sentences of verdicts: the one file that makes words of what checks found, for terminal, page, markdown and pytest.
+
+A failure is six labelled lines: what, where, error, first (the first place), causes, repeat; and `when` behind
+experiments. Nothing reads a sentence back: every reader takes the records (`verdicts.facts`).
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from shardproof.harness.verdicts.facts import (
+    Agreement,
+    Counts,
+    FailedCheck,
+    First,
+    Note,
+    NoteKind,
+    When,
+    WhenKind,
+    Where,
+    Worst,
+    WrongTensor,
+)
+
+NO_CAUSE = "none of the known patterns fits"
+_EXACT = "compared exactly: nothing is allowed to differ"
+_NOTHING = "nothing to measure: this must never be"
+_LISTED = 12
+"""Most words that a line names in a row."""
+_AMOUNTS = 3
+"""Different amounts of what is split that a note lists."""
+_WHEN = {
+    WhenKind.UNDECIDED: "no other case shows it: each cannot be run or decided, fails for another reason, or changes "
+    "further words",
+    WhenKind.REFUTED: "nothing that is so again: the plainest case did not fail in this way when it was run once more",
+    WhenKind.NOT_RUN_AGAIN: "nothing that was run twice: no time left",
+    WhenKind.NOT_SEARCHED: "not searched: no time left",
+    WhenKind.ONLY_IN_THREADS: "only in threads: on processes (--engine pool) the case passes; see subject.per_rank",
+}
+
+
+def render(check: str, statement: str, worst: Worst | None, failure: FailedCheck | None) -> list[str]:
+    """The lines of a verdict: those of a failure, else the one sentence of its check."""
+    if failure is None:
+        return [statement]
+    if failure.problem:
+        return [f"{statement} (its diagnosis failed: {failure.problem})"]
+    return labelled(lines_of(check, statement, worst, failure))
+
+
+def labelled(lines: Mapping[str, str]) -> list[str]:
+    """Lines with their labels before them, each in one line whatever a text holds."""
+    return [f"{label + ':':8}{' '.join(text.split())}" for label, text in lines.items()]
+
+
+def notes_text(notes: Sequence[Note]) -> str:
+    """What a check left open, in a cell of a table: the first note, and how many more there are."""
+    more = f" and {len(notes) - 1} more" if len(notes) > 1 else ""
+    return note_text(notes[0]) + more if notes else ""
+
+
+def note_text(note: Note) -> str:
+    """A note of one check on one case: its first names or its reason."""
+    if note.kind == NoteKind.LOOSE:
+        loose, elements = note.numbers
+        return f"{note.names[0]}: {loose} of {elements} elements, whose step is within rounding"
+    names = (
+        f"{', '.join(note.names[:_AMOUNTS])}{f' and {len(note.names) - _AMOUNTS} more' * (len(note.names) > _AMOUNTS)}"
+    )
+    numbers = ", ".join(f"{number} %" for number in note.numbers)
+    return f"{note.kind.value}: {' '.join(filter(None, (names, note.reason, numbers)))}"
+
+
+def lines_of(check: str, statement: str, worst: Worst | None, failure: FailedCheck) -> dict[str, str]:
+    """The lines of a failure by their labels."""
+    if failure.end is not None:
+        who = "the machine failed" if failure.end.machine else "the subject did not finish"
+        statement = f"{who}: {failure.end.lines[0]}"
+    lines = {
+        "what": f"{statement} (check {check})",
+        "where": where(failure.where),
+        "error": _error(check, worst, failure),
+        "first": _first_line(failure) or statement,
+        "causes": "; ".join(cause.words for cause in failure.causes) or _agreement(failure.agreement) or NO_CAUSE,
+    }
+    if failure.when is not None:
+        lines["when"] = when_line(failure.when)
+    return {**lines, "repeat": failure.repeat}
+
+
+def where(place: Where) -> str:
+    """Mode, ranks, step, phase, module and tensor, as far as they are known."""
+    parts = [f"mode={place.mode}", _ranks(place)]
+    if place.step >= 0:
+        parts.append(f"step {place.step}")
+    if place.phase:
+        parts.append(f"phase {place.phase}")
+    if place.region:
+        parts.append(f"module {place.region}")
+    if place.tensor:
+        parts.append(f"tensor {place.tensor}")
+    return ", ".join(parts)
+
+
+def _ranks(place: Where) -> str:
+    world_size, ranks = place.world_size, place.ranks
+    if not ranks or len(ranks) == world_size:
+        return f"all {world_size} ranks" if world_size > 1 else "the only rank"
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} of {world_size}"
+
+
+def _error(check: str, worst: Worst | None, failure: FailedCheck) -> str:
+    """By how much it is wrong, beside what is allowed."""
+    if failure.end is not None:
+        nothing = "nothing to compare: there is no outcome"
+        file = failure.end.traceback
+        return f"{nothing}; the whole traceback is in {file} of the run folder" if file else nothing
+    if failure.events is not None:
+        differing, events = failure.events
+        if not events:
+            return _NOTHING
+        return f"{differing} of {events} events are told differently, allowed 0" if differing else _EXACT
+    if worst is None:
+        return _NOTHING if check in ("coverage", "parallelism", "waits") else _EXACT
+    if check == "truth":
+        return f"relative error {worst.error:.3g}, and rounding to float32 explains {worst.allowed:.3g}"
+    if not failure.wrong and check in ("replicas", "determinism", "recording"):
+        return f"{_EXACT}; apart by {worst.error:.3g} of the largest value"
+    if not failure.wrong:
+        return f"{worst.error:g} event{'s' if worst.error > 1 else ''} more or less than expected on a rank, allowed 0"
+    one = next((wrong for wrong in failure.wrong if wrong.name == worst.name), failure.wrong[0])
+    return (
+        f"{_amount(one, failure.unit)}; {len(failure.wrong)} tensor{'s' * (len(failure.wrong) > 1)} of this check wrong"
+    )
+
+
+def _amount(wrong: WrongTensor, unit: float) -> str:
+    if wrong.measure == "exact":
+        return _EXACT
+    if wrong.measure == "absolute":
+        return f"the truth is 0 throughout: allowed {wrong.allowed:.3g}, found {wrong.error:.3g}"
+    in_eps = [f" ({ratio / unit:.3g} eps)" if unit else "" for ratio in (wrong.error, wrong.allowed)]
+    return f"{wrong.measure} error {wrong.error:.3g}{in_eps[0]}, allowed {wrong.allowed:.3g}{in_eps[1]}"
+
+
+def _first_line(failure: FailedCheck) -> str:
+    """The place and what shows it: "backward of head in step 0: act_grad/final_norm; in the ledger: ..."."""
+    end, first = failure.end, failure.first
+    if end is not None:
+        return " | ".join([*([end.frames] if end.frames else []), *end.lines[1:]]) or end.lines[0]
+    shown = [first.name, *first.beside] if first.name else []
+    if first.note:
+        shown.append(f"{first.note} (no layout was declared)")
+    if first.event:
+        shown.append(f"in the ledger: {first.event}")
+    return (f"{first_place(first)}: " if first.phase else "") + "; ".join(shown)
+
+
+def first_place(first: First) -> str:
+    """Phase, module and step: "backward of head in step 0"."""
+    step = f" in step {first.step}" if first.step >= 0 else ""
+    return f"{first.phase or 'unknown phase'}{f' of {first.region}' if first.region else ''}{step}"
+
+
+def _agreement(known: Agreement) -> str:
+    """Which tensors are wrong and which are right, by their kinds."""
+    sides = (("wrong", known.wrong), ("right", known.right))
+    parts = [
+        f"{side}: {', '.join(f'{kind} {count} of {of}' for kind, (count, of) in counts.items())}"
+        for side, counts in sides
+        if counts
+    ]
+    return "; ".join(parts)
+
+
+def when_line(when: When) -> str:
+    """Which words of its case a failure needs: a list of statements, each of which is one run.
+
+    "only with tp=2|4 and zero=1, perhaps act=relu; right with tp=1, with zero=0 (tried on 'tp=2 zero=1 act=relu')".
+    """
+    untried = f" (no time was left to try {_listed(when.untried)})" if when.untried else ""
+    if when.kind in _WHEN:
+        return _WHEN[when.kind]
+    beside = f", perhaps {_listed(when.perhaps)}" if when.perhaps else ""
+    on = f"{when.case!r}"
+    if when.kind == WhenKind.NONE_NEEDED:
+        ranks = ", on one rank" if when.ranks == 1 else ""
+        return f"no word is known to be needed{beside}; {on} fails{ranks}{untried}"
+    right = ", ".join(
+        f"with {one.words}" + (f" but for {'|'.join(one.but_for)}" if one.but_for else "") for one in when.right
+    )
+    return f"only with {' and '.join(when.fails)}{beside}; right {right} (tried on {on}){untried}"
+
+
+def follows(others: Mapping[str, int], cases: int) -> str:
+    """Further checks that fail from the same first place on, with the number of their cases; "" where there is none."""
+    if not others:
+        return ""
+    checks = [f"{check} ({count} cases)" if count > 1 else check for check, count in others.items()]
+    verb = "fail" if len(checks) > 1 else "fails"
+    return f"and {', '.join(checks)} {verb} from the same first place on in {_cases(cases)}"
+
+
+def place(statement: str, failure: FailedCheck | None) -> str:
+    """The first place in words, else what the check states."""
+    return first_place(failure.first) if failure and failure.first.phase else statement
+
+
+def decided(kinds: Mapping[str, Counts]) -> str:
+    """How many tensors were decided, of all, or of each kind that is not decided whole; "" where none was counted."""
+    known, tensors = (sum(counts[place] for counts in kinds.values()) for place in (0, 1))
+    if not kinds:
+        return ""
+    if known == tensors:
+        return f"all {tensors:,} tensors decided"
+    partly = {kind: counts for kind, counts in kinds.items() if counts[0] < counts[1]}
+    shares = [f"{kind} {own:,} of {of:,}" for kind, (own, of) in partly.items()]
+    others = ["all others"] if len(partly) < len(kinds) else []
+    return f"{known:,} of {tensors:,} tensors decided: {', '.join(shares + others)}"
+
+
+def undecided(kind: str, patterns: Mapping[str, int], tensors: int, cases: int) -> str:
+    """A note on returned tensors that stay undecided, by the patterns of their names."""
+    listed = [name if count == 1 else f"{name} ({count})" for name, count in list(patterns.items())[:_LISTED]]
+    more = f" and {len(patterns) - _LISTED} more patterns of names" if len(patterns) > _LISTED else ""
+    tally = f"{sum(patterns.values()):,} of {tensors:,} {kind} in {_cases(cases)}"
+    return (
+        f"undecided: {tally}, since rounding explains any error of them or they do not merge: {', '.join(listed)}{more}"
+    )
+
+
+def split_shares(shares: Mapping[int, int]) -> str:
+    """A note on the shares of parameters that are split, in per cent, with the number of their cases."""
+    parts = [f"{share} % ({_cases(count)})" for share, count in shares.items()]
+    more = f"; more in other cases, up to {max(shares)} %" if len(parts) > _AMOUNTS else ""
+    return f"share of the parameters that is split: {'; '.join(parts[:_AMOUNTS])}{more}"
+
+
+def unreturned(statement: str, silent: Sequence[str], on_purpose: Sequence[str]) -> str:
+    """A note on tensors of the truth that were not returned, by kind."""
+    parts = [statement]
+    parts += [f"not returned, so not checked: {_counted(silent)}"] if silent else []
+    parts += [f"left out on purpose, so not checked: {_counted(on_purpose)}"] if on_purpose else []
+    return "; ".join(parts)
+
+
+def deviation(kind: NoteKind, sentence: str, names: Sequence[str], cases: int) -> str:
+    """A note on a deviation that a subject states."""
+    if kind == NoteKind.DEVIATES:
+        return f"stated deviation, not checked: {sentence} ({_counted(names)}; {_cases(cases)})"
+    return f"{kind.value}: {sentence} ({_listed(names, _AMOUNTS)}) in {_cases(cases)}"
+
+
+def dtype_dependent(reason: str, cases: int) -> str:
+    """A note on a dense model whose function depends on the dtype."""
+    rule = "the dense model in float64, for its function depends on the dtype"
+    return f"not checked: {rule}: {reason} ({_cases(cases)}); legal: state that number, or prove float64"
+
+
+def lower_precision(dtype: str, reason: str, cases: int) -> str:
+    """A note on cases that were held to the limits of a lower precision."""
+    return f"not checked: errors below those of {dtype} ({reason}) in {_cases(cases)}"
+
+
+def doubt(reason: str, cases: int) -> str:
+    """A note on what the recorder was not certain of."""
+    return f"not certain: {reason} ({_cases(cases)})"
+
+
+def grouping(words: str, problem: str) -> str:
+    """A grouping of a batch that was not finished."""
+    return f"{words} ({problem})"
+
+
+def unfinished_groupings(groupings: str, cases: int) -> str:
+    """A note on groupings that the subject does not finish."""
+    return f"regrouping: the subject does not finish {groupings} in {_cases(cases)}; subject.refuses can state why"
+
+
+def unread_rows(rows: str, cases: int, others: int) -> str:
+    """A note on rows of tables that no token looks up."""
+    more = f"; other rows in {_cases(others)}" if others else ""
+    return f"not checked: {rows} in {_cases(cases)}{more}"
+
+
+def _counted(names: Sequence[str]) -> str:
+    kinds = Counter(name.partition("/")[0] for name in names)
+    return ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+
+
+def _cases(count: int) -> str:
+    return f"{count} case{'s' if count > 1 else ''}"
+
+
+def _listed(words: Sequence[str], most: int = _LISTED) -> str:
+    more = f" and {len(words) - most} more" if len(words) > most else ""
+    return ", ".join(words[:most]) + more

@@ -1,0 +1,1 @@
+"""Names of torch that are private: each is tried, with what holds without it."""
