@@ -24,7 +24,7 @@ lint: $(READY)
 witnesses: $(READY)      ## every mode on 4 processes: recorder, torch profiler, nsys and closed form on every event of 2 steps
 	if nsys=$$(.ci/nsys); then PATH="$$nsys:$$PATH"; fi; \
 	$(BIN)/shardproof run --engine pool --profile torch,nsys --profile-steps 1:3 \
-	    $(shell $(BIN)/python -c "from shardproof.reference.case.default_cases import plain_cases; from shardproof.reference.language.modes import MODES; \
+	    $(shell $(BIN)/python -c "from shardproof.reference.case.default_cases import plain_cases; from shardproof.reference.language.core import MODES; \
 	        print(*(chr(34) + str(plain_cases(mode)[2].but(steps=3)) + chr(34) for mode in MODES))")
 
 # Python:torch; each environment has up to 6 GB.

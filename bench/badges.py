@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from shardproof.harness.torch_internals.lookup import TESTED
-from shardproof.reference.language.modes import MODES
+from shardproof.reference.language.core import MODES
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER, PAGE = ROOT / "docs" / "badges", ROOT / "docs" / "checks.md"

@@ -44,9 +44,8 @@ from shardproof.harness.verdicts.verdict import FAIL, PASS
 from shardproof.harness.verdicts.words import when_line
 from shardproof.reference.case import Case
 from shardproof.reference.case.default_cases import default_cases
-from shardproof.reference.case.domains import domains
-from shardproof.reference.case.repair import repaired, words_of
-from shardproof.reference.language.modes import MODES
+from shardproof.reference.case.domains import domains, repair_words, words_of
+from shardproof.reference.language.core import MODES
 from shardproof.reports.options.request import REPEATED
 from shardproof.suites.mutants.catalogue import HELD_BACK, UNSEEN
 from shardproof.suites.mutants.kill_rows import cause_told, right_place
@@ -199,7 +198,7 @@ def _judged(bug: Mutant, found: NeededWords) -> str:
 def _implied(word: str, words: set[str], case: Case, condition: str) -> bool:
     """Whether the case language has no case with these words as they are that breaks the condition by this word."""
     fixed = {each: getattr(case, each) for each in words}
-    others = (repaired(words_of(case), {**fixed, word: value}, domains()) for value in domains().get(word, ()))
+    others = (repair_words(words_of(case), {**fixed, word: value}, domains()) for value in domains().get(word, ()))
     about = " ".join(each for each in condition.split() if re.split(r"[!=<>%]", each)[0] == word)
     return all(holds(about, Case(**other)) for other in others if other)
 

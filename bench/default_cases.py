@@ -5,7 +5,7 @@
 The values are those of `reference.case.domains`, on meshes of up to 8 ranks. The everyday recipes are there whatever
 they hold. Every value is also wanted in a long case, of two steps and layers. A feature that keeps something from
 step to step needs several micro-batches there too, and such features are wanted in pairs. A case for a missing pair is
-a known one with both values, changed as the rules propose (`reference.case.repair`). Single words are then changed as
+a known one with both values, changed as the rules propose (`reference.case.domains`). Single words are then changed as
 long as that holds more pairs for its cost (AETG: Cohen et al., IEEE TSE 23, 1997). After that a few cases at a time are
 taken out and found anew, and single words are changed. A change that costs less and loses no pair is kept. The list is
 written to `reference/case/default_cases.txt`, from which another call goes on. A value that needs several others which
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from shardproof.reference.case import Case
 from shardproof.reference.case.default_cases import FILE, NUMBERS, RANKS, line_of, lines, paired_domains
-from shardproof.reference.case.repair import Problem, Words, problem_of, repaired, words_of
+from shardproof.reference.case.domains import Problem, Words, problem_of, repair_words, words_of
 
 Matrix = NDArray[np.bool_]
 """Of two levels each: whether a case holds both, or whether that is wanted."""
@@ -160,7 +160,7 @@ class Search:
 
     def changed(self, words: Words, fixed: Words) -> Words | None:
         """The case with these words that the rules propose, None without one."""
-        found = repaired(words, fixed, self.values, _problem)
+        found = repair_words(words, fixed, self.values, _problem)
         if not found:
             return None
         loses = found["dtype"] == "bfloat16" and found["master"] == "none"

@@ -26,7 +26,7 @@ from shardproof.harness.programs.part import Part
 from shardproof.harness.programs.rank import RankRecorder
 from shardproof.harness.programs.session import ProgramSession
 from shardproof.harness.recording.recorder import Recorded
-from shardproof.reference.language.modes import MODES
+from shardproof.reference.language.core import MODES
 from shardproof.reports.comparing.intervals import Interval, ratio_of_medians
 
 REAL_WIDTHS = (

@@ -18,7 +18,7 @@ from pathlib import Path
 import pandas as pd
 
 from shardproof.harness.ledger import REPEATABLE
-from shardproof.reference.language.modes import MODES
+from shardproof.reference.language.core import MODES
 from shardproof.suites.drawing.profiles import draw_samples
 from shardproof.suites.drawing.strategies import every_word
 

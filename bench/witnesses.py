@@ -38,7 +38,7 @@ from shardproof.harness.witnesses.nsys import database_of, nsys_path
 from shardproof.parallel.communication.batch import deliver
 from shardproof.parallel.communication.mesh import Mesh
 from shardproof.parallel.registry import scheme_of
-from shardproof.parallel.training.loop import set_up
+from shardproof.parallel.training import set_up
 from shardproof.reference.case import Case
 
 CASE = "mode=tp tp=2 layers=4 hidden=512 heads=8 kv_heads=8 ffn=2048 seq=512 batch=2 dtype=float32"

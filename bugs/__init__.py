@@ -9,7 +9,7 @@
 A file holds one record a bug:
 
     norm-without-its-sum: Megatron #656: the sum over tp is left out       name, the real bug that it stands for
-      at shardproof.parallel.layers.norm:Norm.forward                      module and function, class, or nothing
+      at shardproof.parallel.layers.block:Norm.forward                      module and function, class, or nothing
       - total = all_reduce(total, axis)                                    the lines that change
       + total = total.clone()                                              what they read instead
       cases cp=2 seq=48 where tp>1 modes tensor isp(wp!=tp)                cases that show it

@@ -1,14 +1,13 @@
 """The implementation under test: one scheme, one file or folder, one table; no instrumentation inside.
 
-`subject` is run and states what must hold; `registry` has the schemes by name; `variants` has known bugs. `modes.md`,
-`around.md` and `experts.md` are design notes outside this repository. A folder imports only folders below it:
+`subject` is run and states what must hold; `registry` has the schemes by name. `modes.md`, `around.md` and `experts.md`
+are design notes outside this repository. A folder imports only folders below it:
 
     schemes, context, data_parallel, pipeline    one way to split the work each
     training                                     the steps of a rank
     checkpoints                                  written by every rank, read at any other layout
     model                                        the strategy that schemes make, and the decoder under it
-    weights, layers                              modules whose weights are gathered for each use; those of a transformer
-    randomness, slicing                          streams, fields and dropout; DeepSpeed's slices
-    communication                                mesh, layouts, collectives and their closed form
-    schedules                                    pipelines as pure functions
+    layers                                       the modules of a transformer and their weights; random numbers
+    slicing                                      DeepSpeed's slices
+    communication                                mesh, layouts, schedules, collectives and their closed form
 """

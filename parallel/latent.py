@@ -38,11 +38,11 @@ from shardproof.parallel.communication.expectation import CallRow, in_modules
 from shardproof.parallel.communication.layout import Cut, Placement, local_shape
 from shardproof.parallel.communication.mesh import Mesh
 from shardproof.parallel.layers.attention import Attention, HeadShape, MaskedCore
+from shardproof.parallel.layers.block import Norm
 from shardproof.parallel.layers.linear import ColumnLinear, Region
-from shardproof.parallel.layers.norm import Norm
+from shardproof.parallel.layers.randomness import Dropout
 from shardproof.parallel.layers.roles import ATTENTION, with_widths
 from shardproof.parallel.model.strategy import Parts, Strategy
-from shardproof.parallel.randomness.dropout import Dropout
 from shardproof.parallel.schemes.tensor import COLUMNS, GATHERED_AGAIN, SPLIT_COLUMNS
 from shardproof.reference.case import Case
 from shardproof.reference.model.parameters import dtype_of, shapes
@@ -81,18 +81,18 @@ class LatentAttention(Attention):
     columns: bool
     latent_queries: bool
 
-    def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q and k [.., .., N, D], v [.., .., N, E] of this rank's heads, in the layout of hidden states."""
         dim = self.heads.dim
         latent = self.wdq(x) if self.latent_queries else self.wq(x)
-        kv_latent, turned = self._entering(self.wdkv(x))
+        kv_latent, turned = self._enter_latent(self.wdkv(x))
         q = self.wuq(self.q_latent_norm(self._own_tokens(latent))) if self.latent_queries else latent
         kv = self.wukv(self.kv_latent_norm(kv_latent)).unflatten(-1, (-1, dim - self.rotary + self.value))
         k, v = kv.split((dim - self.rotary, self.value), -1)
         k = torch.cat((k, turned[..., None, :].expand(*k.shape[:-1], -1)), -1)
         return q.unflatten(-1, (-1, dim)), k, v
 
-    def _entering(self, joined: Tensor) -> tuple[Tensor, Tensor]:
+    def _enter_latent(self, joined: Tensor) -> tuple[Tensor, Tensor]:
         """The latent of keys and values as hidden states lie, and the rotary keys of all tokens."""
         latent, turned = joined.split((joined.shape[-1] - self.rotary, self.rotary), -1)
         axis, dim = self.region.axis, self.region.sequence_dim
@@ -114,7 +114,7 @@ _QUERIES, _KEYS = "slice_tokens * q_lora_rank", "slice_tokens * kv_lora_rank"
 _JOINED, _ROTARY = "slice_tokens * (kv_lora_rank + qk_rope_dim)", "slice_tokens * qk_rope_dim"
 
 
-def applied(strategy: Strategy, case: Case) -> Strategy:
+def apply(strategy: Strategy, case: Case) -> Strategy:
     """The strategy with latent attention in every layer; itself without."""
     if not case.kv_lora_rank:
         return strategy
@@ -178,7 +178,7 @@ def _parts(strategy: Strategy, places: Mapping[str, Placement], case: Case, mesh
         )
         made = LatentAttention(
             heads,
-            _filled(parts.core, case) if case.sliced else parts.core,
+            _pad_values(parts.core, case) if case.is_sliced else parts.core,
             parts.exchange,
             {one.rpartition(".")[2]: module(one) for one in inside},
             {},
@@ -192,7 +192,7 @@ def _parts(strategy: Strategy, places: Mapping[str, Placement], case: Case, mesh
     return replace(parts, branches={**parts.branches, "latent": attention})
 
 
-def _filled(core: MaskedCore, case: Case) -> MaskedCore:
+def _pad_values(core: MaskedCore, case: Case) -> MaskedCore:
     """The core with values filled with zeros up to the width of a key."""
 
     def filled(q: Tensor, k: Tensor, v: Tensor, hidden_B1SS: Tensor | None, keep: Tensor | None) -> Tensor:

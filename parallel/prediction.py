@@ -46,20 +46,19 @@ from shardproof.parallel.communication.expectation import (
 )
 from shardproof.parallel.communication.layout import Placement, local_shape
 from shardproof.parallel.communication.mesh import Mesh
+from shardproof.parallel.communication.schedules import stages
+from shardproof.parallel.layers.block import Norm
 from shardproof.parallel.layers.linear import ColumnLinear, Region, column_linear
-from shardproof.parallel.layers.loss import IGNORED, LOSS, counted
-from shardproof.parallel.layers.norm import Norm
-from shardproof.parallel.layers.terms import Terms
-from shardproof.parallel.layers.units import computed_later_again
+from shardproof.parallel.layers.loss import IGNORED, LOSS, Terms, token_weights
+from shardproof.parallel.layers.recompute import checkpoint_unit
 from shardproof.parallel.model.strategy import MakesLayer, Parts, Rank, Scheduled, Step, Strategy
 from shardproof.parallel.model.transformer import Transformer
-from shardproof.parallel.schedules.stages import stages
 from shardproof.reference.case import Case
 from shardproof.reference.data.batches import micro_batch
 from shardproof.reference.model.parameters import dtype_of
 
 
-def moved(batch: Delivered, places: int) -> Delivered:
+def shift_batch(batch: Delivered, places: int) -> Delivered:
     """Every token, label and position from `depth` places on in its document, and the mask of the label.
 
     Where the document has ended token and position are 0, the label is IGNORED and the mask 0.
@@ -93,8 +92,8 @@ def counts(rank: Rank, step: int) -> Tensor:
     for micro in range(case.micro) if reads else ():
         read = micro_batch(case, step, micro, mesh.axis("dp").rank, device=rank.device)
         whole = Delivered(tokens=read.tokens, labels=read.labels, loss_mask=read.loss_mask, positions=read.positions)
-        every = (whole, *(moved(whole, depth + 1) for depth in range(case.prediction_depth)))
-        total += torch.stack([counted(one.labels, one.loss_mask).sum() for one in every])
+        every = (whole, *(shift_batch(whole, depth + 1) for depth in range(case.prediction_depth)))
+        total += torch.stack([token_weights(one.labels, one.loss_mask).sum() for one in every])
     if case.delivery != "local":
         total = all_reduce(total, mesh.axis("tp"))
     return all_reduce(total, mesh.axis("dp"))
@@ -123,7 +122,7 @@ class Depth(nn.Module):
         through, case = partial(self._through, batch, model), model.case
         if not (case.layers_again and torch.is_grad_enabled()):
             return through(both)
-        return computed_later_again(through, both, early_stop=case.early_stop, distribute=None, contexts=model.contexts)
+        return checkpoint_unit(through, both, early_stop=case.early_stop, distribute=None, contexts=model.contexts)
 
     def _through(self, batch: Delivered, model: Transformer, both: Tensor) -> Tensor:
         x = self.eh_proj(both)
@@ -157,9 +156,9 @@ class Depths(nn.Module):
             x = self.get_submodule(str(number))(embedded, x, batch, model)
             labels = self.laid_out(ahead.labels)
             losses = self.loss(model.logits(x), labels)
-            weights = counted(labels, self.laid_out(ahead.loss_mask)).to(losses.dtype)
+            weights = token_weights(labels, self.laid_out(ahead.loss_mask)).to(losses.dtype)
             total = total + factor * (losses * weights).sum()
-        return self.terms.attached(logits, total)
+        return self.terms.attach(logits, total)
 
 
 AFTER = ("context", "latent", "pipeline")
@@ -168,7 +167,7 @@ _BESIDE = ("enorm", "hnorm", "eh_proj", "embedding")
 _EVERY_DEPTH = " * prediction_depth"
 
 
-def applied(strategy: Strategy, case: Case) -> Strategy:
+def apply(strategy: Strategy, case: Case) -> Strategy:
     """The strategy with the depths of this case behind its head; itself without any."""
     if not case.prediction_depth:
         return strategy
@@ -212,7 +211,7 @@ def _parts(strategy: Strategy, case: Case, mesh: Mesh, device: torch.device) -> 
 
     def local(batch: Delivered) -> Delivered:
         both = batch.tokens.numel() and batch.labels.numel()  # only the stage that predicts is sent both
-        ahead = [moved(batch, depth + 1) for depth in range(case.prediction_depth)] if both else []
+        ahead = [shift_batch(batch, depth + 1) for depth in range(case.prediction_depth)] if both else []
         return replace(parts.local(batch), ahead=tuple(parts.local(one) for one in ahead))
 
     return replace(parts, behind_head={**parts.behind_head, "prediction": depths}, local=local)

@@ -1,10 +1,11 @@
 """The strategy of a case: that of its mode, changed by every feature.
 
-Mode and features are found by name, and imported for the first case that has them. A mode of `reference.language.modes`
-is the file of `parallel.schemes` with its name, and the strategy there is called like it: `TP_SP` for mode=tp-sp. A
-file of `reference.features` is implemented by the module of its name, `parallel.NAME`, or `parallel.NAME.scheme` where
-that is a folder. The module has `applied(strategy, case)`, and may have `AFTER`, the features that are applied before
-it. A feature without such a module changes no strategy, and neither does one that a case has no word of.
+Mode and features are found by name, and imported for the first case that has them. A mode of `reference.language.core`
+is the file of `parallel.schemes` with its name, or else one of the table of `parallel.schemes.tensor`. The strategy
+there is called like it: `TP_SP` for mode=tp-sp. A file of `reference.features` is implemented by the module of its
+name, `parallel.NAME`, or `parallel.NAME.scheme` where that is a folder. The module has `apply(strategy, case)`, and
+may have `AFTER`, the features that are applied before it. A feature without such a module changes no strategy, and
+neither does one that a case has no word of.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,8 +14,10 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
+from shardproof.parallel.checkpoints.saving import SAVING
 from shardproof.parallel.communication.expectation import CallRow
-from shardproof.parallel.data_parallel.calls import step_rows
+from shardproof.parallel.data_parallel.calls import bucket_rows, step_rows
+from shardproof.parallel.layers.loss import metric_rows
 from shardproof.parallel.model.strategy import Strategy
 from shardproof.reference.case import Case
 from shardproof.reference.features import FEATURES, module_in
@@ -30,15 +33,16 @@ def scheme_of(mode: str) -> Strategy:
     """The strategy of a mode."""
     if mode not in SCHEMES:
         name = mode.replace("-", "_")
-        SCHEMES[mode] = getattr(_module(f"schemes.{name}"), name.upper())
+        file = name if (HERE / "schemes" / f"{name}.py").exists() else "tensor"
+        SCHEMES[mode] = getattr(_module(f"schemes.{file}"), name.upper())
     return SCHEMES[mode]
 
 
 def _module(name: str) -> Any:
-    return module_in(__package__, name, _imported)
+    return module_in(__package__, name, _import_here)
 
 
-def _imported(name: str) -> Any:
+def _import_here(name: str) -> Any:
     """The statement's own function: in a copy with a planted bug it imports of the copy."""
     return __import__(name, fromlist=["*"])
 
@@ -53,19 +57,19 @@ def _features(case: Case) -> Iterator[Applied]:
             elif (HERE / name / "scheme.py").exists():
                 modules[name] = _module(f"{name}.scheme")
     order = TopologicalSorter({name: getattr(module, "AFTER", ()) for name, module in modules.items()})
-    yield from (modules[name].applied for name in order.static_order() if name in modules)
+    yield from (modules[name].apply for name in order.static_order() if name in modules)
 
 
 def strategy_of(case: Case) -> Strategy:
     """Strategy that mode and features of this case decide together."""
-    return _composed(scheme_of(case.mode), case)
+    return _compose(scheme_of(case.mode), case)
 
 
 @lru_cache(maxsize=16)
-def _composed(strategy: Strategy, case: Case) -> Strategy:
+def _compose(strategy: Strategy, case: Case) -> Strategy:
     """Apply the features of a case, once: every tensor needs them."""
-    for applied in _features(case):
-        strategy = applied(strategy, case)
+    for apply in _features(case):
+        strategy = apply(strategy, case)
     return strategy
 
 
@@ -74,16 +78,10 @@ def rows_of(case: Case) -> tuple[CallRow, ...]:
     strategy = strategy_of(case)
     rows = strategy.rows
     if case.shares_gradients:
-        from shardproof.parallel.data_parallel.bucket_calls import bucket_rows  # noqa: PLC0415
-
         rows += bucket_rows(strategy, case)
     rows += step_rows(strategy, case)
     if case.metric:
-        from shardproof.parallel.layers.metric import metric_rows  # noqa: PLC0415
-
         rows += metric_rows(strategy.activation(case, "head"))
     if case.save:
-        from shardproof.parallel.checkpoints.saving import SAVING  # noqa: PLC0415
-
         rows += (SAVING,)
     return rows

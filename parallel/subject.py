@@ -11,30 +11,52 @@ subject.activations(case, rank, module, local)
 subject.harmless(case, fault)            why this fault of a collective changes nothing, "" when it does
 """
 
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from shardproof.bugs.anchors import changed
+from shardproof.bugs.planting import planted
 from shardproof.parallel.communication.expectation import CompleteTerm, terms
 from shardproof.parallel.communication.layout import Box, pieces, rows
 from shardproof.parallel.communication.mesh import Mesh, coordinates
+from shardproof.parallel.communication.schedules import stages_at
 from shardproof.parallel.model.strategy import Value
 from shardproof.parallel.registry import rows_of, strategy_of
-from shardproof.parallel.schedules.stages import held_at
-from shardproof.parallel.training.loop import train
+from shardproof.parallel.training import train
 from shardproof.reference.case import Case
 from shardproof.reference.features import FEATURES
-from shardproof.reference.language import modes
-from shardproof.reference.language.words import declared
+from shardproof.reference.language.core import MODES
+from shardproof.reference.language.words import declared_words
 
 if TYPE_CHECKING:
-    from shardproof.parallel.pipeline.prediction import CasePipeline
+    from shardproof.parallel.pipeline import CasePipeline
 
 _SHIFTS = {("all_reduce", "max", "loss", 0), ("all_reduce", "max", "metric", 1)}
 """(op, reduce op, phase, number): the maxima that are only subtracted. The metric's first also says what is right."""
+
+_PLANTING = threading.Lock()
+
+
+def _with_variant(variant: str) -> Any:
+    """The subject with a bug of `bugs/variants.txt`, planted in a second copy of this package once a process.
+
+    The closed form stays that of the right mathematics. Ranks that are threads wait for the first of them.
+    """
+    with _PLANTING:
+        return _plant(variant)
+
+
+@cache
+def _plant(variant: str) -> Any:
+    from shardproof.reference.case.variants import VARIANTS  # noqa: PLC0415  (reads the file of variants)
+
+    return planted(changed(variant, VARIANTS[variant].changes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +69,7 @@ class ParallelSubject:
     @property
     def modes(self) -> tuple[str, ...]:
         """The modes that it claims."""
-        return self.only or tuple(modes.MODES)
+        return self.only or tuple(MODES)
 
     def __call__(self, case: Case, device: torch.device) -> dict[str, Value]:
         """Run the case on this rank. Raises ValueError with the reason for a case that it refuses."""
@@ -55,9 +77,7 @@ class ParallelSubject:
         if reason:
             raise ValueError(reason)
         if case.variant:
-            from shardproof.parallel.variants import deviating  # noqa: PLC0415
-
-            wrong: dict[str, Value] = deviating(case.variant)(case.but(variant=""), device)
+            wrong: dict[str, Value] = _with_variant(case.variant)(case.but(variant=""), device)
             return wrong
         return train(case, strategy_of(case), Mesh.of(case), device)
 
@@ -72,7 +92,7 @@ class ParallelSubject:
         own = (
             name
             for name, feature in FEATURES.items()
-            if any(getattr(case, word) != field.default for word, field in declared(feature).items())
+            if any(getattr(case, word) != field.default for word, field in declared_words(feature).items())
         )
         return (f"mode={case.mode}", *(name.replace("_", " ") for name in own))
 
@@ -85,7 +105,7 @@ class ParallelSubject:
 
         Modes of other systems have none, nor have several pipeline stages, whose ranks differ.
         """
-        if modes.MODES[case.mode].system != "Megatron-Core" or case.pipeline_axes:
+        if MODES[case.mode].system != "Megatron-Core" or case.pipeline_axes:
             return ()
         from shardproof.parallel.data_parallel.megatron import ledger_lines, megatron_beside  # noqa: PLC0415
 
@@ -94,7 +114,7 @@ class ParallelSubject:
 
     def pipeline(self, case: Case) -> "CasePipeline":
         """The pipeline of a case with several stages."""
-        from shardproof.parallel.pipeline.prediction import CasePipeline  # noqa: PLC0415
+        from shardproof.parallel.pipeline import CasePipeline  # noqa: PLC0415
 
         return CasePipeline(case=case)
 
@@ -105,16 +125,14 @@ class ParallelSubject:
         output has no counterpart in the dense model.
         """
         if case.variant:
-            from shardproof.parallel.variants import deviating  # noqa: PLC0415
-
-            wrong: tuple[Box, ...] | None = deviating(case.variant).activations(
+            wrong: tuple[Box, ...] | None = _with_variant(case.variant).activations(
                 case.but(variant=""), rank, module, local
             )
             return wrong
         strategy = strategy_of(case)
         place = strategy.activation(case, module)
         at = coordinates(case, rank)
-        if place is None or not any(stage.holds(module) for stage in held_at(case, at)):
+        if place is None or not any(stage.holds(module) for stage in stages_at(case, at)):
             return None
         boxes = pieces(strategy.laid_out(local).flatten(2), place, at)
         first = at["dp"][0] * place.shape[0]

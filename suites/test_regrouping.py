@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shardproof.harness.running.trials.law_runs import groupings, most_exact
 from shardproof.harness.subject import own_cases
-from shardproof.reference.language.modes import MODES
+from shardproof.reference.language.core import MODES
 from shardproof.suites.session.prover import Prover
 
 EXAMPLES = max(1, settings().max_examples // 4)

@@ -1,8 +1,8 @@
 """Two checkpoints of any layouts, compared tensor by tensor: what agrees, and what the first difference is.
 
-Full tensors are compared, whatever chunks they were written in, bit for bit (in the wider dtype where dtypes differ).
-A cause is stated only where it gives every element of B from those of A.
-States of streams belong to ranks, and are compared where both were written by ranks that lie alike.
+Full tensors are compared, whatever chunks they were written in, bit for bit (in the wider dtype where dtypes differ). A
+cause is stated only where it gives every element of B from those of A. States of streams belong to ranks, and are
+compared where both were written by ranks that lie alike.
 """
 
 import re
@@ -14,11 +14,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shardproof.parallel.checkpoints.folder import Stored, Weights
-from shardproof.parallel.checkpoints.state import RANKS, CheckpointError, dtype_word
+from shardproof.parallel.checkpoints.folder import RANKS, CheckpointError, Stored, Weights, dtype_word
 from shardproof.reference.case import Case
-from shardproof.reference.checkpoints.foreign import Form, is_foreign, parameters
-from shardproof.reference.checkpoints.megatron import is_megatron
+from shardproof.reference.checkpoints.foreign import Form, is_foreign, is_megatron, parameters
 from shardproof.reference.errors import CaseError
 
 Source = Stored | Weights
@@ -36,7 +34,7 @@ _KINDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Likeness:
-    """How many tensors of a kind were compared, their elements, and how many of the tensors differ."""
+    """Numbers of a kind of tensors: those compared, their elements, and those that differ."""
 
     kind: str
     tensors: int
@@ -71,7 +69,7 @@ def compare(a: str, b: str, pattern: str = "*") -> CheckpointComparison:
 
     Raises CheckpointError for a folder that holds no whole checkpoint, and for a pattern that fits no key.
     """
-    one, other = _opened(Path(a), Path(b))
+    one, other = _open_both(Path(a), Path(b))
     ranks = [_ranks(side) for side in (one, other)]
     notes = [f"{name} was written at {words}" for name, words in zip("AB", ranks, strict=True) if words]
     keys = list(dict.fromkeys([*one.tensors, *other.tensors]))
@@ -89,7 +87,7 @@ def compare(a: str, b: str, pattern: str = "*") -> CheckpointComparison:
     if not keys:
         raise CheckpointError(a, f"has no tensor to compare that fits {pattern}", next(iter(one.tensors)))
     shared = {*keys} & one.tensors.keys() & other.tensors.keys()
-    differ = [key for key in keys if key not in shared or not same(*_widened(one.full(key), other.full(key)))]
+    differ = [key for key in keys if key not in shared or not same(*_in_wider_dtype(one.full(key), other.full(key)))]
     dtypes = {
         tuple(dtype_word(side.tensors[key].properties.dtype) for side in (one, other)) for key in shared & {*keys}
     }
@@ -97,13 +95,13 @@ def compare(a: str, b: str, pattern: str = "*") -> CheckpointComparison:
         notes.append(f"tensors are {of_a} in A and {of_b} in B: they are compared in the wider dtype")
     return CheckpointComparison(
         kinds=tuple(_likenesses(one, keys, differ)),
-        first=_explained(one, other, differ[0]) if differ else None,
+        first=_explain(one, other, differ[0]) if differ else None,
         others=tuple(differ[1:]),
         notes=tuple(notes),
     )
 
 
-def _opened(a: Path, b: Path) -> tuple[Source, Source]:
+def _open_both(a: Path, b: Path) -> tuple[Source, Source]:
     """Both checkpoints; one of another system in the form of the other, fused or not, with as many rows of the
     vocabulary.
     """
@@ -140,7 +138,7 @@ def _ranks(stored: Source) -> str:
     return " ".join(f"{axis}={size}" for axis, size in zip(Case().mesh, sizes, strict=False))
 
 
-def _widened(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+def _in_wider_dtype(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(a.dtype, b.dtype)
     return a.to(dtype), b.to(dtype)
 
@@ -154,7 +152,7 @@ def _likenesses(one: Source, keys: Sequence[str], differ: Sequence[str]) -> Iter
             yield Likeness(kind=kind, tensors=len(mine), elements=elements, differ=wrong)
 
 
-def _explained(one: Source, other: Source, key: str) -> Unlike:
+def _explain(one: Source, other: Source, key: str) -> Unlike:
     shapes = [{name: tuple(entry.size) for name, entry in side.tensors.items()} for side in (one, other)]
     if key not in shapes[0] or key not in shapes[1]:
         has, lacks = ("A", "B") if key in shapes[0] else ("B", "A")
@@ -166,7 +164,7 @@ def _explained(one: Source, other: Source, key: str) -> Unlike:
             pieces=_wrote(has, one if has == "A" else other, key),
             cause=_other_words(key, shapes[has == "A"], has),
         )
-    a, b = _widened(one.full(key), other.full(key))
+    a, b = _in_wider_dtype(one.full(key), other.full(key))
     found = cause(key, a, b, one.full, shapes[0])
     if a.shape != b.shape:
         return Unlike(
@@ -221,7 +219,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def unlike(a: Tensor, b: Tensor) -> Tensor:
-    """Which elements of two tensors of one shape differ; NaN is NaN."""
+    """A mask of the elements that differ between two tensors of one shape; NaN equals NaN."""
     return (a != b) & ~(a.isnan() & b.isnan()) if a.is_floating_point() else a != b
 
 
@@ -252,7 +250,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def _wrote(name: str, stored: Source, key: str, at: tuple[int, ...] = ()) -> str:
-    """Which rank wrote the chunk that holds this element."""
+    """The rank that wrote the chunk with this element."""
     chunks = stored.chunks(key)
     for (offsets, sizes), file in chunks:
         if not at or all(first <= i < first + size for i, first, size in zip(at, offsets, sizes, strict=True)):

@@ -1,18 +1,41 @@
 """The folder of a checkpoint in torch's format: every rank writes its file, and rank 0 joins what they wrote.
 
 Reading checks the metadata, the chunks of every tensor and the sizes of files before it hands out a number.
+
+A box is a part of a global tensor at its offsets, whatever layout it comes from, so that a checkpoint knows no layout.
+Chunks that were written tile the global tensor, and chunks that are read are cut out of them. Both planners are the
+extension points that torch documents; no collective is issued.
+
+The content of a folder has keys: tensors in full, whatever layout wrote them.
+
+    model.<name>                        a parameter; where the optimizer steps a float32 copy (master=float32), the copy
+    optimizer.state.<name>.exp_avg      adamw: the mean of its gradients; exp_avg_sq: of their squares
+    optimizer.state.<name>.step         adamw: steps that were taken, float32 [], as torch counts them
+    train.steps                         int64 []: optimizer steps that were run, skipped ones among them
+    train.loss_scale                    with a scaler: float64 [3], scale, growth and hysteresis
+    train.ranks                         int64 [4]: tp, cp, dp, pp of the ranks that wrote it
+    rng.tp0.cp0.dp0.pp0.<stream>        uint8: the state of that stream of the rank at these places of the mesh
+
+Padding of a vocabulary and of buckets is never stored. A state of a stream belongs to a rank of one layout. At another
+layout it is not carried over, and the stream begins at its seed (around.md 17.2). A field has no state.
 """
 
+import io
 import itertools
 import math
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_global_save_plan,
+)
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -21,13 +44,158 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
-from shardproof.parallel.checkpoints.planners import BoxReader, BoxWriter
-from shardproof.parallel.checkpoints.state import CheckpointError, dtype_word
-from shardproof.parallel.communication.layout import Box, whole
-from shardproof.reference.checkpoints.metadata import METADATA, read_metadata
+from shardproof.parallel.communication.layout import Box, Coordinates, Placement, pieces, whole_box
+from shardproof.parallel.communication.mesh import coordinates
+from shardproof.parallel.model.strategy import Rank
+from shardproof.reference.case import Case
+from shardproof.reference.checkpoints.torch_format import METADATA, read_metadata
+
+STEPS, SCALE, RANKS = "train.steps", "train.loss_scale", "train.ranks"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be read, or cannot be loaded here: names the folder, what is wrong and what is legal."""
+
+    def __init__(self, folder: object, what: str, legal: str) -> None:
+        super().__init__(f"checkpoint {folder}: {what}; legal: {legal}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateTensor:
+    """A tensor of a rank that lies so in the full tensor of a key; ranks at the same places of `axes` hold the same."""
+
+    key: str
+    local: Tensor
+    place: Placement
+    axes: tuple[str, ...]
+
+    def boxes(self, local: Tensor, at: Coordinates) -> tuple[Box, ...]:
+        """The boxes of the full tensor in `local`, a tensor like this one; they share its memory."""
+        return pieces(local, self.place, at)
+
+
+def optimizer_tensors(rank: Rank, states: Mapping[str, Mapping[str, Tensor]]) -> Iterator[StateTensor]:
+    """Tensors that the optimizer of a rank steps and its states, by the parameters' names: all that is to be saved."""
+    for name, tensor in rank.updated.items():
+        place, state = rank.updated_places[name], states.get(name, {})
+        yield StateTensor(key=f"model.{name}", local=tensor, place=place, axes=place.axes)
+        for moment in MOMENTS:
+            if moment in state:
+                key = f"optimizer.state.{name}.{moment}"
+                yield StateTensor(key=key, local=state[moment], place=place, axes=place.axes)
+        if "step" in state:
+            key, whole = f"optimizer.state.{name}.step", Placement(shape=())
+            yield StateTensor(key=key, local=state["step"], place=whole, axes=rank.case.pipeline_axes)
+
+
+def working_copies(rank: Rank) -> Iterator[StateTensor]:
+    """The parameters that a rank computes with, where the optimizer steps something else in their place."""
+    places = rank.strategy.placements(rank.case)
+    for name, parameter in itertools.chain.from_iterable(chunk.named_parameters() for _, chunk in rank.chunks):
+        if parameter is not rank.updated[name]:
+            yield StateTensor(key=f"model.{name}", local=parameter, place=places[name], axes=places[name].axes)
+
+
+def keys(case: Case, shapes: Mapping[str, tuple[int, ...]], *, states: bool) -> dict[str, tuple[int, ...]]:
+    """Every key of a run with parameters of these shapes, generators aside, with the shape of its full tensor."""
+    found = {f"model.{name}": shape for name, shape in shapes.items()}
+    if states:
+        for name, shape in shapes.items():
+            found |= {f"optimizer.state.{name}.{moment}": shape for moment in MOMENTS}
+            found[f"optimizer.state.{name}.step"] = ()
+    return found | {STEPS: (), RANKS: (len(case.mesh),)} | ({} if case.scaler == "none" else {SCALE: (3,)})
+
+
+def rng_keys(rank: Rank) -> dict[str, str]:
+    """Stream of a rank -> the key of its state."""
+    at = rank.mesh.coordinates
+    place = ".".join(f"{axis}{at[axis][0]}" for axis in rank.case.mesh)
+    return {stream: f"rng.{place}.{stream}" for stream in rank.dropout.streams.state_dict()}
+
+
+def dtype_word(dtype: torch.dtype) -> str:
+    """The dtype as the case language writes it: float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def ranks_of(case: Case) -> Tensor:
+    """The tensor `train.ranks`."""
+    return torch.tensor([*case.mesh.values()], device="cpu")
+
+
+def writes(case: Case, rank: int, axes: Sequence[str]) -> bool:
+    """Whether this rank writes what ranks at its places of these axes hold: the first of them does."""
+    mine = [coordinates(case, rank)[axis] for axis in axes]
+    return all([coordinates(case, other)[axis] for axis in axes] != mine for other in range(rank))
+
+
+def chunk_of(box: Box) -> ChunkStorageMetadata:
+    """The place of a box in its full tensor, as torch's metadata states it."""
+    return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.local.shape))
+
+
+class BoxWriter(DefaultSavePlanner):
+    """A planner that writes these boxes, by key; boxes of one key must not overlap."""
+
+    def __init__(self, boxes: Mapping[str, Sequence[Box]]) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._boxes = {(key, box.offsets): box for key, found in boxes.items() for box in found}
+
+    def create_local_plan(self) -> SavePlan:
+        """Plan one item a box."""
+        self.plan = SavePlan([_write_item(key, box) for (key, _), box in self._boxes.items()])
+        return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """This rank's plan alone: that all ranks together tile every tensor is checked once all have written."""
+        return create_default_global_save_plan(all_plans)
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        """The elements of an item."""
+        offset = write_item.index.offset
+        assert offset is not None  # every item is a box
+        return self._boxes[write_item.index.fqn, tuple(offset)].local.detach().contiguous()
+
+
+class BoxReader(DefaultLoadPlanner):
+    """Plans to read these boxes in place, each with the key whose full tensor it is a part of."""
+
+    def __init__(self, boxes: Sequence[tuple[str, Box]]) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._boxes = boxes
+
+    def create_local_plan(self) -> LoadPlan:
+        """Every stored chunk that a box meets, once for each box. Raises KeyError for a key that is not stored."""
+        assert self.metadata is not None
+        items: list[ReadItem] = []
+        for number, (key, box) in enumerate(self._boxes):
+            stored = self.metadata.state_dict_metadata[key]
+            assert isinstance(stored, TensorStorageMetadata)
+            found = create_read_items_for_chunk_list(key, stored, [chunk_of(box)])
+            items += [replace(one, dest_index=MetadataIndex(key, box.offsets, number)) for one in found]
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        """The box of an item of the plan."""
+        assert index.index is not None
+        return self._boxes[index.index][1].local.detach()
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Nothing: no plan of this has bytes."""
+
+
+def _write_item(key: str, box: Box) -> WriteItem:
+    properties: Any = TensorProperties(dtype=box.local.dtype)
+    return WriteItem(
+        index=MetadataIndex(key, box.offsets),
+        type=WriteItemType.SHARD,
+        tensor_data=TensorWriteData(chunk=chunk_of(box), properties=properties, size=torch.Size(box.global_shape)),
+    )
 
 
 def write_part(folder: Path, rank: int, boxes: Mapping[str, Sequence[Box]]) -> None:
@@ -50,7 +218,7 @@ def commit(folder: Path, ranks: int) -> None:
 
     Raises CheckpointError when they do not tile every tensor; then the folder holds no checkpoint.
     """
-    joined = _joined({rank: read_metadata(folder, _part(rank)) for rank in range(ranks)})
+    joined = _join_metadata({rank: read_metadata(folder, _part(rank)) for rank in range(ranks)})
     places: dict[Any, Any] = joined.storage_data
     results = [WriteResult(index=index, size_in_bytes=info.length, storage_data=info) for index, info in places.items()]
     FileSystemWriter(folder).finish(joined, [results])
@@ -115,7 +283,7 @@ class Stored:
         """The full tensor of a key. Raises CheckpointError as `read` does."""
         entry = self.tensors[key]
         tensor = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
-        self.read([(key, whole(tensor))])
+        self.read([(key, whole_box(tensor))])
         return tensor
 
     def chunks(self, key: str) -> list[tuple[tuple[tuple[int, ...], tuple[int, ...]], str]]:
@@ -175,7 +343,7 @@ def _part(rank: int) -> str:
     return f"__{rank}{METADATA}"
 
 
-def _joined(parts: Mapping[int, Metadata]) -> Metadata:
+def _join_metadata(parts: Mapping[int, Metadata]) -> Metadata:
     """The metadata of all ranks; of chunks that several of them hold the first one's."""
     tensors: dict[str, TensorStorageMetadata] = {}
     places: dict[Any, Any] = {}

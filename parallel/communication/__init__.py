@@ -2,6 +2,6 @@
 
 mesh         the groups of a rank, one an axis        collectives   on one axis, without autograd
 layout       how a full tensor lies on the mesh       pairs         a collective and that of its gradient
-batch        how a micro-batch reaches the ranks      gradients     sums over ranks, mean, norm, clipping
-expectation  the calls that every rank must issue, as terms
+batch        how a micro-batch reaches the ranks      expectation   the calls that every rank must issue, as terms
+schedules    pipelines as pure functions: order and messages of every rank (no torch)
 """

@@ -5,12 +5,22 @@
                       ends them), and all keys end to end as one int64 tensor
     delivery=local    every rank reads its own; no call
 
-`reference.data.stages` decides what several pipeline stages are sent. Stages between the first and the last get
-nothing, count positions themselves and take causal attention as it is.
+A pipeline stage is sent keys in this order (Megatron-Core get_batch_on_this_tp_rank, around.md 12.1):
+
+    stage                       keys                                                bytes, T = rows * length
+    the only one                tokens labels loss_mask attention_mask positions    28T and the mask
+    the first                   tokens attention_mask positions                     16T and the mask
+    the last                    labels loss_mask attention_mask                     12T and the mask
+    one between                 none                                                0
+    any, with prediction layers as the only one
+
+Stages between the first and the last count positions themselves and take causal attention as it is. A mask is rows *
+length**2 booleans. Layers that predict further tokens embed these, so that their stage is sent everything. Rows are
+sent whole: a context rank slices what arrived.
 
 Under `flat` all keys share the dtype int64: the loss mask travels as its float32 bits, the attention mask as 0 and 1.
-An attention mask is true where a token must not be seen. Packed rows get theirs from `cu_seqlens`, locally.
-Source: Megatron-Core `get_batch_on_this_tp_rank` and `broadcast_data` (modes.md 4.4).
+An attention mask is true where a token must not be seen. Packed rows get theirs from `cu_seqlens`, locally. Source:
+Megatron-Core `get_batch_on_this_tp_rank` and `broadcast_data` (modes.md 4.4).
 """
 
 import math
@@ -24,11 +34,12 @@ from torch import Tensor
 from shardproof.parallel.communication.collectives import broadcast
 from shardproof.parallel.communication.expectation import CallPlace, CallRow, Places
 from shardproof.parallel.communication.mesh import Axis, Mesh
-from shardproof.parallel.schedules.stages import Stage, stages
+from shardproof.parallel.communication.schedules import Stage, stages
 from shardproof.reference.case import Case
 from shardproof.reference.data.batches import Batch, micro_batch
-from shardproof.reference.data.stages import Form, sent_to_stage
 
+Form = tuple[str, tuple[int, ...]]
+"""Dtype and shape of a tensor."""
 SIZES_PER_KEY = 5
 """Numbers that describe one key's shape in `flat`: up to four dims and a closing 0."""
 
@@ -101,6 +112,25 @@ def forms_sent(case: Case, stage: Stage | None = None) -> dict[str, Form]:
     )
 
 
+def sent_to_stage(
+    rows: int, length: int, *, first: bool, last: bool, mask: bool, prediction: bool = False
+) -> dict[str, Form]:
+    """Key -> its dtype and shape, of `rows` sequences of `length` tokens, in the order of sending.
+
+    `first` and `last` say where the stage stands, the only one is both; `prediction`: it has layers that predict
+    further tokens.
+    """
+    begins, ends = first or prediction, last or prediction
+    forms: dict[str, tuple[bool, Form]] = {
+        "tokens": (begins, ("int64", (rows, length))),
+        "labels": (ends, ("int64", (rows, length))),
+        "loss_mask": (ends, ("float32", (rows, length))),
+        "attention_mask": (mask and (begins or ends), ("bool", (rows, 1, length, length))),
+        "positions": (begins, ("int64", (rows, length))),
+    }
+    return {key: form for key, (sent, form) in forms.items() if sent}
+
+
 def _keys(case: Case, batch: Batch, device: torch.device) -> dict[str, Tensor]:
     """All tensors that the first rank may send."""
     keys = {"tokens": batch.tokens, "labels": batch.labels, "loss_mask": batch.loss_mask}
@@ -134,7 +164,7 @@ def _flat(
         for place, key in enumerate(names):
             shape = torch.tensor(sent[key].shape, dtype=torch.int64, device=device)
             sizes[place * SIZES_PER_KEY :][: len(shape)] = shape
-    shapes = _told(broadcast(sizes, axis), [shape for _, shape in forms.values()])
+    shapes = _read_shapes(broadcast(sizes, axis), [shape for _, shape in forms.values()])
     lengths = [torch.Size(shape).numel() for shape in shapes]
     if sent is None:
         flat = torch.zeros(sum(lengths), dtype=torch.int64, device=device)
@@ -147,7 +177,7 @@ def _flat(
     }
 
 
-def _told(sizes: Tensor, known: Sequence[Sequence[int]]) -> list[list[int]]:
+def _read_shapes(sizes: Tensor, known: Sequence[Sequence[int]]) -> list[list[int]]:
     """The shapes of all keys, read from what arrived; on the meta device nothing arrives, and the known ones hold."""
     if sizes.is_meta:
         return [list(shape) for shape in known]
@@ -180,15 +210,19 @@ def _stages_sent(case: Case) -> Iterator[CallPlace]:
             yield CallPlace(at=stage.at, values={"keys": len(forms), "elements": elements})
 
 
-def _sent(elements: str, why: str, when: str, *, where: Places = _keys_sent, dtype: str = "int64") -> CallRow:
+def _broadcast_row(elements: str, why: str, when: str, *, where: Places = _keys_sent, dtype: str = "int64") -> CallRow:
     return CallRow(where, "data", "broadcast", elements, why, dtype=dtype, when=when, alone=True)
 
 
 DELIVERY = (
-    _sent("tokens", "tokens, labels, positions", 'delivery == "tensors" and key in ("tokens", "labels", "positions")'),
-    _sent("tokens", "the loss mask", 'delivery == "tensors" and key == "loss_mask"', dtype="float32"),
-    _sent("batch * seq**2", "the attention mask", 'delivery == "tensors" and key == "attention_mask"', dtype="bool"),
-    _sent(f"{SIZES_PER_KEY} * keys", "shapes of all tensors", 'delivery == "flat"', where=_stages_sent),
-    _sent("elements", "all tensors end to end", 'delivery == "flat"', where=_stages_sent),
+    _broadcast_row(
+        "tokens", "tokens, labels, positions", 'delivery == "tensors" and key in ("tokens", "labels", "positions")'
+    ),
+    _broadcast_row("tokens", "the loss mask", 'delivery == "tensors" and key == "loss_mask"', dtype="float32"),
+    _broadcast_row(
+        "batch * seq**2", "the attention mask", 'delivery == "tensors" and key == "attention_mask"', dtype="bool"
+    ),
+    _broadcast_row(f"{SIZES_PER_KEY} * keys", "shapes of all tensors", 'delivery == "flat"', where=_stages_sent),
+    _broadcast_row("elements", "all tensors end to end", 'delivery == "flat"', where=_stages_sent),
 )
 """Data to the ranks, issued in a group of one too."""

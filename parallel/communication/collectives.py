@@ -1,8 +1,8 @@
 """The raw collectives on one axis, along any dim of any tensor, contiguous or not. No autograd: see `pairs`.
 
 A group of one rank is bypassed, except in `broadcast` (Megatron broadcasts its batch there too). `start_*` return a
-`Pending`; with `overlap=False` the same call is issued and awaited at once. Payloads: modes.md section 1.
-Order along a gathered dim is the order of `axis.ranks`.
+`Pending`; with `overlap=False` the same call is issued and awaited at once. Payloads: modes.md section 1. Order along a
+gathered dim is the order of `axis.ranks`.
 """
 
 from collections.abc import Callable, Sequence

@@ -16,7 +16,7 @@ from types import CodeType
 from typing import Any
 
 from shardproof.parallel.communication.mesh import axis_size
-from shardproof.parallel.schedules.stages import ends_of_units, lies_in, modules_again, stages
+from shardproof.parallel.communication.schedules import ends_of_units, is_inside, recomputed_modules, stages
 from shardproof.reference.case import Case
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "bool": 1}
@@ -170,7 +170,7 @@ class _Names:
         self.case, self.ranks, self._values = case, ranks, {"max": max, "ranks": ranks, **values}
 
     def __getitem__(self, formula: str) -> Any:
-        code, names = _compiled(formula)
+        code, names = _compile(formula)
         return eval(code, {"__builtins__": {}}, {name: self._value(name) for name in names})
 
     def _value(self, name: str) -> Any:
@@ -178,26 +178,26 @@ class _Names:
 
 
 @functools.cache
-def _compiled(formula: str) -> tuple[CodeType, tuple[str, ...]]:
+def _compile(formula: str) -> tuple[CodeType, tuple[str, ...]]:
     code = compile(formula, "<formula of a row>", "eval")
     return code, code.co_names
 
 
 class _Repeated:
-    """Which forward calls backward issues once more (`recompute`): those of a layer that is computed again.
+    """The forward calls that backward issues once more (`recompute`): those of recomputed layers.
 
     `early_stop` leaves out what ends a unit, unless dropout or a feature follows it, which needs it in backward.
     """
 
     def __init__(self, case: Case) -> None:
-        layers = modules_again(case)
+        layers = recomputed_modules(case)
         self._again = {"": (), "layer": layers, "core": tuple(case.blocks) if case.core_again else layers}
         followed = case.dropout or case.layer_shapes
         ends = ends_of_units(case) if case.early_stop and not followed else frozenset[int]()
         self._left_out = {f"layers.{layer}.mlp.w2" for layer in ends}
 
     def __call__(self, row: CallRow, term: CompleteTerm) -> bool:
-        inside = lies_in(term.region, self._again[row.again])
+        inside = is_inside(term.region, self._again[row.again])
         return term.phase == "forward" and inside and term.region not in self._left_out
 
 

@@ -117,7 +117,7 @@ def pieces(local: Tensor, place: Placement, at: Coordinates) -> tuple[Box, ...]:
     return tuple(Box(local=one, offsets=offsets, global_shape=place.shape) for one, offsets in found)
 
 
-def whole(full: Tensor) -> Box:
+def whole_box(full: Tensor) -> Box:
     """A tensor as the one box of itself."""
     return Box(local=full, offsets=(0,) * full.dim(), global_shape=tuple(full.shape))
 
@@ -186,13 +186,13 @@ def _before(
         if first < last:
             part, found = box.narrow(dim, first - offsets[dim], last - first), start + first - taken
             if cut.dim is None:
-                yield from _unflattened(part, found, shape)
+                yield from _unflatten(part, found, shape)
             else:
                 yield part, (*offsets[:dim], found, *offsets[dim + 1 :])
         taken += length
 
 
-def _unflattened(flat: Tensor, start: int, shape: tuple[int, ...]) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
+def _unflatten(flat: Tensor, start: int, shape: tuple[int, ...]) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
     """Elements from number `start` on of a tensor of `shape`, as boxes of it: whole rows at once, the rest by row."""
     if len(shape) < 2:
         yield flat.view(flat.shape if shape else ()), (start,) * len(shape)
@@ -205,7 +205,7 @@ def _unflattened(flat: Tensor, start: int, shape: tuple[int, ...]) -> Iterator[t
         if whole:
             yield flat[:taken].view(whole, *shape[1:]), (index, *(0,) * (len(shape) - 1))
         else:
-            for part, offsets in _unflattened(flat[:taken], inside, shape[1:]):
+            for part, offsets in _unflatten(flat[:taken], inside, shape[1:]):
                 yield part[None], (index, *offsets)
         flat, start = flat[taken:], start + taken
 
@@ -228,7 +228,7 @@ def _length(cut: Cut, shape: tuple[int, ...]) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def _width(cut: Cut, shape: tuple[int, ...], index: int, parts: int) -> int:
-    """Elements that one rank holds of what is cut, padding included."""
+    """Number of elements along the cut that one rank holds, padding included."""
     if cut.held or cut.order != "blocks":
         return sum(length for _, length in _runs(cut, shape, index, parts))
     _check(cut, shape)

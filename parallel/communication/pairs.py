@@ -112,11 +112,6 @@ def reduce_scatter_to_sequence(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
     return _pair(x, axis, lambda y: _reduce_scatter(y, axis, dim=dim), lambda grad: _all_gather(grad, axis, dim=dim))
 
 
-def all_gather_last_dim(x: Tensor, axis: Axis) -> Tensor:
-    """Split on the last dim -> whole, used in parallel. Forward: all-gather. Backward: reduce-scatter."""
-    return _pair(x, axis, lambda y: _all_gather(y, axis, dim=-1), lambda grad: _reduce_scatter(grad, axis, dim=-1))
-
-
 def all_to_all(x: Tensor, axis: Axis, *, split_dim: int, gather_dim: int) -> Tensor:
     """Split on `gather_dim` -> split on `split_dim`. Forward: all-to-all. Backward: all-to-all, dims swapped."""
     return _pair(

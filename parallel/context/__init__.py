@@ -1,7 +1,7 @@
 """Context parallelism: every rank of an axis holds some tokens of each row, and attention meets the keys of the others.
 
-`slices` says which tokens, `blocks` is attention over a part of the keys and how parts are merged. Methods are those of
-`ring` and of `exchanged`, with their calls, mathematics and closed forms; all of them compute the same function:
+`blocks` says which tokens, and has attention over a part of the keys and how parts are merged. `methods` has ways to
+meet the keys of others, with their calls, mathematics and closed forms; all of them compute the same function:
 
     method     | what happens to k and v              | calls of a layer, c ranks                | needs
     ring       | they go round, one hop a step        | c-1 hops; backward 2c-1                  | any slices

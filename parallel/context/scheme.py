@@ -24,23 +24,24 @@ from shardproof.parallel.communication.batch import Delivered
 from shardproof.parallel.communication.expectation import CallRow
 from shardproof.parallel.communication.layout import Cut, Placement
 from shardproof.parallel.communication.mesh import Mesh
-from shardproof.parallel.context.exchanged import (
+from shardproof.parallel.context.blocks import Slices, contiguous, slice_row, zigzag
+from shardproof.parallel.context.methods import (
     exchanged_attention,
     exchanged_rows,
     gathered_attention,
     gathered_rows,
     nested_attention,
     nested_rows,
+    ring_attention,
+    ring_rows,
 )
-from shardproof.parallel.context.ring import ring_attention, ring_rows
-from shardproof.parallel.context.slices import Slices, contiguous, sliced, zigzag
 from shardproof.parallel.model.strategy import Parts, Strategy
 from shardproof.reference.case import Case
 
 
-def applied(strategy: Strategy, case: Case) -> Strategy:
+def apply(strategy: Strategy, case: Case) -> Strategy:
     """The strategy with the slices and the attention of this case's context ranks; itself without any."""
-    if not case.sliced:
+    if not case.is_sliced:
         return strategy
 
     def parts(case: Case, mesh: Mesh, device: torch.device) -> Parts:
@@ -48,7 +49,7 @@ def applied(strategy: Strategy, case: Case) -> Strategy:
 
     def activation(case: Case, module: str) -> Placement | None:
         place = strategy.activation(case, module)
-        return None if place is None else replace(place, cuts=(_cut(case, dim=1), *place.cuts))
+        return None if place is None else replace(place, cuts=(_token_cut(case, dim=1), *place.cuts))
 
     data_axes, loss_axes = (
         tuple("dp_cp" if axis == "dp" else axis for axis in axes) for axes in (strategy.data_axes, strategy.loss_axes)
@@ -64,7 +65,7 @@ def applied(strategy: Strategy, case: Case) -> Strategy:
     )
 
 
-def _held(case: Case) -> tuple[Tensor, ...]:
+def _places_of_ranks(case: Case) -> tuple[Tensor, ...]:
     """The places of a row that each context rank holds."""
     order = zigzag if case.cp_slices == "zigzag" else contiguous
     return order(case.row_tokens, case.cp)
@@ -77,9 +78,9 @@ def _shares(case: Case, place: Placement) -> Placement:
     """
     exchanged = {"alltoall": "cp", "alltoall-ring": "cp_inner"}.get(case.cp_comm)
     if exchanged is None:
-        return replace(place, cuts=(*place.cuts, _cut(case, dim=2)))
+        return replace(place, cuts=(*place.cuts, _token_cut(case, dim=2)))
     inner = case.cp if exchanged == "cp" else case.cp_inner
-    slices = Slices(held=_held(case)).joined(inner).held
+    slices = Slices(held=_places_of_ranks(case)).merge_ranks(inner).held
     queries = Cut(axis="cp_outer", dim=2, held=tuple(_ranges(own) for own in slices))
     if exchanged == "cp":
         queries = replace(queries, axis="cp", held=queries.held * case.cp)  # all of them, on every rank
@@ -95,19 +96,19 @@ def _ranges(places: Tensor) -> tuple[range, ...]:
     )
 
 
-def _cut(case: Case, *, dim: int) -> Cut:
-    """Of the tokens of a row."""
+def _token_cut(case: Case, *, dim: int) -> Cut:
+    """The cut of a row's tokens over the context ranks."""
     return Cut(axis="cp", dim=dim, order="zigzag" if case.cp_slices == "zigzag" else "blocks")
 
 
 def _parts(case: Case, mesh: Mesh, parts: Parts) -> Parts:
-    held = _held(case)
+    held = _places_of_ranks(case)
     own = held[mesh.axis("cp").rank]
     method = _method(case, mesh)
 
     def local(batch: Delivered) -> Delivered:
         tokens, labels, loss_mask, positions = (
-            sliced(x, own) if x.numel() else x  # what a pipeline stage does not read is empty
+            slice_row(x, own) if x.numel() else x  # what a pipeline stage does not read is empty
             for x in (batch.tokens, batch.labels, batch.loss_mask, batch.positions)
         )
         mine = replace(batch, tokens=tokens, labels=labels, loss_mask=loss_mask, positions=positions)

@@ -1,4 +1,8 @@
-"""Data parallelism: how parameters lie in buckets and shards over data ranks, and the scale of half-precision losses.
+"""Data parallelism: buckets of gradients, a sharded optimizer, sharded parameters, and the calls of each.
 
-Pure functions of sizes; nothing here knows a case or a running world.
+scheme        what its words replace of a strategy; hashes of replicas
+buckets       gradients in flat buckets, whole (zero=0) or a part on each rank (zero=1)
+fsdp          parameters in shards of rows, gathered by units (zero=2, zero=3)
+calls         the calls once a step, those of buckets and units among them
+megatron      what Megatron-LM itself counts and issues beside them
 """

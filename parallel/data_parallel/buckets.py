@@ -1,4 +1,20 @@
-"""Flat buffers of data parallelism: how parameters lie in buckets, and which elements of a bucket each rank owns.
+"""Gradients in flat buckets: summed over the data ranks, whole (zero=0) or each rank its own part (zero=1).
+
+Every gradient is added into its place in the buffer as backward completes it, in the buffer's dtype. With buckets of a
+size (`bucket=`), a bucket's sum starts in the backward of the last micro-batch, with the last of its gradients. Without
+a size there is one bucket, summed after that backward. No micro-batch before the last sends anything (no_sync).
+
+    zero=0   all_reduce of the bucket                        the optimizer steps whole parameters
+    zero=1   reduce_scatter of the padded bucket             the optimizer steps this rank's part of every bucket;
+             after the step all_gather of the padded bucket  after its step the parts are gathered into all parameters
+
+With `wgrad=fused` the product for the gradient of a linear's weight is added into its place in the buffer, in the
+buffer's dtype. With `wgrad=deferred` it is computed after the last backward of the step, in the order of backward,
+before any sum that needs it. Autograd gets a placeholder: nan, which is never read, or for a tied table 0, to which the
+embedding's gradient is added.
+
+With `master=float32` the optimizer steps float32 copies, which are rounded into the parameters after its step. Source:
+Megatron-Core 0.16.1 `_ParamAndGradBuffer`, `DistributedOptimizer` (around.md 15.1, 15.2).
 
 Parameters lie end to end in reverse order of registration, roughly the order in which backward completes gradients. A
 bucket is closed as soon as it holds `largest` elements, and travels in one collective. Where ranks own parts of it
@@ -12,8 +28,23 @@ Units: elements. Source: Megatron-Core 0.16.1 `_ParamAndGradBuffer` and `Distrib
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+from weakref import WeakMethod
+
+import torch
+from torch import Tensor
+
+from shardproof.parallel.communication import expectation
+from shardproof.parallel.communication.collectives import Pending, all_gather, start_all_reduce, start_reduce_scatter
+from shardproof.parallel.communication.layout import Cut, Placement
+from shardproof.parallel.communication.schedules import TABLE, Stage
+from shardproof.parallel.layers.linear import set_holder
+from shardproof.parallel.layers.roles import is_column, is_row
+from shardproof.parallel.model.strategy import Rank
+from shardproof.reference.case import Case
+from shardproof.reference.model.parameters import dtype_of
 
 ALIGNMENT = 64
 """Elements to a multiple of which a parameter's start is padded, where buckets are sharded."""
@@ -21,9 +52,20 @@ DIVISOR = 128
 """A sharded bucket's size is a multiple of this and of its ranks."""
 
 
+def gradient_dtype(case: Case) -> torch.dtype:
+    """The dtype in which gradients are added up and summed over ranks."""
+    dtype: torch.dtype = getattr(torch, expectation.gradient_dtype(case))
+    return dtype
+
+
+def trained_dtype(case: Case) -> torch.dtype:
+    """The dtype of what the optimizer steps."""
+    return torch.float32 if case.master == "float32" else dtype_of(case)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """Where one flattened parameter lies in the buffer: elements [start, end)."""
+    """The place of one flattened parameter in the buffer: elements [start, end)."""
 
     name: str
     start: int
@@ -43,7 +85,7 @@ class Bucket:
         """Elements that travel, padding included."""
         return self.end - self.start
 
-    def owned(self, rank: int, ranks: int) -> range:
+    def owned_range(self, rank: int, ranks: int) -> range:
         """The elements of the buffer that a rank owns. Raises ValueError when there are no equal parts."""
         if self.size % ranks:
             raise ValueError(
@@ -63,7 +105,7 @@ class Share:
     at: int
 
 
-def bucketed(
+def make_buckets(
     sizes: Mapping[str, int], *, ranks: int, sharded: bool, largest: int = 0, apart: Collection[str] = ()
 ) -> tuple[Bucket, ...]:
     """The buckets of parameters, given as name -> elements in order of registration.
@@ -96,9 +138,9 @@ def bucketed(
     return tuple(found)
 
 
-def shares(bucket: Bucket, rank: int, ranks: int) -> Iterator[Share]:
+def shares_of_rank(bucket: Bucket, rank: int, ranks: int) -> Iterator[Share]:
     """Parts of parameters that this rank owns in a bucket; parameters outside its part are left out."""
-    owned = bucket.owned(rank, ranks)
+    owned = bucket.owned_range(rank, ranks)
     for slot in bucket.slots:
         first, last = max(slot.start, owned.start), min(slot.end, owned.stop)
         if first < last:
@@ -107,3 +149,261 @@ def shares(bucket: Bucket, rank: int, ranks: int) -> Iterator[Share]:
 
 def _ceil(size: int, unit: int) -> int:
     return -(-size // unit) * unit
+
+
+_T = TypeVar("_T")
+
+
+@dataclass(slots=True, kw_only=True)
+class _Under:
+    """A bucket of this rank: how many gradients of it have come in this step, and its sum once that is under way."""
+
+    bucket: Bucket
+    flat: Tensor
+    arrived: int = 0
+    pending: Pending | None = None
+
+
+def _weak_hook(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A hook that calls `method(name, ...)` and does not keep its object: Python collects no cycle through autograd."""
+    known: WeakMethod[Callable[..., Any]] = WeakMethod(method)
+
+    def call(*args: Tensor) -> Any:
+        found = known()
+        assert found is not None  # the buffer lives as long as its rank trains
+        return found(name, *args)
+
+    return call
+
+
+class Buckets:
+    """The buffer of one rank; `prepare` makes it, and the parts of a step do the rest in their order.
+
+    `apart`: the data axis of its parameters where that differs from `Core.data_axis` (experts: edp).
+    """
+
+    def __init__(self, case: Case, apart: str = "") -> None:
+        self._apart = apart
+        self._case, self._sharded = case, case.zero == 1
+        self._under: list[_Under] = []
+        self._views: dict[str, Tensor] = {}
+        self._of: dict[str, _Under] = {}
+        self._came: dict[str, int] = {}
+        self._begun: set[str] = set()
+        self._later: list[tuple[str, Tensor, Tensor]] = []
+        self._own: dict[str, range] = {}
+
+    def prepare(self, rank: Rank) -> Rank:
+        """Lay out the buffer, hook all gradients, choose the tensors to step."""
+        case, self._axis, self._model = self._case, rank.mesh.axis(rank.case.data_axis), rank.parameters
+        if self._apart:
+            self._axis = rank.mesh.axis(self._apart)
+        self.lay_out(rank)
+        for name, parameter in rank.parameters.items():
+            self._came[name] = 0
+            if accumulates_in_buffer(case, name):
+                set_holder(parameter, _weak_hook(self._take_over, name))
+            parameter.register_post_accumulate_grad_hook(_weak_hook(self._on_gradient, name))
+        return self._prepare_split(rank) if self._sharded else self._prepare_whole(rank)
+
+    def lay_out(self, rank: Rank) -> None:
+        """Make the buffer of every chunk, with nothing in it."""
+        self._under.clear()
+        for stage, _ in rank.chunks:
+            sizes = {name: rank.parameters[name].numel() for name in rank.places if stage.holds(name)}
+            found = stage_buckets(self._case, stage, sizes, self._axis.size)
+            flat = torch.zeros(found[-1].end if found else 0, dtype=gradient_dtype(self._case), device=rank.device)
+            for bucket in found:
+                self._under.append(_Under(bucket=bucket, flat=flat))
+                for slot in bucket.slots:
+                    self._views[slot.name] = flat[slot.start : slot.end].view(rank.parameters[slot.name].shape)
+                    self._of[slot.name] = self._under[-1]
+
+    def _prepare_whole(self, rank: Rank) -> Rank:
+        if self._case.master == "none":
+            return rank
+        masters = {name: _trained_leaf(parameter, self._case) for name, parameter in rank.parameters.items()}
+        return replace(rank, parameters=masters, updated=masters)
+
+    def _prepare_split(self, rank: Rank) -> Rank:
+        """This rank steps its part of every bucket: a range of a flat parameter, wherever a part lies in one."""
+        ranges_by_name: dict[str, list[range]] = {name: [range(0)] * self._axis.size for name in rank.parameters}
+        for under in self._under:
+            for index in range(self._axis.size):
+                for share in shares_of_rank(under.bucket, index, self._axis.size):
+                    ranges_by_name[share.name][index] = range(share.first, share.last)
+        self._own = {name: ranges[self._axis.rank] for name, ranges in ranges_by_name.items()}
+        updated = {
+            name: _trained_leaf(_part(rank.parameters[name], own), self._case) for name, own in self._own.items()
+        }
+        places: dict[str, Placement] = {}
+        for name, place in rank.places.items():
+            cut = Cut(axis=self._axis.name, dim=None, held=tuple((own,) for own in ranges_by_name[name]))
+            places[name] = replace(place, cuts=(*place.cuts, cut))
+        rank = replace(rank, updated=updated, updated_places=places)
+        return rank if self._case.master == "none" else replace(rank, parameters=updated, places=places)
+
+    def _on_gradient(self, name: str, parameter: Tensor) -> None:
+        """Backward has completed a parameter's gradient of one micro-batch."""
+        assert parameter.grad is not None
+        taken = accumulates_in_buffer(self._case, name)
+        if not taken or name == TABLE:
+            if name in self._begun:
+                self._views[name].add_(parameter.grad)
+            else:
+                self._views[name].copy_(parameter.grad)
+            self._begun.add(name)
+        parameter.grad = None
+        self._came[name] += 1
+        if self._came[name] == self._case.micro and not (taken and self._case.wgrad == "deferred"):
+            under = self._of[name]
+            under.arrived += 1
+            if self._case.bucket and under.arrived == len(under.bucket.slots):
+                self._start(under)
+
+    def _take_over(self, name: str, grad: Tensor, x: Tensor) -> Tensor:
+        """Add grad^T x to a weight's gradient, now or later; return the placeholder: nan, or 0 for a tied table."""
+        if self._case.wgrad == "fused":
+            self._multiply(name, grad, x)
+        else:
+            self._later.append((name, grad, x))
+        return torch.full_like(self._model[name], 0.0 if name == TABLE else torch.nan)
+
+    def _multiply(self, name: str, grad: Tensor, x: Tensor) -> None:
+        view, begun = self._views[name], name in self._begun
+        torch.addmm(view, grad.t().to(view.dtype), x.to(view.dtype), beta=float(begun), out=view)
+        self._begun.add(name)
+
+    def _start(self, under: _Under) -> None:
+        buffer = under.flat[under.bucket.start : under.bucket.end]
+        overlap = self._case.overlap and self._case.bucket > 0
+        if self._sharded:
+            under.pending = start_reduce_scatter(buffer, self._axis, dim=0, overlap=overlap)
+        else:
+            under.pending = start_all_reduce(buffer, self._axis, overlap=overlap)
+
+    def reduce(self, _rank: Rank) -> None:
+        """Complete the sums over the data ranks; with zero=1 in this rank's part of every bucket."""
+        for deferred in self._later:
+            self._multiply(*deferred)
+        self._later.clear()
+        for under in self._under:
+            if under.pending is None:
+                self._start(under)
+        for under in self._under:
+            assert under.pending is not None
+            summed, under.pending, under.arrived = under.pending.wait(), None, 0
+            if self._sharded:
+                own = under.bucket.owned_range(self._axis.rank, self._axis.size)
+                under.flat[own.start : own.stop].copy_(summed)
+        self._came = dict.fromkeys(self._came, 0)
+        self._begun.clear()
+
+    def gradients(self) -> Mapping[str, Tensor]:
+        """Every parameter's place in the buffer; with zero=1 summed in this rank's part only."""
+        return self._views
+
+    def hand_over(self, rank: Rank) -> None:
+        """Give the optimizer's tensors their gradients, in their dtype."""
+        for name, tensor in rank.updated.items():
+            gradient = _part(self._views[name], self._own[name]) if self._sharded else self._views[name]
+            tensor.grad = gradient.to(tensor.dtype)
+
+    def afterwards(self, rank: Rank) -> None:
+        """Round masters into the parameters; with zero=1 gather every rank's part into them."""
+        with torch.no_grad():
+            for name, tensor in rank.updated.items() if self._case.master != "none" else ():
+                own = _part(self._model[name], self._own[name]) if self._sharded else self._model[name]
+                own.copy_(tensor)
+            for under in self._under if self._sharded else ():
+                self._gather(under.bucket)
+
+    def _gather(self, bucket: Bucket) -> None:
+        """Every rank's part of a bucket into the parameters."""
+        first = next(iter(self._model.values()))
+        part = first.new_zeros(bucket.size // self._axis.size)
+        for share in shares_of_rank(bucket, self._axis.rank, self._axis.size):
+            own = range(share.first, share.last)
+            part[share.at : share.at + len(own)].copy_(_part(self._model[share.name], own))
+        whole = all_gather(part, self._axis, dim=0)
+        for slot in bucket.slots:
+            flat = whole[slot.start - bucket.start : slot.end - bucket.start]
+            self._model[slot.name].copy_(flat.view_as(self._model[slot.name]))
+
+
+def _part(tensor: Tensor, elements: range) -> Tensor:
+    """Some elements of a flat tensor, in its memory."""
+    return tensor.detach().view(-1)[elements.start : elements.stop]
+
+
+def _trained_leaf(tensor: Tensor, case: Case) -> Tensor:
+    """The leaf that the optimizer steps for this tensor: itself, or a float32 copy."""
+    return tensor.detach().to(trained_dtype(case)).requires_grad_()
+
+
+def stage_buckets(case: Case, stage: Stage, sizes: Mapping[str, int], ranks: int) -> tuple[Bucket, ...]:
+    """The buckets of a stage's parameters, given as name -> elements; each chunk of a rank has a buffer of its own.
+
+    As in Megatron-Core `DistributedDataParallel`, `bucket=` cuts the first stage alone, for the sums of the others are
+    hidden by its backward. A token table of two stages has a bucket of its own where buckets are shared, so that both
+    stages cut it alike. Its copy comes last, as the head's weight.
+    """
+    names = sorted(sizes, key=lambda name: stage.copies_table and name == TABLE)
+    return make_buckets(
+        {name: sizes[name] for name in names},
+        ranks=ranks,
+        sharded=case.zero == 1,
+        largest=case.bucket if stage.first else 0,
+        apart=(TABLE,) if stage.shares_table else (),
+    )
+
+
+def accumulates_in_buffer(case: Case, name: str) -> bool:
+    """Whether products of this parameter's gradient are added to the buffer directly: for weights of linears."""
+    module, _, leaf = name.rpartition(".")
+    table = module == "head" or (case.tied and module == "embedding.tokens")
+    return case.wgrad != "plain" and leaf == "weight" and (table or is_column(module) or is_row(module))
+
+
+class BucketsByAxis:
+    """Buffers of parameters whose copies lie on different ranks, as one: experts' and all others'.
+
+    `buckets` are the buffers by the mesh axis over which their parameters have copies.
+    """
+
+    def __init__(self, buckets: Mapping[str, Buckets]) -> None:
+        self._buckets = buckets
+
+    def prepare(self, rank: Rank) -> Rank:
+        """Each lays out its parameters, and has the optimizer step what it shall."""
+        made = {axis: buckets.prepare(rank.of(axis)) for axis, buckets in self._buckets.items()}
+
+        def merged(part: Callable[[Rank], Mapping[str, _T]]) -> dict[str, _T]:
+            return {name: part(made[rank.case.data_axis_of(name)])[name] for name in rank.parameters}
+
+        return replace(
+            rank,
+            parameters=merged(lambda one: one.parameters),
+            places=merged(lambda one: one.places),
+            updated=merged(lambda one: one.updated),
+            updated_places=merged(lambda one: one.updated_places),
+        )
+
+    def reduce(self, rank: Rank) -> None:
+        """The sums over the ranks with copies are complete."""
+        for axis, buckets in self._buckets.items():
+            buckets.reduce(rank.of(axis))
+
+    def gradients(self) -> Mapping[str, Tensor]:
+        """Every parameter's place in its buffer."""
+        return {name: place for buckets in self._buckets.values() for name, place in buckets.gradients().items()}
+
+    def hand_over(self, rank: Rank) -> None:
+        """Give the optimizer's tensors their gradients, in their dtype."""
+        for axis, buckets in self._buckets.items():
+            buckets.hand_over(rank.of(axis))
+
+    def afterwards(self, rank: Rank) -> None:
+        """Round masters into the parameters, and gather what ranks share."""
+        for axis, buckets in self._buckets.items():
+            buckets.afterwards(rank.of(axis))

@@ -6,31 +6,47 @@ where it is partial. For a tied token table they differ over the two ends of a p
 parallelism decide which gradients travel in one call:
 
     no word      all gradients of a rank in one call
-    any word     what a bucket or a unit holds (`parallel.data_parallel.bucket_calls`)
+    any word     what a bucket or a unit holds
+
+Calls of buckets and of parameters in shards take the place of one sum of all gradients:
+
+    zero=0|1     a bucket of a stage (`bucket=`); with zero=1 reduced into shards, gathered after the optimizer's step
+    zero=2|3     a unit of a stage, gathered for every use (`parallel.data_parallel.fsdp`)
+
+With `bucket=` a bucket's call belongs to the module whose gradient completes it, the last in the order of backward.
+With wgrad=deferred a bucket with the weight of a linear is summed after backward.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from shardproof.parallel.communication.expectation import ONCE_A_STEP, CallPlace, CallRow, Places
+from shardproof.parallel.communication.expectation import MICRO_BATCHES, ONCE_A_STEP, CallPlace, CallRow, Places
 from shardproof.parallel.communication.layout import Coordinates, Cut, Placement, local_shape
-from shardproof.parallel.communication.mesh import coordinates
+from shardproof.parallel.communication.mesh import axis_size, coordinates
+from shardproof.parallel.communication.schedules import (
+    TABLE,
+    Kind,
+    Stage,
+    backward_order,
+    is_inside,
+    order,
+    pipeline_of,
+    recomputed_modules,
+    stages,
+    stages_by_rank,
+)
+from shardproof.parallel.data_parallel.buckets import Bucket, accumulates_in_buffer, stage_buckets
+from shardproof.parallel.data_parallel.fsdp import REPLICAS, shard_axis, units_of
+from shardproof.parallel.layers.roles import column_linears
 from shardproof.parallel.model.strategy import Strategy
-from shardproof.parallel.schedules.stages import TABLE, held_by_rank
 from shardproof.reference.case import Case
-from shardproof.reference.language.modes import MODES
+from shardproof.reference.language.core import MODES
+from shardproof.reference.model.parameters import shapes
 
 Placements = Mapping[str, Placement]
-REPLICAS = "replica"
-"""The mesh axis over which shards are replicated."""
-
-
-def shard_axis(case: Case, name: str = "") -> str:
-    """The data axis of a parameter (of dense ones without a name); with `shard=` the ranks of one copy alone."""
-    return "shard" if case.shard else case.data_axis_of(name)
 
 
 def summed_over(strategy: Strategy, case: Case, name: str, place: Placement) -> tuple[str, ...]:
@@ -43,15 +59,15 @@ def summed_over(strategy: Strategy, case: Case, name: str, place: Placement) -> 
 
 def step_rows(strategy: Strategy, case: Case) -> tuple[CallRow, ...]:
     """The calls of a step of the strategy of a case, beside those of its modules."""
-    places = trained(strategy, case)
+    places = trained_placements(strategy, case)
     loss_axes, scaled = (case.token_axis, *case.pipeline_axes), 'scaler != "none"'
     # From placements and not from Strategy.norm_axes, which the step reads: a wrong one differs from the closed form.
-    dense = (place.axes for name, place in places.items() if case.data_axis_of(name) not in strategy.apart)
+    dense = (place.axes for name, place in places.items() if case.data_axis_of(name) not in strategy.expert_data_axes)
     split = (strategy.weight_axis, *sorted(set().union(*dense)), *([shard_axis(case)] if case.zero else []))
-    shared = [*dict.fromkeys(split), *(axis for axes in strategy.apart.values() for axis in axes)]
+    shared = [*dict.fromkeys(split), *(axis for axes in strategy.expert_data_axes.values() for axis in axes)]
     at_once = {strategy.weight_axis: "of partial gradients", "embedding": "of both copies of a tied table"}
     if not case.shares_gradients:
-        at_once = {**dict.fromkeys((case.data_axis, *strategy.apart), "of all gradients"), **at_once}
+        at_once = {**dict.fromkeys((case.data_axis, *strategy.expert_data_axes), "of all gradients"), **at_once}
     return (
         *(sum_row(partial(_by_rank, strategy, places, axis), axis, why) for axis, why in at_once.items()),
         *(_once("all_reduce", "2", "loss and number of tokens", axis, "float64") for axis in loss_axes),
@@ -72,8 +88,8 @@ def sum_row(
     return CallRow(where, op=op, elements=elements, why=f"sum {why}", **words)
 
 
-def trained(strategy: Strategy, case: Case) -> Placements:
-    """How the parameters lie that a rank keeps: with zero=2|3 cut by rows over the ranks that share them."""
+def trained_placements(strategy: Strategy, case: Case) -> Placements:
+    """The placements of what a rank keeps of the parameters: with zero=2|3 rows, cut over the ranks that share them."""
     places = strategy.placements(case)
     if case.zero < 2:
         return places
@@ -100,7 +116,7 @@ def _by_rank(strategy: Strategy, places: Placements, axis: str, case: Case) -> I
     names = [name for name, place in places.items() if axis in summed_over(strategy, case, name, place)]
     together = strategy.coalesced or axis != strategy.weight_axis
     every = range(case.tp if MODES[case.mode].uneven else 1)
-    for own in held_by_rank(case):
+    for own in stages_by_rank(case):
         mine = [name for name in names if any(stage.holds(name) for stage in own)]
         ranks = [ranks_at(case, tp=tp, **own[0].at) for tp in every]
         for group in [mine] if together and mine else [[name] for name in mine]:
@@ -108,3 +124,121 @@ def _by_rank(strategy: Strategy, places: Placements, axis: str, case: Case) -> I
             for tp, size in enumerate(sizes if len(set(sizes)) > 1 else sizes[:1]):
                 at = {**own[0].at, "tp": tp} if len(set(sizes)) > 1 else own[0].at
                 yield CallPlace(at=at, values={"gradients": size})
+
+
+def bucket_rows(strategy: Strategy, case: Case) -> tuple[CallRow, ...]:
+    """The calls of the buckets or units of a case that shares gradients otherwise than in one sum."""
+    places = trained_placements(strategy, case)
+    return tuple(_unit_rows(case, places, strategy) if case.zero >= 2 else _bucket_rows(case, places, strategy))
+
+
+def _bucket_rows(case: Case, places: Placements, strategy: Strategy) -> Iterator[CallRow]:
+    """Sums of buckets over the ranks with other tokens, and what shares them gathered."""
+    op = "reduce_scatter" if case.zero else "all_reduce"
+    for axis in (case.data_axis, *strategy.expert_data_axes):
+        buckets = partial(_buckets, places, axis)
+        yield sum_row(buckets, axis, "of a bucket", "bucket", op, when="not inside")
+        yield sum_row(buckets, axis, "of a bucket", "bucket", op, phase="backward", when="inside", hidden="hides")
+        why = "updated parameters of a bucket"
+        yield CallRow(
+            _without_module(buckets),
+            "step",
+            "all_gather",
+            "bucket",
+            why,
+            axis=axis,
+            times=ONCE_A_STEP,
+            when="zero == 1",
+        )
+
+
+def _without_module(where: Places) -> Places:
+    """Places without their module."""
+    return lambda case: (replace(place, module="") for place in where(case))
+
+
+def _buckets(places: Placements, axis: str, case: Case) -> Iterator[CallPlace]:
+    """The buckets of every stage, of the parameters that have copies over an axis."""
+    own = {name: place for name, place in places.items() if case.data_axis_of(name) == axis}
+    for stage in stages(case):
+        at = ranks_at(case, **stage.at)
+        sizes = {name: elements_at(place, at) for name, place in own.items() if stage.holds(name)}
+        for bucket in stage_buckets(case, stage, sizes, axis_size(case, axis)):
+            module, hides = _completing_module(case, stage, bucket)
+            values = {"bucket": bucket.size, "inside": bool(module), "hides": hides}
+            yield CallPlace(module=module, at=stage.at, values=values)
+
+
+def _completing_module(case: Case, stage: Stage, bucket: Bucket) -> tuple[str, bool]:
+    """The module whose gradient completes a bucket, "" behind backward: for the only bucket, and for one with a
+    deferred gradient. And whether its sum is hidden: unless it starts behind the last product, that of the first layer
+    of the rank's first chunk.
+    """
+    if not case.bucket or (
+        case.wgrad == "deferred" and any(accumulates_in_buffer(case, slot.name) for slot in bucket.slots)
+    ):
+        return "", False
+    order = [*reversed(dict.fromkeys(name.rpartition(".")[0] for name in shapes(case)))]  # in which backward completes
+    if stage.copies_table:  # its gradient comes from the head, and from what embeds behind the decoder
+        order.insert(order.index("final_norm"), order.pop())
+    latest = max(order.index(slot.name.rpartition(".")[0]) for slot in bucket.slots)
+    last_product = order.index(next(name for name in column_linears(case) if stage.holds(name)))
+    return order[latest], case.overlap and (latest < last_product or stage.chunk > 0)
+
+
+def _unit_rows(case: Case, places: Placements, strategy: Strategy) -> Iterator[CallRow]:
+    """Gathers and sums of parameters in shards; a gather belongs to the unit that starts it."""
+    times = ONCE_A_STEP if case.no_sync else MICRO_BATCHES
+    for axis in (shard_axis(case), *strategy.expert_data_axes):
+        sharded = {name: place for name, place in places.items() if shard_axis(case, name) == axis}
+        forward, backward = partial(_units, sharded, phase=Kind.F), partial(_units, sharded, phase=Kind.B)
+        words: dict[str, Any] = {"op": "all_gather", "elements": "unit", "axis": axis, "again": "", "hidden": "ahead"}
+        why = "whole parameters of a unit"
+        gather: Callable[..., CallRow] = partial(CallRow, **words, why=why, times="steps * gathers")
+        yield gather(forward, "forward", when="gathers")
+        yield gather(backward, "backward", when="gathers and not recomputed")
+        yield gather(backward, "recompute", when="gathers and recomputed")
+        own = partial(_units, sharded)
+        yield sum_row(own, axis, "of a unit, into shards", "unit", "reduce_scatter", phase="backward", times=times)
+        if case.shard:
+            yield sum_row(_without_module(own), REPLICAS, "of the shards of a unit", "shard")
+
+
+def _units(places: Placements, case: Case, phase: Kind | None = None) -> Iterator[CallPlace]:
+    """The units of every stage: where they are gathered for forwards or backwards, or at their own modules. A unit that
+    is started ahead begins in the one that is used before it.
+    """
+    again = recomputed_modules(case)
+    for stage in stages(case):
+        at, layers = ranks_at(case, **stage.at), [*stage.layers]
+        units = units_of(case, filter(stage.holds, places))
+        forward = [*([""] if "" in units else []), *(f"layers.{layer}" for layer in layers)]
+        sequence = forward if phase is Kind.F else [f"layers.{layer}" for layer in backward_order(case, layers)]
+        for module, names in units.items():
+            shard = sum(elements_at(places[name], at) for name in names)
+            values = {"unit": shard * axis_size(case, shard_axis(case, names[0])), "shard": shard}
+            if phase is None:
+                yield CallPlace(module=module, at=stage.at, values=values)
+                continue
+            place = sequence.index(module) if module in sequence else 0
+            starts = sequence[place - 1] if case.prefetch and module and place else module
+            values |= {
+                "gathers": _gathers(case, stage, phase, drops=case.zero == 3 and bool(module)),
+                "ahead": case.overlap and starts not in ("", module),
+                "recomputed": is_inside(starts, again),
+            }
+            yield CallPlace(module=starts, at=stage.at, values=values)
+
+
+def _gathers(case: Case, stage: Stage, phase: Kind, *, drops: bool) -> int:
+    """How often a unit of this stage is gathered in a step, for forwards or for backwards; `drops`: it is not kept
+    behind a forward. In a pipeline it stays from a backward to the next forward.
+    """
+    kept, left, found = False, 0, 0
+    for action in order(pipeline_of(case), stage.rank):
+        if action.stage != stage.index:
+            continue
+        found += not kept and (action.kind is Kind.F) == (phase is Kind.F)
+        left += action.kind is not Kind.F
+        kept = not drops if action.kind is Kind.F else stage.count > 1 and left < case.micro
+    return found

@@ -29,7 +29,7 @@ def megatron_beside(case: Case, places: Mapping[str, Placement]) -> Iterator[Lin
     )
     yield "parameters of a rank", f"{local_elements(case, places):,}"
     yield "parameters of the model", f"{whole:,}"
-    if len(case.blocks) == case.layers and not case.replaced(0):  # it knows plain layers alone
+    if len(case.blocks) == case.layers and not case.replaced_branches(0):  # it knows plain layers alone
         yield "weights and optimizer of a rank by Megatron-LM's own estimate", f"{estimated_mb(case):,.2f} MB"
     for what, op, elements, dtype, group in step_calls(case, local_elements(case, places)):
         width = 2 if dtype in ("float16", "bfloat16") else 8 if dtype == "float64" else 4

@@ -1,13 +1,38 @@
 """Experts in the place of a layer's MLP: hidden states in and out as the mode has them.
 
-A rank routes tokens of its own. Where hidden states are whole on every tensor rank, each takes its part of the
-sequence first, and the outputs are gathered in the end. Otherwise tp copies of a token would each send its
-gradient to the experts, tp times the right one (experts.md 22.1). The shared expert is an MLP of the mode's linears.
+A rank routes tokens of its own. Where hidden states are whole on every tensor rank, each takes its part of the sequence
+first, and the outputs are gathered in the end. Otherwise tp copies of a token would each send its gradient to the
+experts, tp times the right one (experts.md 22.1). The shared expert is an MLP of the mode's linears.
 
 `OwnExperts` sends T rows, sorted by expert, through the MLPs that this rank holds. Weights are [experts of the rank,
 out, in]. Each of the `etp` ranks holds a part of the inner features, so that outputs are partial sums over etp. The
 router's weight of a row multiplies its inner features, cast back to their dtype. Source: Megatron-Core 0.16.1
 `SequentialMLP` (experts.md 21.6).
+
+The router of one layer: logits of this rank's own tokens, which experts they go to, and with what weight.
+
+    softmax       select the largest logits; weights are the softmax of those selected
+    pre-softmax   the same selection; weights are their shares of the softmax over all experts, not normalised again
+    sigmoid       weights are the sigmoids of those selected, divided by their sum where there are several
+
+Of equal scores the one with the smaller number is selected: `torch.topk` promises nothing. All times `router_scale`.
+With `router_groups` only the experts of `kept_groups` may be selected, of those with the largest sums of their best
+scores, top_k / kept_groups of each. With `bias_rate` a bias is added to sigmoids where they are selected alone.
+Letters: T tokens, E experts. Source: Megatron-Core 0.16.1 `topk_routing_with_score_function` (experts.md 21.1).
+
+Balance losses are terms of the summed loss that push routers to use all experts alike:
+
+    aux_loss        E/(K T^2) * sum over experts of (its rows) * (the sum of its scores)     T tokens of a micro-batch
+    sequence_loss   the same of every row, and the mean over rows
+    global_loss     the same of the micro-batches that all data ranks have at once, the mean over data ranks
+    z_loss          1/T * the sum of logsumexp(logits)^2
+
+With balance_of=counted T are the tokens whose loss counts, summed over these ranks beside the rows of experts. Rows are
+those of all ranks that hold the micro-batch (or, for global_loss, one of them), one all-reduce of integers each. Scores
+are this rank's own, so that the terms of all ranks add up to the loss. Each is times T, for a step's gradients are
+divided by its counted tokens in the end. Megatron's per-token mode took the rank's own number for T (experts.md 21.5,
+X1). Scores are the softmax, or shares of sigmoids; choices are those without groups and bias. Source: Megatron-Core
+0.16.1 `switch_load_balancing_loss_func`, `z_loss_func`; arXiv:2101.03961, 2202.08906.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,19 +42,120 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from shardproof.parallel.communication.collectives import all_reduce
 from shardproof.parallel.communication.layout import Coordinates, Placement, local_shape
 from shardproof.parallel.communication.mesh import Mesh, coordinates
 from shardproof.parallel.communication.pairs import gather_from_sequence, scatter_to_sequence
 from shardproof.parallel.experts.counts import places_of, rows_sent, tokens_of
-from shardproof.parallel.experts.dispatch import ByAllGather, ByAllToAll, taken, taken_of_all
-from shardproof.parallel.experts.router import Router, balance_term, has_balance, select, weigh
-from shardproof.parallel.layers.mlp import Mlp
-from shardproof.parallel.layers.terms import Terms
+from shardproof.parallel.experts.dispatch import ByAllGather, ByAllToAll, apply_capacity, taken_of_all
+from shardproof.parallel.layers.block import Mlp
+from shardproof.parallel.layers.loss import Terms
 from shardproof.parallel.model.strategy import Rank
 from shardproof.reference.case import Case
 from shardproof.reference.data.batches import micro_batch
-from shardproof.reference.data.routing import forced
+from shardproof.reference.data.routing import forced_experts
 from shardproof.reference.model.parameters import dtype_of
+
+
+def has_balance(case: Case) -> bool:
+    """Whether the case has a balance loss."""
+    return any((case.aux_loss, case.sequence_loss, case.global_loss, case.z_loss))
+
+
+def balance_term(case: Case, mesh: Mesh, logits_BSE: Tensor, chosen_BSE: Tensor, counted_BS: Tensor | None) -> Tensor:
+    """All terms of this rank's tokens, or of those that are `counted_BS`, []; a forced choice counts as it is."""
+    share_BSE = scores(case, logits_BSE)
+    if case.routing == "learned":
+        chosen_BSE = select(case, share_BSE, plain=True)
+    factor, term = case.experts / case.top_k, logits_BSE.new_zeros(())
+    if counted_BS is not None:
+        share_BSE, chosen_BSE = share_BSE * counted_BS[..., None], chosen_BSE & counted_BS[..., None]
+    if case.aux_loss and counted_BS is None:
+        rows_E = all_reduce(chosen_BSE.sum((0, 1)), mesh.axis("tp_cp"))
+        balance = (rows_E * share_BSE.sum((0, 1))).sum() * factor / case.tokens**2
+        term = term + case.aux_loss * case.tokens * balance
+    elif case.aux_loss and counted_BS is not None:
+        mine = torch.cat([chosen_BSE.sum((0, 1)), counted_BS.sum()[None]])
+        *_, tokens = rows_E = all_reduce(mine, mesh.axis("tp_cp"))
+        balance = (rows_E[:-1] * share_BSE.sum((0, 1))).sum() * factor / tokens.clamp(min=1)
+        term = term + case.aux_loss * balance
+    if case.global_loss:
+        rows_E = all_reduce(chosen_BSE.sum((0, 1)), mesh.axis("tp_cp_dp"))
+        balance = (rows_E * share_BSE.sum((0, 1))).sum() * factor / case.tokens**2 / case.dp
+        term = term + case.global_loss * case.tokens * balance
+    if case.sequence_loss:
+        rows_BE = all_reduce(chosen_BSE.sum(1), mesh.axis("tp_cp"))
+        balance = (rows_BE * share_BSE.sum(1)).sum() * factor / case.row_tokens**2 / case.rows
+        term = term + case.sequence_loss * case.tokens * balance
+    if case.z_loss:
+        logits_BSE = logits_BSE if counted_BS is None else logits_BSE[counted_BS]
+        term = term + case.z_loss * torch.logsumexp(logits_BSE, -1).square().sum()
+    return term
+
+
+def router_dtype(case: Case) -> torch.dtype:
+    """The dtype of logits, and of the weights that travel with rows."""
+    dtype: torch.dtype = dtype_of(case) if case.router_dtype == "model" else getattr(torch, case.router_dtype)
+    return dtype
+
+
+class Router(nn.Module):
+    """A linear without bias, whole on every rank, in a dtype of its own."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        super().__init__()
+        self.dtype = router_dtype(case)
+        shape = (case.experts, case.hidden)
+        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype_of(case), device=device))
+        self.bias = torch.zeros(case.experts, dtype=torch.float64, device=device)
+        self.is_sigmoid = case.router == "sigmoid"
+
+    def selection_scores(self, logits: Tensor) -> Tensor:
+        """The scores by which experts are selected."""
+        return logits.sigmoid() + self.bias if self.is_sigmoid else logits
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Hidden states [.., .., hidden] -> logits [.., .., E]."""
+        return functional.linear(x.to(self.dtype), self.weight.to(self.dtype))
+
+
+def scores(case: Case, logits: Tensor) -> Tensor:
+    """The share of every expert in each token, all experts considered: [.., E]."""
+    if case.router != "sigmoid":
+        return logits.softmax(-1)
+    one = logits.sigmoid()
+    return one / (one.sum(-1, keepdim=True) + 1e-20)
+
+
+def select(case: Case, score: Tensor, *, plain: bool = False) -> Tensor:
+    """The experts of every token by these scores, bool [.., E]; `plain` knows no groups."""
+    score = score.detach()
+    if case.router_groups > 1 and not plain:
+        members = score.unflatten(-1, (case.router_groups, -1))
+        each = case.top_k // case.kept_groups
+        of_groups = torch.topk(members, each, dim=-1).values.sum(-1)
+        open_groups = _first(of_groups, case.kept_groups)[..., None]
+        score = torch.where(open_groups, members, -torch.inf).flatten(-2)
+    return _first(score, case.top_k)
+
+
+def _first(score: Tensor, count: int) -> Tensor:
+    ranked = torch.argsort(score, dim=-1, descending=True, stable=True)
+    return torch.zeros_like(score, dtype=torch.bool).scatter_(-1, ranked[..., :count], True)
+
+
+def weigh(case: Case, logits_TE: Tensor, chosen_TE: Tensor) -> Tensor:
+    """The weight of every expert for every token, [T, E], 0 where it is not chosen."""
+    if case.router == "softmax":
+        shares = torch.where(chosen_TE, logits_TE, -torch.inf).softmax(-1)
+    elif case.router == "pre-softmax":
+        shares = logits_TE.softmax(-1).where(chosen_TE, 0)
+    else:
+        shares = logits_TE.sigmoid().where(chosen_TE, 0)
+        if case.top_k > 1:
+            shares = shares / (shares.sum(-1, keepdim=True) + 1e-20)
+    weights: Tensor = shares * case.router_scale
+    return weights
 
 
 class _Stacked(nn.Module):
@@ -58,11 +184,11 @@ class OwnExperts(nn.Module):
         return torch.cat([self._one(expert, *part) for expert, part in enumerate(parts)])
 
     def _one(self, expert: int, x_TH: Tensor, weights_T: Tensor) -> Tensor:
-        inner = self._activated(expert, x_TH)
+        inner = self._inner_features(expert, x_TH)
         inner = (inner * weights_T[:, None]).to(inner.dtype)
         return functional.linear(inner, self._weight("down", expert))
 
-    def _activated(self, expert: int, x_TH: Tensor) -> Tensor:
+    def _inner_features(self, expert: int, x_TH: Tensor) -> Tensor:
         gated = self.activation == "swiglu"  # the gate comes first, so that backward completes its gradient last
         gate = functional.silu(functional.linear(x_TH, self._weight("gate", expert))) if gated else x_TH
         up = functional.linear(x_TH, self._weight("up", expert))
@@ -133,7 +259,7 @@ class ExpertBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Hidden states -> hidden states."""
         own = x if self.case.system.sequence else scatter_to_sequence(x, self.tp, dim=self.sequence_dim)
-        y = self._routed(own)
+        y = self._route_tokens(own)
         if not self.case.system.sequence:
             y = gather_from_sequence(y, self.tp, dim=self.sequence_dim, tensor_parallel_output_grad=False)
         if self.case.shared_ffn:
@@ -141,44 +267,44 @@ class ExpertBlock(nn.Module):
             y = y + (shared * self.shared_gate(x) if self.case.shared_gate else shared)
         return y
 
-    def _routed(self, x: Tensor) -> Tensor:
+    def _route_tokens(self, x: Tensor) -> Tensor:
         """The outputs of routed experts for this rank's own tokens."""
         step, micro = self.draw
         logits = self.router(x)
         logits_TE = logits.flatten(0, 1)
-        chosen_TE = self._chosen(logits_TE)
+        chosen_TE = self._choose_experts(logits_TE)
         weights_TE = weigh(self.case, logits_TE, chosen_TE)
         if has_balance(self.case):
             logits_BSE, chosen_BSE = (self._by_row(one.unflatten(0, x.shape[:2])) for one in (logits_TE, chosen_TE))
-            balance = balance_term(self.case, self.mesh, logits_BSE, chosen_BSE, self._counted(x.device))
-            weights_TE = self.terms.attached(weights_TE, balance)
+            balance = balance_term(self.case, self.mesh, logits_BSE, chosen_BSE, self._counted_tokens(x.device))
+            weights_TE = self.terms.attach(weights_TE, balance)
         if self.case.capacity:
-            chosen_TE = self._taken(weights_TE, chosen_TE)
+            chosen_TE = self._apply_capacity(weights_TE, chosen_TE)
             weights_TE = weights_TE * chosen_TE
         self.chosen[micro] = chosen_TE.unflatten(0, x.shape[:2])
         known = partial(self._sent_by, step, micro)
         return self.dispatch(x.flatten(0, 1), weights_TE, chosen_TE, self.experts, known).view_as(x)
 
-    def _chosen(self, logits_TE: Tensor) -> Tensor:
+    def _choose_experts(self, logits_TE: Tensor) -> Tensor:
         """The experts of every token, bool [T, E]."""
         if self.case.routing == "learned":
             if logits_TE.is_meta:
                 raise ValueError("routing=learned: depends on values, and there are shapes alone; legal: routing=equal")
-            return select(self.case, self.router.selecting(logits_TE))
-        return forced(self.case, self.case.blocks[self.block], self._tokens(self.at)).to(logits_TE.device)
+            return select(self.case, self.router.selection_scores(logits_TE))
+        return forced_experts(self.case, self.case.blocks[self.block], self._tokens(self.at)).to(logits_TE.device)
 
-    def _counted(self, device: torch.device) -> Tensor | None:
-        """Which of this rank's own tokens balance losses count, bool [rows, places of a row]; None: all."""
+    def _counted_tokens(self, device: torch.device) -> Tensor | None:
+        """A mask of this rank's own tokens that balance losses count, bool [rows, places of a row]; None: all."""
         if self.case.balance_of == "all":
             return None
         batch = micro_batch(self.case, *self.draw, self.at["dp"][0])
         counted_BS = batch.counted.reshape(self.case.rows, self.case.row_tokens)
         return counted_BS[:, places_of(self.case, self.at)].to(device)
 
-    def _taken(self, weights_TE: Tensor, chosen_TE: Tensor) -> Tensor:
+    def _apply_capacity(self, weights_TE: Tensor, chosen_TE: Tensor) -> Tensor:
         """The choices that experts take, bool [T, E]."""
         if self.case.capacity_of == "rank":
-            return taken(self.case, weights_TE, chosen_TE, self._tokens(self.at))
+            return apply_capacity(self.case, weights_TE, chosen_TE, self._tokens(self.at))
         holders = self.mesh.axis("tp_cp")
         numbers_RT = torch.stack([self._tokens(coordinates(self.case, rank)) for rank in holders.ranks])
         return taken_of_all(self.case, weights_TE, chosen_TE, numbers_RT, holders)

@@ -32,12 +32,12 @@ from torch.nn import functional
 from shardproof.parallel.communication.collectives import all_gather
 from shardproof.parallel.communication.mesh import Axis, Mesh, coordinates
 from shardproof.parallel.communication.pairs import exchange_rows, gather_from_sequence, reduce_scatter_to_sequence
-from shardproof.parallel.experts.counts import Sent
+from shardproof.parallel.experts.counts import RowCounts
 from shardproof.reference.case import Case
 from shardproof.reference.data.routing import EQUAL_DIGITS
 
 
-def taken(case: Case, weights_TE: Tensor, chosen_TE: Tensor, order_T: Tensor) -> Tensor:
+def apply_capacity(case: Case, weights_TE: Tensor, chosen_TE: Tensor, order_T: Tensor) -> Tensor:
     """The choices of competing tokens that experts take, bool [T, E]; `order_T` are the numbers of the tokens."""
     first = order_T.argsort(stable=True).to(chosen_TE.device)
     chosen = chosen_TE[first]
@@ -57,10 +57,10 @@ def taken_of_all(case: Case, weights_TE: Tensor, chosen_TE: Tensor, numbers_RT: 
     else:
         chosen_TE = all_gather(chosen_TE, axis, dim=0)
         weights_TE = chosen_TE.to(weights_TE.dtype)
-    return taken(case, weights_TE, chosen_TE, numbers_RT.flatten()).chunk(axis.size)[axis.rank]
+    return apply_capacity(case, weights_TE, chosen_TE, numbers_RT.flatten()).chunk(axis.size)[axis.rank]
 
 
-def filled(case: Case, experts_R: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+def pad_to_most(case: Case, experts_R: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Rows sorted by expert, filled up with zeros to `most_rows` of each, and the places of the real rows."""
     count = torch.bincount(experts_R, minlength=case.experts)
     within_R = torch.arange(len(experts_R), device=rows.device) - (count.cumsum(0) - count)[experts_R]
@@ -83,11 +83,11 @@ class _Among:
         self.etp, self.ep = mesh.axis("etp"), mesh.axis("ep")
         self.at = [coordinates(case, rank) for rank in self.every.ranks]
 
-    def counted(self, rows_WE: Sequence[Sequence[int]]) -> Sent:
+    def count_rows(self, rows_WE: Sequence[Sequence[int]]) -> RowCounts:
         """Rows that the ranks send each other, given in the order of their ranks."""
         table = {(at["etp"][0], at["ep"][0]): tuple(rows) for at, rows in zip(self.at, rows_WE, strict=True)}
         rows = tuple(tuple(table[etp, ep] for ep in range(self.ep.size)) for etp in range(self.etp.size))
-        return Sent(rows=rows, etp=self.etp.rank, ep=self.ep.rank)
+        return RowCounts(rows=rows, etp=self.etp.rank, ep=self.ep.rank)
 
 
 class ByAllToAll(_Among):
@@ -95,32 +95,34 @@ class ByAllToAll(_Among):
 
     def __call__(self, x_TH: Tensor, weights_TE: Tensor, chosen_TE: Tensor, compute: Compute, known: Known) -> Tensor:
         """Sum of the outputs of every token's experts: [T, H]."""
-        sent = self._counted(chosen_TE, known)
-        experts_R, tokens_R = _pairs(chosen_TE, sum(sent.sent))
+        sent = self._count_sent(chosen_TE, known)
+        experts_R, tokens_R = _pairs(chosen_TE, sum(sent.rows_to_send))
         x_RH, weights_R = x_TH[tokens_R], weights_TE[tokens_R, experts_R]
         if self.case.pad:
-            (x_RH, places_R), (weights_R, _) = (filled(self.case, experts_R, rows) for rows in (x_RH, weights_R))
-        x_RH, weights_R = (exchange_rows(rows, self.ep, sent.sent, sent.received) for rows in (x_RH, weights_R))
-        x_RH, weights_R = (self._gathered(rows, sent.most) for rows in (x_RH, weights_R))
+            (x_RH, places_R), (weights_R, _) = (pad_to_most(self.case, experts_R, rows) for rows in (x_RH, weights_R))
+        x_RH, weights_R = (
+            exchange_rows(rows, self.ep, sent.rows_to_send, sent.rows_to_receive) for rows in (x_RH, weights_R)
+        )
+        x_RH, weights_R = (self._gather_rows(rows, sent.most) for rows in (x_RH, weights_R))
         order = torch.tensor(sent.sorted_by_expert(), dtype=torch.int64, device=x_TH.device)
         y_RH = compute(x_RH[order], weights_R[order], sent.by_expert)
         y_RH = torch.zeros_like(x_RH).index_copy(0, order, y_RH)
-        y_RH = reduce_scatter_to_sequence(y_RH, self.etp, dim=0)[: sum(sent.received)]
-        y_RH = exchange_rows(y_RH, self.ep, sent.received, sent.sent)
+        y_RH = reduce_scatter_to_sequence(y_RH, self.etp, dim=0)[: sum(sent.rows_to_receive)]
+        y_RH = exchange_rows(y_RH, self.ep, sent.rows_to_receive, sent.rows_to_send)
         if self.case.pad:
             y_RH = y_RH[places_R]
         return torch.zeros_like(x_TH).index_add(0, tokens_R, y_RH)
 
-    def _counted(self, chosen_TE: Tensor, known: Known) -> Sent:
+    def _count_sent(self, chosen_TE: Tensor, known: Known) -> RowCounts:
         """Rows that every rank sends, by a collective unless the case has them as a number."""
         if self.case.pad:
-            return self.counted([[self.case.most_rows] * self.case.experts] * self.every.size)
+            return self.count_rows([[self.case.most_rows] * self.case.experts] * self.every.size)
         rows_WE = all_gather(chosen_TE.sum(0)[None], self.every, dim=0)
         if rows_WE.is_meta:
-            return self.counted([known(rank) for rank in self.every.ranks])
-        return self.counted(rows_WE.tolist())
+            return self.count_rows([known(rank) for rank in self.every.ranks])
+        return self.count_rows(rows_WE.tolist())
 
-    def _gathered(self, rows: Tensor, most: int) -> Tensor:
+    def _gather_rows(self, rows: Tensor, most: int) -> Tensor:
         """The rows of all etp ranks, each padded to the most."""
         missing = most - rows.shape[0] if self.etp.size > 1 else 0
         padded = functional.pad(rows, (*(0, 0) * (rows.dim() - 1), 0, missing))
@@ -138,7 +140,7 @@ class ByAllGather(_Among):
         share = self.case.experts // self.ep.size
         local = slice(self.ep.rank * share, (self.ep.rank + 1) * share)
         if chosen_TE.is_meta:
-            rows = self.counted([known(rank) for rank in self.every.ranks]).by_expert
+            rows = self.count_rows([known(rank) for rank in self.every.ranks]).by_expert
         else:
             rows = chosen_TE[:, local].sum(0).tolist()
         experts_R, tokens_R = _pairs(chosen_TE[:, local], sum(rows))

@@ -26,25 +26,24 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from shardproof.parallel.communication import gradients as sync
 from shardproof.parallel.communication.collectives import all_reduce
 from shardproof.parallel.communication.expectation import ONCE_A_STEP, CallPlace, CallRow
-from shardproof.parallel.communication.layout import Box, Cut, Placement, rows, whole
+from shardproof.parallel.communication.layout import Box, Cut, Placement, rows, whole_box
 from shardproof.parallel.communication.mesh import Mesh
+from shardproof.parallel.communication.schedules import stages_by_rank
 from shardproof.parallel.experts.block import ExpertBlock, blocks_of
-from shardproof.parallel.experts.rows import rows_of_experts
-from shardproof.parallel.layers.mlp import Mlp
-from shardproof.parallel.layers.norm import wide
+from shardproof.parallel.experts.counts import rows_of_experts
+from shardproof.parallel.layers.block import Mlp, wide
+from shardproof.parallel.layers.randomness import Dropout
 from shardproof.parallel.layers.roles import mlp_linears
 from shardproof.parallel.model.strategy import Parts, Rank, Step, Strategy, Value
-from shardproof.parallel.randomness.dropout import Dropout
-from shardproof.parallel.schedules.stages import held_by_rank
+from shardproof.parallel.training import norm, sum_gradients
 from shardproof.reference.case import Case
 from shardproof.reference.model.parameters import dtype_of
 
 
-def _held(case: Case) -> Iterator[CallPlace]:
-    for own in held_by_rank(case):
+def _layers_of_ranks(case: Case) -> Iterator[CallPlace]:
+    for own in stages_by_rank(case):
         layers = [block for block in case.layers_with_experts if any(stage.holds(block) for stage in own)]
         if layers:
             yield CallPlace(at=own[0].at, values={"layers_here": len(layers)})
@@ -52,7 +51,7 @@ def _held(case: Case) -> Iterator[CallPlace]:
 
 BIASES = (
     CallRow(
-        _held,
+        _layers_of_ranks,
         "grad_sync",
         "all_reduce",
         "layers_here * experts",
@@ -83,7 +82,7 @@ def over_copies(others: Callable[[Rank], None], rank: Rank) -> None:
     """The sums of all gradients over the ranks with copies: experts' in one flat call, and `others`."""
     others(rank.of(rank.case.data_axis))
     experts = rank.of(COPIES)
-    sync.sum_gradients(experts.step.partial(experts).values(), rank.mesh.axis(COPIES))
+    sum_gradients(experts.step.partial(experts).values(), rank.mesh.axis(COPIES))
 
 
 def norm_of_all(others: Callable[[Rank], Tensor], rank: Rank) -> Tensor:
@@ -91,21 +90,21 @@ def norm_of_all(others: Callable[[Rank], Tensor], rank: Rank) -> Tensor:
     dense, experts = rank.of(rank.case.data_axis), rank.of(COPIES)
     places = {**experts.updated_places, "": next(iter(dense.updated_places.values()))}
     nothing = torch.zeros((), device=rank.device)
-    axes = [rank.mesh.axis(axis) for axis in rank.strategy.apart[COPIES]]
-    mine = sync.norm({**experts.gradients(), "": nothing}, places, axes, wide(dtype_of(rank.case)))
+    axes = [rank.mesh.axis(axis) for axis in rank.strategy.expert_data_axes[COPIES]]
+    mine = norm({**experts.gradients(), "": nothing}, places, axes, wide(dtype_of(rank.case)))
     return torch.hypot(others(dense), mine)
 
 
 AFTER = ("context", "pipeline")
 
 
-def applied(strategy: Strategy, case: Case) -> Strategy:
+def apply(strategy: Strategy, case: Case) -> Strategy:
     """The strategy with the experts of this case; itself without any."""
     if not case.experts:
         return strategy
 
     def placements(case: Case) -> dict[str, Placement]:
-        return {name: _placed(name, place) for name, place in strategy.placements(case).items()}
+        return {name: _place_expert(name, place) for name, place in strategy.placements(case).items()}
 
     def parts(case: Case, mesh: Mesh, device: torch.device) -> Parts:
         plain = strategy.parts(case, mesh, device)
@@ -130,29 +129,29 @@ def applied(strategy: Strategy, case: Case) -> Strategy:
         strategy,
         placements=placements,
         activation=lambda case, module: _activation(case, strategy, module),
-        partial=lambda case, name: _partial(case, name) or (not _split(name) and strategy.partial(case, name)),
-        apart={**strategy.apart, COPIES: own},
+        partial=lambda case, name: _partial(case, name) or (not _is_expert(name) and strategy.partial(case, name)),
+        expert_data_axes={**strategy.expert_data_axes, COPIES: own},
         parts=parts,
         rows=(*strategy.rows, *rows_of_experts(case), *(BIASES if case.bias_rate else ())),
         step=step,
     )
 
 
-def _placed(name: str, place: Placement) -> Placement:
+def _place_expert(name: str, place: Placement) -> Placement:
     """The experts over ep, and the inner features of each over etp."""
-    if not _split(name):
+    if not _is_expert(name):
         return place
     inner = 2 if name.endswith(".down.weight") else 1
     return replace(place, cuts=(*place.cuts, Cut(axis="ep"), Cut(axis="etp", dim=inner)))
 
 
-def _split(name: str) -> bool:
-    """Is this an expert's parameter, whose gradient holds the tokens of all ranks that send it any?"""
+def _is_expert(name: str) -> bool:
+    """Whether this is an expert's parameter, whose gradient holds the tokens of all ranks that send it any."""
     return ".mlp.experts." in name
 
 
 def _partial(case: Case, name: str) -> bool:
-    """Does this whole parameter's gradient hold a tensor rank's own tokens alone?"""
+    """Whether the gradient of this whole parameter holds only a tensor rank's own tokens."""
     return name.endswith(".mlp.router.weight") or (name.endswith(".mlp.shared_gate.weight") and case.system.sequence)
 
 
@@ -196,5 +195,5 @@ def _choices(rank: Rank, step: int) -> Mapping[str, Value]:
             boxes += rows(own, first=first, total=case.dp * case.micro * case.rows)
         found[f"routing/{step}/{name}"] = tuple(boxes)
         if case.bias_rate:
-            found[f"value_after/{step}/{name}.router.bias"] = (whole(block.router.bias.clone()),)
+            found[f"value_after/{step}/{name}.router.bias"] = (whole_box(block.router.bias.clone()),)
     return found

@@ -5,19 +5,35 @@ linears attention works on [B, S, heads, D], whatever the layout of hidden state
 with context parallelism a slice of each (`parallel.context`). A mode whose hidden states are split along the sequence
 gathers them in the column linear, or exchanges heads for sequence around the core (`exchange`). Sources:
 arXiv:2104.09864 (rotary, rotate-half pairing as Hugging Face Llama), arXiv:2305.13245 (grouped queries).
+
+The exchange of heads for sequence is an all-to-all. p ranks of the axis hold s = S/p tokens of a row each. With p > K
+every kv head is repeated p/K times first, so that each rank gets one; backward sums the copies.
+
+    tensor   | forward                                            | backward       | one rank's send
+    q        | [B, s, N, D] -> [B, S, N/p, D]         all_to_all  | all_to_all     | B*s*N*D
+    k and v  | [B, s, 2, K, D] -> [B, S, 2, K/p, D]   all_to_all  | all_to_all     | B*s*2*max(K, p)*D
+    context  | [B, S, N/p, D] -> [B, s, N, D]         all_to_all  | all_to_all     | B*s*N*D
+
+q travels while k and v are packed; both have arrived before the core starts. The core sees whole rows, so packed rows
+keep their borders. Query head n reads kv head n // (N/K): rank r gets consecutive heads of both kinds, hence the pairs
+stay together. Sources: arXiv:2309.14509; InternEvo `DistributedAttention`, kv-packed (modes.md 3.5).
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from shardproof.parallel.layers.norm import wide
-from shardproof.parallel.randomness.dropout import Draw, Dropout
+from shardproof.parallel.communication import pairs
+from shardproof.parallel.communication.collectives import start_all_to_all
+from shardproof.parallel.communication.mesh import Axis
+from shardproof.parallel.layers.block import wide
+from shardproof.parallel.layers.randomness import Draw, Dropout
 
 Core = Callable[[Tensor, Tensor, Tensor], Tensor]
 """q [B,S,N,D], k and v [B,S,K,D] of whole sequences -> context [B,S,N,D]."""
@@ -41,7 +57,7 @@ class HeadShape:
     recompute_core: bool = False
 
 
-def direct(core: Core, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def no_exchange(core: Core, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The exchange of modes whose ranks see whole sequences anyway: none."""
     return core(q, k, v)
 
@@ -115,7 +131,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, table: tuple[Tensor, Tensor] | None, hidden_B1SS: Tensor | None, draw: Draw) -> Tensor:
         """Hidden states -> hidden states; `table` is None without rotary positions, `draw` the step and micro-batch."""
-        q, k, v = self._projected(x)
+        q, k, v = self._project(x)
         if self.normed:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.heads.sequence_dim == 0:
@@ -148,7 +164,7 @@ class Attention(nn.Module):
         y: Tensor = self.wo(context)
         return y
 
-    def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [.., .., N, D], k and v [.., .., K, D] of this rank's heads, in the layout of hidden states."""
         group, dim = self.heads.group, self.heads.dim
         if not self.fused:
@@ -156,3 +172,41 @@ class Attention(nn.Module):
             return q, k, v
         grouped = self.wqkv(x).unflatten(-1, (-1, group + 2, dim))
         return grouped[..., :group, :].flatten(2, 3), grouped[..., group, :], grouped[..., group + 1, :]
+
+
+_SEQUENCE, _HEADS, _KV_HEADS = 1, 2, 3
+"""Dims: sequence, heads of q and of the context, heads of k and v packed as [B, s, 2, K, D]."""
+
+
+class _ToHeads(torch.autograd.Function):
+    """q, k, v of this rank's tokens and all heads -> q, k, v of all tokens and this rank's heads."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.axis, ctx.copies = axis, max(1, axis.size // k.shape[_HEADS])
+        q_pending = start_all_to_all(q, axis, split_dim=_HEADS, gather_dim=_SEQUENCE)
+        kv = torch.stack((k, v), 2).repeat_interleave(ctx.copies, _KV_HEADS)
+        kv_pending = start_all_to_all(kv, axis, split_dim=_KV_HEADS, gather_dim=_SEQUENCE)
+        q_own, (k_own, v_own) = q_pending.wait(), kv_pending.wait().unbind(2)
+        return q_own, k_own, v_own
+
+    @staticmethod
+    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q_pending = start_all_to_all(grad_q, ctx.axis, split_dim=_SEQUENCE, gather_dim=_HEADS)
+        grad_kv = torch.stack((grad_k, grad_v), 2)
+        kv_pending = start_all_to_all(grad_kv, ctx.axis, split_dim=_SEQUENCE, gather_dim=_KV_HEADS)
+        copies = kv_pending.wait().unflatten(_KV_HEADS, (-1, ctx.copies))
+        k_all, v_all = copies.sum(_KV_HEADS + 1).unbind(2)
+        return q_pending.wait(), k_all, v_all, None
+
+
+def by_all_to_all(axis: Axis) -> Exchange:
+    """The exchange over this axis: (core, q [B,s,N,D], k and v [B,s,K,D]) -> context [B,s,N,D]."""
+
+    def exchange(core: Core, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if axis.size == 1:
+            return core(q, k, v)
+        context = core(*_ToHeads.apply(q, k, v, axis))
+        return pairs.all_to_all(context, axis, split_dim=_SEQUENCE, gather_dim=_HEADS)
+
+    return exchange

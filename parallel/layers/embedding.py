@@ -1,8 +1,8 @@
 """Embedding and head of a tensor-parallel model: tables split over the axis, hidden states whole or split behind them.
 
 Letters: B sequences, S tokens of a sequence, D hidden, V vocabulary (padded where it is split), p ranks of the axis.
-Token and position ids arrive as [B, S]; hidden states leave with the sequence at `sequence_dim` (0: [S, B, D],
-1: [B, S, D]). A token table lies [V/p, D] (along the vocabulary) or [V, D/p] (along hidden); the head lies [V/p, D].
+Token and position ids arrive as [B, S]; hidden states leave with the sequence at `sequence_dim` (0: [S, B, D], 1: [B,
+S, D]). A token table lies [V/p, D] (along the vocabulary) or [V, D/p] (along hidden); the head lies [V/p, D].
 
     table      | hidden states | positions | forward                    | backward
     vocabulary | whole         | any       | all-reduce                 | -

@@ -84,7 +84,7 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """How hidden states lie outside the tensor-parallel region on `axis`, and how they are brought in and out.
+    """The tensor-parallel region on `axis`: how hidden states lie outside it, and what brings them in and out.
 
     `sequence_dim` is the dim split over the axis, None when every rank holds them whole. `keep`: a column linear saves
     the gathered input for backward instead of gathering it again. `overlap`: gradients travel during the weight GEMM.
@@ -101,7 +101,7 @@ class Region:
             return pairs.reduce_from(y, self.axis)
         return pairs.reduce_scatter_to_sequence(y, self.axis, dim=self.sequence_dim)
 
-    def gathered(self, x: Tensor) -> Tensor:
+    def gather_hidden(self, x: Tensor) -> Tensor:
         """Hidden states whole on this rank."""
         return x if self.sequence_dim is None else all_gather(x, self.axis, dim=self.sequence_dim)
 
@@ -123,7 +123,7 @@ class _ColumnProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, region: Region) -> Tensor:
-        total = region.gathered(x)
+        total = region.gather_hidden(x)
         ctx.region, ctx.holder = region, holder_of(weight)
         ctx.save_for_backward(total if region.keep else x, weight)
         return functional.linear(total, weight, bias)

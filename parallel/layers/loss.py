@@ -1,5 +1,6 @@
-"""Cross entropy over logits whose vocabulary is split over an axis; the mathematics of one rank's whole vocabulary.
+"""The loss, further terms of it that modules add, and the metric beside it.
 
+The loss is the cross entropy over logits whose vocabulary is split over an axis, equal to that of a whole vocabulary.
 Letters: V true vocabulary (K classes of label smoothing), padded columns of the last ranks lie behind it and take no
 part. Per token, x = logits - max, Z = sum exp(x), t the label, a the smoothing, b = a/(V-1):
 
@@ -10,17 +11,32 @@ are MAX, SUM x_t, SUM Z and with smoothing SUM x_j, each [tokens]; fused the sum
 
 Sources: Megatron-Core `vocab_parallel_cross_entropy` and its fused form; its smoothing takes K and the mean of one
 partition, here both are global (modes.md 4.6, decision S1).
+
+A term is a scalar that a module adds to the loss where it computes it, on whatever pipeline stage. It is attached to a
+tensor that the loss depends on: forward hands the tensor on, backward gives the term the gradient 1 beside it. So no
+module need return a term, and no stage send one. A term is part of the summed loss of its micro-batch: gradients are
+divided by the step's tokens in the end. The loss of an outcome is that of the logits alone. Source: Megatron-Core
+`MoEAuxLossAutoScaler`, `MTPLossAutoScaler`.
+
+The metric (metric=true) is accuracy, perplexity and loss by dataset of every micro-batch. Its collectives over tp
+(`metric_rows`) are issued in phase metric, before the backward of the micro-batch; whole logits need none. Calls and
+order are those of InternEvo's `AccPerplex` with the types of one dataset (modes.md 3.4). The numbers do not depend on
+the split. A token is right when no logit exceeds its label's, padded columns take no part, and tokens count as in the
+loss (mask and label). No gradient flows. The outcome holds their sums over the run, `metric/<name>`.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from shardproof.parallel.communication.collectives import all_reduce
+from shardproof.parallel.communication.collectives import all_reduce, own_slice
 from shardproof.parallel.communication.expectation import STAGES, CallRow
+from shardproof.parallel.communication.layout import Placement
 from shardproof.parallel.communication.mesh import Axis
-from shardproof.parallel.layers.norm import wide
+from shardproof.parallel.layers.block import wide
 
 IGNORED = -100
 """The label of a token that is never learned."""
@@ -47,7 +63,7 @@ class _CrossEntropy(torch.autograd.Function):
         every = x[..., :real].sum(-1)
         share = x.exp_()
         terms = [hit, share.sum(-1), every] if smoothing else [hit, share.sum(-1)]
-        terms = _summed(terms, axis, fused)
+        terms = _sum_terms(terms, axis, fused)
 
         spread = smoothing / (vocab - 1) if smoothing else 0.0
         loss = terms[1].log() - (1 - smoothing - spread) * terms[0]
@@ -67,8 +83,8 @@ class _CrossEntropy(torch.autograd.Function):
         return (slope * grad[..., None]).to(ctx.dtype), None, None, None, None, None
 
 
-def _summed(terms: list[Tensor], axis: Axis, fused: bool) -> list[Tensor]:
-    """Every term summed over the axis, in one call or in one call each."""
+def _sum_terms(terms: list[Tensor], axis: Axis, fused: bool) -> list[Tensor]:
+    """The sum of every term over the axis, in one call or in one call each."""
     if fused:
         return list(all_reduce(torch.stack(terms), axis))
     return [all_reduce(term, axis) for term in terms]
@@ -79,13 +95,13 @@ def vocabulary_cross_entropy(
 ) -> Tensor:
     """The loss of every token, [...], from this rank's columns [..., V/p]; on an axis of one rank it is the plain one.
 
-    Labels [...] outside 0..vocab-1 (IGNORED) give a finite number that `counted` weighs with 0.
+    Labels [...] outside 0..vocab-1 (IGNORED) give a finite number that `token_weights` weighs with 0.
     """
     loss: Tensor = _CrossEntropy.apply(logits, labels, axis, vocab, smoothing, fused)
     return loss
 
 
-def counted(labels: Tensor, loss_mask: Tensor) -> Tensor:
+def token_weights(labels: Tensor, loss_mask: Tensor) -> Tensor:
     """The weight with which every token counts: its loss mask, 0 where the label is IGNORED."""
     return loss_mask * (labels != IGNORED)
 
@@ -109,3 +125,137 @@ LOGITS = (
     *LOSS,
 )
 """Calls behind a head that splits the vocabulary over tp: its logits are gathered, or their loss is split too."""
+
+
+class _Attached(torch.autograd.Function):
+    """The tensor; in backward its gradient, and 1 for the term."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, term: Tensor) -> Tensor:
+        ctx.save_for_backward(term)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        (term,) = ctx.saved_tensors
+        return grad, torch.ones_like(term)
+
+
+def _identity(loss: Tensor) -> Tensor:
+    return loss
+
+
+class Terms:
+    """The terms of one rank. `scale_loss` gives their gradients the factor of the loss's own (`Step.loss_scale`)."""
+
+    def __init__(self) -> None:
+        self.scale_loss: Callable[[Tensor], Tensor] = _identity
+
+    def attach(self, x: Tensor, term: Tensor) -> Tensor:
+        """A tensor that the loss depends on, with a term [] that is added to this micro-batch's summed loss."""
+        attached: Tensor = _Attached.apply(x, self.scale_loss(term))
+        return attached
+
+
+DATASETS = 1
+"""Number of datasets: a case has one corpus."""
+_VOCABULARY = 2
+"""Dim of logits [.., .., V]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricSums:
+    """Sums over tokens that count: `right` and `tokens` int64 [], `log_likelihood` [], and by dataset int64 `right_of`
+    and `loss_of` [datasets]."""
+
+    right: Tensor
+    tokens: Tensor
+    log_likelihood: Tensor
+    right_of: Tensor
+    loss_of: Tensor
+
+    def __add__(self, other: "MetricSums") -> "MetricSums":
+        return MetricSums(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)})
+
+
+class Metric(nn.Module):
+    """Measures micro-batches and adds them up in `total`. A metric has no parameters and is called with gradients off.
+
+    `place` says how logits lie on `axis`: split along the vocabulary, along the sequence, or whole.
+    """
+
+    def __init__(self, place: Placement, axis: Axis, *, vocab: int, sequence_dim: int) -> None:
+        super().__init__()
+        alone = Axis(name="", ranks=axis.ranks[axis.rank : axis.rank + 1], rank=0, group=None)
+        dims = [cut.dim for cut in place.cuts]
+        self.columns = axis if _VOCABULARY in dims else alone
+        self.rows = axis if dims and _VOCABULARY not in dims else alone
+        self.counts = axis if dims else alone
+        self.vocab, self.sequence_dim = vocab, sequence_dim
+        self.total: MetricSums | None = None
+
+    def forward(self, logits: Tensor, labels: Tensor, weights: Tensor) -> MetricSums:
+        """The sums of this micro-batch; labels and weights (1 or 0) are of all its tokens, as laid out."""
+        tokens = weights.sum().long()
+        labels, weights = (own_slice(x, self.rows, dim=self.sequence_dim) for x in (labels, weights))
+        measured = self._measure(logits, labels, weights, tokens)
+        self.total = measured if self.total is None else self.total + measured
+        return measured
+
+    def _measure(self, logits: Tensor, labels: Tensor, weights: Tensor, tokens: Tensor) -> MetricSums:
+        x, place, elsewhere = self._own(logits, labels)
+        largest = all_reduce(x.amax(-1), self.columns, op="max")
+        hit = x.gather(-1, place[..., None])[..., 0]
+        right = (((hit >= largest) & ~elsewhere) * weights).sum().long()
+        right_of = all_reduce(right.expand(DATASETS), self.counts)
+        right = all_reduce(right, self.counts)
+
+        hit = all_reduce((hit - largest).masked_fill(elsewhere, 0), self.columns)
+        total = all_reduce((x - largest[..., None]).exp().sum(-1), self.columns)
+        log_likelihood = all_reduce(((hit - total.log()) * weights).sum(), self.rows)
+        losses = vocabulary_cross_entropy(logits, labels, self.columns, vocab=self.vocab)
+        return MetricSums(
+            right=right,
+            tokens=tokens,
+            log_likelihood=log_likelihood,
+            right_of=right_of,
+            loss_of=all_reduce((losses * weights).sum().expand(DATASETS), self.rows),
+        )
+
+    def _own(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """This rank's logits with padded columns out of reach, every label's column, and whether it lies elsewhere."""
+        first = self.columns.rank * logits.shape[-1]
+        real = max(0, min(logits.shape[-1], self.vocab - first))
+        x = logits.to(wide(logits.dtype), copy=True)
+        x[..., real:] = -torch.inf
+        elsewhere = (labels < first) | (labels >= first + real)
+        return x, (labels - first).masked_fill(elsewhere, 0), elsewhere
+
+
+def metric_rows(place: Placement | None) -> tuple[CallRow, ...]:
+    """The calls of a case's metric, none without or for whole logits; `place` is that of its logits."""
+    if place is None or not place.cuts:
+        return ()
+    split = _SPLIT if place.cuts[0].dim == _VOCABULARY else _SLICED
+    return (*_COUNTS, *split)
+
+
+def _calls(op: str, elements: str, why: str, *, dtype: str = "loss") -> CallRow:
+    return CallRow(STAGES, "metric", op, elements, why, dtype=dtype, when="metric and last")
+
+
+_COUNTS = (
+    _calls("all_reduce", str(DATASETS), "right tokens of every dataset", dtype="int64"),
+    _calls("all_reduce", "1", "right tokens", dtype="int64"),
+)
+_SPLIT = (
+    _calls("all_reduce max", "tokens", "largest logit"),
+    _calls("all_reduce", "tokens", "logit of the label"),
+    _calls("all_reduce", "tokens", "sum of exp"),
+    _calls("all_reduce max", "tokens", "largest logit, of the loss"),
+    _calls("all_reduce", "tokens", "logit of the label, of the loss"),
+    _calls("all_reduce", "tokens", "sum of exp, of the loss"),
+)
+"""Logits split along the vocabulary."""
+_SLICED = (_calls("all_reduce", "1", "log-likelihood"), _calls("all_reduce", str(DATASETS), "loss of every dataset"))
+"""Logits split along the sequence."""

@@ -19,12 +19,12 @@ _ROWS = frozenset({"wo", "w2"})
 
 
 def is_column(module: str) -> bool:
-    """Is this dotted module name a column linear?"""
+    """Whether the module of this dotted name is a column linear."""
     return module.rpartition(".")[2] in _COLUMNS
 
 
 def is_row(module: str) -> bool:
-    """Is this dotted module name a row linear?"""
+    """Whether the module of this dotted name is a row linear."""
     return module.rpartition(".")[2] in _ROWS
 
 

@@ -28,7 +28,7 @@ class ScaleState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DynamicScale:
-    """How the scale changes after a step."""
+    """The rule by which the scale changes after a step."""
 
     first: float = 2.0**32
     least: float = 1.0
@@ -75,7 +75,7 @@ class LossScaling:
         value, growth, hysteresis = state.tolist()
         self._state = ScaleState(value=value, growth=int(growth), hysteresis=int(hysteresis))
 
-    def scaled(self, loss: Tensor) -> Tensor:
+    def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss [], whose gradients are `value` times as large."""
         scaled: Tensor = _Scaled.apply(loss, self.value)
         return scaled

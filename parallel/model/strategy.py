@@ -7,7 +7,7 @@ own `forward`, and in the backward of the nodes made there. A `Rank` is one rank
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,30 +16,27 @@ from shardproof.parallel.communication.batch import Delivered
 from shardproof.parallel.communication.expectation import CallRow
 from shardproof.parallel.communication.layout import Box, Cut, Placement, pieces
 from shardproof.parallel.communication.mesh import Axis, Mesh
-from shardproof.parallel.layers.attention import Exchange, MaskedCore, core_attention, direct
-from shardproof.parallel.layers.terms import Terms
+from shardproof.parallel.communication.schedules import Stage
+from shardproof.parallel.layers.attention import Exchange, MaskedCore, core_attention, no_exchange
+from shardproof.parallel.layers.loss import Metric, Terms
+from shardproof.parallel.layers.randomness import Dropout
 from shardproof.parallel.model.loss_scale import LossScaling
-from shardproof.parallel.randomness.dropout import Dropout
-from shardproof.parallel.schedules.stages import Stage
 from shardproof.reference.case import Case
-
-if TYPE_CHECKING:
-    from shardproof.parallel.layers.metric import Metric
 
 MakesLayer = Callable[[str], nn.Module]
 """Makes a transformer layer of this dotted name, as those of the decoder are."""
-_Held = TypeVar("_Held")
+_T = TypeVar("_T")
 Value = Tensor | tuple[Box, ...]
 """A value of an outcome: a full tensor, or the boxes that this rank holds of it."""
 Scheduled = tuple[Tensor, Tensor, tuple[Box, ...] | None]
 """Loss sum, number of tokens and logits of a step on a rank; 0, 0 and None where its stages end before the last."""
 
 
-def _same(batch: Delivered) -> Delivered:
+def _whole_batch(batch: Delivered) -> Delivered:
     return batch
 
 
-def _plain(_case: Case, step: "Step") -> "Step":
+def _unchanged_step(_case: Case, step: "Step") -> "Step":
     return step
 
 
@@ -52,16 +49,19 @@ def _shares(case: Case) -> Placement:
 class Parts:
     """A strategy on one rank: the modules that talk, and what happens around the parts that do not.
 
-    `linear` makes the module of a dotted name ("layers.0.mlp.w1"). A column linear has hidden states in and inner
-    features out, a row linear the other way round. `embedding` takes (tokens [B,S], positions [B,S]), `head` takes
-    (hidden states, embedding weight). `loss` gives every token's loss from (logits, labels), both in the strategy's
-    layout. `behind_layer` makes the modules of features, by name, that hidden states pass as they leave a layer.
-    `branches` makes a feature's modules in the place of a layer's attention or MLP (`Core.replaced`), called as these
-    are. They are made from the dotted name and the rank's dropout. `behind_head` makes the modules of
-    `Core.behind_decoder`, by name, from a function that makes a transformer layer of a dotted name. The logits pass
-    them, called with (logits, normed hidden states, micro-batch, `parallel.model.transformer.Transformer`). `terms` are
-    what modules add to the loss. `local` is this rank's part of a delivered micro-batch. `saved_over` is the axis whose
-    ranks share the saved inputs of recomputed layers, None where each rank saves them whole.
+    linear        makes the module of a dotted name ("layers.0.mlp.w1"). A column linear has hidden states in and inner
+                  features out, a row linear the other way round
+    embedding     makes the module that takes (tokens [B,S], positions [B,S])
+    head          makes the module that takes (hidden states, embedding weight)
+    loss          (logits, labels), both in the strategy's layout -> every token's loss
+    behind_layer  makes the modules of features, by name, that hidden states pass as they leave a layer
+    branches      makes a feature's module in the place of a layer's attention or MLP (`Core.replaced_branches`), from
+                  the dotted name and the rank's dropout; it is called as that one is
+    behind_head   makes the modules of `Core.behind_decoder`, by name, from a function that makes a transformer layer.
+                  They are called with (logits, normed hidden states, micro-batch, the `Transformer`), one by one
+    terms         what modules add to the loss
+    local         delivered micro-batch -> this rank's part of it
+    saved_over    axis whose ranks share the saved inputs of recomputed layers; None: each rank saves them whole
     """
 
     linear: Callable[[str], nn.Module]
@@ -69,8 +69,8 @@ class Parts:
     head: Callable[[], nn.Module]
     loss: Callable[[Tensor, Tensor], Tensor]
     core: MaskedCore = core_attention
-    exchange: Exchange = direct
-    local: Callable[[Delivered], Delivered] = _same
+    exchange: Exchange = no_exchange
+    local: Callable[[Delivered], Delivered] = _whole_batch
     behind_layer: Mapping[str, Callable[[], nn.Module]] = field(default_factory=dict)
     branches: Mapping[str, Callable[[str, Dropout], nn.Module]] = field(default_factory=dict)
     behind_head: Mapping[str, Callable[[MakesLayer], nn.Module]] = field(default_factory=dict)
@@ -82,20 +82,20 @@ class Parts:
 class Strategy:
     """A way to split the work.
 
-    sequence_dim   where the sequence lies in hidden states: 0 for [S, B, D], 1 for [B, S, D]
-    weight_axis    mesh axis over which parameters are split, and over which partial gradients are summed
-    data_axes      mesh axes over which gradients of different data are summed, one flat all-reduce each
-    loss_axes      mesh axes over which the loss sum and the token count of a rank are summed
-    placements     case -> how every parameter lies on the mesh
-    activation     (case, module) -> how its output [rows of a data rank, seq, width] lies on the mesh, None if unknown
-    shares         case -> how attention probabilities [rows of a data rank, heads, queries, keys] lie in the core
-    partial        (case, parameter whole on every rank) -> is its gradient on one rank a partial sum?
-    coalesced      are the partial gradients summed in one flat all-reduce (Megatron), or in one each (InternEvo)?
-    norm_axes      mesh axes beside the weight axis that split gradients: the squared norm is summed over them
-    apart          data axis of parameters with a rank order of their own -> the axes that split their gradients
-    parts          (case, mesh, device) -> the strategy bound to one rank
-    rows           the calls of its micro-batches; those of a step follow (`parallel.data_parallel.calls`)
-    step           (case, step) -> what is done in a step, made of what the plain step does
+    sequence_dim      where the sequence lies in hidden states: 0 for [S, B, D], 1 for [B, S, D]
+    weight_axis       mesh axis over which parameters are split, and over which partial gradients are summed
+    data_axes         mesh axes over which gradients of different data are summed, one flat all-reduce each
+    loss_axes         mesh axes over which the loss sum and the token count of a rank are summed
+    placements        case -> how every parameter lies on the mesh
+    activation        (case, module) -> how its output [rows of a data rank, seq, width] lies, None if unknown
+    shares            case -> how attention probabilities [rows of a data rank, heads, queries, keys] lie in the core
+    partial           (case, parameter whole on every rank) -> is its gradient on one rank a partial sum?
+    coalesced         are the partial gradients summed in one flat all-reduce (Megatron), or in one each (InternEvo)?
+    norm_axes         mesh axes beside the weight axis that split gradients: the squared norm is summed over them
+    expert_data_axes  data axis of parameters with a rank order of their own -> the axes that split their gradients
+    parts             (case, mesh, device) -> the strategy bound to one rank
+    rows              the calls of its micro-batches; those of a step follow (`parallel.data_parallel.calls`)
+    step              (case, step) -> what is done in a step, made of what the plain step does
     """
 
     name: str
@@ -109,13 +109,13 @@ class Strategy:
     partial: Callable[[Case, str], bool]
     coalesced: bool = True
     norm_axes: tuple[str, ...] = ()
-    apart: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    expert_data_axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     parts: Callable[[Case, Mesh, torch.device], Parts]
     rows: tuple[CallRow, ...]
-    step: "Callable[[Case, Step], Step]" = _plain
+    step: "Callable[[Case, Step], Step]" = _unchanged_step
 
     def laid_out(self, x_BS: Tensor) -> Tensor:
-        """A tensor [B, S, ...] with its dims in the order of this strategy's hidden states, and back."""
+        """A tensor [B, S, ...] with its dims in the order of this strategy's hidden states; its own inverse."""
         return x_BS.transpose(0, 1) if self.sequence_dim == 0 else x_BS
 
 
@@ -165,7 +165,7 @@ class Rank:
     places: Mapping[str, Placement]
     updated: Mapping[str, Tensor]
     updated_places: Mapping[str, Placement]
-    metric: "Metric | None"
+    metric: Metric | None
     dropout: Dropout
 
     @property
@@ -174,9 +174,9 @@ class Rank:
         return self.chunks[0][1]
 
     def of(self, data_axis: str) -> "Rank":
-        """The rank with the parameters alone that have copies over a mesh axis (`Core.data_axis_of`)."""
+        """This rank with only the parameters that have copies over a mesh axis (`Core.data_axis_of`)."""
 
-        def own(tensors: Mapping[str, _Held]) -> dict[str, _Held]:
+        def own(tensors: Mapping[str, _T]) -> dict[str, _T]:
             return {name: one for name, one in tensors.items() if self.case.data_axis_of(name) == data_axis}
 
         return replace(
@@ -188,8 +188,9 @@ class Rank:
         )
 
     @property
-    def proves(self) -> bool:
-        """Are there numbers to compare? A run on shapes alone shall need the memory of training and no more."""
+    def has_numbers(self) -> bool:
+        """Whether tensors have numbers to compare: not on the meta device."""
+        # a run on shapes alone shall need the memory of training and no more, so callers leave the rest out
         return self.device.type != "meta"
 
     def boxes(self, local: Tensor, place: Placement) -> tuple[Box, ...]:

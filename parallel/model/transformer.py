@@ -12,14 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from shardproof.parallel.communication.batch import Delivered
+from shardproof.parallel.communication.schedules import Stage, units
 from shardproof.parallel.layers.attention import Attention, HeadShape, rotary_table
-from shardproof.parallel.layers.mlp import Mlp
-from shardproof.parallel.layers.norm import Norm
+from shardproof.parallel.layers.block import Mlp, Norm
+from shardproof.parallel.layers.randomness import Draw, Dropout
+from shardproof.parallel.layers.recompute import checkpoint_unit
 from shardproof.parallel.layers.roles import attention_linears, head_norms, mlp_linears
-from shardproof.parallel.layers.units import computed_later_again
 from shardproof.parallel.model.strategy import Parts, Strategy
-from shardproof.parallel.randomness.dropout import Draw, Dropout
-from shardproof.parallel.schedules.stages import Stage, units
 from shardproof.reference.case import Case
 from shardproof.reference.model.parameters import dtype_of
 
@@ -47,13 +46,13 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, table: tuple[Tensor, Tensor] | None, hidden_B1SS: Tensor | None, draw: Draw) -> Tensor:
         """Hidden states -> hidden states; `draw` is the step and the micro-batch that they are of."""
         vars(self.mlp)["draw"] = draw  # a feature's module in its place may read it
-        x = x + self._dropped("attention", self.attention(self.attention_norm(x), table, hidden_B1SS, draw), draw)
-        y: Tensor = x + self._dropped("mlp", self.mlp(self.mlp_norm(x)), draw)
+        x = x + self._dropout_of("attention", self.attention(self.attention_norm(x), table, hidden_B1SS, draw), draw)
+        y: Tensor = x + self._dropout_of("mlp", self.mlp(self.mlp_norm(x)), draw)
         for leaf in self.behind:
             y = self.get_submodule(leaf)(y)
         return y
 
-    def _dropped(self, branch: str, x: Tensor, draw: Draw) -> Tensor:
+    def _dropout_of(self, branch: str, x: Tensor, draw: Draw) -> Tensor:
         return self.dropout.hidden(x, f"{self.name}.{branch}", draw)
 
 
@@ -96,7 +95,7 @@ class Transformer(nn.Module):
         early_stop, contexts = self.case.early_stop, self.contexts
         for unit in self.units if torch.is_grad_enabled() else ():
             through = partial(self._through, unit, table, batch.attention_mask, batch.draw)
-            x = computed_later_again(through, x, early_stop=early_stop, distribute=self.saved_over, contexts=contexts)
+            x = checkpoint_unit(through, x, early_stop=early_stop, distribute=self.saved_over, contexts=contexts)
         held = [int(layer) for layer in self.layers]
         rest = held[sum(map(len, self.units)) :] if torch.is_grad_enabled() else held
         x = self._through(rest, table, batch.attention_mask, batch.draw, x)
@@ -149,13 +148,13 @@ class Transformer(nn.Module):
 
 
 def _layer(case: Case, strategy: Strategy, parts: Parts, dropout: Dropout, device: torch.device, name: str) -> Layer:
-    replaced = case.replaced(case.blocks[name])
+    replaced = case.replaced_branches(case.blocks[name])
 
     def branch(leaf: str, plain: Callable[[], nn.Module]) -> nn.Module:
         feature = replaced.get(leaf)
         return parts.branches[feature](f"{name}.{leaf}", dropout) if feature else plain()
 
-    # Attention first: `parallel.weights.prefetch` takes the order of building as forward order.
+    # Attention first: `parallel.layers.prefetch` takes the order of building as forward order.
     attention = branch("attention", lambda: _attention(case, strategy, parts, dropout, device, name))
     mlp = branch(
         "mlp", lambda: Mlp(case.activation, {leaf: parts.linear(f"{name}.mlp.{leaf}") for leaf in mlp_linears(case)})

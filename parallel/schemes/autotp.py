@@ -39,8 +39,17 @@ from shardproof.parallel.layers.loss import vocabulary_cross_entropy
 from shardproof.parallel.layers.roles import COLUMN_LINEARS, ROW_LINEARS, is_column, is_row
 from shardproof.parallel.model.strategy import Parts, Strategy
 from shardproof.parallel.schemes import tensor
-from shardproof.parallel.slicing.heads import Heads, fused_rows, kv_rows, query_rows
-from shardproof.parallel.slicing.held import Held, beside, in_turn, shard_sizes, widths
+from shardproof.parallel.slicing.rows import (
+    Heads,
+    RowRanges,
+    concat,
+    consecutive,
+    fused_rows,
+    kv_rows,
+    query_rows,
+    shard_sizes,
+    widths,
+)
 from shardproof.reference.case import Case
 from shardproof.reference.model.parameters import dtype_of, shapes
 
@@ -48,22 +57,22 @@ _SEQUENCE_DIM = 1
 
 
 def placements(case: Case) -> dict[str, Placement]:
-    """How every parameter lies on the axis tp."""
+    """The placement of every parameter on the axis tp."""
     return {name: _placement(case, name, shape) for name, shape in shapes(case).items()}
 
 
 def _placement(case: Case, name: str, shape: tuple[int, ...]) -> Placement:
     module, _, leaf = name.rpartition(".")
     if module == "head":
-        return Placement(shape=shape, cuts=(_cut(head_held(case), dim=0 if case.head == "gather" else 1),))
+        return Placement(shape=shape, cuts=(_cut_of(head_held(case), dim=0 if case.head == "gather" else 1),))
     if is_column(module):
-        return Placement(shape=shape, cuts=(_cut(_held(case, module)),))
+        return Placement(shape=shape, cuts=(_cut_of(_ranges_of_module(case, module)),))
     if is_row(module) and leaf == "weight":
-        return Placement(shape=shape, cuts=(_cut(_held(case, module), dim=1),))
+        return Placement(shape=shape, cuts=(_cut_of(_ranges_of_module(case, module), dim=1),))
     return Placement(shape=shape)
 
 
-def _cut(held: Held, *, dim: int = 0) -> Cut:
+def _cut_of(held: RowRanges, *, dim: int = 0) -> Cut:
     return Cut(axis="tp", dim=dim, held=held)
 
 
@@ -72,7 +81,7 @@ def _heads(case: Case) -> Heads:
     return Heads(query=case.heads, kv=case.kv_heads, size=case.head_dim)
 
 
-def _held(case: Case, module: str) -> Held:
+def _ranges_of_module(case: Case, module: str) -> RowRanges:
     """Parts of a column linear's output features, or of a row linear's input features, by rank."""
     heads = _heads(case)
     match module.rpartition(".")[2]:
@@ -83,8 +92,8 @@ def _held(case: Case, module: str) -> Held:
         case "wk" | "wv":
             return kv_rows(heads, case.tp)
         case "w13":
-            return beside(in_turn(_inner(case)), in_turn(_inner(case), first=case.ffn))
-    return in_turn(_inner(case))
+            return concat(consecutive(_inner(case)), consecutive(_inner(case), first=case.ffn))
+    return consecutive(_inner(case))
 
 
 def _inner(case: Case) -> tuple[int, ...]:
@@ -93,31 +102,31 @@ def _inner(case: Case) -> tuple[int, ...]:
     return shard_sizes(case.ffn, case.tp, kv_heads=case.kv_heads, name=name)
 
 
-def head_held(case: Case) -> Held:
+def head_held(case: Case) -> RowRanges:
     """Parts of the head's tokens (head=gather) or of its input features (head=sum), by rank."""
-    return in_turn(shard_sizes(case.vocab if case.head == "gather" else case.hidden, case.tp, name="lm_head"))
+    return consecutive(shard_sizes(case.vocab if case.head == "gather" else case.hidden, case.tp, name="lm_head"))
 
 
 def activation(case: Case, module: str) -> Placement | None:
-    """How a module's output [rows of a data rank, seq, width] lies on the axis tp; None for a module unknown here."""
+    """The placement of a module's output [rows of a data rank, seq, width] on tp; None for a module unknown here."""
     rows, length = case.rows, case.row_tokens
     leaf = module.rpartition(".")[2]
     if module == "head":
         return Placement(shape=(rows, length, case.vocab))
     if is_column(module):
         width = shapes(case)[f"{module}.weight"][0]
-        return Placement(shape=(rows, length, width), cuts=(_cut(_held(case, module), dim=2),))
+        return Placement(shape=(rows, length, width), cuts=(_cut_of(_ranges_of_module(case, module), dim=2),))
     if leaf in ("q_norm", "k_norm"):
-        held = _held(case, "wq" if leaf == "q_norm" else "wk")
-        return Placement(shape=(rows, length, sum(widths(held))), cuts=(_cut(held, dim=2),))
+        held = _ranges_of_module(case, "wq" if leaf == "q_norm" else "wk")
+        return Placement(shape=(rows, length, sum(widths(held))), cuts=(_cut_of(held, dim=2),))
     return tensor.activation(case, module, sequence_split=False)
 
 
 def shares(case: Case) -> Placement:
-    """How the shares of attention [rows of a data rank, heads, queries, keys] lie: the heads that the ranks hold."""
+    """The placement of attention probabilities [rows of a data rank, heads, queries, keys]: by the ranks' heads."""
     rows, length = case.rows, case.row_tokens
     held = query_rows(dataclasses.replace(_heads(case), size=1), case.tp)
-    return Placement(shape=(rows, case.heads, length, length), cuts=(_cut(held, dim=1),))
+    return Placement(shape=(rows, case.heads, length, length), cuts=(_cut_of(held, dim=1),))
 
 
 def parts(case: Case, mesh: Mesh, device: torch.device) -> Parts:
@@ -154,7 +163,13 @@ class _Head(nn.Module):
     """Fields of both heads: this rank's weight, none where the head is tied; the parts of all ranks."""
 
     def __init__(
-        self, shape: tuple[int, ...] | None, region: Region, held: Held, *, dtype: torch.dtype, device: torch.device
+        self,
+        shape: tuple[int, ...] | None,
+        region: Region,
+        held: RowRanges,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         super().__init__()
         self.region, self.held = region, held

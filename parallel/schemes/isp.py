@@ -1,28 +1,171 @@
 """isp: InternEvo's weight parallelism with split sequences. Hidden states [B, S, D] are split on S over tp all the way;
 weights are split over wp, gathered whole for each use. tp and wp are sizes of their own over the same ranks.
 
+Over `tp` the sequence of one data rank is split: every rank keeps its own tokens from embedding to head. Over `wp` the
+weights are split, and gathered whole for each use. wp divides tp * dp and may be smaller or larger than tp. A group of
+wp may hold ranks of several data ranks, or a part of one. The size of wp changes no result: no two ranks see the same
+token, and every gradient is a sum over all ranks. A shard's gradient is reduce-scattered over wp in backward, then
+summed over wdp, whose ranks hold the same shard. A whole parameter's is summed over wdp, then over wp. All tp ranks
+know a token's loss, and its gradient flows back once: see `_loss` and `parallel.communication.pairs`.
+
 A block's gathers belong to the linear that starts them: its own one, or with prefetch another (the table of
-`parallel.weights.prefetch`). Nothing is gathered ahead for another stage of a pipeline. Reduce-scatters belong to the
+`parallel.layers.prefetch`). Nothing is gathered ahead for another stage of a pipeline. Reduce-scatters belong to the
 linear, fused to the block's first. Every gather but that of a table is shared by recompute and backward where it is
 prefetched or fused. Source: InternEvo (modes.md 2, 3.3 to 3.7; its means are sums here, decision G2). With head=local
 per-token losses are gathered, as in InternEvo, so that the outcome of every rank is the whole micro-batch's.
 """
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from shardproof.parallel.communication.batch import DELIVERY
+import torch
+from torch import Tensor, nn
+
+from shardproof.parallel.communication import pairs
+from shardproof.parallel.communication.batch import DELIVERY, Delivered
+from shardproof.parallel.communication.collectives import own_slice
 from shardproof.parallel.communication.expectation import STAGES, CallPlace, CallRow, Places
-from shardproof.parallel.layers.loss import LOSS
-from shardproof.parallel.layers.roles import ATTENTION, linears
-from shardproof.parallel.model.strategy import Strategy
-from shardproof.parallel.schedules.stages import computed_again, stages
-from shardproof.parallel.schemes import weight_parallel
+from shardproof.parallel.communication.layout import Cut, Placement, local_shape
+from shardproof.parallel.communication.mesh import Axis, Mesh
+from shardproof.parallel.communication.schedules import recomputed_layers, stages, stages_at
+from shardproof.parallel.layers.attention import by_all_to_all
+from shardproof.parallel.layers.loss import LOSS, vocabulary_cross_entropy
+from shardproof.parallel.layers.prefetch import Gathers, PrefetchPlan
+from shardproof.parallel.layers.roles import ATTENTION, is_column, is_row, linears
+from shardproof.parallel.layers.weight_parallel import WeightEmbedding, WeightHead, WeightLinear
+from shardproof.parallel.model.strategy import Parts, Strategy
 from shardproof.reference.case import Case
-from shardproof.reference.model.parameters import Shape, shapes
+from shardproof.reference.model.parameters import Shape, dtype_of, shapes
+
+_SEQUENCE = 1
+"""Dim of the sequence in tokens, hidden states and logits."""
+_TABLES = ("embedding.tokens", "head")
+"""Modules whose weights have a row for every token of the padded vocabulary."""
+
+
+def placements(case: Case) -> dict[str, Placement]:
+    """The placement of every parameter on the axis wp: linears by plain rows, since no rank uses a part of one."""
+    return {name: _placement(case, name, shape) for name, shape in shapes(case).items()}
+
+
+def _placement(case: Case, name: str, shape: tuple[int, ...]) -> Placement:
+    module = name.rpartition(".")[0]
+    if module == "embedding.tokens" and case.embedding == "hidden":
+        return Placement(shape=shape, cuts=(Cut(axis="wp", dim=1),))
+    if not _is_split(module):
+        return Placement(shape=shape)
+    blocks = (case.padded_vocab,) if module in _TABLES else ()
+    return Placement(shape=shape, cuts=(Cut(axis="wp", blocks=blocks),))
+
+
+def _is_split(module: str) -> bool:
+    return module in _TABLES or is_column(module) or is_row(module)
+
+
+def activation(case: Case, module: str) -> Placement | None:
+    """The placement of a module's output [rows of a data rank, seq, width]; None for a module unknown here.
+
+    Everything is split along the sequence over tp, but the logits that were exchanged or gathered.
+    """
+    rows, length = case.rows, case.row_tokens
+    split = Cut(axis="tp", dim=_SEQUENCE)
+    if module == "head":
+        shape = (rows, length, case.vocab)
+        match case.head:
+            case "exchange":
+                return Placement(shape=shape, cuts=(Cut(axis="tp", dim=2, blocks=(case.padded_vocab,)),))
+            case "gather":
+                return Placement(shape=shape)
+        return Placement(shape=shape, cuts=(split,))
+    width = _width(case, module)
+    return None if width is None else Placement(shape=(rows, length, width), cuts=(split,))
+
+
+def _width(case: Case, module: str) -> int | None:
+    """Features of an output, all heads together."""
+    leaf = module.rpartition(".")[2]
+    if is_column(module) or is_row(module):
+        return shapes(case)[f"{module}.weight"][0]
+    if leaf in ("q_norm", "k_norm"):
+        return (case.heads if leaf == "q_norm" else case.kv_heads) * case.head_dim
+    block = module.startswith("layers.") and (leaf.isdigit() or leaf in ("attention", "mlp"))
+    if block or leaf in ("embedding", "attention_norm", "mlp_norm", "final_norm"):
+        return case.hidden
+    return None
+
+
+def is_partial(case: Case, name: str) -> bool:
+    """Every rank sees tokens of its own, so the gradient of whatever is whole is a partial sum everywhere."""
+    return not _is_split(name.rpartition(".")[0])
+
+
+def parts(case: Case, mesh: Mesh, device: torch.device) -> Parts:
+    """The strategy of a case on one rank."""
+    sequence, weights = mesh.axis("tp"), mesh.axis("wp")
+    places, dtype = placements(case), dtype_of(case)
+    plan = PrefetchPlan(ahead=case.overlap, fused=case.fuse_weights, again=recomputed_layers(case))
+    own_stages = stages_at(case, mesh.coordinates)
+    by_layer = {layer: one for stage in own_stages for one in [Gathers(weights, plan)] for layer in stage.layers}
+
+    def own(name: str) -> tuple[int, ...] | None:
+        return local_shape(places[name], mesh.coordinates) if name in places else None
+
+    def linear(name: str) -> nn.Module:
+        block, leaf = name.split(".")[1], name.rpartition(".")[2]
+        shape = local_shape(places[f"{name}.weight"], mesh.coordinates)
+        gathers = by_layer[int(block)]
+        return WeightLinear(shape, gathers, block=int(block), leaf=leaf, bias=case.bias, dtype=dtype, device=device)
+
+    def embedding() -> nn.Module:
+        place = places["embedding.tokens.weight"]
+        tokens, positions = local_shape(place, mesh.coordinates), own("embedding.positions.weight")
+        return WeightEmbedding(
+            tokens, positions, weights, dim=1 if case.embedding == "hidden" else 0, dtype=dtype, device=device
+        )
+
+    def head() -> nn.Module:
+        return WeightHead(
+            own("head.weight"), weights, sequence, form=case.head, vocab=case.vocab, dtype=dtype, device=device
+        )
+
+    def local(batch: Delivered) -> Delivered:
+        """This rank's tokens and their positions; labels, loss mask and borders stay whole."""
+        tokens, positions = (own_slice(x, sequence, dim=_SEQUENCE) for x in (batch.tokens, batch.positions))
+        return dataclasses.replace(batch, tokens=tokens, positions=positions)
+
+    return Parts(
+        linear=linear,
+        embedding=embedding,
+        head=head,
+        loss=partial(_loss, case, sequence, mesh.rank),
+        exchange=by_all_to_all(sequence),
+        local=local,
+    )
+
+
+def _loss(case: Case, sequence: Axis, rank: int, logits: Tensor, labels_BS: Tensor) -> Tensor:
+    """Every token's loss [B, S]; labels are whole under every form of the head.
+
+    With head=exchange the loss is vocabulary-parallel. With head=gather each rank computes the loss of all tokens. With
+    head=local each rank computes that of its own tokens, and an all-gather joins them (backward: own slice).
+    """
+    alone = Axis(name="", ranks=(rank,), rank=0, group=None)
+    labels = own_slice(labels_BS, sequence, dim=_SEQUENCE) if case.head == "local" else labels_BS
+    losses = vocabulary_cross_entropy(
+        logits,
+        labels,
+        sequence if case.head == "exchange" else alone,
+        vocab=case.vocab,
+        smoothing=case.label_smoothing,
+        fused=case.cross_entropy == "fused",
+    )
+    if case.head != "local":
+        return losses
+    return pairs.gather_from_sequence(losses, sequence, dim=_SEQUENCE, tensor_parallel_output_grad=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +185,12 @@ class _Gather:
 def _gathers(case: Case, layers: Sequence[int], full: dict[str, Shape]) -> Iterator[_Gather]:
     """The gathers of these consecutive layers, all of a stage's: each stage begins and ends as a whole model does."""
     blocks = {layer: [linear for linear in linears(case) if linear.startswith(f"layers.{layer}.")] for layer in layers}
-    order, first, last, recomputed = [*itertools.chain(*blocks.values())], layers[0], layers[-1], computed_again(case)
+    order, first, last, recomputed = (
+        [*itertools.chain(*blocks.values())],
+        layers[0],
+        layers[-1],
+        recomputed_layers(case),
+    )
     following = dict(zip(order, [*order[1:], order[-1]], strict=True))
     for layer, own in blocks.items():
         again = layer in recomputed
@@ -119,11 +267,11 @@ _ROWS = (
 ISP = Strategy(
     name="isp",
     sequence_dim=1,
-    placements=weight_parallel.placements,
-    activation=weight_parallel.activation,
-    partial=weight_parallel.partial,
+    placements=placements,
+    activation=activation,
+    partial=is_partial,
     coalesced=False,
-    parts=weight_parallel.parts,
+    parts=parts,
     rows=_ROWS,
     weight_axis="wp",
     data_axes=("wdp",),

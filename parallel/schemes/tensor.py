@@ -1,13 +1,26 @@
-"""Tensor parallelism over one axis: what the modes tp, tp-sp, mtp, msp and fsp share, bound to a case and a mesh.
+"""Tensor parallelism over the axis tp: the modes tp and tp-sp of Megatron, mtp, msp and fsp of InternEvo.
+
+    mode   hidden states           a column linear              partial gradients of
+    tp     [S, B, D], whole        -                            q/k norms: sums over this rank's heads
+    tp-sp  [S, B, D], split on S   gathers again in backward    norms and row biases too: over this rank's tokens
+    mtp    [B, S, D], whole        -                            as tp, summed one by one
+    msp    [B, S, D], split on S   keeps its gathered input     as tp-sp, summed one by one, never averaged (G1)
+    fsp    [B, S, D], split on S   gathers again in backward    as msp
+
+Every column linear gathers by itself: w1 and w3 send the same tensor twice unless they are fused. Learned positions
+meet the hidden states before the split, so their gradients are whole. InternEvo's modes split the token table along
+hidden by default; gathered logits get the plain loss (decision H1).
 
 Column linears hold rows of their weight (whole heads, or inner features), row linears hold columns. The vocabulary is
 split by rows (padded, see `Case.padded_vocab`), or the token table by columns with embedding=hidden. Norms, learned
 positions and row biases are whole on every rank. The modes differ in how hidden states lie between the linears: a
 `Region`. `WHOLE` and `SPLIT` are the calls of a micro-batch where they are whole on every rank, and where they are
-split along the sequence.
+split along the sequence. Sources: arXiv:1909.08053, arXiv:2205.05198; Megatron-Core 0.14 with local layers (modes.md 2,
+4.3); InternEvo (modes.md 2, 2.1, 3.3, 3.4, 3.7).
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,9 +33,9 @@ from shardproof.parallel.communication.mesh import Axis, Mesh
 from shardproof.parallel.layers.embedding import Head, HiddenEmbedding, VocabularyEmbedding
 from shardproof.parallel.layers.linear import ColumnLinear, Region, RowLinear
 from shardproof.parallel.layers.loss import LOGITS, vocabulary_cross_entropy
+from shardproof.parallel.layers.recompute import SAVED
 from shardproof.parallel.layers.roles import COLUMN_LINEARS, ROW_LINEARS, is_column, is_row
-from shardproof.parallel.layers.units import SAVED
-from shardproof.parallel.model.strategy import Parts
+from shardproof.parallel.model.strategy import Parts, Strategy
 from shardproof.reference.case import Case
 from shardproof.reference.model.parameters import dtype_of, shapes
 
@@ -77,7 +90,7 @@ GATHERED_AGAIN = tuple(
 
 
 def placements(case: Case) -> dict[str, Placement]:
-    """How every parameter lies on the axis tp."""
+    """The placement of every parameter on the axis tp."""
     return {name: _placement(case, name, shape) for name, shape in shapes(case).items()}
 
 
@@ -88,14 +101,14 @@ def _placement(case: Case, name: str, shape: tuple[int, ...]) -> Placement:
     if module in ("embedding.tokens", "head"):
         return Placement(shape=shape, cuts=(Cut(axis="tp", blocks=(case.padded_vocab,)),))
     if is_column(module):
-        return Placement(shape=shape, cuts=(_cut(case, module),))
+        return Placement(shape=shape, cuts=(_output_cut(case, module),))
     if is_row(module) and leaf == "weight":
         return Placement(shape=shape, cuts=(Cut(axis="tp", dim=1, unit=_unit(case, module)),))
     return Placement(shape=shape)
 
 
-def _cut(case: Case, module: str, *, dim: int = 0) -> Cut:
-    """Of a column linear's output features."""
+def _output_cut(case: Case, module: str, *, dim: int = 0) -> Cut:
+    """The cut of a column linear's output features."""
     return Cut(axis="tp", dim=dim, blocks=_blocks(case, module), unit=_unit(case, module))
 
 
@@ -120,12 +133,12 @@ def _unit(case: Case, module: str) -> int:
 
 
 def activation(case: Case, module: str, *, sequence_split: bool) -> Placement | None:
-    """How a module's output [rows of a data rank, seq, width] lies on the axis tp; None for a module unknown here."""
+    """The placement of a module's output [rows of a data rank, seq, width] on tp; None for a module unknown here."""
     rows, length = case.rows, case.row_tokens
     leaf = module.rpartition(".")[2]
     if is_column(module):
         width = shapes(case)[f"{module}.weight"][0]
-        return Placement(shape=(rows, length, width), cuts=(_cut(case, module, dim=2),))
+        return Placement(shape=(rows, length, width), cuts=(_output_cut(case, module, dim=2),))
     if leaf in ("q_norm", "k_norm"):
         width = (case.heads if leaf == "q_norm" else case.kv_heads) * case.head_dim
         return Placement(shape=(rows, length, width), cuts=(Cut(axis="tp", dim=2),))
@@ -141,12 +154,12 @@ def activation(case: Case, module: str, *, sequence_split: bool) -> Placement | 
 
 
 def head_partial(_case: Case, name: str) -> bool:
-    """Is this whole parameter's gradient a sum over heads? True for q/k norms, under every layout of hidden states."""
+    """Whether the gradient of this whole parameter is a sum over heads: for q/k norms, in every layout."""
     return name.rpartition(".")[0].rpartition(".")[2] in ("q_norm", "k_norm")
 
 
 def sequence_partial(_case: Case, name: str) -> bool:
-    """Is this whole parameter's gradient a sum over a rank's own tokens or heads? True for norms and row biases.
+    """Whether the gradient of this whole parameter is a sum over a rank's own tokens or heads: norms, row biases.
 
     Learned positions are not partial. They meet the hidden states before the split, and the all-gather in the backward
     of the split gives every rank the whole gradient.
@@ -212,3 +225,27 @@ def parts(
 
     saved_over = axis if case.distribute_saved else None
     return Parts(linear=linear, embedding=embedding, head=head, loss=loss, saved_over=saved_over)
+
+
+def _strategy(
+    name: str, *, sequence_dim: int, sequence_split: bool, keep: bool = False, coalesced: bool = False
+) -> Strategy:
+    """The strategy of one of these modes: how hidden states lie, whether a column linear keeps its gathered input."""
+    again = () if keep else GATHERED_AGAIN
+    return Strategy(
+        name=name,
+        sequence_dim=sequence_dim,
+        placements=placements,
+        activation=partial(activation, sequence_split=sequence_split),
+        partial=sequence_partial if sequence_split else head_partial,
+        coalesced=coalesced,
+        parts=partial(parts, sequence_dim=sequence_dim, sequence_split=sequence_split, keep=keep),
+        rows=(*SPLIT, *again) if sequence_split else WHOLE,
+    )
+
+
+TP = _strategy("tp", sequence_dim=0, sequence_split=False, coalesced=True)
+TP_SP = _strategy("tp-sp", sequence_dim=0, sequence_split=True, coalesced=True)
+MTP = _strategy("mtp", sequence_dim=1, sequence_split=False)
+MSP = _strategy("msp", sequence_dim=1, sequence_split=True, keep=True)
+FSP = _strategy("fsp", sequence_dim=1, sequence_split=True)

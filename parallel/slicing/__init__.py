@@ -1,11 +1,8 @@
 """Tensor slicing as DeepSpeed does it, as pure functions of shapes: which rows or columns of a weight each rank holds.
 
-    held          how many elements of a dim each rank holds, and which ranges of them, put together from parts
-    heads         attention: heads of each rank, and the order in which a fused weight holds query, key and value
-    strided       DeepSpeed's two copies by shapes alone (`strided_copy`, `copy`), and the scales of quantised weights
-    families      the tensors of a layer by model family, and how each is cut
-    words         the words of a slice: `family=opt hidden=768 heads=12 tp=2`
-    slices        every tensor of a model, and what each rank holds of it
+    rows          which ranges of a dim each rank holds; its heads, and their order in a fused weight
+    words         the words of a slice, `family=opt hidden=768 heads=12 tp=2`, and the tensors of a layer by family
+    slices        every tensor of a model, and what each rank holds of it, also by DeepSpeed's two copies
     checkpoint    the inverse of a slice; a checkpoint cut and put together again
 
 A `Slice` has a `parallel.communication.layout.Placement`: `shard` cuts by it, `gather` puts together. Nothing here is

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardproof.parallel.communication.layout import Placement, gather, meshgrid, pieces, shard
-from shardproof.parallel.slicing.held import times_held
+from shardproof.parallel.slicing.rows import count_holders
 from shardproof.parallel.slicing.slices import Slice, slices
 from shardproof.parallel.slicing.words import Sliced
 from shardproof.reference.errors import CaseError
@@ -47,7 +47,7 @@ def check(sliced: Sliced, files: Sequence[str]) -> Checked:
     times = {one.name: 0 for one in made}
     wrong: list[str] = []
     with ExitStack() as stack:
-        tensors = _opened(files, stack)
+        tensors = _open_files(files, stack)
         known: set[str] = set()
         # Longer names first: the last norm's name may end like that of a norm in a layer.
         for one in sorted(made, key=lambda one: -len(one.sources[0])):
@@ -56,7 +56,7 @@ def check(sliced: Sliced, files: Sequence[str]) -> Checked:
             for prefix in found:
                 names = [prefix + source for source in one.sources]
                 known.update(names)
-                whole = _whole(one, names, [tensors[name].get_tensor(name) for name in names])
+                whole = _assemble(one, names, [tensors[name].get_tensor(name) for name in names])
                 parts = [shard(whole, one.place, at) for at in meshgrid({"tp": sliced.tp})]
                 try:
                     exact = same_bits(inverse(parts, one.place), whole)
@@ -76,7 +76,7 @@ def inverse(parts: Sequence[Tensor], place: Placement) -> Tensor:
     Raises CaseError when parts that hold the same elements differ, or some elements lie on no rank.
     """
     for cut in place.cuts:
-        lost = times_held(cut.held, place.shape[cut.dim or 0]).count(0)
+        lost = count_holders(cut.held, place.shape[cut.dim or 0]).count(0)
         if lost:
             raise CaseError("held", f"{lost} elements", "lie on no rank", "parts that hold every element")
     ranks = meshgrid({"tp": len(parts)})
@@ -96,7 +96,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(*(x.contiguous().view(-1).view(torch.uint8) for x in (a, b)))
 
 
-def _opened(files: Sequence[str], stack: ExitStack) -> dict[str, Any]:
+def _open_files(files: Sequence[str], stack: ExitStack) -> dict[str, Any]:
     """Tensor name -> the open file that has it."""
     try:
         library = importlib.import_module("safetensors")
@@ -127,7 +127,7 @@ def _prefixes(one: Slice, tensors: Sequence[str]) -> Iterator[str]:
         yield prefix
 
 
-def _whole(one: Slice, names: list[str], sources: list[Tensor]) -> Tensor:
+def _assemble(one: Slice, names: list[str], sources: list[Tensor]) -> Tensor:
     """The tensor of a slice from its sources, end to end, transposed where it is."""
     whole = sources[0] if len(sources) == 1 else torch.cat(sources)
     whole = whole.t().contiguous() if one.transposed and whole.dim() == 2 else whole

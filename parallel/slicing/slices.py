@@ -4,20 +4,128 @@
 
 A row linear's bias is whole on every rank and added once, after the sum over the ranks. Source: DeepSpeed 0.19.8
 `module_inject/auto_tp.py`, `layers.py`, `containers/opt.py`, `containers/base.py` (modes.md 8, experts.md 27).
+
+DeepSpeed's two copies are placements computed from shapes alone:
+
+    strided    several sub-parameters one behind the other (q, k, v; gate, up): each is cut by itself, and a rank holds
+               its piece of each (`strided_copy`; `num_splits` equal parts, or parts of any lengths)
+    plain      one contiguous part of the output features, or of the input features (`copy`)
+
+Weights are [in, out] after a policy's transpose, or [out, in] as Hugging Face stores them. `orientation` is "in-out" or
+"out-in" (DeepSpeed's flag int8 stands for "out-in", of whatever dtype). Biases have one dim. A tensor as large on a
+rank as the whole is whole there. A part larger than the whole would be a merge and is refused. Source: DeepSpeed 0.19.8
+`module_inject/auto_tp.py` ReplaceWithTensorSlicing (experts.md 27.1). There remainders are dropped, parts are always
+equal thirds, and scales are attached whole: see docs/slicing.md.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from shardproof.parallel.communication.layout import Cut, Placement
-from shardproof.parallel.slicing.families import Linear
-from shardproof.parallel.slicing.heads import fused_rows, kv_rows, query_rows, shared_qk_rows
-from shardproof.parallel.slicing.held import Held, beside, in_turn, nonempty, shard_sizes
-from shardproof.parallel.slicing.strided import plain, strided
-from shardproof.parallel.slicing.words import Sliced
+from shardproof.parallel.slicing.rows import (
+    RowRanges,
+    concat,
+    consecutive,
+    fused_rows,
+    kv_rows,
+    nonempty,
+    query_rows,
+    shard_sizes,
+    shared_qk_rows,
+)
+from shardproof.parallel.slicing.words import Linear, Sliced
 from shardproof.reference.errors import CaseError
 
+ORIENTATIONS = ("in-out", "out-in")
 Shape = tuple[int, ...]
+
+
+def features_dim(shape: Shape, orientation: str) -> int:
+    """The dim of the output features of a weight or bias of this shape.
+
+    Raises CaseError for an unknown orientation or a shape of neither.
+    """
+    if orientation not in ORIENTATIONS:
+        raise CaseError("orientation", orientation, "is not a known word", "|".join(ORIENTATIONS))
+    if len(shape) not in (1, 2):
+        raise CaseError("shape", shape, "must be that of a weight [2 dims] or a bias [1 dim]", "(768, 2304)")
+    return int(len(shape) == 2 and orientation == "in-out")
+
+
+def ranges_of_parts(parts: Sequence[int], ranks: int) -> RowRanges:
+    """The rows of equal shares of every part; parts lie end to end. Raises CaseError where one leaves a remainder."""
+    if any(length % ranks for length in parts):
+        legal = str(tuple(-(-length // ranks) * ranks for length in parts))
+        raise CaseError("parts", tuple(parts), f"must each be a multiple of ranks={ranks}", legal)
+    starts = itertools.accumulate(parts, initial=0)
+    return concat(
+        *(consecutive([length // ranks] * ranks, first=start) for length, start in zip(parts, starts, strict=False))
+    )
+
+
+def strided_placement(
+    src: Shape, dst: Shape, *, ranks: int, parts: Sequence[int], orientation: str = "in-out"
+) -> Placement:
+    """The placement by which a weight or bias `src`, made of `parts` along its outputs, becomes `dst` on each rank.
+
+    `parts` sum to those features. Raises CaseError for shapes between which there is no such cut.
+    """
+    dim = features_dim(src, orientation)
+    if sum(parts) != src[dim]:
+        raise CaseError("parts", tuple(parts), f"must sum to the {src[dim]} output features", f"({src[dim]},)")
+    return _cut_between(src, dst, dim, parts, ranks)
+
+
+def plain(src: Shape, dst: Shape, *, ranks: int, orientation: str = "in-out") -> Placement:
+    """The placement by which a weight or bias `src` becomes a contiguous part `dst`, along the dim that differs.
+
+    Raises CaseError when both dims differ, and for shapes between which there is no such cut.
+    """
+    dim = features_dim(src, orientation)
+    if len(src) == 2 == len(dst) and src[1 - dim] != dst[1 - dim]:
+        dim = 1 - dim
+    return _cut_between(src, dst, dim, (src[dim],), ranks)
+
+
+def _cut_between(src: Shape, dst: Shape, dim: int, parts: Sequence[int], ranks: int) -> Placement:
+    if len(src) != len(dst) or any(a != b for d, (a, b) in enumerate(zip(src, dst, strict=True)) if d != dim):
+        legal = (*src[:dim], src[dim] // ranks, *src[dim + 1 :])
+        raise CaseError("dst", dst, f"must differ from src={src} in one dim alone", str(legal))
+    if src[dim] == dst[dim]:
+        return Placement(shape=src)
+    if dst[dim] > src[dim]:
+        rule = f"is larger than src={src}: slicing cuts and never merges"
+        raise CaseError("dst", dst, rule, f"merge the shards first, then dst with {src[dim] // ranks} in dim {dim}")
+    if dst[dim] * ranks != src[dim]:
+        rule = f"times ranks={ranks} is not the {src[dim]} of dim {dim}: the rest would be lost"
+        raise CaseError("dst", dst, rule, f"dst with {src[dim]} / ranks in dim {dim}, where ranks divides it")
+    return Placement(shape=src, cuts=(Cut(axis="tp", dim=dim, held=ranges_of_parts(parts, ranks)),))
+
+
+def scales(place: Placement, grid: Shape) -> Placement:
+    """The placement of a quantised weight's scales if it lies as `place`: dequantising commutes with slicing.
+
+    `grid` is the shape of the scales: entry (i, j) is the scale of an equal block of the weight. In a dim, 1 is one
+    scale for all of it. A rank holds the scales of the blocks that it holds, in the order in which it holds them.
+    Raises CaseError for a grid that is none of the weight, and for a cut that falls inside a block.
+    """
+    if len(grid) != len(place.shape) or any(size % count for size, count in zip(place.shape, grid, strict=True)):
+        raise CaseError(
+            "grid", grid, f"must divide the weight {place.shape} into equal blocks", str((1,) * len(place.shape))
+        )
+    if not place.cuts or grid[place.cuts[0].dim or 0] == 1:
+        return Placement(shape=grid)
+    cut, dim = place.cuts[0], place.cuts[0].dim or 0
+    block = place.shape[dim] // grid[dim]
+    for part in itertools.chain.from_iterable(cut.held):
+        if part.start % block or part.stop % block:
+            rule = f"has blocks of {block} in dim {dim}, and a cut at {part.start}..{part.stop} falls inside one"
+            raise CaseError("grid", grid, rule, f"1 in dim {dim}, or blocks that end at every cut")
+    held = tuple(tuple(range(part.start // block, part.stop // block) for part in own) for own in cut.held)
+    return Placement(shape=grid, cuts=(replace(cut, held=held),))
+
+
 _WHOLE = "whole"
 _AFTER = "whole; added once, after the sum"
 
@@ -48,30 +156,30 @@ def slices(sliced: Sliced) -> tuple[Slice, ...]:
     return (*layer, *_outer(sliced))
 
 
-def _whole(name: str, shape: Shape, rule: str = _WHOLE) -> Slice:
+def _whole_slice(name: str, shape: Shape, rule: str = _WHOLE) -> Slice:
     return Slice(name=name, sources=(name,), place=Placement(shape=shape), rule=rule)
 
 
-def _held(shape: Shape, dim: int, held: Held) -> Placement:
+def _placement_of_ranges(shape: Shape, dim: int, held: RowRanges) -> Placement:
     return Placement(shape=shape, cuts=(Cut(axis="tp", dim=dim, held=held),))
 
 
 def _autotp(sliced: Sliced) -> Iterator[Slice]:
     for linear in sliced.architecture.linears:
-        held, rule = _cut(sliced, linear)
+        held, rule = _rows_of_linear(sliced, linear)
         rows = linear.role not in ("out", "down")
         shape = _shape(sliced, linear.role)
         names = [f"{linear.name}.weight"] + ([f"{linear.name}.bias"] if sliced.bias and linear.biased else [])
         for name in names:
             if name.endswith("bias") and not rows:
-                yield _whole(name, shape[:1], _AFTER)
+                yield _whole_slice(name, shape[:1], _AFTER)
                 continue
             yield Slice(
                 name=name,
                 sources=(name,),
-                place=_held(shape if name.endswith("weight") else shape[:1], int(not rows), held),
+                place=_placement_of_ranges(shape if name.endswith("weight") else shape[:1], int(not rows), held),
                 rule=rule,
-                copied=_copied(sliced, linear.role),
+                copied=_copied_kv_rows(sliced, linear.role),
             )
     yield from _norms(sliced)
 
@@ -85,7 +193,7 @@ def _shape(sliced: Sliced, role: str) -> Shape:
     return (2 * sliced.ffn if role == "gate_up" else rows[role], hidden)
 
 
-def _cut(sliced: Sliced, linear: Linear) -> tuple[Held, str]:
+def _rows_of_linear(sliced: Sliced, linear: Linear) -> tuple[RowRanges, str]:
     """Rows of a linear on every rank (columns for out and down), and the rule in words."""
     heads, tp, spare = sliced.attention, sliced.tp, sliced.spare
     shared = any(other.role == "value" for other in sliced.architecture.linears)
@@ -104,11 +212,11 @@ def _cut(sliced: Sliced, linear: Linear) -> tuple[Held, str]:
     sizes = shard_sizes(sliced.ffn, tp, kv_heads=sliced.kv_heads, grain=sliced.grain, name=linear.name)
     sizes = sizes if spare == "empty" else nonempty(sizes, "ffn", sliced.ffn)
     if linear.role == "gate_up":
-        return beside(in_turn(sizes), in_turn(sizes, first=sliced.ffn)), "its features of gate and of up"
-    return in_turn(sizes), "its features" if linear.role == "up" else "its features; outputs are summed"
+        return concat(consecutive(sizes), consecutive(sizes, first=sliced.ffn)), "its features of gate and of up"
+    return consecutive(sizes), "its features" if linear.role == "up" else "its features; outputs are summed"
 
 
-def _copied(sliced: Sliced, role: str) -> int:
+def _copied_kv_rows(sliced: Sliced, role: str) -> int:
     """Rows of kv heads that more than one rank holds."""
     times = {"k": 1, "v": 1, "qkv": 2}.get(role, 0)
     missing = sliced.tp - sliced.kv_heads if sliced.spare == "replicate" else 0
@@ -157,7 +265,7 @@ def _columns(sliced: Sliced, name: str, linears: list[str], parts: tuple[int, ..
             yield Slice(
                 name=f"{name}{leaf[0]}",
                 sources=tuple(f"{linear}.{leaf}" for linear in linears),
-                place=strided(src, dst, ranks=tp, parts=parts),
+                place=strided_placement(src, dst, ranks=tp, parts=parts),
                 rule=rule,
                 transposed=leaf == "weight",
             )
@@ -166,22 +274,27 @@ def _columns(sliced: Sliced, name: str, linears: list[str], parts: tuple[int, ..
 def _norms(sliced: Sliced) -> Iterator[Slice]:
     for norm in sliced.architecture.norms:
         for leaf in ("weight", "bias") if sliced.architecture.norm_bias else ("weight",):
-            yield _whole(f"{norm}.{leaf}", (sliced.hidden,))
+            yield _whole_slice(f"{norm}.{leaf}", (sliced.hidden,))
 
 
 def _outer(sliced: Sliced) -> Iterator[Slice]:
     """Embeddings, the last norm, and the head."""
     for name, words in sliced.architecture.outer:
-        yield _whole(name, tuple(getattr(sliced, word) for word in words))
+        yield _whole_slice(name, tuple(getattr(sliced, word) for word in words))
     total, dim = (sliced.hidden, 1) if sliced.head == "sum" else (sliced.vocab, 0)
     head = sliced.architecture.head
     sizes = shard_sizes(total, sliced.tp, grain=sliced.grain, name="lm_head")
     sizes = sizes if sliced.spare == "empty" else nonempty(sizes, "hidden" if dim else "vocab", total)
     rule = "its input features; logits are summed" if dim else "its tokens; logits are gathered"
-    held = in_turn(sizes)
-    place = _held((sliced.vocab, sliced.hidden), dim, held)
+    held = consecutive(sizes)
+    place = _placement_of_ranges((sliced.vocab, sliced.hidden), dim, held)
     yield Slice(name=f"{head}.weight", sources=(f"{head}.weight",), place=place, rule=rule)
     if sliced.architecture.head_bias and dim:
-        yield _whole(f"{head}.bias", (sliced.vocab,), _AFTER)
+        yield _whole_slice(f"{head}.bias", (sliced.vocab,), _AFTER)
     elif sliced.architecture.head_bias:
-        yield Slice(name=f"{head}.bias", sources=(f"{head}.bias",), place=_held((sliced.vocab,), 0, held), rule=rule)
+        yield Slice(
+            name=f"{head}.bias",
+            sources=(f"{head}.bias",),
+            place=_placement_of_ranges((sliced.vocab,), 0, held),
+            rule=rule,
+        )

@@ -13,13 +13,13 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from shardproof.reference.case.presets import LEADING, PRESETS, resolved
+from shardproof.reference.case.presets import LEADING, PRESETS, resolve_words
 from shardproof.reference.errors import CaseError
 from shardproof.reference.features import FEATURES, ORDER_NAMES, WORDS
-from shardproof.reference.groups import Layout
 from shardproof.reference.language import rules
 from shardproof.reference.language.core import Core
-from shardproof.reference.language.words import Meaning, declared, described, legal_values, read, write
+from shardproof.reference.language.groups import Layout
+from shardproof.reference.language.words import Meaning, declared_words, describe_words, legal_values, read, write
 
 Word = int | float | bool | str
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Case(_Words):
     @classmethod
     def of(cls, **words: Word) -> "Case":
         """The case that these words describe: preset first, then family, then sizes that follow other sizes."""
-        return cls(**resolved(words))
+        return cls(**resolve_words(words))
 
     @classmethod
     def parse(cls, text: str) -> "Case":
@@ -105,7 +105,7 @@ class Case(_Words):
         """
         alone = {
             name
-            for own in map(declared, FEATURES.values())
+            for own in map(declared_words, FEATURES.values())
             if any(field.metadata["axis"] and words.get(axis) == 1 for axis, field in own.items())
             for name in own
         }
@@ -117,12 +117,12 @@ class Case(_Words):
         words: dict[str, Word] = {}
         if self.preset != WORDS["preset"].default:
             words["preset"] = self.preset
-        values = resolved(words)
+        values = resolve_words(words)
         for name in WORDS:
             mine = getattr(self, name)
             if values[name] != mine:
                 words[name] = mine
-                values = resolved(words) if name in LEADING else {**values, name: mine}
+                values = resolve_words(words) if name in LEADING else {**values, name: mine}
         return words
 
     @classmethod
@@ -130,15 +130,7 @@ class Case(_Words):
         """Every word of the case language with its meaning, legal values and default, in the order of `str`."""
         from shardproof.reference.case.variants import VARIANTS  # noqa: PLC0415
 
-        return described(cls, {"preset": tuple(PRESETS), "variant": tuple(VARIANTS)}, {})
-
-    @classmethod
-    def legal_words(cls) -> dict[str, tuple[str, ...]]:
-        """Key -> its legal values, for the keys whose values are words."""
-        from shardproof.reference.case.variants import VARIANTS  # noqa: PLC0415
-
-        found = {name: legal_values(field) for name, field in WORDS.items()}
-        return {name: legal for name, legal in found.items() if legal} | {"variant": tuple(VARIANTS)}
+        return describe_words(cls, {"preset": tuple(PRESETS), "variant": tuple(VARIANTS)}, {})
 
     def __str__(self) -> str:
         return " ".join(f"{key}={write(value)}" for key, value in self.words().items())

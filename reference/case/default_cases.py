@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from shardproof.reference.case.case import Case
-from shardproof.reference.case.domains import domains
-from shardproof.reference.case.repair import Problem, Words, problem_of, repaired, words_of
-from shardproof.reference.language.modes import MODES
+from shardproof.reference.case.domains import Problem, Words, domains, problem_of, repair_words, words_of
+from shardproof.reference.language.core import MODES
 from shardproof.reference.language.words import write
 
 FILE = Path(__file__).with_suffix(".txt")
@@ -112,8 +111,8 @@ def default_cases(
         else list(zip(stored, _modes_of(stored, modes), strict=True))
     )
     long = {case: {"steps": max(2, case.steps), "layers": max(2, case.layers)} if deep else {} for case in stored}
-    found = dict.fromkeys(filter(None, (changes.made(case, {"mode": mode, **long[case]}) for case, mode in places)))
-    return (*plain, *moved, *(found if deep else _needed(found)))
+    found = dict.fromkeys(filter(None, (changes.make(case, {"mode": mode, **long[case]}) for case, mode in places)))
+    return (*plain, *moved, *(found if deep else _cover_pairs(found)))
 
 
 def _modes_of(cases: Sequence[Case], modes: Sequence[str]) -> Iterator[str]:
@@ -150,27 +149,27 @@ class _Changes:
         return problem_of(words, reason)
 
     def _refused_alone(self, word: str, value: Any) -> bool:
-        """Does the subject refuse a plain case with this value?"""
-        legal = repaired(self._plain, {word: value}, self._domains)
+        """Whether the subject refuses a plain case with this value."""
+        legal = repair_words(self._plain, {word: value}, self._domains)
         return bool(legal and self._refuses(Case(**legal)))
 
-    def made(self, case: Case, fixed: Words) -> Case | None:
+    def make(self, case: Case, fixed: Words) -> Case | None:
         """The case with these words, and with others changed until it is taken; None where that is not found."""
         words = {**words_of(case), **self._sizes}
-        found = repaired(words, fixed, self._domains, self._problem)
+        found = repair_words(words, fixed, self._domains, self._problem)
         if not found:
             known = {word: self._plain[word] for word, value in words.items() if (word, value) in self._refused}
-            found = repaired({**words, **known}, fixed, self._domains, self._problem, search=True)
+            found = repair_words({**words, **known}, fixed, self._domains, self._problem, search=True)
         return Case(**found) if found else None
 
 
-def _needed(cases: Iterable[Case]) -> list[Case]:
-    """Few of these cases that hold all pairs that they hold together: the next one has the most more for its ranks."""
+def _cover_pairs(cases: Iterable[Case]) -> list[Case]:
+    """A few of these cases with all pairs of values that they have together, chosen greedily by pairs per rank."""
     return [case for case, more in _in_order(cases, lambda case: 2 + case.world_size) if more]
 
 
 def _in_order(cases: Iterable[Case], price: Callable[[Case], int] = lambda case: 1) -> Iterator[tuple[Case, int]]:
-    """These cases, the next one with the most pairs that none before it has for its price; and how many those are."""
+    """These cases in greedy order, the most new pairs for the price first, each with the number of its new pairs."""
     varied = paired_domains()
     numbers: dict[Level, int] = {}
     levels = {

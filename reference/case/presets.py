@@ -76,7 +76,7 @@ LEADING = frozenset(leader for about in _FOLLOWERS.values() for leader in about[
 _DEFAULTS = {name: field.default for name, field in WORDS.items()}
 
 
-def resolved(words: Mapping[str, Any]) -> dict[str, Any]:
+def resolve_words(words: Mapping[str, Any]) -> dict[str, Any]:
     """All values of a case from the words given: preset, then family, then the words, then what follows from them.
 
     Raises CaseError for an unknown preset or family.

@@ -11,25 +11,23 @@ another system (`foreign`) has parameters alone, and ranks cut theirs out of the
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from shardproof.reference.case import Case
+from shardproof.reference.checkpoints.foreign import Form, is_foreign, parameters
+from shardproof.reference.checkpoints.torch_format import read_tensors
 
-if TYPE_CHECKING:
-    from shardproof.reference.checkpoints.foreign import Form
 
+def stored_tensors(case: Case) -> Mapping[str, Tensor]:
+    """Every tensor of the checkpoint that the case loads, by key, not to be written to.
 
-def stored(case: Case) -> Mapping[str, Tensor]:
-    """Every tensor of the checkpoint that the case loads, by key, to be read only. Raises CaseError as `tensors`."""
-    from shardproof.reference.checkpoints.foreign import Form, is_foreign  # noqa: PLC0415
-    from shardproof.reference.checkpoints.whole import tensors  # noqa: PLC0415
-
+    Raises CaseError as `read_tensors`.
+    """
     folder = Path(case.load)
     if not is_foreign(folder):
-        return tensors(case.load)
+        return read_tensors(case.load)
     written_ns = max(file.stat().st_mtime_ns for file in folder.iterdir())
     form = Form(fuse_qkv=case.fuse_qkv, fuse_mlp=case.fuse_mlp, kv_heads=case.kv_heads, vocab=case.vocab)
     return _foreign(folder, form, written_ns)
@@ -37,13 +35,11 @@ def stored(case: Case) -> Mapping[str, Tensor]:
 
 def steps_before(case: Case) -> int:
     """The optimizer steps that were run before the first one of the case; 0 for a case that loads nothing."""
-    return int(stored(case)["train.steps"]) if case.load else 0
+    return int(stored_tensors(case)["train.steps"]) if case.load else 0
 
 
 @lru_cache(maxsize=2)
-def _foreign(folder: Path, form: "Form", _written_ns: int) -> Mapping[str, Tensor]:
+def _foreign(folder: Path, form: Form, _written_ns: int) -> Mapping[str, Tensor]:
     """Parameters alone: training begins with them."""
-    from shardproof.reference.checkpoints.foreign import parameters  # noqa: PLC0415
-
     found = {f"model.{name}": tensor for name, tensor in parameters(folder, form).items()}
     return found | {"train.steps": torch.tensor(0)}

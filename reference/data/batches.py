@@ -1,7 +1,7 @@
 """A case to the micro-batches of every data rank: tokens, labels, loss mask, positions and borders of sentences.
 
 Letters: B sequences of a micro-batch, S tokens of a sequence, T = B * S. The corpus is one endless stream of tokens
-(`reference.data.stream`). Micro-batch number n (steps outermost, data ranks innermost) reads the T tokens of window n,
+(`reference.data.corpus`). Micro-batch number n (steps outermost, data ranks innermost) reads the T tokens of window n,
 and the one after them as a last label.
 
     packed                      one row of T tokens by `build_pack`; sentences of up to 5/4 S, positions restart
@@ -19,21 +19,116 @@ as the vocabulary splits or is padded that way. So the data do not change with t
 are not among these come last. In every step each of them stands in place of a token of text once, is read, and is a
 label that counts. The first micro-batches of a step hold them; where a step is too small, the next goes on with the
 others. Data that a user names stay as they are.
+
+Packs and rows are made by InternEvo's data path as pure functions. A sentence is an int64 tensor [tokens]; a label is
+the next token of its sentence, IGNORED (-100) where there is none. Padding is token 0 with label -100. A negative token
+is a prompt.
+
+Sources: the InternEvo page "Data Load and Procedure" and EVO `data/tokenized/packed_dataset.py`, `collaters.py`,
+`data/utils.py`. Where page and code disagree, this is the way that loses nothing. The last tokens are kept (page), and
+tokens beyond a row are the next one (neither). A label 0 is learned as any other token (page).
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import product
+from itertools import accumulate, product
 
 import torch
 from torch import Tensor
 
 from shardproof.reference.case import Case
 from shardproof.reference.checkpoints.stored import steps_before
-from shardproof.reference.data.corpus import Source, sources
-from shardproof.reference.data.packing import IGNORED, Rows, build_pack, build_unpack, without_prompts
-from shardproof.reference.data.stream import mixed, stream_of
+from shardproof.reference.data.corpus import Source, mix_seed, sources, stream_of
+
+IGNORED = -100
+"""The label of a token that is not learned."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rows:
+    """Rows of tokens before anything is masked: `tokens`, `labels` and `positions` int64 [B, S]; prompts are negative.
+
+    A pack is one row, [1, P]. Its `cu_seqlens` int64 [sub-sequences + 1], from 0 to P, are the borders of
+    sub-sequences, which attend to themselves only. Its positions are those in the sub-sequence.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    positions: Tensor
+    cu_seqlens: Tensor | None
+
+
+def build_pack(sentences: Sequence[Tensor], *, packed_length: int, seq_len: int) -> list[Rows]:
+    """All packs of these sentences, filled without a gap; at least one token.
+
+    A sentence that crosses the end of a pack is cut: its last label there is its own next token. The rest begins the
+    next pack as a sub-sequence of its own. A piece above seq_len is cut into sub-sequences of seq_len tokens, its
+    labels running through the cuts. Padding is one more sub-sequence, which may be longer than seq_len. Empty sentences
+    leave no trace.
+    """
+    tokens = torch.cat(list(sentences))
+    ends = sorted({*accumulate(map(len, sentences))} - {0})
+    labels = _next_tokens(tokens)
+    labels[torch.tensor(ends, device=tokens.device) - 1] = IGNORED
+    packs = []
+    for start in range(0, len(tokens), packed_length):
+        stop = min(start + packed_length, len(tokens))
+        edges = [*(end - start for end in ends if start < end < stop), stop - start]
+        packs.append(_pack(tokens[start:stop], labels[start:stop], edges, packed_length, seq_len))
+    return packs
+
+
+def _pack(tokens: Tensor, labels: Tensor, edges: list[int], packed_length: int, seq_len: int) -> Rows:
+    """The pack of the pieces that end at these edges, its padding added."""
+    borders = [0]
+    for edge in edges:
+        borders += [*range(borders[-1] + seq_len, edge, seq_len), edge]
+    padding = packed_length - len(tokens)
+    if padding:
+        tokens = torch.cat((tokens, tokens.new_zeros(padding)))
+        labels = torch.cat((labels, labels.new_full((padding,), IGNORED)))
+        borders = [*borders, packed_length]
+    cu_seqlens = torch.tensor(borders, dtype=torch.int64, device=tokens.device)
+    starts = cu_seqlens[:-1].repeat_interleave(cu_seqlens.diff())
+    indexes = torch.arange(packed_length, device=tokens.device) - starts
+    return Rows(tokens=tokens[None], labels=labels[None], positions=indexes[None], cu_seqlens=cu_seqlens)
+
+
+def build_unpack(sentences: Sequence[Tensor], *, micro_bsz: int, seq_len: int) -> Rows:
+    """The first micro_bsz rows of these sentences, a sentence a row; positions count through the padding.
+
+    A sentence above seq_len goes on in the next row, its labels running through the cut. Empty sentences leave no
+    trace.
+    """
+    pieces = [
+        piece
+        for sentence in sentences
+        if len(sentence)
+        for piece in zip(sentence.split(seq_len), _next_tokens(sentence).split(seq_len), strict=True)
+    ]
+    tokens = torch.zeros((micro_bsz, seq_len), dtype=torch.int64, device="cpu")
+    labels = torch.full_like(tokens, IGNORED)
+    for row, (piece, after) in enumerate(pieces[:micro_bsz]):
+        tokens[row, : len(piece)] = piece
+        labels[row, : len(piece)] = after
+    positions = torch.arange(seq_len, device="cpu").repeat(micro_bsz, 1)
+    return Rows(tokens=tokens, labels=labels, positions=positions, cu_seqlens=None)
+
+
+def without_prompts(tokens: Tensor, labels: Tensor, padding: int = IGNORED) -> tuple[Tensor, Tensor]:
+    """Tokens and labels as the model reads and learns them: prompts by their absolute values, and never learned.
+
+    A label that is not learned becomes `padding`.
+    """
+    return tokens.abs(), torch.where(labels >= 0, labels, padding)
+
+
+def _next_tokens(tokens: Tensor) -> Tensor:
+    """Every token's successor, -100 at the end."""
+    return torch.cat((tokens[1:], tokens.new_full((1,), IGNORED)))
+
 
 _RANGES = 3
 """Ranges of unread rows that are named; of further ones the number."""
@@ -112,7 +207,7 @@ class Batch:
 
     @property
     def counted(self) -> Tensor:
-        """Which tokens count in the loss: bool, as the labels."""
+        """A mask of the tokens that count in the loss, bool, in the shape of the labels."""
         return (self.loss_mask == 1) & (self.labels != IGNORED)
 
 
@@ -130,7 +225,7 @@ def micro_batch(
         if not 0 <= value < limit:
             raise ValueError(f"{name}={value}: must lie in [0, {limit}); legal: {name}=0")
     at, number = steps_before(case) + step, micro * case.dp + dp_rank
-    made = _made(case, sources(case), at, number, padding)
+    made = _make_batch(case, sources(case), at, number, padding)
     # every second column of a wider tensor: contiguous nowhere, on any device
     tokens = torch.stack((made.tokens, made.labels), dim=-1).to(device)[..., 0]
     return replace(
@@ -145,7 +240,7 @@ def micro_batch(
 
 
 @lru_cache(maxsize=128)
-def _made(case: Case, _files: tuple[Source, ...], at: int, number: int, padding: int) -> Batch:
+def _make_batch(case: Case, _files: tuple[Source, ...], at: int, number: int, padding: int) -> Batch:
     """Micro-batch `number` of step `at`, on the CPU; not to be written to.
 
     Every rank and the dense model read it, so that it is made once for these files of the corpus as they are.
@@ -156,9 +251,9 @@ def _made(case: Case, _files: tuple[Source, ...], at: int, number: int, padding:
         window = window.flatten().scatter(0, edges.places, edges.ids).view_as(window)
     rows = _rows(case, window, is_end)
     tokens, labels = without_prompts(rows.tokens, rows.labels, padding)
-    generator = torch.Generator(device="cpu").manual_seed(mixed(case.seed, at, number, 0))
+    generator = torch.Generator(device="cpu").manual_seed(mix_seed(case.seed, at, number, 0))
     counted = None if edges is None else edges.labels
-    labels, loss_mask = _masked(labels, _valid_count(case, number), counted, generator)
+    labels, loss_mask = _mask_labels(labels, _valid_count(case, number), counted, generator)
     return Batch(
         tokens=tokens,
         labels=labels,
@@ -181,7 +276,7 @@ class _Edges:
 
 @lru_cache(maxsize=64)
 def _mixed_in(case: Case, step: int) -> dict[int, _Edges]:
-    """Which edge ids stand where in a step, by the number of the micro-batch in it; empty for data of a user's own."""
+    """The edge ids of a step and their places, by the number of the micro-batch; empty for data of a user's own."""
     found: dict[int, _Edges] = {}
     edges = shard_edges(case) if not case.data else ()
     first = (
@@ -232,22 +327,22 @@ def _rows(case: Case, window: Tensor, is_end: Tensor) -> Rows:
 
 
 def _valid_count(case: Case, number: int) -> int:
-    """How many tokens shall be valid in micro-batch `number` of a step: another number for each, at least 1."""
+    """The number of valid tokens of micro-batch `number` of a step: another one for each, at least 1."""
     most = max(1, 3 * (case.tokens - 1) // 4)
     return most - number * max(1, most // (case.micro * case.dp)) % most
 
 
 def _most_valid(learned: int, wanted: int) -> int:
-    """How many of the learned tokens can be valid when `wanted` are wanted: some are masked or lose their labels."""
-    return min(wanted, max(1, _kept(learned) - 1))
+    """The number of learned tokens that can be valid when `wanted` are wanted: some are masked or lose their labels."""
+    return min(wanted, max(1, _labels_to_keep(learned) - 1))
 
 
-def _kept(learned: int) -> int:
-    """How many of the learned tokens keep their labels: all but one in eight, but at least one."""
+def _labels_to_keep(learned: int) -> int:
+    """The number of learned tokens that keep their labels: all but one in eight, at least one."""
     return learned - min(1 + learned // 8, learned - 1)
 
 
-def _masked(
+def _mask_labels(
     labels: Tensor, valid_count: int, counted: Tensor | None, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """Labels and loss mask of rows [B, S] in which `valid_count` tokens are valid, or all that can be but a few.
@@ -261,7 +356,7 @@ def _masked(
     chance = (drawn[0] * preference).flatten()
     order = (chance if counted is None else chance.index_fill(0, counted, -1.0)).argsort()
     learned = order[flat[order] != IGNORED]
-    kept = _kept(len(learned))
+    kept = _labels_to_keep(len(learned))
     flat[learned[kept:]] = IGNORED
     mask = drawn[1].round().flatten()
     mask[learned[:kept]] = 0

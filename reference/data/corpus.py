@@ -7,8 +7,14 @@ A document is an int64 tensor [tokens]. The format follows the suffix: `.jsonl` 
 start of the Python standard library's sources.
 
 Documents that were read are kept, as a pure function of the files' paths, times and sizes.
+
+A case reads the corpus as one endless stream of tokens. The stream is cut at the end of every document and at random
+places from `case.seed`, into sentences of uneven length. A window is a stretch of consecutive tokens and the one after
+them. Window number n begins n * length tokens behind the place where this seed starts to read. When a short corpus
+would give the same tokens again, it begins one token later.
 """
 
+import math
 import os
 import stat
 import sysconfig
@@ -21,7 +27,7 @@ from torch import Tensor
 
 from shardproof.reference.case import Case
 from shardproof.reference.data.files import MAX_FILE_BYTES, DataError, status
-from shardproof.reference.data.readers import MAX_DOCUMENTS, json_lines, plain_text
+from shardproof.reference.data.readers import MAX_DOCUMENTS, json_lines, plain_text, read_internevo, read_megatron
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py")
 STANDARD_LIBRARY_BYTES = 512 * 2**10
@@ -55,7 +61,7 @@ class Tokens:
 
 def sources(case: Case) -> tuple[Source, ...]:
     """The files that `case.data` names, in reading order, as they are now on disk."""
-    return _named(Path(os.path.expanduser(case.data))) if case.data else _standard_library()
+    return _sources_at(Path(os.path.expanduser(case.data))) if case.data else _standard_library()
 
 
 @lru_cache(maxsize=4)
@@ -75,13 +81,11 @@ def read(files: tuple[Source, ...], vocab: int) -> Tokens:
 def _read_file(file: Source, vocab: int) -> list[Tensor]:
     path = Path(file.path)
     if file.index:
-        from shardproof.reference.data.token_files import read_internevo, read_megatron  # noqa: PLC0415
-
         return (read_internevo if file.index.endswith(".meta") else read_megatron)(path, vocab)
     return (json_lines if path.suffix == ".jsonl" else plain_text)(path, vocab)
 
 
-def _named(path: Path) -> tuple[Source, ...]:
+def _sources_at(path: Path) -> tuple[Source, ...]:
     """The sources of a path that a user named: itself, or what the folder holds."""
     if not stat.S_ISDIR(status(path).st_mode):
         return (_source(path),)
@@ -145,3 +149,49 @@ def _standard_library() -> tuple[Source, ...]:
     if not chosen:
         raise DataError(folder, "", "holds no sources of this Python", "data=PATH with a text of your own")
     return tuple(chosen)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stream:
+    """All tokens of a corpus, int64 [N], where a sentence ends, bool [N], and where this seed starts to read."""
+
+    ids: Tensor
+    is_end: Tensor
+    origin: int
+
+    def windows(self, first: int, count: int, length: int) -> tuple[Tensor, Tensor]:
+        """Windows number `first` and on, `length` tokens and the next: ids and is_end, [count, length + 1]."""
+        size = len(self.ids)
+        places = size // math.gcd(length, size)  # where windows begin before one repeats
+        number = torch.arange(first, first + count, device="cpu")
+        start = self.origin + number * length + number // places
+        place = (start[:, None] + torch.arange(length + 1, device="cpu")) % size
+        return self.ids[place], self.is_end[place]
+
+
+def stream_of(case: Case) -> Stream:
+    """The stream that this case reads. Raises DataError when the corpus cannot be read."""
+    return _stream(sources(case), case.vocab, case.seq, case.seed)
+
+
+@lru_cache(maxsize=8)
+def _stream(files: tuple[Source, ...], vocab: int, seq: int, seed: int) -> Stream:
+    """The corpus cut into sentences of 2 to 5/4 seq tokens, and at the ends of its documents."""
+    text = read(files, vocab)
+    generator = torch.Generator(device="cpu").manual_seed(mix_seed(seed))
+    high = max(2, seq + seq // 4)
+    lengths = torch.randint(2, high + 1, (len(text.ids) // 2,), generator=generator, device="cpu")
+    cuts = lengths.cumsum(0) - 1
+    is_end = torch.zeros(len(text.ids), dtype=torch.bool, device="cpu")
+    is_end[cuts[cuts < len(text.ids)]] = True
+    is_end[torch.tensor(text.lengths, device="cpu").cumsum(0) - 1] = True
+    return Stream(ids=text.ids, is_end=is_end, origin=mix_seed(seed, len(text.ids)) % len(text.ids))
+
+
+def mix_seed(*words: int) -> int:
+    """A 63-bit seed from several numbers; near numbers give far seeds (multiply and fold, as in splitmix64)."""
+    value = 0
+    for word in words:
+        value = ((value ^ word) + 0x9E3779B97F4A7C15) * 0xBF58476D1CE4E5B9 % 2**64
+        value ^= value >> 31
+    return value >> 1

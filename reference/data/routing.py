@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardproof.reference.case import Case
 from shardproof.reference.checkpoints.stored import steps_before
-from shardproof.reference.language.routers import SKEW_PARTS
+from shardproof.reference.language.rules import SKEW_PARTS
 
 EQUAL_DIGITS = 9
 """Decimals to which weights must agree to be equal where experts drop rows.
@@ -34,7 +34,7 @@ def first_token(case: Case, step: int, micro: int, dp_rank: int) -> int:
     return (((steps_before(case) + step) * case.micro + micro) * case.dp + dp_rank) * case.tokens
 
 
-def forced(case: Case, layer: int, tokens: Tensor) -> Tensor:
+def forced_experts(case: Case, layer: int, tokens: Tensor) -> Tensor:
     """The experts of these tokens, given by their numbers int64 [...]: bool [..., experts], on the CPU.
 
     Raises ValueError where the router chooses.

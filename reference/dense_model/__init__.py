@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardproof.reference.case import Case
-from shardproof.reference.language.modes import MODES
+from shardproof.reference.language.core import MODES
 
 if TYPE_CHECKING:
     import torch
@@ -75,50 +75,50 @@ class DenseModel:
 
     def sizes(self, case: Case, *, shapes_alone: bool) -> Mapping[str, int]:
         """Elements of the dense model and its data by what they are; of a micro-batch for ranks without numbers."""
-        from shardproof.reference.training.size import first_batch, parts
+        from shardproof.reference.training.size import first_batch, sizes_by_part
 
-        return first_batch(case) if shapes_alone else parts(case)
+        return first_batch(case) if shapes_alone else sizes_by_part(case)
 
     def too_large(self, case: Case, limit: int) -> tuple[str, int] | None:
         """The word without which the case has at most `limit` elements, and its usual value; None for no single one."""
-        from shardproof.reference.training.size import culprit
+        from shardproof.reference.training.size import word_of_size
 
-        return culprit(case, limit)
+        return word_of_size(case, limit)
 
     def alike(self, case: Case) -> Case:
         """The case that stands for all that are one case to the dense model."""
-        from shardproof.reference.model.dense_case import dense_case
+        from shardproof.reference.training.truth import dense_case
 
         return dense_case(case)
 
     def given_kinds(self, case: Case) -> tuple[str, ...]:
         """The kinds of names of an outcome that the dense model cannot know and takes as given=mapping."""
-        from shardproof.reference.training.given import kinds
+        from shardproof.reference.training.truth import given_kinds
 
-        return kinds(case)
+        return given_kinds(case)
 
     def self_contained(self, case: Case) -> Case:
         """A case with equal names whose dense model needs nothing given."""
-        from shardproof.reference.training.given import known
+        from shardproof.reference.training.truth import without_draws
 
-        return known(case)
+        return without_draws(case)
 
     def initial(self, case: Case, device: "torch.device", **words: Any) -> Outcome:
         """The value of every parameter before the first step, to be read only."""
-        from shardproof.reference.model.given import takes_given
         from shardproof.reference.model.parameters import weights
+        from shardproof.reference.model.randomness import takes_given
 
         return takes_given(weights)(case, device, **words)
 
     def initial_deviations(self, case: Case) -> Mapping[str, float]:
         """The standard deviation of initial values by parameter."""
-        from shardproof.reference.training.given import deviations
+        from shardproof.reference.training.truth import initial_deviations
 
-        return deviations(case)
+        return initial_deviations(case)
 
     def truth(self, case: Case, device: "torch.device", **words: Any) -> Outcome:
         """The outcome in float64, and the activations; `states`: where every step begins."""
-        from shardproof.reference.training.subject import truth
+        from shardproof.reference.training.truth import truth
 
         return truth(case, device, **words)
 
@@ -129,20 +129,20 @@ class DenseModel:
         return control(case, device, **words)
 
     def kinks(self, case: Case, device: "torch.device", **words: Any) -> Outcome:
-        """How far the outcome moves where rounding decides the side of a relu's kink; `side` is 1 or -1."""
-        from shardproof.reference.training.kinks import kinks
+        """The change of the outcome where rounding decides the side of a relu's kink; `side` is 1 or -1."""
+        from shardproof.reference.training.control import relu_flips
 
-        return kinks(case, device, **words)
+        return relu_flips(case, device, **words)
 
     def adam_slack(self, case: Case, states: Outcome, truth: Outcome, controls: Sequence[Outcome]) -> Outcome:
-        """How far Adam may carry rounding of a gradient in one step, by name."""
+        """The largest error that Adam may make of a gradient's rounding in one step, by name."""
         from shardproof.reference.training.adam import slack
 
         return slack(case, states, truth, controls)
 
     def shares(self, case: Case, device: "torch.device", **words: Any) -> Outcome:
         """Step 0 taken apart by data rank and micro-batch."""
-        from shardproof.reference.training.shares import shares
+        from shardproof.reference.training.truth import shares
 
         return shares(case, device, **words)
 

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from shardproof.reference.language.core import Core
-from shardproof.reference.language.words import Field, declared, word
+from shardproof.reference.language.words import Field, declared_words, word
 
 _UNUSED = {"ep": 30}
 """Axes that an order of Megatron-Core may name, of one rank where no feature has them, with their places."""
@@ -25,7 +25,7 @@ def module_in(package: str, name: str, import_module: Callable[[str], Any] = imp
     return import_module(f"{package}.{name}")
 
 
-def _found() -> dict[str, type[Core]]:
+def _find_features() -> dict[str, type[Core]]:
     modules = (module_in(__name__, file.name) for file in pkgutil.iter_modules(__path__))
     return {
         module.__name__.rpartition(".")[2]: cls
@@ -40,7 +40,7 @@ def _words(owners: Iterable[type[Core]]) -> dict[str, Field]:
     names, fields = list[str](), dict[str, Field]()
     for owner in owners:
         before = ""
-        for name, field in declared(owner).items():
+        for name, field in declared_words(owner).items():
             before = field.metadata["after"] or before
             names.insert(names.index(before) + 1 if before else len(names), name)
             fields[name], before = field, name
@@ -67,10 +67,13 @@ def _axes(words: dict[str, Field]) -> tuple[str, ...]:
     return tuple(sorted(places, key=lambda name: places[name]))
 
 
-FEATURES: dict[str, type[Core]] = _found()
+FEATURES: dict[str, type[Core]] = _find_features()
 """Name -> what the feature adds to a case."""
 PARTS: dict[str, str] = {
-    name: key for name, owner in FEATURES.items() for key, field in declared(owner).items() if field.metadata["part"]
+    name: key
+    for name, owner in FEATURES.items()
+    for key, field in declared_words(owner).items()
+    if field.metadata["part"]
 }
 """Feature that only some models have -> the word that gives a model this feature."""
 _DECLARED = _words((Core, *FEATURES.values()))

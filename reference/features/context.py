@@ -9,8 +9,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from shardproof.reference.groups import Layout
 from shardproof.reference.language.core import Core
+from shardproof.reference.language.groups import Layout
 from shardproof.reference.language.words import Problem, multiple, not_default, word
 
 
@@ -36,8 +36,8 @@ class Context(Core):
     )
 
     @property
-    def sliced(self) -> bool:
-        """Is a row split over several ranks?"""
+    def is_sliced(self) -> bool:
+        """Whether a row is split over several ranks."""
         return self.cp > 1
 
     @property
@@ -50,7 +50,7 @@ class Context(Core):
 
     @property
     def slice_tokens(self) -> int:
-        """Tokens of one micro-batch on one context rank: all of its data rank's without context parallelism."""
+        """The number of tokens of a micro-batch on a context rank; all of the data rank's if rows are not sliced."""
         return self.tokens // self.cp
 
     @property
@@ -69,7 +69,7 @@ class Context(Core):
         """The same with the axis of data and context ranks together, and the two levels of an exchange in a ring."""
         layout, inner = super().layout, self.cp_inner
         if inner > 1:
-            levels = layout.orders[0].divided("cp", cp_inner=inner, cp_outer=self.cp // inner)
+            levels = layout.orders[0].divide("cp", cp_inner=inner, cp_outer=self.cp // inner)
             layout = replace(layout, orders=(*layout.orders, levels))
         return replace(layout, joined={**layout.joined, "dp_cp": "dp-cp"}) if self.cp > 1 else layout
 

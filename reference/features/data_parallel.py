@@ -9,9 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from shardproof.reference.groups import Layout
-from shardproof.reference.language.core import Core
-from shardproof.reference.language.modes import whose
+from shardproof.reference.language.core import Core, whose
+from shardproof.reference.language.groups import Layout
 from shardproof.reference.language.words import Problem, not_default, word
 
 _NARROW = ("bfloat16", "float16")
@@ -88,7 +87,7 @@ class DataParallel(Core):
 
     @property
     def shares_gradients(self) -> bool:
-        """Does a word replace the one flat sum of all gradients?"""
+        """Whether a word replaces the one flat sum of all gradients."""
         return any(key not in ("parity", "loss_scale") for key, _ in not_default(DataParallel, self))
 
     @property
@@ -102,7 +101,7 @@ class DataParallel(Core):
         layout, size = super().layout, self.shard
         if not size:
             return layout
-        parts = layout.orders[0].divided("dp", shard=size, replica=self.dp // size)
+        parts = layout.orders[0].divide("dp", shard=size, replica=self.dp // size)
         return replace(layout, orders=(*layout.orders, parts))
 
     def problems(self) -> Iterator[Problem]:
@@ -131,7 +130,7 @@ class DataParallel(Core):
         if self.grad_dtype == "float32" and self.master == "none":
             yield "grad_dtype", "master=none steps parameters by gradients of their own dtype", "grad_dtype=model"
         yield from self._layer_by_layer()
-        yield from self._scaling()
+        yield from self._scaler_problems()
 
     def _beside_gathered_weights(self) -> Iterator[Problem]:
         mode = f"mode={self.mode}"
@@ -161,7 +160,7 @@ class DataParallel(Core):
                 "wgrad=plain",
             )
 
-    def _scaling(self) -> Iterator[Problem]:
+    def _scaler_problems(self) -> Iterator[Problem]:
         scaler, scale = self.scaler, self.loss_scale
         if scaler != "none" and self.dtype != "float16":
             yield (

@@ -13,10 +13,10 @@ from dataclasses import replace
 from typing import Any
 
 from shardproof.reference.errors import CaseError
-from shardproof.reference.groups import Layout, RankOrder
-from shardproof.reference.language.core import Core
-from shardproof.reference.language.modes import whose
-from shardproof.reference.language.words import Problem, declared, multiple, not_default, word
+from shardproof.reference.language.core import Core, whose
+from shardproof.reference.language.groups import Layout, RankOrder
+from shardproof.reference.language.rules import expert_problems
+from shardproof.reference.language.words import Problem, declared_words, multiple, not_default, word
 
 _POSITIVE = "0 or a positive number"
 _OF_EXPERTS: Mapping[str, str] = {"tp": "etp", "dp": "edp"}
@@ -212,12 +212,12 @@ class Experts(Core):
         return max(first, multiple(self.dense_layers, unit)), unit
 
     def has_experts(self, layer: int) -> bool:
-        """Does this layer have experts?"""
+        """Whether this layer has experts."""
         return self.experts > 0 and layer >= self.dense_layers
 
-    def replaced(self, layer: int) -> dict[str, str]:
+    def replaced_branches(self, layer: int) -> dict[str, str]:
         """The same with experts in place of the MLP."""
-        return {**super().replaced(layer), **({"mlp": "experts"} if self.has_experts(layer) else {})}
+        return {**super().replaced_branches(layer), **({"mlp": "experts"} if self.has_experts(layer) else {})}
 
     def data_axis_of(self, parameter: str) -> str:
         """The same; experts' weights have copies of their own."""
@@ -236,12 +236,10 @@ class Experts(Core):
             yield "experts", f"mode={self.mode} has none; layers of mode={owners} may have them", "experts=0"
         for key in ("etp", "expert_ffn", "shared_ffn", "dense_layers"):
             if getattr(self, key) < 0:
-                yield key, "must not be negative", f"{key}={declared(Experts)[key].default}"
+                yield key, "must not be negative", f"{key}={declared_words(Experts)[key].default}"
         if self.dense_layers >= self.layers:
             yield "dense_layers", f"leaves none of layers={self.layers} to experts", "dense_layers=0"
-        from shardproof.reference.language import routers  # noqa: PLC0415
-
-        yield from routers.problems(self, {name: field.default for name, field in declared(Experts).items()})
+        yield from expert_problems(self, {name: field.default for name, field in declared_words(Experts).items()})
         yield from self._ranks()
         yield from self._beside()
 

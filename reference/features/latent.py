@@ -37,9 +37,9 @@ class Latent(Core):
         dense="duplicated",
     )
 
-    def replaced(self, layer: int) -> dict[str, str]:
+    def replaced_branches(self, layer: int) -> dict[str, str]:
         """The same with the attention."""
-        return super().replaced(layer) | ({"attention": "latent"} if self.kv_lora_rank else {})
+        return super().replaced_branches(layer) | ({"attention": "latent"} if self.kv_lora_rank else {})
 
     @property
     def head_dim(self) -> int:

@@ -6,8 +6,7 @@ Sources: InternEvo's packed datasets; Megatron-Core `broadcast_data`, which know
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from shardproof.reference.language.core import Core
-from shardproof.reference.language.modes import mode_of
+from shardproof.reference.language.core import Core, mode_of
 from shardproof.reference.language.words import Problem, word
 
 
@@ -32,7 +31,7 @@ class Packing(Core):
 
     @property
     def rows(self) -> int:
-        """Rows of one micro-batch on one data rank."""
+        """The number of rows of a micro-batch on a data rank."""
         return 1 if self.packed else self.batch
 
     @property

@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from shardproof.reference.errors import CaseError
-from shardproof.reference.groups import Groups, Layout, PipelineGroup
-from shardproof.reference.language.core import Core
-from shardproof.reference.language.modes import whose
-from shardproof.reference.language.words import Problem, declared, not_default, word
+from shardproof.reference.language.core import Core, whose
+from shardproof.reference.language.groups import Groups, Layout, PipelineGroup
+from shardproof.reference.language.words import Problem, declared_words, not_default, word
 
 _LAYERS = "0, or at least 1"
 
@@ -121,7 +120,7 @@ class PipelineParallel(Core):
         pp, micro, group = self.pp, self.micro, self.group or self.pp
         if self.schedule != "interleaved":
             for key in ("chunks", "group"):
-                if getattr(self, key) != (plain := declared(PipelineParallel)[key].default):
+                if getattr(self, key) != (plain := declared_words(PipelineParallel)[key].default):
                     yield key, f"is for schedule=interleaved, not for schedule={self.schedule}", f"{key}={plain}"
             return
         if self.chunks < 2:

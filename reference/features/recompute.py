@@ -8,8 +8,7 @@ import math
 from collections.abc import Iterator
 
 from shardproof.reference.errors import CaseError
-from shardproof.reference.language.core import Core
-from shardproof.reference.language.modes import whose
+from shardproof.reference.language.core import Core, whose
 from shardproof.reference.language.words import Problem, not_default, word
 
 
@@ -41,17 +40,17 @@ class Recompute(Core):
 
     @property
     def core_again(self) -> bool:
-        """Does backward compute the attention core again, and nothing else?"""
+        """Whether backward recomputes the attention core, and nothing else."""
         return self.recompute == "selective"
 
     @property
     def layers_again(self) -> bool:
-        """Does backward compute layers again?"""
+        """Whether backward recomputes layers."""
         return self.recompute == "full"
 
     @property
     def repeating_layers(self) -> tuple[int, int]:
-        """How many first layers save other than the rest, and how many of the rest are one unit."""
+        """(number of first layers that save something else than the rest, layers of a unit among the rest)."""
         return (self.recompute_layers, 1) if self.recompute_method == "block" else (0, self.recompute_layers)
 
     def problems(self) -> Iterator[Problem]:

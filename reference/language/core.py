@@ -1,18 +1,102 @@
-"""The core of a case: the words of model, data and training, and what follows from them. Features add theirs.
+"""The core of a case: modes, the words of model, data and training, and what follows from them. Features add theirs.
 
 Sizes count elements: `seq` tokens of a sequence, `batch` sequences of a micro-batch, `micro` micro-batches of a step.
+
+A mode is a scheme that splits a model over ranks, one for each value of `mode=`; `MODES` is the only list of them. Here
+are the words of a mode and what makes them legal. Everything else of a mode is in `parallel.schemes`, where
+`parallel.registry` finds it by its name. Sources: modes.md 2, 3, 4, 8.2.
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from shardproof.reference.groups import Groups, Layout, RankOrder
-from shardproof.reference.language.modes import MODES, Mode, mode_of
+from shardproof.reference.language.groups import Groups, Layout, RankOrder
 from shardproof.reference.language.words import DATA, MODEL, SPLIT, TRAFFIC, TRAINING, Problem, word
 
 if TYPE_CHECKING:
-    from torch import Tensor  # a case is read without torch
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mode:
+    """A way to split a model over ranks.
+
+    system          whose it is
+    heads           forms of head=, the default first
+    embeddings      forms of embedding=
+    sequence        hidden states are split along the sequence over tp, all layers through
+    weight_axis     mesh axis over which the weights are split
+    uneven          ranks may hold shares of different sizes
+    broadcasts      a batch reaches the ranks by broadcasts unless the case says otherwise
+    data_parallel   data ranks may share gradients, optimizer and parameters (zero=, bucket=, ...)
+    stages          its layers may be the stages of a pipeline
+    measures        has the metric of its system
+    presets         words of its plain cases, the model of its own system first
+    """
+
+    system: str
+    heads: tuple[str, ...] = ("parallel", "gather")
+    embeddings: tuple[str, ...] = ("vocab", "hidden")
+    sequence: bool = False
+    weight_axis: str = "tp"
+    uneven: bool = False
+    broadcasts: bool = False
+    data_parallel: bool = False
+    stages: bool = False
+    measures: bool = False
+    presets: tuple[Mapping[str, str], ...] = ({"preset": "tiny-gpt"}, {"preset": "tiny-internlm2"})
+
+    @property
+    def gathers_weights(self) -> bool:
+        """Whether weights are split over an axis of their own, and whole only while they are used."""
+        return self.weight_axis == "wp"
+
+
+def _megatron(*, sequence: bool) -> Mode:
+    return Mode(
+        system="Megatron-Core",
+        embeddings=("vocab",),
+        sequence=sequence,
+        broadcasts=True,
+        data_parallel=True,
+        stages=True,
+    )
+
+
+def _internevo(**more: Any) -> Mode:
+    presets = ({"preset": "tiny-internlm2"}, {"preset": "tiny-gpt"})
+    plain = {"system": "InternEvo", "measures": True, "stages": True, "data_parallel": True, "presets": presets}
+    return Mode(**{**plain, **more})
+
+
+MODES: dict[str, Mode] = {
+    "tp": _megatron(sequence=False),
+    "tp-sp": _megatron(sequence=True),
+    "mtp": _internevo(),
+    "msp": _internevo(sequence=True),
+    "fsp": _internevo(sequence=True),
+    "isp": _internevo(heads=("exchange", "local", "gather"), sequence=True, weight_axis="wp"),
+    "autotp": Mode(
+        system="DeepSpeed",
+        heads=("gather", "sum"),
+        embeddings=("whole",),
+        uneven=True,
+        presets=({"family": "opt"}, {"family": "llama"}),
+    ),
+}
+"""Value of `mode=` -> what it is."""
+
+
+def mode_of(values: Mapping[str, Any]) -> Mode:
+    """The mode of a case's values; for an unknown word, which a rule refuses, that of tp."""
+    return MODES.get(values["mode"], MODES["tp"])
+
+
+def whose(holds: Callable[[Mode], bool]) -> str:
+    """The modes of which this holds, as a user writes them: "tp|tp-sp"."""
+    return "|".join(name for name, mode in MODES.items() if holds(mode))
 
 
 def mlp_width(hidden: int, ratio: float, multiple_of: int) -> int:
@@ -152,7 +236,7 @@ class Core:
 
     @property
     def block_count(self) -> int:
-        """How many transformer layers there are, those behind the decoder among them."""
+        """The number of transformer layers, those behind the decoder among them."""
         return self.layers
 
     @property
@@ -162,7 +246,7 @@ class Core:
 
     @property
     def truth_depends_on_split(self) -> bool:
-        """Does the dense model need to know how the work is split?"""
+        """Whether the dense model needs to know how the work is split."""
         return False
 
     @property
@@ -174,7 +258,7 @@ class Core:
         """Hidden states of the dense model as they leave a layer; `_weights` gives one of `layer_shapes` by name."""
         return x_BSH
 
-    def replaced(self, _layer: int) -> dict[str, str]:
+    def replaced_branches(self, _layer: int) -> dict[str, str]:
         """Branch of this layer, "attention" or "mlp", that a feature replaces -> the feature.
 
         Its parameters and mathematics are `reference.model.branches.FEATURE`, its module is that of `Parts.branches`.
@@ -195,12 +279,12 @@ class Core:
 
     @property
     def embeds_behind(self) -> bool:
-        """Does something behind the decoder embed tokens?"""
+        """Whether something behind the decoder embeds tokens."""
         return False
 
     @property
     def repeating_layers(self) -> tuple[int, int]:
-        """How many first layers differ from the rest, and how many of the rest are one unit."""
+        """(number of first layers that differ from the rest, layers of a unit among the rest)."""
         return 0, 1
 
     @property
@@ -251,12 +335,12 @@ class Core:
 
     @property
     def tokens(self) -> int:
-        """Tokens of one micro-batch on one data rank."""
+        """The number of tokens of a micro-batch on a data rank."""
         return self.batch * self.seq
 
     @property
     def slice_tokens(self) -> int:
-        """Tokens of one micro-batch on one context rank; all of the data rank's, unless a feature slices rows."""
+        """The number of tokens of a micro-batch on a context rank; all of the data rank's if rows are not sliced."""
         return self.tokens
 
     @property

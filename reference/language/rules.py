@@ -1,20 +1,20 @@
-"""Which words of the core are legal, alone and together: one rule a line, each with the message that a user reads.
+"""Which words are legal, alone and together: one rule a line, each with the message that a user reads.
 
-Sources: modes.md sections 3.1 and 4 (divisibility of heads, vocabulary, sequence), Megatron-Core `TransformerConfig`,
-InternEvo `initialize/launch.py`.
+`problems` are rules of the core, `expert_problems` those about experts: how a router weighs and chooses, and what
+follows its choice. Sources: modes.md sections 3.1 and 4 (divisibility of heads, vocabulary, sequence), Megatron-Core
+`TransformerConfig`, InternEvo `initialize/launch.py`.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
 from shardproof.reference.errors import CaseError
-from shardproof.reference.groups import RankOrder
-from shardproof.reference.language.core import Core
-from shardproof.reference.language.modes import whose
+from shardproof.reference.language.core import Core, whose
+from shardproof.reference.language.groups import RankOrder
 from shardproof.reference.language.words import LARGEST_SIZE, Field, Problem, legal_values, multiple
 
 _EMBEDDINGS = {"whole": "leaves it whole", "vocab": "splits the vocabulary"}
@@ -24,13 +24,13 @@ LARGEST_SEED = 2**64 - 1
 
 def problems(case: Core) -> Iterator[Problem]:
     """Key, the rule that it breaks and a legal value, of every broken rule."""
-    for rules in (_domains, _model, _mesh, _training):
+    for rules in (_domains, _model, _mesh, _training_problems):
         yield from rules(case)
 
 
 @functools.cache
-def _restricted(kind: Any) -> tuple[tuple[Field, ...], dict[str, bool]]:
-    """The words of a class of cases that take one of a list, and those of whole numbers with whether 0 is legal."""
+def _restricted_words(kind: Any) -> tuple[tuple[Field, ...], dict[str, bool]]:
+    """Words of a class of cases: those that take one of a list, and whole numbers with whether 0 is legal."""
     fields = dataclasses.fields(kind)
     sizes = {field.name: bool(field.metadata["legal"]) for field in fields if type(field.default) is int}
     return tuple(field for field in fields if legal_values(field)), sizes
@@ -38,7 +38,7 @@ def _restricted(kind: Any) -> tuple[tuple[Field, ...], dict[str, bool]]:
 
 def _domains(case: Core) -> Iterator[Problem]:
     kind: Any = type(case)
-    of_a_list, sizes = _restricted(kind)
+    of_a_list, sizes = _restricted_words(kind)
     for field in of_a_list:
         if getattr(case, field.name) not in (known := legal_values(field)):  # which may grow: modes of a third party
             yield field.name, "is not a known word", "|".join(known)
@@ -148,7 +148,7 @@ def _sequence(case: Core) -> Iterator[Problem]:
         yield "fuse_weights", f"gathers a block's weights at once, which only mode={owners} does", "fuse_weights=false"
 
 
-def _training(case: Core) -> Iterator[Problem]:
+def _training_problems(case: Core) -> Iterator[Problem]:
     if not case.lr > 0 or not math.isfinite(case.lr):
         yield "lr", "must be a positive number", "lr=1.0"
     if not case.clip >= 0:
@@ -175,3 +175,79 @@ def _kv_heads(case: Core) -> int:
     divisors = [d for d in range(1, heads + 1) if heads % d == 0]
     legal = [d for d in divisors if d % tp == 0 or (mode.gathers_weights and tp % d == 0) or (mode.uneven and d >= tp)]
     return min(legal or divisors, key=lambda d: abs(d - case.kv_heads))
+
+
+SKEW_PARTS = 16
+"""A share of tokens is a number of these parts."""
+
+
+def expert_problems(case: Core, plain: Mapping[str, Any]) -> Iterator[Problem]:
+    """Key, the rule that it breaks and a legal value, of every broken rule; `plain` are the defaults of the words."""
+    if case.top_k > case.experts:
+        yield "top_k", f"must be at most experts={case.experts}", f"top_k={case.experts}"
+    if case.top_k == 1 and case.router == "softmax":
+        rule = "gives the only chosen expert the weight 1, and the router no gradient (top_k=1)"
+        yield "router", rule, "router=pre-softmax"
+    if not case.router_scale > 0 or math.isinf(case.router_scale):
+        yield "router_scale", "must be a positive number", "router_scale=1.0"
+    for key in ("bias_rate", "aux_loss", "sequence_loss", "global_loss", "z_loss", "capacity"):
+        if not 0 <= getattr(case, key) < math.inf:
+            yield key, "must be 0 or a positive number", f"{key}=0.0"
+    yield from _choices(case, plain)
+    yield from _loads(case, plain)
+    if case.routing == "learned" and case.dtype != "float64":
+        rule = f"compares choices exactly, and rounding in dtype={case.dtype} makes other ones"
+        yield "routing", rule, "routing=skewed"
+    if case.shared_gate and not case.shared_ffn:
+        yield "shared_gate", "is for a shared expert, and shared_ffn=0 has none", "shared_gate=false"
+    wide = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+    if case.router_dtype != "model" and wide[case.router_dtype] < wide.get(case.dtype, 8):
+        yield "router_dtype", f"must not be narrower than dtype={case.dtype}", "router_dtype=model"
+
+
+def _choices(case: Core, plain: Mapping[str, Any]) -> Iterator[Problem]:
+    groups, kept, count = case.router_groups, case.kept_groups, case.top_k
+    if case.experts % groups:
+        yield (
+            "router_groups",
+            f"must divide experts={case.experts}",
+            f"router_groups={math.gcd(case.experts, groups)}",
+        )
+    elif kept > groups or (groups > 1 and (count % kept or count // kept > case.experts // groups)):
+        rule = f"of {groups} groups must share top_k={count} evenly, at most {case.experts // groups} a group"
+        yield "kept_groups", rule, f"kept_groups={min(groups, count)}"
+    for key in ("router_groups", "bias_rate"):
+        if case.routing != "learned" and getattr(case, key) != plain[key]:
+            rule = f"changes what the router chooses, and routing={case.routing} leaves it no choice"
+            yield key, rule, f"{key}={plain[key]}"
+    if case.global_loss and case.routing == "learned":
+        rule = "counts tokens of other data ranks, whose choices the dense model has not made yet (routing=learned)"
+        yield "global_loss", rule, "global_loss=0.0"
+    if case.balance_of != "all":
+        if case.sequence_loss or case.global_loss:
+            yield "balance_of", "is of aux_loss and z_loss; sequence_loss and global_loss are of all", "balance_of=all"
+        elif not (case.aux_loss or case.z_loss):
+            yield "balance_of", "is about balance losses, and the case has none", "balance_of=all"
+    if case.bias_rate and case.router != "sigmoid":
+        yield "bias_rate", f"is added to sigmoids, and router={case.router} has none", "router=sigmoid"
+    for key in ("load", "save") if case.bias_rate else ():
+        if getattr(case, key):
+            yield "bias_rate", f"changes a bias that no checkpoint of {key}= holds", "bias_rate=0.0"
+
+
+def _loads(case: Core, plain: Mapping[str, Any]) -> Iterator[Problem]:
+    if case.skew and case.routing != "equal":
+        yield "skew", f"is a share of equal loads, and routing={case.routing} has others", "skew=0.0"
+    if not 0 <= case.skew <= 1 or case.skew * SKEW_PARTS % 1:
+        yield "skew", f"must be a number of {SKEW_PARTS}ths from 0 to 1", "skew=0.25"
+    for key in ("drop", "pad", "capacity_of") if not case.capacity else ():
+        if getattr(case, key) != plain[key]:
+            legal = f"{key}={str(plain[key]).lower()}"
+            yield key, "is about rows beyond a capacity, and capacity=0.0 takes all", legal
+    if case.pad and case.capacity_of != "rank":
+        yield "pad", "has every rank send as many rows, and capacity_of=micro-batch lets ranks compete", "pad=false"
+    if case.capacity and case.drop == "score" and case.dtype != "float64":
+        rule = f"compares weights exactly, and rounding in dtype={case.dtype} makes others the smallest"
+        yield "drop", rule, "drop=position"
+    if case.pad and case.dispatcher != "alltoall":
+        yield "pad", f"is about rows, and dispatcher={case.dispatcher} sends none", "dispatcher=alltoall"

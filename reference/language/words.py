@@ -81,14 +81,14 @@ def word(
     return dataclasses.field(default=default, metadata=about)
 
 
-def declared(owner: type) -> dict[str, Field]:
+def declared_words(owner: type) -> dict[str, Field]:
     """The words that a class declares itself, in its order."""
     return {name: field for name, field in vars(owner).items() if isinstance(field, dataclasses.Field)}
 
 
 @functools.cache
 def _defaults(owner: Any) -> tuple[tuple[str, Any], ...]:
-    return tuple((name, field.default) for name, field in declared(owner).items())
+    return tuple((name, field.default) for name, field in declared_words(owner).items())
 
 
 def not_default(owner: Any, case: object) -> Iterator[tuple[str, str]]:
@@ -104,7 +104,7 @@ def legal_values(field: Field) -> tuple[str, ...]:
     return () if isinstance(legal, str) else tuple(legal)
 
 
-def described(
+def describe_words(
     case: type, known: Mapping[str, tuple[str, ...]], follows: Mapping[str, tuple[str, ...]]
 ) -> tuple[Meaning, ...]:
     """The words of a case class in the order of its fields.

@@ -40,14 +40,14 @@ def values_of(case: Case) -> dict[str, Tensor]:
 
 
 def updated_values(case: Case, values: Mapping[str, Tensor], counts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """These values after a step whose micro-batches left these counts."""
+    """The values after a step whose micro-batches left these counts."""
     return {
         name: value for branch in _with_values(case) for name, value in branch.updated(case, values, counts).items()
     }
 
 
 def _with_values(case: Case) -> list[Branch]:
-    replaced = getattr(case, "replaced", None)  # a case that is words alone has no features
+    replaced = getattr(case, "replaced_branches", None)  # a case that is words alone has no features
     features = {feature for layer in range(case.layers) for feature in replaced(layer).values()} if replaced else set()
     return [branch for feature in sorted(features) if hasattr(branch := branch_of(feature), "values")]
 

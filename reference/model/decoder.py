@@ -12,10 +12,10 @@ from torch import Tensor
 
 from shardproof.reference.case import Case
 from shardproof.reference.data.batches import Batch
-from shardproof.reference.losses.cross_entropy import wide
 from shardproof.reference.model import layers
 from shardproof.reference.model.branch import Beside, branch_of
-from shardproof.reference.model.dropout import SHARES, mask, rate_of
+from shardproof.reference.model.losses import wide
+from shardproof.reference.model.randomness import SHARES, mask, rate_of
 
 Tap = Callable[[str, Tensor], None]
 """Called with every module's dotted name and output tensor, in the order of the forward pass."""
@@ -31,7 +31,7 @@ def _join(branch: str, x_BSH: Tensor, y_BSH: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arithmetic:
-    """How the sums of linears, norms and gradient norms are taken; the control run takes them in another order.
+    """The sums of linears, norms and gradient norms as functions; the control run takes them in another order.
 
     Another `activate` may move the kink of relu. `rotate` turns queries or keys, "q" or "k". `join` adds the output of
     a branch, "attention" or "mlp", to its input.
@@ -98,23 +98,23 @@ class Pass:
         if self.case.positions == "learned":
             table_SH = self.weights[f"{name}.positions.weight"]
             x_BSH = x_BSH + self.arithmetic.look_up(table_SH, self.batch.positions)
-        return self.dropped(name, self.tapped(name, x_BSH))
+        return self.apply_dropout(name, self.tap_output(name, x_BSH))
 
     def block(self, name: str, x_BSH: Tensor, visible_SS: Tensor) -> Tensor:
         """Hidden states behind the transformer layer of this name."""
-        replaced = getattr(self.case, "replaced", None)
+        replaced = getattr(self.case, "replaced_branches", None)
         others = replaced(self.case.blocks[name]) if replaced else {}  # a case that is words alone has no features
         for branch, plain in (("attention", self.attention), ("mlp", self.mlp)):
             y_BSH = self.norm(f"{name}.{branch}_norm", x_BSH)
             if branch in others:
-                y_BSH = self.tapped(
+                y_BSH = self.tap_output(
                     f"{name}.{branch}", branch_of(others[branch]).forward(self, name, y_BSH, visible_SS)
                 )
             else:
                 y_BSH = plain(f"{name}.{branch}", y_BSH, visible_SS)
-            x_BSH = self.arithmetic.join(branch, x_BSH, self.dropped(f"{name}.{branch}", y_BSH))
+            x_BSH = self.arithmetic.join(branch, x_BSH, self.apply_dropout(f"{name}.{branch}", y_BSH))
         behind = getattr(self.case, "behind_layer", None)
-        return self.tapped(name, behind(x_BSH, lambda leaf: self.weights[f"{name}.{leaf}"]) if behind else x_BSH)
+        return self.tap_output(name, behind(x_BSH, lambda leaf: self.weights[f"{name}.{leaf}"]) if behind else x_BSH)
 
     def attention(self, name: str, x_BSH: Tensor, visible_SS: Tensor) -> Tensor:
         """The plain attention of normed hidden states."""
@@ -131,7 +131,7 @@ class Pass:
             q_BSND = self.arithmetic.rotate("q", q_BSND, self.batch.positions)
             k_BSKD = self.arithmetic.rotate("k", k_BSKD, self.batch.positions)
         context_BSE = self.core(name, q_BSND, k_BSKD, v_BSKD, visible_SS)
-        return self.tapped(name, self.linear(f"{name}.wo", context_BSE))
+        return self.tap_output(name, self.linear(f"{name}.wo", context_BSE))
 
     def core(self, name: str, q_BSND: Tensor, k_BSKD: Tensor, v_BSKE: Tensor, visible_SS: Tensor) -> Tensor:
         """Attention of these queries, keys and values, [B, S, N*E], with the dropout of its shares."""
@@ -150,29 +150,29 @@ class Pass:
             y_BSF = self.arithmetic.activate(kind, self.linear(f"{name}.w3", x_BSH), gate_BSF)
         else:
             y_BSF = self.arithmetic.activate(kind, self.linear(f"{name}.w1", x_BSH), None)
-        return self.tapped(name, self.linear(f"{name}.w2", y_BSF))
+        return self.tap_output(name, self.linear(f"{name}.w2", y_BSF))
 
     def head(self, name: str, x_BSH: Tensor) -> Tensor:
         """Logits of the decoder's normed hidden states."""
         weight = self.weights["embedding.tokens.weight" if self.case.tied else f"{name}.weight"]
-        return self.tapped(name, self.arithmetic.linear(x_BSH, weight, None))
+        return self.tap_output(name, self.arithmetic.linear(x_BSH, weight, None))
 
     def linear(self, name: str, x: Tensor) -> Tensor:
         """A linear with a bias where there is one."""
         weight, bias = self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias")
-        return self.tapped(name, self.arithmetic.linear(x, weight, bias))
+        return self.tap_output(name, self.arithmetic.linear(x, weight, bias))
 
     def norm(self, name: str, x: Tensor) -> Tensor:
         """A norm over the last dim, with a bias where there is one."""
         weight, bias = self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias")
-        return self.tapped(name, self.arithmetic.norm(x, weight, bias))
+        return self.tap_output(name, self.arithmetic.norm(x, weight, bias))
 
-    def dropped(self, site: str, x_BSH: Tensor) -> Tensor:
+    def apply_dropout(self, site: str, x_BSH: Tensor) -> Tensor:
         """Hidden states with the dropout of this site."""
         kept_BSH = mask(self.case, self.batch, site)
         return x_BSH if kept_BSH is None else x_BSH * kept_BSH / (1 - rate_of(self.case, site))
 
-    def tapped(self, name: str, output: Tensor) -> Tensor:
+    def tap_output(self, name: str, output: Tensor) -> Tensor:
         """Call the tap with a module's output; return it."""
         self.tap(name, output)
         return output

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from shardproof.reference.losses.cross_entropy import wide
+from shardproof.reference.model.losses import wide
 
 EPSILON = 1e-5
 ROTARY_BASE = 10000.0

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from shardproof.reference.case import Case
-from shardproof.reference.checkpoints.stored import stored
+from shardproof.reference.checkpoints.stored import stored_tensors
 from shardproof.reference.errors import CaseError
 from shardproof.reference.model.branch import branch_of
-from shardproof.reference.model.given import given_now
+from shardproof.reference.model.randomness import field_values, given_now
 
 Shape = tuple[int, ...]
 _LARGE = 2**20
@@ -56,15 +56,15 @@ def full(case: Case, name: str, *, device: torch.device | str = "cpu") -> Tensor
     """The full value of one parameter in the case's dtype; on the meta device its shape alone, at no cost.
 
     Values are drawn uniformly in float64 from a generator seeded with sha256(seed, name), with init=field as in
-    `initial`, then rounded. So every dtype, mode and mesh starts from the same numbers. `load=` has the checkpoint's.
+    `field_values`, then rounded. So every dtype, mode and mesh starts from the same numbers. `load=`: the checkpoint's.
     Raises ValueError for a name that the case does not have, and for init=shard, which leaves them to each rank.
     """
     if torch.device(device).type == "meta":
         return torch.empty(_shape(case, name), dtype=dtype_of(case), device=device)
-    return drawn(case, name).to(device, copy=True)
+    return drawn_weight(case, name).to(device, copy=True)
 
 
-def drawn(case: Case, name: str) -> Tensor:
+def drawn_weight(case: Case, name: str) -> Tensor:
     """The full value of a parameter on the CPU, shared by all callers: never written to.
 
     Parameters of one model are kept, until another one is drawn. Raises ValueError for a name that the case does not
@@ -72,20 +72,15 @@ def drawn(case: Case, name: str) -> Tensor:
     """
     shape, dtype = _shape(case, name), dtype_of(case)
     if case.load:
-        return _loaded(case, name, shape).to(dtype)
+        return _load_weight(case, name, shape).to(dtype)
     if case.init == "shard":
         if f"init/{name}" in given_now():
             return given_now()[f"init/{name}"].to(dtype)  # of masters it is wider
         rule = f"draws values that the dense model must be given, and init/{name} was not returned"
         raise CaseError("init", case.init, rule, "init=field, or return the initial values under that name")
-    weights = _kept(case)
+    weights = _drawn_weights(case)
     if name not in weights:
-        if case.init == "field":
-            from shardproof.reference.model.field import of_field  # noqa: PLC0415
-
-            value = of_field(case, name, shape)
-        else:
-            value = _draw(case.seed, name, shape)
+        value = field_values(case, name, shape) if case.init == "field" else _draw(case.seed, name, shape)
         weights[name] = value.to(dtype)
     return weights[name]
 
@@ -100,9 +95,9 @@ class LastRead(Mapping[str, Tensor]):
         self._case, self._device = case, device
 
     def __getitem__(self, name: str) -> Tensor:
-        value = drawn(self._case, name)
+        value = drawn_weight(self._case, name)
         if value.numel() > _LARGE:
-            _kept(self._case).pop(name, None)
+            _drawn_weights(self._case).pop(name, None)
         return value.to(self._device)
 
     def __iter__(self) -> Iterator[str]:
@@ -112,9 +107,9 @@ class LastRead(Mapping[str, Tensor]):
         return len(_shapes(self._case))
 
 
-def _loaded(case: Case, name: str, shape: Shape) -> Tensor:
+def _load_weight(case: Case, name: str, shape: Shape) -> Tensor:
     """The parameter as the checkpoint of the case holds it."""
-    found = stored(case).get(f"model.{name}")
+    found = stored_tensors(case).get(f"model.{name}")
     if found is None or tuple(found.shape) != shape:
         stored_as = "no such tensor" if found is None else f"one of shape {tuple(found.shape)}"
         rule = f"is a checkpoint of another model: it holds {stored_as} as model.{name}, which is {shape} here"
@@ -123,15 +118,17 @@ def _loaded(case: Case, name: str, shape: Shape) -> Tensor:
 
 
 def weights(case: Case, device: torch.device) -> dict[str, Tensor]:
-    """Every full weight of the case by name, in its dtype, to be read only (see `drawn`).
+    """Every full weight of the case by name, in its dtype, to be read only (see `drawn_weight`).
 
     Raises CaseError for a checkpoint with parameters that the case does not have.
     """
-    names = [key.removeprefix("model.") for key in stored(case) if key.startswith("model.")] if case.load else []
+    names = (
+        [key.removeprefix("model.") for key in stored_tensors(case) if key.startswith("model.")] if case.load else []
+    )
     if others := [name for name in names if name not in shapes(case)]:
         rule = f"is a checkpoint of another model: {len(others)} tensors are not of this one, the first is {others[0]}"
         raise CaseError("load", case.load, rule, "a checkpoint of the same model")
-    return {name: drawn(case, name).to(device) for name in shapes(case)}
+    return {name: drawn_weight(case, name).to(device) for name in shapes(case)}
 
 
 def _shape(case: Case, name: str) -> Shape:
@@ -142,13 +139,13 @@ def _shape(case: Case, name: str) -> Shape:
     return shape
 
 
-def _kept(case: Case) -> dict[str, Tensor]:
+def _drawn_weights(case: Case) -> dict[str, Tensor]:
     return _latest(case.seed, dtype_of(case), (case.init, *_shapes(case).items()))
 
 
 @lru_cache(maxsize=1)
 def _latest(_seed: int, _dtype: torch.dtype, _kind: tuple[object, ...]) -> dict[str, Tensor]:
-    """Where the weights of the model that was drawn last are kept."""
+    """A cache of the weights of the model that was drawn last."""
     return {}
 
 
@@ -156,10 +153,10 @@ def _draw(seed: int, name: str, shape: Shape) -> Tensor:
     digest = hashlib.sha256(f"{seed} {name}".encode("ascii")).digest()
     generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "big") >> 1)
     unit = torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu").mul_(2).sub_(1)
-    return _scaled(name, unit)
+    return _scale_unit(name, unit)
 
 
-def _scaled(name: str, unit: Tensor) -> Tensor:
+def _scale_unit(name: str, unit: Tensor) -> Tensor:
     """Numbers of [-1, 1) brought to a size at which some steps of SGD with lr=1 amplify rounding errors little."""
     module, _, leaf = name.rpartition(".")
     if leaf == "bias":
@@ -170,7 +167,7 @@ def _scaled(name: str, unit: Tensor) -> Tensor:
 
 
 def _away(unit: Tensor) -> Tensor:
-    """These signs with magnitudes in [1/4, 1): nothing near 0."""
+    """Numbers of the same signs with magnitudes in [1/4, 1), so none is near 0."""
     return (0.25 + 0.75 * unit.abs()).copysign(unit)
 
 
@@ -178,7 +175,7 @@ def _block(case: Case, block: str) -> dict[str, Shape]:
     """The parameters of the transformer layer of this name."""
     found: dict[str, Shape] = {}
     for branch, plain in (("attention", _attention), ("mlp", _mlp)):
-        replaced = getattr(case, "replaced", None)  # a case that is words alone has no features
+        replaced = getattr(case, "replaced_branches", None)  # a case that is words alone has no features
         other = replaced(case.blocks[block]).get(branch) if replaced else None
         shapes_of = branch_of(other).shapes if other else plain
         found |= _norm(case, f"{branch}_norm", case.hidden) | shapes_of(case)

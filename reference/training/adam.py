@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardproof.reference.case import Case
-from shardproof.reference.checkpoints.stored import stored
+from shardproof.reference.checkpoints.stored import stored_tensors
 from shardproof.reference.model.parameters import shapes
 
 BETAS = (0.9, 0.999)
@@ -36,13 +36,13 @@ _ANYTHING = 1e30
 def slack(
     case: Case, states: Mapping[str, Tensor], truth: Mapping[str, Tensor], controls: Sequence[Mapping[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """By name, `param_after/<step>/<param>` and `param/<param>`: how far every element may be off; {} for sgd.
+    """The largest error of every element, by name (`param_after/<step>/<param>`, `param/<param>`); {} for sgd.
 
-    `states`: where the steps of `truth` and `controls` began (see reference.training.states); moments say
+    `states`: where the steps of `truth` and `controls` began (see reference.training.steps); moments say
     which gradients went into them. Steps that are skipped have none, and Adam does not count them.
     """
     first, found = next(iter(shapes(case))), {}
-    taken = int(stored(case).get(f"optimizer.state.{first}.step", 0)) if case.load else 0
+    taken = int(stored_tensors(case).get(f"optimizer.state.{first}.step", 0)) if case.load else 0
     for step in range(case.steps):
         if f"exp_avg_after/{step}/{first}" not in truth or truth.get(f"skipped/{step}"):
             continue
@@ -93,7 +93,7 @@ def _before(
 ) -> tuple[Tensor, Tensor]:
     """The means of gradients and of their squares before a step."""
     if f"exp_avg_after/{step - 1}/{name}" not in states:  # no step has been taken
-        if case.load and f"optimizer.state.{name}.exp_avg" in (found := stored(case)):
+        if case.load and f"optimizer.state.{name}.exp_avg" in (found := stored_tensors(case)):
             mean, square = (found[f"optimizer.state.{name}.{moment}"] for moment in ("exp_avg", "exp_avg_sq"))
             return mean.double(), square.double()
         nothing = torch.zeros(shape, dtype=torch.float64)
@@ -108,6 +108,6 @@ def _gradient(outcome: Mapping[str, Tensor], step: int, name: str, mean: Tensor)
 
 
 def _noise(gradient: Tensor, others: Sequence[Tensor], floor: float) -> Tensor:
-    """How far the elements of a right gradient may be off."""
+    """The largest error of the elements of a right gradient."""
     gaps = [_CONTROL_FACTOR * float((other - gradient).abs().max()) for other in others]
     return torch.full_like(gradient, max(floor, *(gap if gap < _ANYTHING else _ANYTHING for gap in gaps), 0.0))

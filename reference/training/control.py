@@ -9,6 +9,12 @@ last first. Nothing here is parallel: one process has dense weights.
 Sums that torch's own kernels add one term after the other are taken by these, for no order rounds more. They are the
 gradients of a norm's weight and bias, row by row into one accumulator (aten/src/ATen/native/cpu/layer_norm_kernel.cpp).
 The squares of a gradient in its norm are such a sum too (`torch.linalg.vector_norm`, which `clip_grad_norm_` takes).
+
+Kinks are the effect of a relu on gradients where rounding decides. The value of a relu hardly changes near zero; its
+derivative jumps from 0 to 1. An element within rounding of zero passes its gradient on in one right implementation and
+not in the next. No control run need flip that same element. Here all elements within BAND epsilons of the run dtype, in
+units of the rms of the tensor, are taken to one side in backward. The change of gradients is what the kink alone may
+change in one element; float64 has no such elements.
 """
 
 import math
@@ -21,11 +27,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from shardproof.reference.case import Case
-from shardproof.reference.losses.cross_entropy import wide
+from shardproof.reference.errors import CaseError
 from shardproof.reference.model import layers
 from shardproof.reference.model.decoder import Arithmetic
-from shardproof.reference.model.given import takes_given
-from shardproof.reference.model.parameters import LastRead
+from shardproof.reference.model.losses import wide
+from shardproof.reference.model.parameters import LastRead, weights
+from shardproof.reference.model.randomness import takes_given
 from shardproof.reference.training.steps import train
 
 
@@ -35,21 +42,21 @@ def control(
 ) -> dict[str, Tensor]:
     """The outcome of dense training and its activations, in the case's dtype, with the sums in another order.
 
-    `parts`: of how many (see reordered). `states`: those from which every step begins (reference.training.states).
-    `given`: see reference.training.given.
+    `parts`: of how many (see `reorder_sums`). `states`: those from which every step begins (reference.training.steps).
+    `given`: see reference.training.truth.
     """
-    other = reordered(case, parts)
+    other = reorder_sums(case, parts)
     return train(case, LastRead(case, device), arithmetic=other, last_first=True, states=states, observed=True)
 
 
-def reordered(case: Case, parts: int = 0) -> Arithmetic:
+def reorder_sums(case: Case, parts: int = 0) -> Arithmetic:
     """The sums of linears, norms and attention in `parts`; 0: as many as the case splits them in, 2 at least.
 
     Attention is torch's fused kernel where an even number of `parts` is given: its backward takes other sums. With
     context ranks it is merged elsewhere, as theirs is.
     """
     attention = fused_attention if parts and parts % 2 == 0 and not case.attention_dropout else None
-    by_hand = merged_attention if case.sliced else split_attention
+    by_hand = merged_attention if case.is_sliced else split_attention
     parts = parts or max(2, case.tp, case.wp)
     return Arithmetic(
         linear=partial(split_linear, parts=parts),
@@ -94,7 +101,7 @@ def split_attention(
     share_BNSS = score_BNSS.softmax(-1).to(q_BSND.dtype)
     if keep_BNSS is not None:
         share_BNSS = (share_BNSS * keep_BNSS).to(q_BSND.dtype)
-    return _summed(share_BNSS, _parts(v_BNSD.mT, parts, -1)).transpose(1, 2).flatten(2)
+    return _sum_of_products(share_BNSS, _parts(v_BNSD.mT, parts, -1)).transpose(1, 2).flatten(2)
 
 
 def merged_attention(
@@ -117,7 +124,7 @@ class _Merged(torch.autograd.Function):
     def forward(ctx: Any, score: Tensor, v: Tensor, keep: Tensor | None, parts: int) -> Tensor:
         share = (score - score.logsumexp(-1, keepdim=True)).exp()
         kept = (share if keep is None else share * keep).to(v.dtype)
-        context = _summed(kept, _parts(v.mT, parts, -1))
+        context = _sum_of_products(kept, _parts(v.mT, parts, -1))
         ctx.save_for_backward(share, kept, v, context, keep)
         return context
 
@@ -135,7 +142,7 @@ def _scores(q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, visible_SS: Tensor, 
     heads, head_dim = q_BSND.shape[2:]
     q_BNSD = q_BSND.transpose(1, 2)
     k_BNSD, v_BNSD = (x.repeat_interleave(heads // x.shape[2], dim=2).transpose(1, 2) for x in (k_BSKD, v_BSKD))
-    scores = [_summed(q_BNSD, _parts(keys, parts, -1)) for keys in _parts(k_BNSD, parts, 2)]
+    scores = [_sum_of_products(q_BNSD, _parts(keys, parts, -1)) for keys in _parts(k_BNSD, parts, 2)]
     score_BNSS = torch.cat(scores, -1).to(wide(q_BSND.dtype)) / math.sqrt(head_dim)
     return score_BNSS.masked_fill(~visible_SS, -math.inf), v_BNSD
 
@@ -150,10 +157,10 @@ def fused_attention(q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, visible_SS: 
 
 def _in_parts(x_TE: Tensor, rows_FE: Tensor, parts: int) -> Tensor:
     """x @ rows^T, its sums over E in `parts`."""
-    return _summed(x_TE, _parts(rows_FE, parts, -1))
+    return _sum_of_products(x_TE, _parts(rows_FE, parts, -1))
 
 
-def _summed(x_TE: Tensor, columns: Sequence[Tensor]) -> Tensor:
+def _sum_of_products(x_TE: Tensor, columns: Sequence[Tensor]) -> Tensor:
     """x @ rows^T for rows that are cut into these columns: one product for each, added last first."""
     pairs = zip(_parts(x_TE, len(columns), -1), columns, strict=True)
     *rest, total = [_product(x, piece) for x, piece in pairs]
@@ -198,3 +205,64 @@ def _parts(x: Tensor, parts: int, dim: int) -> tuple[Tensor, ...]:
     """x.tensor_split(parts, dim), whose backward makes one gradient of x's size and not one for each part."""
     size, longer = divmod(x.shape[dim], parts)
     return torch.split(x, [size + 1] * longer + [size] * (parts - longer), dim)
+
+
+BAND = 4.0
+"""Epsilons of the run dtype by which the sums of some layers may err, in units of the tensor's rms."""
+
+
+class _Moved(torch.autograd.Function):
+    """relu in forward; in backward the derivative of a relu whose kink is at `place`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, place: float) -> Tensor:
+        ctx.save_for_backward(x > place * x.square().mean().sqrt())
+        return x.relu()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (open_,) = ctx.saved_tensors
+        return grad * open_, None
+
+
+@takes_given
+def relu_flips(
+    case: Case, device: torch.device, *, side: int, states: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """The change of every float of the outcome and the activations when the kink moves to this side (1, -1).
+
+    `states`: those from which every step begins (see reference.training.steps). `given`: see
+    reference.training.truth. Empty without a relu, and in float64.
+    """
+    if case.activation != "relu" or case.dtype == "float64":
+        return {}
+    exact = {name: weight.to(torch.float64) for name, weight in weights(case, device).items()}
+    both = (Arithmetic(), flip_relus(case, side))
+    here, there = (train(case, exact, arithmetic=each, states=states, observed=True) for each in both)
+    return {name: there[name] - value for name, value in here.items() if value.is_floating_point()}
+
+
+def flip_relus(case: Case, side: int) -> Arithmetic:
+    """Arithmetic with the kink of relu on this side (1, -1) of all that rounding may carry across it."""
+    return Arithmetic(activate=partial(_activate, place=side * BAND * torch.finfo(getattr(torch, case.dtype)).eps))
+
+
+def refuse_decisive(
+    case: Case, weights: Mapping[str, Tensor], outcome: Mapping[str, Tensor], states: Mapping[str, Tensor] | None
+) -> None:
+    """Raise CaseError where a relu that rounding flips may decide whether a step of this outcome is skipped."""
+    if case.scaler == "none" or case.activation != "relu":
+        return
+    for side in (1, -1):
+        other = train(case, weights, arithmetic=flip_relus(case, side), states=states, dtype=torch.float64)
+        for name in (f"skipped/{step}" for step in range(case.steps)):
+            if other[name] != outcome[name]:
+                rule = f"rounding decides {name}: it flips a relu"
+                raise CaseError("loss_scale", case.loss_scale, rule, f"loss_scale={max(1.0, case.loss_scale / 4)}")
+
+
+def _activate(kind: str, x_BSF: Tensor, gate_BSF: Tensor | None, *, place: float) -> Tensor:
+    if kind != "relu" or gate_BSF is not None:
+        return layers.activate(kind, x_BSF, gate_BSF)
+    y_BSF: Tensor = _Moved.apply(x_BSF, place)
+    return y_BSF

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardproof.reference.case import Case
-from shardproof.reference.checkpoints.stored import stored
+from shardproof.reference.checkpoints.stored import stored_tensors
 from shardproof.reference.errors import CaseError
 from shardproof.reference.training.reach import Reach
 
@@ -30,7 +30,7 @@ class Reaching(Protocol):
 
     @property
     def reach(self) -> Reach:
-        """How far."""
+        """The largest numbers that float16 tensors of the step may hold."""
         ...
 
 
@@ -49,13 +49,13 @@ class LossScale:
     @classmethod
     def of(cls, case: Case) -> "LossScale":
         """The scale before the first step; 1 without a scaler."""
-        state = stored(case).get("train.loss_scale") if case.scaler != "none" and case.load else None
+        state = stored_tensors(case).get("train.loss_scale") if case.scaler != "none" and case.load else None
         if state is not None:  # weights of another system come without one
             value, finite, hysteresis = state.tolist()
             return cls(case=case, value=value, finite=int(finite), infinite=HYSTERESIS - int(hysteresis))
         return cls(case=case, value=1.0 if case.scaler == "none" else case.loss_scale)
 
-    def taken(self, step: int, backward: Callable[[float], _Sums], *, exact: bool) -> tuple[_Sums, float, bool]:
+    def run_step(self, step: int, backward: Callable[[float], _Sums], *, exact: bool) -> tuple[_Sums, float, bool]:
         """A step: its sums, the scale that they have, and whether it is skipped.
 
         `exact`: they are in more than float16. In float16 another order of sums may have parts that overflow where no
@@ -99,7 +99,7 @@ class LossScale:
             return {}
         return {f"loss_scale/{step}": torch.tensor(self.value), f"skipped/{step}": torch.tensor(int(skipped))}
 
-    def saved(self) -> dict[str, Tensor]:
+    def saved_state(self) -> dict[str, Tensor]:
         """State of the scale in a checkpoint of the case: "saved/loss_scale", float64 [3] as `train.loss_scale`."""
         if self.case.scaler == "none" or not self.case.save:
             return {}
@@ -122,7 +122,7 @@ class LossScale:
 
 
 def _roundings(case: Case) -> int:
-    """How many roundings follow each other at most, from the tokens to a gradient: each is of a share of _UNIT.
+    """The most roundings in a row from the tokens to a gradient; each is of a share of _UNIT.
 
     A block has 13 operations, forward and backward: norm, linear, heads' norm, rotation, scores, context, linear, sum;
     norm, linear, activation, linear, sum. Outside of blocks there are no more than in one. Up to four sums over ranks

@@ -8,7 +8,7 @@ from typing import Any
 
 from shardproof.reference.case import Case, CaseError
 from shardproof.reference.features import FEATURES
-from shardproof.reference.language.words import declared
+from shardproof.reference.language.words import declared_words
 from shardproof.reference.model.parameters import shapes
 
 _COPIES = 4
@@ -18,7 +18,7 @@ _FIELDS = 4
 _SIZES = ("layers", "seq", "batch", "micro", "steps", "dp", "vocab", "ffn", "hidden")
 
 
-def parts(case: Case) -> dict[str, int]:
+def sizes_by_part(case: Case) -> dict[str, int]:
     """Elements of the dense model by what they are."""
     return {
         "weights and gradients": _COPIES * _weights(case),
@@ -33,7 +33,7 @@ def first_batch(case: Case) -> dict[str, int]:
     return {"a micro-batch": _FIELDS * case.tokens}
 
 
-def culprit(case: Case, limit: int) -> tuple[str, int] | None:
+def word_of_size(case: Case, limit: int) -> tuple[str, int] | None:
     """The word without which the case would have at most `limit` elements, and its usual value; None when it is no
     single one.
     """
@@ -43,7 +43,7 @@ def culprit(case: Case, limit: int) -> tuple[str, int] | None:
             other = case.but(**{key: getattr(usual, key)})
         except CaseError:  # another word needs this one to be as it is
             continue
-        if sum(parts(other).values()) <= limit:
+        if sum(sizes_by_part(other).values()) <= limit:
             return key, getattr(usual, key)
     return None
 
@@ -51,7 +51,7 @@ def culprit(case: Case, limit: int) -> tuple[str, int] | None:
 def _weights(case: Case) -> int:
     """Elements of all weights: every layer has as many as the second one."""
     plain: dict[str, Any] = {
-        word: field.default for owner in FEATURES.values() for word, field in declared(owner).items()
+        word: field.default for owner in FEATURES.values() for word, field in declared_words(owner).items()
     }
     plain |= {"variant": "", "optimizer": "sgd"}  # no rule of a feature refuses other numbers of layers
     one, two = (sum(map(math.prod, shapes(case.but(layers=layers, **plain)).values())) for layers in (1, 2))

@@ -3,30 +3,122 @@
 Every mean is taken over all counted tokens of a step, whatever micro-batch or data rank they lie in. Gradients are the
 sum of the micro-batches' summed-loss gradients divided by the step's token count. Optimizers are torch's own: SGD with
 learning rate `lr`, AdamW with weight decay 0.01.
+
+Activations are every module's output in micro-batch 0 of step 0, on all data ranks. `act/<module>` is the output,
+`act_grad/<module>` the gradient in it of its micro-batch's SUMMED loss. The loss is over counted tokens, not yet
+divided; times the first step's loss scale. Both are [dp*batch, seq, width], packed [dp, batch*seq, width]; outputs per
+head are flattened to one width.
+
+The state after each step has these names: parameters, and what the optimizer keeps of past gradients.
+
+    param_after/<step>/<param>        every step but the last, whose parameters are `param/<param>`
+    exp_avg_after/<step>/<param>      adamw: the mean of gradients
+    exp_avg_sq_after/<step>/<param>   adamw: the mean of their squares
+    saved/<name>                      save=: what the checkpoint holds as param/<param> and as the last moments
+    saved/steps                       save=: all steps that were run by then, those before `load=` among them
+    saved/step_after/<step>/<param>   save=, adamw: the steps that changed the parameter, as torch counts them
+
+From the state that an implementation returns, the dense model takes the next step by itself. So only the rounding of
+one step is compared: training amplifies none of it, however many steps there are. Shapes are the parameters'.
 """
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from shardproof.reference.case import Case
+from shardproof.reference.checkpoints.stored import steps_before, stored_tensors
 from shardproof.reference.data.batches import Batch, micro_batch
-from shardproof.reference.losses import cross_entropy as loss
-from shardproof.reference.losses.cross_entropy import wide
 from shardproof.reference.model import decoder, layers
+from shardproof.reference.model import losses as loss
 from shardproof.reference.model.branch import Beside, updated_values, values_of
 from shardproof.reference.model.decoder import PLAIN, Arithmetic
-from shardproof.reference.training.reach import Reach
+from shardproof.reference.model.losses import MetricTotals, metric_outcome, metric_totals, wide
+from shardproof.reference.model.parameters import shapes
+from shardproof.reference.training.reach import Reach, with_terms
 from shardproof.reference.training.scaling import LossScale
-from shardproof.reference.training.states import after, begin, load, saved
-from shardproof.reference.training.terms import with_terms
 
-if TYPE_CHECKING:
-    from shardproof.reference.model.metric import Totals
+LARGEST_STATES = 2**25
+"""Elements of all full states of a run above which an outcome leaves them out."""
+_MOMENTS: Mapping[str, tuple[str, ...]] = {"sgd": (), "adamw": ("exp_avg", "exp_avg_sq")}
+
+
+def holds_states(case: Case) -> bool:
+    """Whether an outcome of the case holds the states of training: not of a large model or of many steps."""
+    elements = sum(map(math.prod, shapes(case).values()))
+    return case.steps * (1 + len(_MOMENTS[case.optimizer])) * elements <= LARGEST_STATES
+
+
+def states_after(
+    case: Case,
+    step: int,
+    parameters: Mapping[str, Tensor],
+    stepper: torch.optim.Optimizer,
+    *,
+    updated: Mapping[str, Tensor] | None = None,
+) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield (name in the outcome, parameter, a copy of the tensor) for the state after this step.
+
+    `updated` are the tensors that the optimizer steps, by the parameters' names, where they are others than these.
+    """
+    if not holds_states(case):
+        return
+    for name, parameter in parameters.items():
+        if step < case.steps - 1:
+            yield f"param_after/{step}/{name}", name, parameter.detach().clone()
+        moments = stepper.state.get((updated or parameters)[name], {})
+        for moment in _MOMENTS[case.optimizer]:
+            if moment in moments:  # an optimizer that took no step has none
+                yield f"{moment}_after/{step}/{name}", name, moments[moment].clone()
+
+
+def saved_checkpoint(
+    case: Case, outcome: Mapping[str, Tensor], parameters: Mapping[str, Tensor], stepper: torch.optim.Optimizer
+) -> dict[str, Tensor]:
+    """The content of the checkpoint that the case saves, as "saved/<name>" of an outcome; nothing without `save=`."""
+    if not case.save:
+        return {}
+    last = ("param/", *(f"{moment}_after/{case.steps - 1}/" for moment in _MOMENTS[case.optimizer]))
+    content = {f"saved/{name}": outcome[name] for kind in last for name in outcome if name.startswith(kind)}
+    for name, parameter in parameters.items():
+        if "step" in stepper.state.get(parameter, {}):
+            content[f"saved/step_after/{case.steps - 1}/{name}"] = stepper.state[parameter]["step"].clone()
+    return content | {"saved/steps": torch.tensor(steps_before(case) + case.steps)}
+
+
+def load_checkpoint(case: Case, parameters: Mapping[str, Tensor], stepper: torch.optim.Optimizer) -> None:
+    """Copy the checkpoint that the case loads, if any, into parameters and optimizer."""
+    checkpoint = stored_tensors(case) if case.load else {}
+    with torch.no_grad():
+        for name, parameter in parameters.items() if checkpoint else ():
+            parameter.copy_(checkpoint[f"model.{name}"])
+            state = {key: checkpoint.get(f"optimizer.state.{name}.{key}") for key in _MOMENTS[case.optimizer]}
+            if state and None not in state.values():  # none where every step was skipped
+                state = {key: tensor.to(parameter, copy=True) for key, tensor in state.items() if tensor is not None}
+                stepper.state[parameter] = {"step": checkpoint[f"optimizer.state.{name}.step"].clone(), **state}
+
+
+def load_state(
+    case: Case,
+    step: int,
+    parameters: Mapping[str, Tensor],
+    stepper: torch.optim.Optimizer,
+    states: Mapping[str, Tensor],
+) -> None:
+    """Copy the state after this step, from `states` under the names above, into parameters and optimizer."""
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(states[f"param_after/{step}/{name}"])
+            moments = stepper.state.get(parameter, {})
+            for moment in _MOMENTS[case.optimizer]:
+                if moment in moments and f"{moment}_after/{step}/{name}" in states:  # none before a step that is taken
+                    moments[moment].copy_(states[f"{moment}_after/{step}/{name}"])
+
 
 LARGEST_LOGITS = 2**24
 """Elements of the full logits of one step above which an outcome leaves them out."""
@@ -34,7 +126,7 @@ WEIGHT_DECAY = 0.01
 
 
 class Feed(Protocol):
-    """Where micro-batches come from: `reference.data.batches.micro_batch`, or rows that a test drew itself."""
+    """A source of micro-batches: `reference.data.batches.micro_batch`, or rows that a test drew itself."""
 
     def __call__(self, case: Case, step: int, micro: int, dp_rank: int, /, *, device: torch.device) -> Batch:
         """Micro-batch of a data rank, on the device."""
@@ -45,15 +137,15 @@ class Feed(Protocol):
 class Sums:
     """Sums of one step's forwards: scalars, logits, metric and activations.
 
-    Logits are [dp*micro*batch, seq, vocab] or None when too large. The metric is of every data rank, when the case has
-    one; activations are of micro-batch 0, when observed. `reach` is known with a loss scale. `counts`: integers that
-    branches leave (`reference.model.branch`), rows as those of the logits.
+    Logits are [dp*micro*batch, seq, vocab], or None when they are too large. The metric is that of every data rank, if
+    the case has one. Activations are those of micro-batch 0, if they are observed. `reach` is filled only with a loss
+    scale. `counts` are the integers that branches leave (`reference.model.branch`), with rows like those of the logits.
     """
 
     loss: Tensor
     tokens: Tensor
     logits: Tensor | None
-    metrics: "list[Totals]"
+    metrics: list[MetricTotals]
     activations: Mapping[str, Tensor]
     reach: Reach
     counts: Mapping[str, Tensor]
@@ -70,34 +162,34 @@ def train(
     dtype: torch.dtype | None = None,
     observed: bool = False,
 ) -> dict[str, Tensor]:
-    """The outcome of training these full weights on their device and in their dtype, or in the one given.
+    """The outcome of training these full weights on their device, in their dtype or in `dtype`; they are not changed.
 
-    `last_first` adds the micro-batches' gradients in reversed order. `states` are the states after all steps but the
-    last (`reference.training.states`). Every step then begins at the given state before it and not at the model's own.
-    `observed` adds the activations (`reference.training.activations`). The given weights are left as they are.
+    `last_first` adds the gradients of the micro-batches in reversed order. `states` are the states after all steps but
+    the last, under the names above: every step then begins at the given state, not at the model's own. `observed` adds
+    the activations to the outcome.
     """
     parameters = {
         name: weight.detach().to(dtype or weight.dtype, copy=True).requires_grad_() for name, weight in weights.items()
     }
-    trained = _trained(case, parameters)
-    stepper = _begun(case, trained, parameters)
+    trained = _trained_tensors(case, parameters)
+    stepper = _make_optimizer(case, trained, parameters)
     outcome, metrics = dict[str, Tensor](), list[dict[str, Tensor]]()
     activations: Mapping[str, Tensor] = {}
     scale, values = LossScale.of(case), values_of(case)
     for step in range(case.steps):
         if states is not None and step:
-            load(case, step - 1, trained, stepper, states)
-            _rounded(case, trained, parameters)
+            load_state(case, step - 1, trained, stepper, states)
+            _round_masters(case, trained, parameters)
             values = {name: states.get(f"value_after/{step - 1}/{name}", own) for name, own in values.items()}
         backward = partial(
             _accumulate, case, parameters, values, step, feed, arithmetic, last_first, observed and step == 0
         )
-        sums, scaled, skipped = scale.taken(step, backward, exact=dtype is not None)
+        sums, scaled, skipped = scale.run_step(step, backward, exact=dtype is not None)
         outcome |= _summed_up(sums, step)
-        gradients = {n: _handed(parameters[n], w).div_(sums.tokens * scaled) for n, w in trained.items()}
+        gradients = {n: _hand_gradient(parameters[n], w).div_(sums.tokens * scaled) for n, w in trained.items()}
         outcome |= scale.outcome(step, skipped=skipped)
         scale.update(skipped=skipped)
-        activations = _observed(sums, scale.value / scaled, skipped=skipped) if step == 0 else activations
+        activations = _observed_activations(sums, scale.value / scaled, skipped=skipped) if step == 0 else activations
         if skipped:
             stepper.zero_grad()  # an optimizer leaves alone what has no gradient
         else:
@@ -106,54 +198,56 @@ def train(
             outcome[f"grad_norm/{step}"] = gradient_norm(gradients, arithmetic.squares)
             clip(gradients, outcome[f"grad_norm/{step}"], case.clip)
         stepper.step()
-        _rounded(case, trained, parameters)
-        outcome |= {name: tensor for name, _, tensor in after(case, step, trained, stepper)}
+        _round_masters(case, trained, parameters)
+        outcome |= {name: tensor for name, _, tensor in states_after(case, step, trained, stepper)}
         values = updated_values(case, values, sums.counts)
         outcome |= {f"value_after/{step}/{name}": value for name, value in values.items()}
         stepper.zero_grad()
-        metrics = [_added(*both) for both in zip(metrics, sums.metrics, strict=True)] if metrics else sums.metrics
+        metrics = [_add_totals(*both) for both in zip(metrics, sums.metrics, strict=True)] if metrics else sums.metrics
     outcome |= _metrics(case, metrics) if metrics else {}
     outcome |= {f"param/{name}": weight.detach() for name, weight in trained.items()}
-    return outcome | saved(case, outcome, trained, stepper) | scale.saved() | dict(activations)
+    return outcome | saved_checkpoint(case, outcome, trained, stepper) | scale.saved_state() | dict(activations)
 
 
 def _summed_up(sums: Sums, step: int) -> dict[str, Tensor]:
-    """Entries of an outcome about a step's forwards."""
+    """The entries of an outcome about a step's forwards: tokens, loss, logits and counts."""
     found = {f"tokens/{step}": sums.tokens.long(), f"loss/{step}": sums.loss / sums.tokens}
     found |= {} if sums.logits is None else {f"logits/{step}": sums.logits}
     return found | {name.replace("/", f"/{step}/", 1): counts for name, counts in sums.counts.items()}
 
 
-def _observed(sums: Sums, factor: float, *, skipped: bool) -> Mapping[str, Tensor]:
-    """The activations and, but for a skipped step, their gradients times this factor."""
+def _observed_activations(sums: Sums, factor: float, *, skipped: bool) -> Mapping[str, Tensor]:
+    """The activations, and their gradients times this factor unless the step was skipped."""
     of_step = {name: x for name, x in sums.activations.items() if not (skipped and name.startswith("act_grad/"))}
     return {name: x * factor if name.startswith("act_grad/") else x for name, x in of_step.items()}
 
 
-def _begun(case: Case, trained: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> torch.optim.Optimizer:
+def _make_optimizer(
+    case: Case, trained: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
+) -> torch.optim.Optimizer:
     """The optimizer before the first step; with `load=`, parameters and states are the checkpoint's."""
     stepper = optimizer(case, list(trained.values()))
-    begin(case, trained, stepper)
-    _rounded(case, trained, parameters)
+    load_checkpoint(case, trained, stepper)
+    _round_masters(case, trained, parameters)
     return stepper
 
 
-def _trained(case: Case, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors that the optimizer steps: the parameters, or with `master=float32` copies in at least that dtype."""
+def _trained_tensors(case: Case, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors that the optimizer steps: the parameters, or with `master=float32` copies in at least that dtype."""
     if case.master == "none":
         return parameters
     return {name: weight.detach().to(wide(weight.dtype), copy=True) for name, weight in parameters.items()}
 
 
-def _handed(parameter: Tensor, trained: Tensor) -> Tensor:
-    """Move a parameter's gradient to the trained tensor, in its dtype; return it."""
+def _hand_gradient(parameter: Tensor, trained: Tensor) -> Tensor:
+    """Move a parameter's gradient to the tensor that the optimizer steps, in its dtype, and return it."""
     if trained is not parameter:
         trained.grad, parameter.grad = _gradient(parameter).to(trained.dtype), None
     return _gradient(trained)
 
 
-def _rounded(case: Case, trained: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
-    """Round masters, if any, to the case's dtype into the parameters."""
+def _round_masters(case: Case, trained: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
+    """Copy the masters, if any, into the parameters, rounded to the case's dtype."""
     with torch.no_grad():
         for name, weight in trained.items() if case.master != "none" else ():
             parameters[name].copy_(weight.to(getattr(torch, case.dtype)))
@@ -170,7 +264,7 @@ def _accumulate(
     observed: bool,
     scale: float,
 ) -> Sums:
-    """Run every micro-batch of a step forward and backward; gradients of the summed loss add up in the parameters."""
+    """Run every micro-batch of a step forward and backward; the parameters accumulate the summed loss's gradients."""
     device, dtype = next((weight.device, weight.dtype) for weight in parameters.values())
     for weight in parameters.values():
         weight.grad = None
@@ -179,7 +273,7 @@ def _accumulate(
     batches = {place: feed(case, step, place[1], place[0], device=device) for place in places}
     besides = {place: Beside(step=tuple(batches.values())) for place in places}
     losses, tokens, rows = {}, {}, {}
-    metrics: dict[int, Totals] = {}
+    metrics: dict[int, MetricTotals] = {}
     outputs: dict[int, dict[str, Tensor]] = {}
     reach = Reach(case=case)
     if case.scaler != "none" and wide(dtype) == dtype:
@@ -188,9 +282,9 @@ def _accumulate(
         data_rank, micro = place
         batch, beside = batches[place], besides[place]
         tapped = outputs.setdefault(data_rank, {}) if observed and micro == 0 else None
-        tap = decoder.silent if tapped is None else partial(_kept, tapped)
+        tap = decoder.silent if tapped is None else partial(_keep_output, tapped)
         logits = decoder.logits(case, {**parameters, **values}, batch, tap=tap, arithmetic=arithmetic, beside=beside)
-        summed, tokens[place] = loss.summed(logits, batch.labels, batch.loss_mask, case.label_smoothing)
+        summed, tokens[place] = loss.summed_loss(logits, batch.labels, batch.loss_mask, case.label_smoothing)
         total = sum(beside.losses, summed)
         if case.scaler == "none":
             total.backward()
@@ -202,41 +296,37 @@ def _accumulate(
         if keep:
             rows[place] = logits.detach()
         if case.metric:
-            from shardproof.reference.model import metric  # noqa: PLC0415
-
-            found = metric.totals(logits, batch.labels, batch.loss_mask)
-            metrics[data_rank] = _added(metrics[data_rank], found) if data_rank in metrics else found
+            found = metric_totals(logits, batch.labels, batch.loss_mask)
+            metrics[data_rank] = _add_totals(metrics[data_rank], found) if data_rank in metrics else found
     return Sums(
         loss=torch.stack([losses[place] for place in places]).sum(),
         tokens=torch.stack([tokens[place] for place in places]).sum(),
         logits=torch.cat([rows[place] for place in places]) if keep else None,
         metrics=[metrics[data_rank] for data_rank in sorted(metrics)],
-        activations=_joined([outputs[data_rank] for data_rank in sorted(outputs)]),
+        activations=_join_outputs([outputs[data_rank] for data_rank in sorted(outputs)]),
         reach=reach,
         counts={name: torch.cat([besides[place].counts[name] for place in places]) for name in beside.counts},
     )
 
 
-def _kept(outputs: dict[str, Tensor], module: str, output: Tensor) -> None:
+def _keep_output(outputs: dict[str, Tensor], module: str, output: Tensor) -> None:
     output.retain_grad()
     outputs[module] = output
 
 
-def _joined(outputs: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Every module's output and the gradient in it, of all data ranks (see reference.training.activations)."""
+def _join_outputs(outputs: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Every module's output and the gradient in it, end to end over the data ranks."""
     modules = list(outputs[0]) if outputs else []
     acts = {f"act/{name}": torch.cat([one[name].detach().flatten(2) for one in outputs]) for name in modules}
     slopes = {f"act_grad/{name}": torch.cat([_gradient(one[name]).flatten(2) for one in outputs]) for name in modules}
     return acts | slopes
 
 
-def _metrics(case: Case, metrics: "list[Totals]") -> dict[str, Tensor]:
-    from shardproof.reference.model import metric  # noqa: PLC0415
-
-    return metric.outcome(metrics, exact=case.dtype == "float64")
+def _metrics(case: Case, metrics: list[MetricTotals]) -> dict[str, Tensor]:
+    return metric_outcome(metrics, exact=case.dtype == "float64")
 
 
-def _added(one: "Totals", other: "Totals") -> "Totals":
+def _add_totals(one: MetricTotals, other: MetricTotals) -> MetricTotals:
     return {name: value + other[name] for name, value in one.items()}
 
 

@@ -22,12 +22,10 @@ from hypothesis import strategies as st
 
 from shardproof.harness.engines.faults.races import Schedule
 from shardproof.reference.case import Case, CaseError
-from shardproof.reference.case.domains import domains
-from shardproof.reference.case.repair import repaired, words_of
+from shardproof.reference.case.domains import domains, repair_words, words_of
 from shardproof.reference.features import FEATURES, PARTS
-from shardproof.reference.language.core import Core
-from shardproof.reference.language.modes import MODES
-from shardproof.reference.language.words import declared
+from shardproof.reference.language.core import MODES, Core
+from shardproof.reference.language.words import declared_words
 
 NOT_DRAWN = {
     "preset": "stands for other words, each of which is drawn",
@@ -179,11 +177,11 @@ def _with_feature(draw: st.DrawFn, /, case: Case, name: str, fixed: Collection[s
     for axis in _axes(owner):
         other = draw(st.sampled_from(("", "dp", "tp")), label=f"axis whose ranks are {axis} ranks")
         words |= {other: 1, axis: case.mesh[other]} if other else {}
-    free = [word for word in declared(owner) if word not in (*case.mesh, *has, *fixed, *NOT_DRAWN)]
+    free = [word for word in declared_words(owner) if word not in (*case.mesh, *has, *fixed, *NOT_DRAWN)]
     drawn = {word: draw(st.sampled_from(_DOMAINS[word]), label=word) for word in free}
     kept = {word: getattr(case, word) for word in (*case.mesh, "mode", "steps", "dtype", *fixed)}
     for more in (drawn, {}):
-        words_of_case = repaired({**words_of(case), **more, **has}, {**kept, **words}, _DOMAINS)
+        words_of_case = repair_words({**words_of(case), **more, **has}, {**kept, **words}, _DOMAINS)
         words_of_case = None if words_of_case and part and not words_of_case[part] else words_of_case
         if words_of_case or not (words or has):
             break
@@ -195,11 +193,11 @@ def modes_with(*parts: str) -> list[str]:
     """The modes whose cases can have all of these parts."""
     has = {PARTS[part]: next(filter(None, _DOMAINS[PARTS[part]])) for part in parts}
     plain = {mode: words_of(Case.of(**MODES[mode].presets[0], mode=mode)) for mode in MODES}
-    return [mode for mode, words in plain.items() if repaired(words, {**has, "mode": mode}, _DOMAINS)]
+    return [mode for mode, words in plain.items() if repair_words(words, {**has, "mode": mode}, _DOMAINS)]
 
 
 def _axes(owner: type[Core]) -> list[str]:
-    return [word for word, field in declared(owner).items() if field.metadata["axis"]]
+    return [word for word, field in declared_words(owner).items() if field.metadata["axis"]]
 
 
 @st.composite

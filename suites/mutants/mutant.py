@@ -1,7 +1,7 @@
 """A mutant: one real bug as a change of our own source text, planted from outside, and where it can be seen.
 
 `condition` and the words of a mode in `modes` state which cases can show the mutant, in the language of
-`reference.case.conditions`. The names are the case's own words and what follows from them, and `world`. `wdp` are ranks
+`reference.case.variants`. The names are the case's own words and what follows from them, and `world`. `wdp` are ranks
 that hold the same shard, `padding` rows of the vocabulary that are no token. A mutant is planted in every mode that can
 host it.
 
@@ -20,8 +20,8 @@ from shardproof.bugs.planting import Subject, planted, planted_everywhere
 from shardproof.bugs.record import Bug, Words
 from shardproof.harness.dense_model import SUBJECT
 from shardproof.reference.case import Case, CaseError
-from shardproof.reference.case.conditions import broken
-from shardproof.reference.language.modes import MODES
+from shardproof.reference.case.variants import broken
+from shardproof.reference.language.core import MODES
 from shardproof.suites.drawing.profiles import PROFILES, draw_samples
 from shardproof.suites.drawing.strategies import cases
 

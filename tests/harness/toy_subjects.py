@@ -13,7 +13,7 @@ from shardproof.harness.engines.engine import Engine, RunRequest
 from shardproof.harness.errors import MachineError, RankDied, RankRaised, TimeLimit
 from shardproof.harness.ledger import Observer
 from shardproof.reference.case import Case
-from shardproof.reference.training import subject as dense
+from shardproof.reference.training import truth as dense
 
 
 class LoopEngine(Engine):

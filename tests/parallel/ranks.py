@@ -20,7 +20,7 @@ from shardproof.parallel.communication.mesh import Axis, Mesh
 from shardproof.parallel.model.strategy import Step, Value
 from shardproof.parallel.registry import strategy_of
 from shardproof.parallel.subject import subject
-from shardproof.parallel.training.loop import train
+from shardproof.parallel.training import train
 from shardproof.reference.case import Case
 
 CPU = torch.device("cpu")

@@ -37,7 +37,7 @@ def test_too_large_logits_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case.parse("mode=tp tp=2 layers=1 steps=1")
     elements = case.dp * case.micro * case.tokens * case.vocab
     for limit, kept in ((elements, True), (elements - 1, False)):
-        monkeypatch.setattr("shardproof.parallel.training.step.LARGEST_LOGITS", limit)
+        monkeypatch.setattr("shardproof.parallel.training.LARGEST_LOGITS", limit)
         (first, _) = on_ranks(2, lambda rank: set(subject(case, CPU)))
         assert ("logits/0" in first) is kept
 

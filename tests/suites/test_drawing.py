@@ -36,9 +36,9 @@ from shardproof.harness.verdicts.verdict import PASS
 from shardproof.parallel.subject import subject
 from shardproof.reference.case import Case
 from shardproof.reference.case.domains import domains
-from shardproof.reference.features import FEATURES, PARTS
-from shardproof.reference.language.modes import MODES
-from shardproof.reference.language.words import declared
+from shardproof.reference.features import FEATURES, PARTS, WORDS
+from shardproof.reference.language.core import MODES
+from shardproof.reference.language.words import declared_words, legal_values
 from shardproof.suites.drawing.own_cases import another_layout
 from shardproof.suites.drawing.profiles import PROFILES, draw_samples
 from shardproof.suites.drawing.strategies import (
@@ -72,8 +72,9 @@ def test_every_word_of_the_case_language_is_drawn_or_left_out_for_a_reason() -> 
     cases += draw_samples(every_word("tp", needs=("experts",), dtype="float64"), 30, 0)  # there routers choose
     drawn = {field.name: {getattr(case, field.name) for case in cases} for field in fields(Case)}
     assert {word for word, values in drawn.items() if len(values) == 1} == set(NOT_DRAWN)
-    for word, legal in Case.legal_words().items():
-        assert word in NOT_DRAWN or drawn[word] == set(legal), word
+    for word, field in WORDS.items():
+        if (legal := legal_values(field)) and word not in NOT_DRAWN:
+            assert drawn[word] == set(legal), word
     assert {1.0, 0.1} <= drawn["lr"] and {0.0, 1.0} <= drawn["clip"] and {1, 2, 3, 20} <= drawn["steps"]
 
 
@@ -278,12 +279,12 @@ def test_a_part_is_drawn_in_every_mode_with_every_value_beside_all_that_it_goes_
     assert modes_with(part) == MODES_OF[part]
     assert {case.mode for case in found} == {*MODES_OF[part]}
     assert all(getattr(case, PARTS[part]) for case in found)
-    for word in declared(FEATURES[part]):
+    for word in declared_words(FEATURES[part]):
         missing = {*domains()[word]} - {getattr(case, word) for case in found}
         assert missing - ({0} if word == PARTS[part] else set()) == set(), word
     assert [name for name, goes in COMPANY.items() if not any(map(goes, found))] == []
     # A size in the place of another one would be noticed: seldom is one of a part that of something else.
-    own = [word for word in declared(FEATURES[part]) if word in SIZES]
+    own = [word for word in declared_words(FEATURES[part]) if word in SIZES]
     others = [{case.hidden, case.seq, case.padded_vocab, case.heads} - {0} for case in found]
     alike = [{getattr(case, word) for word in own} & sizes for case, sizes in zip(found, others, strict=True)]
     assert sum(map(bool, alike)) < len(alike) / 20

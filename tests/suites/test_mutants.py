@@ -13,7 +13,7 @@ from shardproof.harness.verdicts.verdict import FAIL
 from shardproof.reference.case import Case
 from shardproof.reference.case.variants import VARIANTS
 from shardproof.reference.features import PARTS
-from shardproof.reference.language.modes import MODES
+from shardproof.reference.language.core import MODES
 from shardproof.suites.mutants.catalogue import (
     FAMILIES,
     HELD_BACK,
@@ -50,7 +50,7 @@ _PROVED = _TOLD | {mutant.name for mutant in _ALONE.values()}
 _BY_TOYS = {"parallelism": "tests.harness.toy_subjects:right"}
 """Check -> a subject that no other check fails. Ours states a closed form, so that its ledger fails as well."""
 _BY_FILES = {
-    "saved": "tests.parallel.checkpoints.test_checkpoint_layouts:WRONG_SAVES",
+    "saved": "tests.parallel.checkpoints.test_saving:WRONG_SAVES",
     "routing": "tests.harness.checking.test_oracles:WRONG",
 }
 """Check -> planted bugs whose cases name a folder, which those of the catalogue cannot, or evidence: a wrong choice

@@ -18,7 +18,7 @@ from shardproof.harness.protocols import Shard
 from shardproof.harness.subject import NamedSubject
 from shardproof.parallel.subject import ParallelSubject
 from shardproof.reference.case import Case
-from shardproof.reference.training import subject as dense
+from shardproof.reference.training import truth as dense
 from shardproof.suites.mutants.kill_rows import Killed
 
 INTERRUPTED = "tests.harness.toy_subjects:right"

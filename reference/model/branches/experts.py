@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardproof.reference.case import Case
 from shardproof.reference.data.batches import Batch
-from shardproof.reference.data.routing import EQUAL_DIGITS, first_token, forced
+from shardproof.reference.data.routing import EQUAL_DIGITS, first_token, forced_experts
 from shardproof.reference.model.decoder import Pass
 
 
@@ -41,20 +41,20 @@ def forward(run: Pass, layer: str, x_BSH: Tensor, _visible_SS: Tensor) -> Tensor
     dtype = x_BSH.dtype if case.router_dtype == "model" else getattr(torch, case.router_dtype)
     dtype = torch.promote_types(x_BSH.dtype, dtype)
     router = run.weights[f"{name}.router.weight"].to(dtype)
-    logits_BSE = run.tapped(f"{name}.router", run.arithmetic.linear(x_BSH.to(dtype), router, None))
+    logits_BSE = run.tap_output(f"{name}.router", run.arithmetic.linear(x_BSH.to(dtype), router, None))
     if case.routing == "learned":
-        chosen_BSE = chosen(case, logits_BSE.detach(), run.weights.get(_bias(layer)))
+        chosen_BSE = choose_experts(case, logits_BSE.detach(), run.weights.get(_bias(layer)))
     else:
         first = first_token(case, run.batch.step, *divmod_number(case, run.batch.number))
         tokens_BS = first + torch.arange(case.tokens).view(x_BSH.shape[:2])
-        chosen_BSE = forced(case, case.blocks[layer], tokens_BS).to(x_BSH.device)
+        chosen_BSE = forced_experts(case, case.blocks[layer], tokens_BS).to(x_BSH.device)
     weights_BSE = weights_of(case, logits_BSE, chosen_BSE)
     counted_BS = run.batch.counted.to(x_BSH.device) if case.balance_of == "counted" else None
     run.beside.losses.extend(losses(case, logits_BSE, chosen_BSE, counted_BS))
     if case.global_loss:
         run.beside.losses.append(global_loss(case, layer, run.batch, logits_BSE))
     if case.capacity:
-        chosen_BSE = kept(case, weights_BSE.detach(), chosen_BSE)
+        chosen_BSE = apply_capacity(case, weights_BSE.detach(), chosen_BSE)
     weights_BSE = (weights_BSE * chosen_BSE).to(x_BSH.dtype)
     run.beside.counts[f"routing/{name}"] = chosen_BSE.int()
     y_BSH = torch.zeros_like(x_BSH)
@@ -62,7 +62,7 @@ def forward(run: Pass, layer: str, x_BSH: Tensor, _visible_SS: Tensor) -> Tensor
         own = chosen_BSE[..., expert].nonzero(as_tuple=True)
         y_BSH = y_BSH.index_put(own, _expert(run, name, expert, x_BSH[own], weights_BSE[own][:, expert]), True)
     if case.shared_ffn:
-        shared_BSH = _shared(run, f"{name}.shared", x_BSH)
+        shared_BSH = _shared_experts(run, f"{name}.shared", x_BSH)
         if case.shared_gate:
             gate = run.arithmetic.linear(x_BSH, run.weights[f"{name}.shared_gate.weight"], None)
             shared_BSH = shared_BSH * gate.sigmoid()
@@ -75,7 +75,7 @@ def divmod_number(case: Case, number: int) -> tuple[int, int]:
     return divmod(number, case.dp)
 
 
-def chosen(case: Case, logits_BSE: Tensor, bias_E: Tensor | None = None) -> Tensor:
+def choose_experts(case: Case, logits_BSE: Tensor, bias_E: Tensor | None = None) -> Tensor:
     """The experts of every token: bool [B, S, E]; of equal scores the one with the smaller number.
 
     Where there are groups, only those experts are scored whose group is kept: one with the largest sum of its
@@ -92,12 +92,12 @@ def chosen(case: Case, logits_BSE: Tensor, bias_E: Tensor | None = None) -> Tens
 
 
 def _largest(score_E: Tensor, count: int) -> Tensor:
-    """Which scores are the largest of the last dim, the first of equal ones."""
+    """A mask of the largest scores along the last dim, the first of equal ones."""
     order = score_E.sort(dim=-1, descending=True, stable=True).indices[..., :count]
     return torch.zeros_like(score_E, dtype=torch.bool).scatter(-1, order, True)
 
 
-def kept(case: Case, weights_BSE: Tensor, chosen_BSE: Tensor) -> Tensor:
+def apply_capacity(case: Case, weights_BSE: Tensor, chosen_BSE: Tensor) -> Tensor:
     """The choices without those beyond what an expert takes. Of one rank's tokens (capacity_of=rank) it is the one
     place where the dense model knows ranks (experts.md 21.3). Of equal weights the first tokens' stay.
     """
@@ -118,7 +118,7 @@ def kept(case: Case, weights_BSE: Tensor, chosen_BSE: Tensor) -> Tensor:
 def _places_of_ranks(case: Case) -> list[Tensor]:
     """The places of a row whose tokens one rank routes, for every rank that holds a part of it."""
     rows = [[*range(case.row_tokens)]]
-    if case.sliced:
+    if case.is_sliced:
         rows = [[place for run in runs for place in run] for runs in case.slices]
     size = case.row_tokens // len(rows) // case.tp
     return [torch.tensor(row[first : first + size]) for row in rows for first in range(0, len(row), size)]
@@ -162,7 +162,7 @@ def global_loss(case: Case, layer: str, batch: Batch, logits_BSE: Tensor) -> Ten
     micro, _dp_rank = divmod_number(case, batch.number)
     first = [first_token(case, batch.step, micro, rank) for rank in range(case.dp)]
     tokens_DT = torch.tensor(first)[:, None] + torch.arange(case.tokens)
-    chosen_E = forced(case, case.blocks[layer], tokens_DT).double().mean((0, 1)).to(logits_BSE)
+    chosen_E = forced_experts(case, case.blocks[layer], tokens_DT).double().mean((0, 1)).to(logits_BSE)
     balance = (chosen_E * _shares(case, logits_BSE).mean((0, 1))).sum()
     part: Tensor = case.global_loss * case.tokens * case.experts / case.top_k * balance
     return part
@@ -213,7 +213,7 @@ def _expert(run: Pass, name: str, expert: int, x_TH: Tensor, weights_T: Tensor) 
     return linear("down", run.arithmetic.weigh(inner, weights_T))
 
 
-def _shared(run: Pass, name: str, x_BSH: Tensor) -> Tensor:
+def _shared_experts(run: Pass, name: str, x_BSH: Tensor) -> Tensor:
     first = run.linear(f"{name}.w1", x_BSH)
     if run.case.activation == "swiglu":
         inner = run.arithmetic.activate("swiglu", run.linear(f"{name}.w3", x_BSH), first)

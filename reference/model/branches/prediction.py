@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardproof.reference.case import Case
 from shardproof.reference.data.batches import Batch
-from shardproof.reference.losses import cross_entropy as loss
+from shardproof.reference.model import losses as loss
 from shardproof.reference.model.decoder import Pass
 
 
@@ -69,16 +69,16 @@ def forward(run: Pass, _layer: str, x_BSH: Tensor, visible_SS: Tensor) -> Tensor
         if case.positions == "learned":
             positions_SH = run.weights["embedding.positions.weight"]
             embedded_BSH = embedded_BSH + run.arithmetic.look_up(positions_SH, moved.positions)
-        embedded_BSH = run.dropped(f"{name}.embedding", embedded_BSH)
+        embedded_BSH = run.apply_dropout(f"{name}.embedding", embedded_BSH)
         both_BSE = torch.cat((run.norm(f"{name}.enorm", embedded_BSH), run.norm(f"{name}.hnorm", x_BSH)), -1)
         x_BSH = run.block(f"{name}.layer", run.linear(f"{name}.eh_proj", both_BSE), visible_SS)
         x_BSH = run.norm(f"{name}.final_norm", x_BSH)
         logits_BSV = run.arithmetic.linear(x_BSH, head, None)
-        summed, _ = loss.summed(logits_BSV, moved.labels, moved.loss_mask, case.label_smoothing)
+        summed, _ = loss.summed_loss(logits_BSV, moved.labels, moved.loss_mask, case.label_smoothing)
         counted = sum(_count(ahead(batch, depth + 1)) for batch in run.beside.step)
         run.beside.losses.append(case.prediction_weight / depths * (main / counted if counted else 0) * summed)
     return x_BSH
 
 
 def _count(batch: Batch) -> float:
-    return float(loss.counted(batch.labels, batch.loss_mask).sum())
+    return float(loss.token_weights(batch.labels, batch.loss_mask).sum())

@@ -25,7 +25,7 @@ from shardproof.harness.running.result import CaseResult
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 from shardproof.parallel.subject import subject
 from shardproof.reference.case import Case
-from shardproof.reference.training import subject as dense
+from shardproof.reference.training import truth as dense
 from tests.harness.noted import reasons_of
 from tests.harness.proofs import verdict_of
 from tests.harness.toy_evidence import TERMS, answer_of, events, evidence

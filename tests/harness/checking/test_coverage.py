@@ -24,7 +24,7 @@ from shardproof.harness.subject import NamedSubject, left_out, named
 from shardproof.harness.verdicts.facts import Note, NoteKind, notes_about
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN, Verdict
 from shardproof.reference.case import Case
-from shardproof.reference.training import subject as dense
+from shardproof.reference.training import truth as dense
 from shardproof.reports.stored.frames import load
 from shardproof.reports.stored.unchecked import unchecked_notes
 from tests.harness.noted import names_of

@@ -36,10 +36,10 @@ from shardproof.harness.running.trials.rounding import (
 from shardproof.harness.running.trials.runs import judge_case, record_case
 from shardproof.harness.running.trials.trial import Trial
 from shardproof.harness.subject import named
+from shardproof.parallel import training as step_
 from shardproof.parallel.subject import subject
-from shardproof.parallel.training import step as step_
 from shardproof.reference.case import Case
-from shardproof.reference.training.states import kept
+from shardproof.reference.training.steps import holds_states
 from tests.harness.proofs import contradicted, proved, ran, told, verdict_of
 
 WHEN = 2
@@ -53,7 +53,7 @@ def planted(
     text: str, monkeypatch: pytest.MonkeyPatch, bug: Callable[..., None], *, explain: bool = False
 ) -> CaseResult:
     """The case on our subject with `bug(optimizer, step number, step)` in the place of every optimizer step."""
-    make = step_.made_optimizer
+    make = step_.make_optimizer
 
     def bugged(case: Case, parameters: list[Tensor]) -> torch.optim.Optimizer:
         optimizer = make(case, parameters)
@@ -61,7 +61,7 @@ def planted(
         monkeypatch.setattr(optimizer, "step", lambda: bug(optimizer, next(calls), right), raising=False)
         return optimizer
 
-    monkeypatch.setattr(step_, "made_optimizer", bugged)
+    monkeypatch.setattr(step_, "make_optimizer", bugged)
     return proved(subject, text, explain=explain)
 
 
@@ -153,8 +153,8 @@ def test_a_dense_model_that_diverges_is_a_request_that_cannot_be_judged(tmp_path
 
 
 def test_states_are_left_out_above_a_bound() -> None:
-    assert kept(Case.parse("steps=20 optimizer=adamw")) and not kept(Case.parse("steps=2000"))
-    assert not kept(Case.parse("preset=llama3-8b mode=mtp tp=2"))
+    assert holds_states(Case.parse("steps=20 optimizer=adamw")) and not holds_states(Case.parse("steps=2000"))
+    assert not holds_states(Case.parse("preset=llama3-8b mode=mtp tp=2"))
 
 
 CASE = Case.parse(TINY + "mode=tp tp=2 dtype=float32 seq=8 micro=1 steps=1")

@@ -26,7 +26,7 @@ from shardproof.harness.running.proof import prove
 from shardproof.harness.running.trials.trial import decoder
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 from shardproof.reference.case import Case
-from shardproof.reference.training import subject as dense
+from shardproof.reference.training import truth as dense
 from tests.harness.noted import reasons_of
 from tests.harness.toy_evidence import TERMS, case, evidence, named, outcome_of, planted, truth
 

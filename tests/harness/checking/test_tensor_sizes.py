@@ -22,7 +22,7 @@ from shardproof.harness.outcome.blocks import localize
 from shardproof.harness.outcome.merging import held_once, merge
 from shardproof.harness.protocols import Shard
 from shardproof.reference.case import Case
-from shardproof.reference.model.parameters import drawn, full, shapes
+from shardproof.reference.model.parameters import drawn_weight, full, shapes
 from tests.harness.toy_evidence import drawn as noise
 
 
@@ -88,11 +88,11 @@ def test_large_shards_become_views_of_the_merged_tensor() -> None:
 def test_a_weight_is_drawn_once_and_every_caller_may_write_to_its_own() -> None:
     case = Case.parse("mode=tp tp=2 seed=5")
     name = next(iter(shapes(case)))
-    assert drawn(case, name) is drawn(Case.parse("mode=tp-sp tp=2 dp=2 seed=5"), name)
+    assert drawn_weight(case, name) is drawn_weight(Case.parse("mode=tp-sp tp=2 dp=2 seed=5"), name)
     own = full(case, name)
     own.zero_()
-    assert drawn(case, name).any() and torch.equal(full(case, name), drawn(case, name))
-    assert not torch.equal(drawn(case.but(seed=6), name), drawn(case, name))
+    assert drawn_weight(case, name).any() and torch.equal(full(case, name), drawn_weight(case, name))
+    assert not torch.equal(drawn_weight(case.but(seed=6), name), drawn_weight(case, name))
 
 
 def _pairs(seed: int, sizes: list[int], error: float) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -30,7 +30,7 @@ SMALL = "mode=tp tp=2 layers=1 heads=4 kv_heads=2 hidden=16 ffn=24 seq=8 batch=1
 THIRD = """
 import torch
 import torch.distributed as dist
-from shardproof.reference.training import subject as dense
+from shardproof.reference.training import truth as dense
 
 FACTOR = 2
 
@@ -93,7 +93,7 @@ def _imported(text: str) -> set[str]:
 
 
 HALVED = "shardproof.parallel.layers.linear", "grad_x = reduced.wait()", "grad_x = reduced.wait() / 2"
-UNSUMMED = "shardproof.parallel.training.step", "    for axis in rank.strategy.data_axes:\n", "    for axis in ():\n"
+UNSUMMED = "shardproof.parallel.training", "    for axis in rank.strategy.data_axes:\n", "    for axis in ():\n"
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from shardproof.harness.running.ranks.capacity import admit
 from shardproof.parallel.subject import subject
 from shardproof.reference.case import Case
 from shardproof.reference.model.parameters import shapes
-from shardproof.reference.training.size import culprit, parts
+from shardproof.reference.training.size import sizes_by_part, word_of_size
 from shardproof.reports.commands.cli import main
 from shardproof.reports.comparing.growth import crossings
 from shardproof.reports.predicting.planning import candidates, growth
@@ -316,7 +316,7 @@ def test_the_sentence_has_the_numbers() -> None:
 )
 def test_weights_of_all_layers_are_counted_as_their_shapes_are(words: str) -> None:
     case = Case.parse(words)
-    assert parts(case)["weights and gradients"] == 4 * sum(map(math.prod, shapes(case).values()))
+    assert sizes_by_part(case)["weights and gradients"] == 4 * sum(map(math.prod, shapes(case).values()))
 
 
 def test_shapes_alone_need_room_for_one_micro_batch() -> None:
@@ -330,7 +330,7 @@ def test_shapes_alone_need_room_for_one_micro_batch() -> None:
 
 def test_no_word_is_blamed_that_another_one_needs() -> None:
     case = Case.parse("tp=64 heads=64 kv_heads=64 hidden=1048576 ffn=1048576")
-    assert culprit(case, GIB) is None
+    assert word_of_size(case, GIB) is None
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from shardproof.harness.predicting.dry_run import dry_run
 from shardproof.harness.predicting.figures import EQUAL, Traffic
 from shardproof.harness.predicting.forecast import forecast
 from shardproof.parallel.communication.expectation import CompleteTerm
-from shardproof.parallel.pipeline.prediction import CasePipeline
-from shardproof.parallel.schedules.messages import Program
+from shardproof.parallel.communication.schedules import Program
+from shardproof.parallel.pipeline import CasePipeline
 from shardproof.parallel.subject import subject
 from shardproof.reference.case import Case
 from shardproof.reference.model.parameters import shapes

@@ -28,7 +28,7 @@ from shardproof.harness.recording.spans import RankSpan
 from shardproof.harness.running.proof import prove
 from shardproof.harness.running.ranks.execution import execute
 from shardproof.harness.verdicts.verdict import FAIL, PASS
-from shardproof.parallel.pipeline.prediction import CasePipeline
+from shardproof.parallel.pipeline import CasePipeline
 from shardproof.parallel.subject import subject
 from shardproof.reference.case import Case
 from tests.harness.engines.programs import calls_alone, calls_then, makes_alone, parent_of, summed, total

@@ -16,7 +16,7 @@ from shardproof.harness.running.sharing import arranged, together
 from shardproof.harness.subject import named
 from shardproof.reference.case import Case
 from shardproof.reference.case.default_cases import default_cases
-from shardproof.reference.language.modes import MODES
+from shardproof.reference.language.core import MODES
 from shardproof.reports.commands import cli
 from shardproof.reports.options import request as request_command
 from shardproof.reports.stored import frames

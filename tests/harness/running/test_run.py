@@ -25,7 +25,7 @@ from shardproof.harness.running.request import Request
 from shardproof.harness.running.run import run
 from shardproof.harness.subject import named
 from shardproof.reference.case import Case
-from shardproof.reference.training import subject as dense
+from shardproof.reference.training import truth as dense
 from shardproof.reports.options import request
 from shardproof.reports.stored.frames import load
 from tests.forked import started
@@ -144,7 +144,7 @@ HARMFUL = """
 import ctypes, os, signal, time
 from pathlib import Path
 from shardproof.parallel.subject import subject as right
-from shardproof.reference.training.subject import truth as dense
+from shardproof.reference.training.truth import truth as dense
 
 def subject(case, device):
     if case.seed == 11:

@@ -26,7 +26,7 @@ from shardproof.harness.engines.threads import scheduler
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.errors import ShardproofError
 from shardproof.harness.running.ranks.execution import execute
-from shardproof.parallel.data_parallel.buffers import Buckets
+from shardproof.parallel.data_parallel.buckets import Buckets
 from shardproof.parallel.subject import subject
 from shardproof.reference.case import Case
 from tests import ROOT

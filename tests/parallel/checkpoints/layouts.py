@@ -6,15 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardproof.parallel.checkpoints.loading import load
-from shardproof.parallel.checkpoints.saving import save
+from shardproof.parallel.checkpoints.saving import load, save
 from shardproof.parallel.communication.mesh import Mesh
 from shardproof.parallel.model.strategy import Rank
 from shardproof.parallel.registry import strategy_of
 from shardproof.parallel.subject import subject
-from shardproof.parallel.training.loop import set_up
+from shardproof.parallel.training import set_up
 from shardproof.reference.case import Case
-from shardproof.reference.checkpoints.stored import stored
+from shardproof.reference.checkpoints.stored import stored_tensors
 from tests.parallel.ranks import CPU, on_ranks
 
 MODEL = "layers=2 heads=12 kv_heads=6 hidden=48 ffn=42 vocab=389 seq=24 batch=2 lr=0.1"
@@ -43,5 +42,5 @@ def trained(case: Case) -> list[dict[str, Any]]:
 
 def full_tensors(folder: Path) -> dict[str, Tensor]:
     """Tensors of a checkpoint by torch's own loader, without those that belong to the layout."""
-    found = stored(Case.of(load=str(folder)))
+    found = stored_tensors(Case.of(load=str(folder)))
     return {key: tensor for key, tensor in found.items() if key != "train.ranks"}

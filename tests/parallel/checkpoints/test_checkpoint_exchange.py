@@ -1,4 +1,6 @@
-"""Weights of Hugging Face: they give its logits, train in parallel, are and are compared; what is refused."""
+"""Tests of reference/checkpoints/foreign. Weights of Hugging Face: they give its logits, train in parallel, are and
+are compared; what is refused.
+"""
 
 import json
 import sys
@@ -14,10 +16,10 @@ from shardproof.harness.verdicts.verdict import FAIL
 from shardproof.parallel.checkpoints.comparing import compare
 from shardproof.parallel.subject import subject
 from shardproof.reference.case import Case, CaseError
-from shardproof.reference.checkpoints.stored import stored
+from shardproof.reference.checkpoints.stored import stored_tensors
 from shardproof.reference.data.batches import micro_batch
 from shardproof.reference.model import decoder
-from shardproof.reference.model.parameters import drawn, shapes
+from shardproof.reference.model.parameters import drawn_weight, shapes
 from shardproof.reports.commands.cli import main
 from shardproof.suites.session.prover import Prover
 from tests.parallel.checkpoints.layouts import relaid
@@ -45,7 +47,7 @@ def test_weights_of_hugging_face_give_its_logits_and_train_in_parallel(
     model.save_pretrained(folder)
     case = Case.parse(f"{KINDS[kind]} load={folder}")
     batch = micro_batch(case, 0, 0, 0, device=torch.device("cpu"))
-    ours = decoder.logits(case, {name: drawn(case, name) for name in shapes(case)}, batch)
+    ours = decoder.logits(case, {name: drawn_weight(case, name) for name in shapes(case)}, batch)
     with torch.no_grad():
         theirs: Tensor = model(input_ids=batch.tokens).logits
     rounding = 1e-12 if kind == "gpt2" else 1e-6  # transformers computes rotary tables in float32
@@ -68,7 +70,7 @@ def unreadable(folder: Path, kv_heads: int) -> Case:
 def test_a_torn_file_is_one_sentence_of_a_case(tmp_path: Path) -> None:
     pytest.importorskip("safetensors.torch", reason="safetensors (extra `checkpoints`) is not installed")
     with pytest.raises(CaseError, match="has a file that cannot be read, model.safetensors"):
-        stored(unreadable(tmp_path, 3))
+        stored_tensors(unreadable(tmp_path, 3))
 
 
 def test_other_heads_and_a_package_that_is_missing_are_one_sentence_of_a_case(
@@ -76,9 +78,9 @@ def test_other_heads_and_a_package_that_is_missing_are_one_sentence_of_a_case(
 ) -> None:
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     with pytest.raises(CaseError, match="has 2 key and value heads, not 3; legal: kv_heads=2"):
-        stored(unreadable(tmp_path, 2))
+        stored_tensors(unreadable(tmp_path, 2))
     with pytest.raises(CaseError, match=r"safetensors, which is not installed; legal: pip install 'shardproof\[check"):
-        stored(unreadable(tmp_path, 3))
+        stored_tensors(unreadable(tmp_path, 3))
 
 
 def _llama() -> dict[str, Tensor]:

@@ -1,4 +1,6 @@
-"""Checkpoints of Megatron-Core's dist_checkpointing: the dense model gives its logits, ranks train from them."""
+"""Tests of reference/checkpoints/foreign. Checkpoints of Megatron-Core's dist_checkpointing: the dense model gives
+its logits, ranks train from them.
+"""
 
 import io
 import pickle
@@ -17,12 +19,12 @@ from torch.nn.functional import gelu
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.verdicts.verdict import FAIL
 from shardproof.parallel.checkpoints.comparing import compare
-from shardproof.parallel.checkpoints.state import CheckpointError
+from shardproof.parallel.checkpoints.folder import CheckpointError
 from shardproof.parallel.subject import subject
 from shardproof.reference.case import Case
 from shardproof.reference.data.batches import micro_batch
 from shardproof.reference.model import decoder
-from shardproof.reference.model.parameters import drawn, shapes
+from shardproof.reference.model.parameters import drawn_weight, shapes
 from shardproof.suites.session.prover import Prover
 from tests.parallel.ranks import numbers
 
@@ -74,7 +76,7 @@ def test_weights_of_megatron_core_give_its_logits_and_train_in_parallel(
         micro_batch(case.but(load=""), 0, 0, 0, device=torch.device("cpu")), positions=torch.arange(12).expand(2, 12)
     )
     theirs = _saved(tmp_path, batch.tokens, form, monkeypatch)
-    ours = decoder.logits(case, {name: drawn(case, name) for name in shapes(case)}, batch)
+    ours = decoder.logits(case, {name: drawn_weight(case, name) for name in shapes(case)}, batch)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)  # float32
     assert not [one.message for one in prover.proof(case, subject).verdicts if one.verdict == FAIL]
 

@@ -45,7 +45,6 @@ PAIRS: dict[str, tuple[Pair, Layout, Layout, Layout, Layout]] = {
     "gather_from_sequence": (lambda x, a: pairs.gather_from_sequence(x, a, dim=1), 1, "whole", "partial", 1),
     "gather_from_sequence, nothing parallel behind": (_gathered_for_all, 1, "whole", "whole", 1),
     "reduce_scatter_to_sequence": (partial(pairs.reduce_scatter_to_sequence, dim=0), "partial", 0, 0, "whole"),
-    "all_gather_last_dim": (pairs.all_gather_last_dim, 2, "whole", "partial", 2),
     "own_part": (lambda x, a: pairs.own_part(x, a, _HELD[a.rank]), "whole", "uneven", "uneven", "whole"),
     "gather_parts": (lambda x, a: pairs.gather_parts(x, a, _WIDTHS), "uneven", "whole", "whole", "uneven"),
     "all_to_all": (lambda x, a: pairs.all_to_all(x, a, split_dim=2, gather_dim=1), 1, 2, 2, 1),

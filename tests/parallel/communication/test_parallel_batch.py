@@ -1,4 +1,6 @@
-"""Batches to the ranks: who reads and what is sent; the raw collectives on one rank and on memory that is strided."""
+"""Tests of communication/batch and communication/collectives. Batches to the ranks: who reads and what is sent; the
+raw collectives on one rank and on memory that is strided.
+"""
 
 from dataclasses import replace
 from typing import Any

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from shardproof.parallel.communication.batch import hidden_pairs
 from shardproof.parallel.communication.mesh import Mesh
-from shardproof.parallel.context.exchanged import exchanged_attention, gathered_attention
-from shardproof.parallel.context.ring import ring_attention
-from shardproof.parallel.context.slices import Slices, contiguous, sliced, zigzag, zigzag_by_document
+from shardproof.parallel.context.blocks import Slices, contiguous, slice_row, zigzag
+from shardproof.parallel.context.methods import exchanged_attention, gathered_attention, ring_attention
 from shardproof.reference.case import Case
 from shardproof.reference.model.layers import attention, visible
 from tests.parallel.ranks import CPU, Calls, numbers, on_ranks
@@ -47,10 +46,8 @@ def hidden(length: int, cu_seqlens: Tensor | None, padding: int = 0) -> Tensor |
     return mask
 
 
-def ordered(order: str, length: int, ranks: int, cu_seqlens: Tensor | None = None) -> tuple[Tensor, ...]:
+def ordered(order: str, length: int, ranks: int) -> tuple[Tensor, ...]:
     """The places of every rank, by the name of their order."""
-    if order == "zigzag by document":
-        return zigzag_by_document(borders(length) if cu_seqlens is None else cu_seqlens, ranks)
     return (zigzag if order == "zigzag" else contiguous)(length, ranks)
 
 
@@ -77,7 +74,7 @@ def on_axis(method: Method, full: list[Tensor], slices: Slices, *, observer: Cal
 
     def program(rank: int) -> list[Tensor]:
         axis = Mesh.of(case).axis("tp")
-        q, k, v = (sliced(x, slices.held[axis.rank]).requires_grad_() for x in full)
+        q, k, v = (slice_row(x, slices.held[axis.rank]).requires_grad_() for x in full)
         return backward(method(q, k, v, axis=axis, slices=slices), q, k, v)
 
     parts = zip(*on_ranks(ranks, program, observer=observer), strict=True)
@@ -96,7 +93,7 @@ def wrong(found: list[Tensor], expected: list[Tensor], *, limit: float = 1e-12) 
 
 
 def together(parts: Sequence[Tensor], held: Sequence[Tensor]) -> Tensor:
-    """The row from the parts of all ranks: the inverse of `sliced`."""
+    """The row from the parts of all ranks: the inverse of `slice_row`."""
     return torch.cat([*parts], 1).index_select(1, torch.cat([*held]).argsort())
 
 

@@ -1,4 +1,6 @@
-"""Attention on slices is the dense model's, by every method; slices of a row: a partition, its inverse, its work."""
+"""Tests of context/blocks and context/methods. Attention on slices is the dense model's, by every method; slices of
+a row: a partition, its inverse, its work.
+"""
 
 import itertools
 from typing import Any
@@ -10,21 +12,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardproof.parallel.communication.collectives import Pending
-from shardproof.parallel.context import ring
-from shardproof.parallel.context.blocks import Partial, attend, merged, over_all_keys
-from shardproof.parallel.context.slices import Slices, contiguous, sliced, zigzag, zigzag_by_document
-from tests.parallel.context.rows import (
-    METHODS,
-    borders,
-    dense,
-    full_row,
-    hidden,
-    on_axis,
-    ordered,
-    together,
-    work,
-    wrong,
+from shardproof.parallel.context import methods
+from shardproof.parallel.context.blocks import (
+    Partial,
+    Slices,
+    attend,
+    contiguous,
+    merge_partials,
+    over_all_keys,
+    slice_row,
+    zigzag,
 )
+from tests.parallel.context.rows import METHODS, borders, dense, full_row, hidden, on_axis, ordered, together, wrong
 from tests.parallel.ranks import group, numbers
 
 
@@ -66,7 +65,7 @@ def test_the_order_of_merging_does_not_matter() -> None:
     for order in itertools.islice(itertools.permutations(range(5)), 0, None, 7):
         whole: Partial = parts[order[0]]
         for index in order[1:]:
-            whole = merged(whole, parts[index])
+            whole = merge_partials(whole, parts[index])
         assert (whole[0].flatten(2, 3) - expected).abs().max() < 1e-13
         assert (whole[1].isfinite()).all()
 
@@ -85,64 +84,42 @@ def test_in_bfloat16_the_error_does_not_grow_with_the_ranks(monkeypatch: pytest.
         return [far > 1.05 * alone for far, alone in zip(errors(ranks), errors(1), strict=True)]
 
     assert grown(4) == [False] * 4
-    hop = ring._hop
+    hop = methods._hop
 
     def rounded(block: Tensor, *rest: Any, overlap: bool) -> Pending:
         return hop(block.bfloat16().to(block.dtype), *rest, overlap=overlap)
 
-    monkeypatch.setattr(ring, "_hop", rounded)
+    monkeypatch.setattr(methods, "_hop", rounded)
     assert any(grown(4))
 
 
 @settings(max_examples=30, deadline=None)
 @given(
-    order=st.sampled_from(("contiguous", "zigzag", "zigzag by document")),
+    order=st.sampled_from(("contiguous", "zigzag")),
     ranks=st.integers(1, 6),
-    lengths=st.lists(st.integers(1, 17), min_size=1, max_size=4),
+    length=st.integers(1, 68),
     rows=st.integers(1, 3),
 )
-def test_slices_partition_row_and_together_is_inverse(order: str, ranks: int, lengths: list[int], rows: int) -> None:
+def test_slices_partition_row_and_together_is_inverse(order: str, ranks: int, length: int, rows: int) -> None:
     """For every length, also one that leaves ranks without a token; bit for bit."""
-    cu_seqlens = borders(*lengths)
-    length = sum(lengths)
-    held = ordered(order, length, ranks, cu_seqlens)
+    held = ordered(order, length, ranks)
     assert len(held) == ranks
     assert torch.equal(torch.cat(held).sort().values, torch.arange(length))
     row = numbers(rows, length, 2)
-    assert torch.equal(together([sliced(row, own) for own in held], held), row)
+    assert torch.equal(together([slice_row(row, own) for own in held], held), row)
 
 
 def test_the_places_by_hand() -> None:
     assert [own.tolist() for own in contiguous(8, 2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert [own.tolist() for own in zigzag(8, 2)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
-    # Two documents of 4 and 8 tokens: a chunk has 1 and 2 tokens; every rank holds half of either.
-    assert [own.tolist() for own in zigzag_by_document(torch.tensor([0, 4, 12]), 2)] == [
-        [0, 3, 4, 5, 10, 11],
-        [1, 2, 6, 7, 8, 9],
-    ]
-
-
-def test_zigzag_by_document_balances_every_document() -> None:
-    """Zigzag of the whole row does not: documents end anywhere in its chunks."""
-    cu_seqlens, ranks = torch.tensor([0, 8, 20, 24]), 2
-    documents = torch.arange(3).repeat_interleave(cu_seqlens.diff())
-
-    def shares(held: tuple[torch.Tensor, ...]) -> set[int]:
-        slices = Slices(held=held, hidden=hidden(24, cu_seqlens))
-        return {sum(work(slices, rank, owner) for owner in range(ranks)) for rank in range(ranks)}
-
-    assert len(shares(zigzag_by_document(cu_seqlens, ranks))) == 1
-    assert len(shares(zigzag(24, ranks))) == 2
-    for own in zigzag_by_document(cu_seqlens, ranks):  # the borders of a rank's tokens are those of the row over c
-        assert documents[own].bincount().cumsum(0).tolist() == (cu_seqlens[1:] // ranks).tolist()
 
 
 def test_joined_slices_are_those_of_the_groups() -> None:
     slices = Slices(held=zigzag(24, 6))
-    assert torch.equal(slices.joined(2).held[1], torch.cat((slices.held[2], slices.held[3])))
-    assert torch.equal(slices.joined(3).whole, slices.whole)
+    assert torch.equal(slices.merge_ranks(2).held[1], torch.cat((slices.held[2], slices.held[3])))
+    assert torch.equal(slices.merge_ranks(3).gather_order, slices.gather_order)
     with pytest.raises(ValueError, match="ranks=4: must divide the 6 ranks of the row; legal: ranks=1"):
-        slices.joined(4)
+        slices.merge_ranks(4)
 
 
 @pytest.mark.peers
@@ -155,5 +132,5 @@ def test_zigzag_is_that_of_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, mask = torch.arange(2 * length).view(2, length), numbers(2, 1, length, length)
     for rank, own in enumerate(zigzag(length, ranks)):
         batch = theirs({"tokens": tokens, "attention_mask": mask}, group(ranks, rank))
-        assert torch.equal(batch["tokens"], sliced(tokens, own))
-        assert torch.equal(batch["attention_mask"], sliced(mask, own, dim=2))
+        assert torch.equal(batch["tokens"], slice_row(tokens, own))
+        assert torch.equal(batch["attention_mask"], slice_row(mask, own, dim=2))

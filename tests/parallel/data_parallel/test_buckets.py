@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shardproof import cuda_on_cpu
-from shardproof.parallel.data_parallel.buckets import bucketed, shares
-from shardproof.parallel.data_parallel.rows import Unit
+from shardproof.parallel.data_parallel.buckets import make_buckets, shares_of_rank
+from shardproof.parallel.data_parallel.fsdp import UnitLayout
 from shardproof.parallel.model.loss_scale import DynamicScale
 from shardproof.reference.case import Case
 from shardproof.reference.training.scaling import LossScale
@@ -79,7 +79,7 @@ def megatron() -> None:
 def test_buckets_and_ranges_of_every_rank_are_megatrons(layout: Layout) -> None:
     """By the classes of the installed Megatron-Core."""
     optimizer = importlib.import_module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
-    ours = bucketed(**layout._asdict())
+    ours = make_buckets(**layout._asdict())
     for rank in range(layout.ranks if layout.sharded else 1):
         parameters = {name: nn.Parameter(torch.zeros(size)) for name, size in layout.sizes.items()}
         for name in layout.apart:
@@ -94,7 +94,7 @@ def test_buckets_and_ranges_of_every_rank_are_megatrons(layout: Layout) -> None:
         for number, bucket in enumerate(ours if layout.sharded else ()):
             owned = optimizer._build_model_gbuf_range(buffer, number)["param_map"]
             assert {
-                share.name: (share.first, share.last, share.at) for share in shares(bucket, rank, layout.ranks)
+                share.name: (share.first, share.last, share.at) for share in shares_of_rank(bucket, rank, layout.ranks)
             } == {names[p]: (at["param"].start, at["param"].end, at["gbuf_local"].start) for p, at in owned.items()}
 
 
@@ -103,7 +103,7 @@ def test_buckets_and_ranges_of_every_rank_are_megatrons(layout: Layout) -> None:
 )
 def test_a_unit_holds_every_padded_shard_end_to_end(shapes: list[tuple[int, ...]], ranks: int) -> None:
     """Padded to the largest chunk of torch."""
-    unit = Unit(shapes={str(number): shape for number, shape in enumerate(shapes)}, ranks=ranks)
+    unit = UnitLayout(shapes={str(number): shape for number, shape in enumerate(shapes)}, ranks=ranks)
     places = [*unit.places()]
     assert [first for _, first, _ in places] == [sum(size for _, _, size in places[:n]) for n in range(len(places))]
     assert sum(size for _, _, size in places) * ranks == unit.elements

@@ -1,4 +1,8 @@
-"""Buckets, ZeRO, masters and loss scales: bytes of a step, replicas that differ, skipped steps, what a rank keeps."""
+"""Tests of data_parallel/scheme. Buckets, ZeRO, masters and loss scales: bytes of a step, replicas that differ, skipped
+steps, what a rank keeps.
+
+Behind two skips, which use up the patience of the loss scale, the third step is real at half of it.
+"""
 
 import math
 
@@ -13,15 +17,17 @@ from shardproof.harness.engines.threads.dry import DryEngine
 from shardproof.harness.predicting.figures import EQUAL, mixed_adamw
 from shardproof.harness.predicting.forecast import forecast
 from shardproof.harness.recording.measures import SavedActivations
-from shardproof.harness.verdicts.verdict import PASS
+from shardproof.harness.verdicts.verdict import FAIL, PASS
 from shardproof.parallel.communication.layout import local_shape
 from shardproof.parallel.communication.mesh import coordinates
-from shardproof.parallel.data_parallel.buckets import bucketed
-from shardproof.parallel.data_parallel.parity import bits_hash
+from shardproof.parallel.data_parallel.buckets import make_buckets
+from shardproof.parallel.data_parallel.scheme import bits_hash
 from shardproof.parallel.schemes.tensor import placements
 from shardproof.parallel.subject import subject
 from shardproof.reference.case import Case
 from shardproof.reference.model.parameters import shapes
+from shardproof.suites.mutants.catalogue import of_file
+from shardproof.suites.mutants.mutant import Mutant
 from shardproof.suites.session.prover import Prover
 from tests.parallel.case_tables import HALF, TABLES
 from tests.parallel.ranks import stated
@@ -44,7 +50,7 @@ def test_bytes_of_a_step(zero: int, bucket: int, dp: int) -> None:
     elif zero == 0:
         assert sent == {"all_reduce": sum(sizes.values())}
     elif zero == 1:
-        whole = sum(one.size for one in bucketed(sizes, ranks=dp, sharded=True, largest=bucket))
+        whole = sum(one.size for one in make_buckets(sizes, ranks=dp, sharded=True, largest=bucket))
         assert sent == {"reduce_scatter": whole, "all_gather": whole}
     else:
         even = {name: -(-rows[name] // dp) * dp * math.prod(shape[1:]) for name, shape in shapes(case).items()}
@@ -54,14 +60,14 @@ def test_bytes_of_a_step(zero: int, bucket: int, dp: int) -> None:
 
 def test_a_replica_that_differs_ends_the_run_with_its_name(prover: Prover) -> None:
     """A bit of one element on one rank, which bit-for-bit comparisons after the run find as well."""
-    source = source_of("shardproof.parallel.training.loop")
+    source = source_of("shardproof.parallel.training")
     filled = "parameter.copy_(initial(case, name, places[name], mesh.coordinates, streams))\n"
     assert source.count(filled) == 1
     other = filled + (
         "                if mesh.rank == 2 and name == 'layers.1.mlp_norm.weight':\n"
         "                    parameter[3] = torch.nextafter(parameter[3], parameter[3] + 1)\n"
     )
-    wrong = planted({"shardproof.parallel.training.loop": source.replace(filled, other)})
+    wrong = planted({"shardproof.parallel.training": source.replace(filled, other)})
     result = prover.proof(Case.parse(f"{SIZES} mode=tp tp=3 dp=2 parity=2"), wrong)
     (verdict,) = (one for one in result.verdicts if one.verdict != PASS)
     assert verdict.check == "run"
@@ -100,7 +106,7 @@ WORDS = "mode=tp-sp tp=2 dp=4 heads=4 kv_heads=2 hidden=32 ffn=72 vocab=389 seq=
 def test_memory_by_part_and_a_peak_that_falls_with_every_stage(dry: DryEngine) -> None:
     case = Case.parse(WORDS)
     sizes = {name: math.prod(local_shape(place, coordinates(case, 0))) for name, place in placements(case).items()}
-    (bucket,) = bucketed(sizes, ranks=4, sharded=True)
+    (bucket,) = make_buckets(sizes, ranks=4, sharded=True)
     own, whole = bucket.size // 4, sum(sizes.values())
     of_bucket = sum(min(slot.end, own) - slot.start for slot in bucket.slots if slot.start < own)  # no padding
     peaks = []
@@ -132,3 +138,35 @@ def test_what_a_programs_own_hooks_keep_is_counted() -> None:
     assert saved.peak_bytes(0) == 4 * 8 * 8
     assert weight.grad is not None
     assert weight.grad.sum() == 9 * 8 * 8
+
+
+SCALED = f"{TABLES['data_parallel'].sizes} layers=1 tied=false {HALF} steps=3 scaler=dynamic"
+BEHIND_SKIPS = (
+    f"{SCALED} mode=tp tp=2 heads=6 kv_heads=2 loss_scale=8192",
+    f"{SCALED} mode=tp-sp tp=3 dp=2 zero=1 micro=2 loss_scale=4096",
+    f"{SCALED} mode=tp tp=3 pp=2 layers=2 loss_scale=4096",
+)
+"""Gradients reach 1.1 to 1.8 times the largest number of float16, so half of the scale is clear of it."""
+
+
+@pytest.mark.parametrize(
+    ("words", "skipped"),
+    [
+        *((words, [1, 1, 0]) for words in BEHIND_SKIPS),
+        (f"{SCALED} mode=tp tp=2 heads=6 kv_heads=2 loss_scale=512", [0, 0, 0]),
+        (f"{SCALED} mode=tp tp=2 heads=6 kv_heads=2 loss_scale=65536", [1, 1, 1]),
+        (f"{SCALED} mode=tp tp=2 kv_heads=2 grad_dtype=float32 loss_scale=8192", [0, 0, 0]),  # their sum is in float32
+        (f"{SCALED} mode=tp tp=2 kv_heads=2 grad_dtype=float32 wgrad=fused loss_scale=65536", [1, 1, 1]),
+    ],
+)
+def test_a_step_is_skipped_where_rounding_has_no_say(prover: Prover, words: str, skipped: list[int]) -> None:
+    result = proved(prover, words)
+    assert result.evidence is not None
+    assert [result.evidence.run.tensors[f"skipped/{step}"].item() for step in range(3)] == skipped
+
+
+@pytest.mark.parametrize("bug", of_file("tests/loss_scales"), ids=lambda bug: bug.name)
+def test_a_bug_behind_a_skip_is_killed(prover: Prover, bug: Mutant) -> None:
+    found = prover.proof(Case.parse(BEHIND_SKIPS[0]), planted(bug.sources()))
+    failed = {one.check: one.message for one in found.verdicts if one.verdict == FAIL}
+    assert failed.keys() & {*bug.kills.split("|")}, failed

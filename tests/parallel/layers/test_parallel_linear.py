@@ -1,4 +1,6 @@
-"""Column linears in forms that no case has, against the dense one; a tie is right for the metric of every split."""
+"""Tests of layers/linear. Column linears in forms that no case has, against the dense one; a tie is right for the
+metric of every split.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,8 +14,7 @@ from shardproof.parallel.communication.collectives import own_slice
 from shardproof.parallel.communication.layout import Cut, Placement, shard
 from shardproof.parallel.communication.mesh import Axis
 from shardproof.parallel.layers.linear import ColumnLinear, Region
-from shardproof.parallel.layers.loss import counted
-from shardproof.parallel.layers.metric import Metric, MetricSums
+from shardproof.parallel.layers.loss import Metric, MetricSums, token_weights
 from tests.parallel.ranks import CPU, Calls, along_tp, numbers
 
 RANKS, IN, OUT = 3, 6, 12
@@ -86,7 +87,7 @@ def test_an_input_that_needs_no_gradient_sends_none() -> None:
 VOCAB, PADDED = 10, 15
 LOGITS = torch.zeros(2, 6, VOCAB, dtype=torch.float64)
 LABELS = torch.tensor([[9, 0, -100, 5, 4, 1], [3, 9, 8, 2, -100, 7]])
-WEIGHTS = counted(LABELS, torch.tensor([[1.0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 1, 1]])).double()
+WEIGHTS = token_weights(LABELS, torch.tensor([[1.0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 1, 1]])).double()
 PLACES = {
     "vocabulary": Placement(shape=LOGITS.shape, cuts=(Cut(axis="tp", dim=2, blocks=(PADDED,)),)),
     "sequence": Placement(shape=LOGITS.shape, cuts=(Cut(axis="tp", dim=1),)),

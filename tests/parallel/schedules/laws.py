@@ -2,16 +2,30 @@
 
 Every check takes programs, so that it can be seen to fail on a wrong one, and returns what it found, in words. Closed
 forms of live chunks and of sends stand beside the counts of a program. In `timeline` messages take no time.
+
+Pipelines to check are every small one, and drawn larger ones; `broken` are all checks of one, by name.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
+from itertools import product
 
-from shardproof.parallel.schedules.messages import Program, counterpart, peer
-from shardproof.parallel.schedules.pipeline import Action, Kind, Pipeline, order
+from hypothesis import strategies as st
+
+from shardproof.parallel.communication.schedules import (
+    Action,
+    Kind,
+    Pipeline,
+    Program,
+    bubble_closed_form,
+    counterpart,
+    groups_between,
+    order,
+    peer,
+)
 
 COMPUTED = (Kind.F, Kind.B)
 """All other kinds are messages."""
@@ -177,3 +191,52 @@ def bubble(spans: Sequence[Sequence[Span]]) -> Fraction:
     """The part of all ranks' time, from the first start to the last end, in which they compute nothing."""
     whole = len(spans) * max(own[-1].end for own in spans)
     return 1 - sum((span.end - span.start for own in spans for span in own), Fraction(0)) / whole
+
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved")
+
+
+def every(schedule: str, pp: int, micro: int) -> Iterator[Pipeline]:
+    """Every legal pipeline of a schedule up to these sizes, with 2 or 3 chunks and all groups where it has them."""
+    for ranks, batches in product(range(1, pp + 1), range(1, micro + 1)):
+        if schedule == "interleaved":
+            for chunks, group in product((2, 3), range(ranks, batches + 1)):
+                if ranks > 1 and not 0 < batches % group < ranks:
+                    yield Pipeline(schedule=schedule, ranks=ranks, micro=batches, chunks=chunks, group=group)
+        else:
+            yield Pipeline(schedule=schedule, ranks=ranks, micro=batches)
+
+
+@st.composite
+def larger(draw: st.DrawFn) -> Pipeline:
+    """A pipeline of up to 12 ranks, with fewer and with more micro-batches than ranks, whole and broken groups."""
+    schedule, pp = draw(st.sampled_from(SCHEDULES)), draw(st.integers(2, 12))
+    if schedule != "interleaved":
+        return Pipeline(schedule=schedule, ranks=pp, micro=draw(st.integers(1, 40)))
+    group = draw(st.integers(pp, pp + 4))
+    rest = draw(st.sampled_from([0, *range(pp, group)]))
+    micro = group * draw(st.integers(1, 3)) + rest
+    return Pipeline(schedule=schedule, ranks=pp, micro=micro, chunks=draw(st.integers(2, 4)), group=group)
+
+
+def broken(pipeline: Pipeline, made: Sequence[Program]) -> dict[str, object]:
+    """The checks that programs do not pass, with what each found."""
+    try:
+        computed = [[action for step in steps for action in step if action.kind in COMPUTED] for steps in made]
+        simulated = bubble(timeline(pipeline, computed))
+        stated = bubble_closed_form(pipeline)
+        slow = [f"bubble {simulated}, closed form {stated}"] if stated is not None and simulated != stated else []
+    except ValueError as forever:
+        slow = [str(forever)]
+    ranks = range(pipeline.ranks)
+    lives = [(live(made[rank]), live_stated(pipeline, rank)) for rank in ranks]
+    counts = [Counter(action.kind for step in steps for action in step) for steps in made]
+    sends = [(count[Kind.SEND_FORWARD], count[Kind.SEND_BACKWARD]) for count in counts]
+    found: dict[str, list[object]] = {
+        "complete": [*check_complete(pipeline, made)],
+        "legal": [*check_legal(pipeline, made, Sends.BATCHED, groups_between(pipeline))],
+        "live": [pair for pair in lives if pair[0] != pair[1]],
+        "sends": [rank for rank in ranks if sends[rank] != sends_stated(pipeline, rank)],
+        "time": [*slow],
+    }
+    return {name: breaches for name, breaches in found.items() if breaches}

@@ -19,7 +19,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from shardproof import cuda_on_cpu
-from shardproof.parallel.schedules.pipeline import Kind, Pipeline
+from shardproof.parallel.communication.schedules import Kind, Pipeline
 from tests.parallel.ranks import group
 
 Step = tuple[Any, ...]

@@ -1,4 +1,4 @@
-"""Laws of every schedule, over every small pipeline and drawn larger ones."""
+"""Tests of communication/schedules: laws of every schedule, over every small pipeline and drawn larger ones."""
 
 import re
 import subprocess
@@ -8,11 +8,9 @@ from fractions import Fraction
 import pytest
 from hypothesis import given
 
-from shardproof.parallel.schedules.messages import programs
-from shardproof.parallel.schedules.pipeline import SCHEDULES, Kind, Pipeline, bubble_stated
+from shardproof.parallel.communication.schedules import Kind, Pipeline, bubble_closed_form, programs
 from tests import ROOT
-from tests.parallel.schedules.laws import Sends, bubble, check_legal, orders, timeline
-from tests.parallel.schedules.shapes import broken, every, larger
+from tests.parallel.schedules.laws import SCHEDULES, Sends, broken, bubble, check_legal, every, larger, orders, timeline
 
 
 @pytest.mark.parametrize(("schedule", "sizes"), [("gpipe", (8, 20)), ("1f1b", (8, 20)), ("interleaved", (5, 11))])
@@ -33,7 +31,7 @@ def test_the_bubble_is_its_closed_form(schedule: str) -> None:
     """Forward and backward take any time."""
     for pipeline in every(schedule, 4, 9):
         simulated = bubble(timeline(pipeline, orders(pipeline), {Kind.F: 2, Kind.B: 5}))
-        assert bubble_stated(pipeline) in (None, simulated), pipeline
+        assert bubble_closed_form(pipeline) in (None, simulated), pipeline
 
 
 def test_one_message_at_a_time_waits_forever_in_1f1b_but_not_in_gpipe() -> None:
@@ -53,9 +51,9 @@ def test_the_picture_of_the_docs_is_the_timeline() -> None:
         (drawn,) = re.findall(rf"^rank {rank} \|(.*)$", page, re.MULTILINE)
         found = [(drawn[at : at + 2], Fraction(at // 3)) for at in range(0, len(drawn), 3) if drawn[at] in "FB"]
         assert found == [(f"{span.action.kind}{span.action.micro}", span.start) for span in own]
-    assert f"\nbubble {bubble(spans)}, closed form {bubble_stated(pipeline)}\n" in page
+    assert f"\nbubble {bubble(spans)}, closed form {bubble_closed_form(pipeline)}\n" in page
 
 
 def test_schedules_need_no_torch() -> None:
-    code = "import sys, shardproof.parallel.schedules.messages; print('torch' in sys.modules)"
+    code = "import sys, shardproof.parallel.communication.schedules; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"False\n"

@@ -1,4 +1,6 @@
-"""The orders of torch.distributed.pipelining and of Megatron-Core, action by action; laws that a planted bug breaks."""
+"""Tests of communication/schedules. The orders of torch.distributed.pipelining and of Megatron-Core, action by
+action; laws that a planted bug breaks.
+"""
 
 import importlib
 from collections.abc import Iterator
@@ -8,10 +10,8 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import schedules as theirs
 
-from shardproof.parallel.schedules.messages import groups_between, programs
-from shardproof.parallel.schedules.pipeline import Kind, Pipeline, order
-from tests.parallel.schedules.laws import COMPUTED, Sends, check_legal
-from tests.parallel.schedules.shapes import broken, every
+from shardproof.parallel.communication.schedules import Kind, Pipeline, groups_between, order, programs
+from tests.parallel.schedules.laws import COMPUTED, Sends, broken, check_legal, every
 
 Place = tuple[str, int, int]
 """Kind, virtual stage, micro-batch."""

@@ -1,4 +1,6 @@
-"""The modes of InternEvo: mtp, msp, fsp and isp, and their calls against modes.md."""
+"""Tests of schemes/isp and schemes/tensor. The modes of InternEvo: mtp, msp, fsp and isp, and their calls against
+modes.md.
+"""
 
 from collections import Counter
 
@@ -11,10 +13,10 @@ from shardproof.harness.outcome.blocks import localize
 from shardproof.harness.running.ranks.execution import execute
 from shardproof.parallel.communication.batch import deliver
 from shardproof.parallel.communication.mesh import Mesh
+from shardproof.parallel.layers.weight_parallel import WeightLinear
 from shardproof.parallel.schemes.isp import ISP
 from shardproof.parallel.subject import subject
-from shardproof.parallel.training.loop import set_up
-from shardproof.parallel.weights.linear import WeightLinear
+from shardproof.parallel.training import set_up
 from shardproof.reference.case import Case
 from tests.parallel.ranks import CPU, on_ranks, outcome, stated
 

@@ -1,4 +1,6 @@
-"""Variants: each is refused where it cannot show, fails wherever it can, and the failure names its cause."""
+"""Tests of bugs/variants.txt. Variants: each is refused where it cannot show, fails wherever it can, and the failure
+names its cause.
+"""
 
 from typing import Any
 

@@ -1,4 +1,6 @@
-"""Rows of closed forms: each is met by a case, sums follow from placements; a new scheme is one file, two entries."""
+"""Tests of registry. Rows of closed forms: each is met by a case, sums follow from placements; a new scheme is one
+file, two entries.
+"""
 
 import dataclasses
 import json
@@ -12,13 +14,13 @@ from shardproof.harness.running.proof import prove
 from shardproof.harness.subject import named
 from shardproof.parallel import registry
 from shardproof.parallel.communication.expectation import terms
-from shardproof.parallel.data_parallel.calls import summed_over, trained
+from shardproof.parallel.data_parallel.calls import summed_over, trained_placements
 from shardproof.parallel.registry import scheme_of, strategy_of
 from shardproof.parallel.subject import subject
 from shardproof.reference.case import Case
 from shardproof.reference.case.default_cases import default_cases
-from shardproof.reference.language import modes
-from shardproof.reference.language.modes import MODES
+from shardproof.reference.language import core
+from shardproof.reference.language.core import MODES
 from shardproof.reports.commands import cli
 from shardproof.suites.killing import plan_disturbed
 from tests import ROOT
@@ -56,7 +58,7 @@ def test_a_gradient_is_summed_over_what_neither_cuts_it_nor_shares_its_data(
     """By hand, from what a copy of the parameter has seen."""
     case = Case.parse(f"tp=2 dp=2 heads=4 kv_heads=2 {words}")
     strategy = strategy_of(case)
-    assert summed_over(strategy, case, parameter, trained(strategy, case)[parameter]) == axes
+    assert summed_over(strategy, case, parameter, trained_placements(strategy, case)[parameter]) == axes
 
 
 def test_the_example_of_a_row_in_the_docs_is_a_scheme_that_is_tested() -> None:
@@ -73,7 +75,7 @@ TEXT = "mode=toy tp=2 layers=1 hidden=16 heads=4 kv_heads=4 ffn=32 vocab=389 seq
 
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(modes.MODES, "toy", modes.MODES["mtp"])
+    monkeypatch.setitem(core.MODES, "toy", core.MODES["mtp"])
     monkeypatch.setitem(registry.SCHEMES, "toy", TOY)
     monkeypatch.setattr("os.cpu_count", lambda: 1)  # no second process, which would not have it
     monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)

@@ -1,4 +1,5 @@
-"""Every tensor shape that InternEvo's page "Data Load and Procedure" prints for the forward pass, on a real run.
+"""Tests of model/transformer. Every tensor shape that InternEvo's page "Data Load and Procedure" prints for the forward
+pass, on a real run.
 
 The page's words stand on the left (micro_bsz, seq_len, sp_size ...), the real tensors of ranks on the right. They are
 module inputs and outputs by forward hooks, and q, k, v, kv and context where attention hands them over. Corrections
@@ -23,7 +24,7 @@ from shardproof.parallel.communication.batch import deliver
 from shardproof.parallel.communication.mesh import Mesh
 from shardproof.parallel.layers.attention import Attention, Core
 from shardproof.parallel.registry import scheme_of
-from shardproof.parallel.training.loop import set_up
+from shardproof.parallel.training import set_up
 from shardproof.reference.case import Case
 from tests.parallel.ranks import CPU, on_ranks
 

@@ -7,7 +7,7 @@ import torch
 from shardproof.parallel.communication.collectives import all_reduce
 from shardproof.parallel.communication.expectation import ONCE_A_STEP, CallRow
 from shardproof.parallel.model.strategy import Rank, Step
-from shardproof.parallel.schemes.mtp import MTP
+from shardproof.parallel.schemes.tensor import MTP
 from shardproof.reference.case import Case
 
 

@@ -6,10 +6,17 @@
                   columns of the output projection it holds
 
 The laws know nothing of how a slice was computed, so that what another system cuts can be held against them.
+
+Slices that are drawn are heads and ranks, whole tensors of any bits, and a cut that is joined again.
 """
 
-from shardproof.parallel.slicing.heads import ORDERS, Heads, query_rows
-from shardproof.parallel.slicing.held import Held, Ranges, times_held
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shardproof.parallel.communication.layout import Placement, meshgrid, shard
+from shardproof.parallel.slicing.checkpoint import inverse, same_bits
+from shardproof.parallel.slicing.rows import ORDERS, Heads, Ranges, RowRanges, count_holders, query_rows
 from shardproof.parallel.slicing.slices import Slice
 from shardproof.parallel.slicing.words import Sliced
 from shardproof.reference.errors import CaseError
@@ -34,18 +41,18 @@ def broken_by(one: Slice, sliced: Sliced) -> list[str]:
     )
 
 
-def copies(held: Held, length: int) -> int:
+def copies(held: RowRanges, length: int) -> int:
     """How many elements are held more than once, each counted as often as it is held too many times."""
-    return sum(max(times - 1, 0) for times in times_held(held, length))
+    return sum(max(times - 1, 0) for times in count_holders(held, length))
 
 
 def broken(
-    held: Held,
+    held: RowRanges,
     length: int,
     *,
     heads: Heads | None = None,
     order: str = "",
-    context: Held = (),
+    context: RowRanges = (),
     unit: int = 1,
     copied: int = 0,
 ) -> list[str]:
@@ -58,7 +65,7 @@ def broken(
     beyond = [part.stop for own in held for part in own if part.stop > length]
     if beyond:
         return [f"element {max(beyond) - 1} is held, and there are {length}"]
-    times = times_held(held, length)
+    times = count_holders(held, length)
     found = []
     if lost := times.count(0):
         found.append(f"{lost} of {length} elements are held by no rank, the first is {times.index(0)}")
@@ -74,7 +81,7 @@ def broken(
     return found
 
 
-def of_heads(held: Held, heads: Heads, order: str) -> list[str]:
+def of_heads(held: RowRanges, heads: Heads, order: str) -> list[str]:
     """The laws that a cut of a fused weight of this order breaks, or with order "" of the weight of the queries.
 
     The output projection is cut by heads.
@@ -125,3 +132,38 @@ def separated(own: Ranges, heads: Heads, order: str, columns: Ranges) -> list[st
 
 def _list(numbers: list[int]) -> str:
     return " ".join(map(str, numbers)) or "none"
+
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn, torch.bool)
+
+
+@st.composite
+def heads_and_ranks(draw: st.DrawFn, /) -> tuple[Heads, int]:
+    """At least one kv head for each rank."""
+    ranks = draw(st.integers(1, 6))
+    kv = draw(st.integers(ranks, ranks + 6))
+    return Heads(query=kv * draw(st.integers(1, 4)), kv=kv, size=draw(st.integers(1, 5))), ranks
+
+
+@st.composite
+def few_heads_and_ranks(draw: st.DrawFn, /) -> tuple[Heads, int]:
+    """Fewer kv heads than ranks."""
+    ranks = draw(st.integers(2, 6))
+    kv = draw(st.integers(1, ranks - 1))
+    return Heads(query=kv * draw(st.integers(1, 6)), kv=kv, size=draw(st.integers(1, 5))), ranks
+
+
+def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+    """Any bits of this dtype, NaN and negative zeros of float dtypes included."""
+    size = torch.empty(0, dtype=dtype).element_size()
+    last = 2 if dtype == torch.bool else 256
+    raw = torch.randint(0, last, (*shape, size), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    return raw.view(dtype).view(shape)
+
+
+def parts_of(whole: Tensor, place: Placement, ranks: int) -> list[Tensor]:
+    return [shard(whole, place, at) for at in meshgrid({"tp": ranks})]
+
+
+def check_round_trip(whole: Tensor, place: Placement, ranks: int) -> None:
+    assert same_bits(inverse(parts_of(whole, place, ranks), place), whole)

@@ -1,6 +1,8 @@
-"""DeepSpeed's own functions cut as ours wherever they are right; where they are wrong, their cut breaks a law.
+"""Tests of slicing/rows. DeepSpeed's own functions cut as ours wherever they are right; where they are wrong, their cut
+breaks a law.
 
-Inputs are drawn from a seed. Rows are numbered, so that equal results mean the same rows in the same order."""
+Inputs are drawn from a seed. Rows are numbered, so that equal results mean the same rows in the same order.
+"""
 
 import random
 from collections.abc import Callable
@@ -12,13 +14,19 @@ import torch
 from torch import Tensor
 
 from shardproof.parallel.communication.layout import Cut, Placement
-from shardproof.parallel.slicing.heads import Heads, fused_rows, shared_qk_rows
-from shardproof.parallel.slicing.held import Held, even_shares, in_turn, shard_sizes
-from shardproof.parallel.slicing.strided import plain, scales, strided
+from shardproof.parallel.slicing.rows import (
+    Heads,
+    RowRanges,
+    consecutive,
+    even_shares,
+    fused_rows,
+    shard_sizes,
+    shared_qk_rows,
+)
+from shardproof.parallel.slicing.slices import plain, scales, strided_placement
 from shardproof.reference.errors import CaseError
 from tests.parallel.slicing.deepspeed_copies import Named, copied, deepspeed, numbered, same
-from tests.parallel.slicing.drawn_slices import parts_of
-from tests.parallel.slicing.laws import of_heads
+from tests.parallel.slicing.laws import of_heads, parts_of
 
 pytestmark = pytest.mark.peers
 DRAWS = 200
@@ -27,7 +35,7 @@ BLOCKS = ("GLMBlock", "MPTBlock", "MptBlock", "BaichuanLayer", "QWenBlock", "Som
 GROUPS = ("BloomBlock", "FalconDecoderLayer", "GPTNeoXLayer")
 
 
-def held_parts(whole: Tensor, held: Held) -> list[Tensor]:
+def held_parts(whole: Tensor, held: RowRanges) -> list[Tensor]:
     return parts_of(whole, Placement(shape=tuple(whole.shape), cuts=(Cut(axis="tp", held=held),)), len(held))
 
 
@@ -45,7 +53,7 @@ def test_copies(orientation: str, cut: str) -> None:
         words: dict[str, Any] = {"allocate_tensor": source.random() < 0.5}
         place = plain(src, dst, ranks=ranks, orientation=orientation)
         if in_pieces:
-            place = strided(src, dst, ranks=ranks, parts=(long // splits,) * splits, orientation=orientation)
+            place = strided_placement(src, dst, ranks=ranks, parts=(long // splits,) * splits, orientation=orientation)
             words["num_splits"] = splits
         call = "strided_copy" if in_pieces else "copy"
         theirs = copied(call, whole, dst, ranks, orientation, **words)
@@ -128,19 +136,19 @@ def test_shared_query_and_key_heads() -> None:
             assert held == [deepspeed().shared(heads.query, ranks, rank) for rank in range(ranks)]
 
 
-def held_as(parts: list[Tensor]) -> Held:
+def held_as(parts: list[Tensor]) -> RowRanges:
     """The rows of a numbered weight of one or two columns that these parts are."""
     columns = 1 if parts[0].dim() == 1 else parts[0].shape[1]
     firsts = [(part if part.dim() == 1 else part[:, 0]).long() // columns for part in parts]
     return tuple(tuple(range(row, row + 1) for row in own.tolist()) for own in firsts)
 
 
-def thirds(heads: Heads, ranks: int) -> Held:
+def thirds(heads: Heads, ranks: int) -> RowRanges:
     whole = numbered((heads.fused, 2))
     return held_as(copied("strided_copy", whole, (heads.fused // ranks, 2), ranks, "out-in", num_splits=3))
 
 
-def fused_as(name: str) -> Callable[[Heads, int], Held]:
+def fused_as(name: str) -> Callable[[Heads, int], RowRanges]:
     """A fused weight of a layer that states no number of kv heads; one that does may move the cuts, as wrongly."""
     return lambda heads, ranks: held_as(fused(name, heads, ranks, numbered((heads.fused, 2))))
 
@@ -148,7 +156,7 @@ def fused_as(name: str) -> Callable[[Heads, int], Held]:
 glm = fused_as("GLMBlock")
 
 
-def buffers(heads: Heads, ranks: int) -> Held:
+def buffers(heads: Heads, ranks: int) -> RowRanges:
     """The sizes of DeepSpeedSelfAttention's buffers, its kernels left out."""
     hidden = heads.query * heads.size
     config = deepspeed().config(
@@ -156,10 +164,10 @@ def buffers(heads: Heads, ranks: int) -> Held:
     )
     made = deepspeed().attention(config)
     assert made.attn_qkvw.shape[1] == made.attn_qkvb.shape[0] and made.attn_ow.shape == (hidden // ranks, hidden)
-    return in_turn([made.attn_qkvw.shape[1]] * ranks)
+    return consecutive([made.attn_qkvw.shape[1]] * ranks)
 
 
-def halves(heads: Heads, ranks: int) -> Held:
+def halves(heads: Heads, ranks: int) -> RowRanges:
     """Query, key and value copied by themselves into equal buffers, as HybridSplitQKVContainer does."""
     query, kv = heads.query * heads.size, heads.kv * heads.size
     pieces = [
@@ -169,22 +177,22 @@ def halves(heads: Heads, ranks: int) -> Held:
     return held_as([torch.cat(own) for own in zip(*pieces, strict=True)])
 
 
-def remainder(heads: Heads, ranks: int) -> Held:
+def remainder(heads: Heads, ranks: int) -> RowRanges:
     shape = (heads.fused // ranks,)
     with pytest.raises(CaseError, match="the rest would be lost"):
         plain((heads.fused,), shape, ranks=ranks)
     return held_as(copied("copy", numbered((heads.fused,)), shape, ranks, "in-out"))
 
 
-def by_features(heads: Heads, ranks: int) -> Held:
+def by_features(heads: Heads, ranks: int) -> RowRanges:
     """`get_shard_size` looks for "w1" in the name; ours for its last part."""
     rows, meta = heads.query * heads.size, deepspeed().meta(num_kv_heads=heads.kv)
-    right = in_turn(shard_sizes(rows, ranks, kv_heads=heads.kv, name="self_attn.w1proj"))
+    right = consecutive(shard_sizes(rows, ranks, kv_heads=heads.kv, name="self_attn.w1proj"))
     assert of_heads(right, heads, "") == []
-    return in_turn(deepspeed().sizes(rows, ranks, meta, "self_attn.w1proj"))
+    return consecutive(deepspeed().sizes(rows, ranks, meta, "self_attn.w1proj"))
 
 
-def shared(heads: Heads, ranks: int) -> Held:
+def shared(heads: Heads, ranks: int) -> RowRanges:
     own = [deepspeed().shared(heads.query, ranks, rank) for rank in range(ranks)]
     return tuple(tuple(range(h * heads.size, (h + 1) * heads.size) for h in heads_of) for heads_of in own)
 
@@ -193,7 +201,7 @@ def whole_thirds(h: Heads, n: int) -> bool:
     return h.fused % (3 * n) == 0
 
 
-WRONG: dict[str, tuple[Callable[[Heads, int], Held], str, Callable[[Heads, int], bool]]] = {
+WRONG: dict[str, tuple[Callable[[Heads, int], RowRanges], str, Callable[[Heads, int], bool]]] = {
     "grouped-thirds": (thirds, "blocks", lambda h, n: h.kv < h.query and whole_thirds(h, n)),
     "grouped-thirds by glmtype": (glm, "blocks", lambda h, n: 2 != h.kv < h.query and whole_thirds(h, n)),
     "decoder-layer-thirds": (fused_as("PersimmonDecoderLayer"), "groups", whole_thirds),
@@ -225,7 +233,7 @@ def test_whole_scales() -> None:
     """The scale is attached whole, however many blocks of rows it has; ours follow the rows."""
     weight = numbered((12, 4), torch.int8)
     weight.scale = torch.arange(12.0)[:, None]  # type: ignore[attr-defined]
-    place = strided((12, 4), (6, 4), ranks=2, parts=(4, 4, 4), orientation="out-in")
+    place = strided_placement((12, 4), (6, 4), ranks=2, parts=(4, 4, 4), orientation="out-in")
     for rank in range(2):
         replace = deepspeed().slicing(mp_size=2, out_dim=0, in_dim=1)
         replace.gpu_index = rank

@@ -3,13 +3,11 @@
 import pytest
 import torch
 
-from shardproof.parallel.slicing.families import FAMILIES
-from shardproof.parallel.slicing.held import widths
+from shardproof.parallel.slicing.rows import widths
 from shardproof.parallel.slicing.slices import slices
-from shardproof.parallel.slicing.words import Sliced
+from shardproof.parallel.slicing.words import FAMILIES, Sliced
 from shardproof.reference.errors import CaseError
-from tests.parallel.slicing.drawn_slices import check_round_trip
-from tests.parallel.slicing.laws import broken_by
+from tests.parallel.slicing.laws import broken_by, check_round_trip
 
 CONTAINER = "family=opt hidden=48 heads=12"
 

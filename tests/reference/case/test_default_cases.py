@@ -12,12 +12,11 @@ from torch import Tensor
 from bench.default_cases import STATES
 from shardproof.reference.case import Case, CaseError
 from shardproof.reference.case.default_cases import FIXED, NUMBERS, RANKS, default_cases, line_of, lines, paired_domains
-from shardproof.reference.case.domains import domains
-from shardproof.reference.case.repair import repaired, words_of
-from shardproof.reference.features import FEATURES, PARTS
-from shardproof.reference.language.modes import MODES
-from shardproof.reference.language.words import declared
-from shardproof.reference.training.subject import truth
+from shardproof.reference.case.domains import domains, repair_words, words_of
+from shardproof.reference.features import FEATURES, PARTS, WORDS
+from shardproof.reference.language.core import MODES
+from shardproof.reference.language.words import declared_words, legal_values
+from shardproof.reference.training.truth import truth
 
 Level = tuple[str, object]
 Pair = frozenset[Level]
@@ -76,7 +75,7 @@ def changed(count: int, modes: tuple[str, ...] = tuple(MODES)) -> tuple[Case, ..
     found = [case for case in default_cases(modes) if case.heads == NUMBERS["heads"]]
     while len(found) < count:
         fixed = {word: source.choice(values[word]) for word in source.sample(sorted(values), source.randint(1, 3))}
-        words = repaired(words_of(source.choice(found)), fixed, values)
+        words = repair_words(words_of(source.choice(found)), fixed, values)
         if words and 2 <= (case := Case(**words)).world_size <= RANKS:
             found.append(case)
     return tuple(found)
@@ -90,7 +89,7 @@ def missing_of_near(cases: Sequence[Case]) -> set[Pair]:
     for one, other in (anywhere | split).triu(1).nonzero().tolist():
         fixed = dict((LEVELS[one], LEVELS[other]))
         if len(fixed) == 2:
-            found = filter(None, (repaired(words_of(case), fixed, varied) for case in source.sample(cases, 20)))
+            found = filter(None, (repair_words(words_of(case), fixed, varied) for case in source.sample(cases, 20)))
             legal += [case for words in found if 2 <= (case := Case(**words)).world_size <= RANKS]
     return missing(cases, legal)
 
@@ -193,11 +192,11 @@ def test_words_without_pairs_have_their_reason() -> None:
 
 def test_recipes_have_every_word_of_a_part_away_from_its_default() -> None:
     plain, found = Case(), lines()["recipes"]
-    words = [word for owner in PARTS for word in declared(FEATURES[owner])]
+    words = [word for owner in PARTS for word in declared_words(FEATURES[owner])]
     assert [word for word in words if all(getattr(case, word) == getattr(plain, word) for case in found)] == []
     with_experts = [case for case in found if case.experts]
     for word in ("router", "dispatcher", "drop"):
-        assert {getattr(case, word) for case in with_experts} == {*Case.legal_words()[word]}
+        assert {getattr(case, word) for case in with_experts} == {*legal_values(WORDS[word])}
     assert any(case.ep > 1 and case.axis_sizes["edp"] > 1 for case in with_experts), "copies of experts"
 
 
@@ -255,8 +254,8 @@ def test_the_list_is_the_same_every_time_and_every_line_is_read_as_it_was_writte
 
 def test_a_repair_changes_words_as_rules_propose_and_nothing_that_is_fixed() -> None:
     words = words_of(Case.parse("mode=tp tp=2"))
-    found = repaired(words, {"packed": True}, domains())
+    found = repair_words(words, {"packed": True}, domains())
     assert found and {word for word in words if found[word] != words[word]} == {"packed", "delivery", "positions"}
-    assert repaired(words, {"packed": True, "delivery": "tensors"}, domains()) is None
+    assert repair_words(words, {"packed": True, "delivery": "tensors"}, domains()) is None
     with pytest.raises(CaseError):
         Case(**{**words, "packed": True, "delivery": "tensors"})

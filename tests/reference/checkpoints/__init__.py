@@ -1,1 +1,1 @@
-"""Tests of rank orders, layouts and pipelines."""
+"""Tests of checkpoints of other systems and of torch's format."""

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from shardproof.reference.case import Case
-from shardproof.reference.data.batches import Batch, micro_batch
-from shardproof.reference.data.packing import IGNORED
+from shardproof.reference.data.batches import IGNORED, Batch, micro_batch
 
 FORMS = {
     "rows": "dp=3 tp=2 micro=2 steps=2",

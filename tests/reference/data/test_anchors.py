@@ -1,4 +1,5 @@
-"""Statements about the data of the reference hold for every case, each can fail, and edges of shards are met.
+"""Tests of data/batches. Statements about the data of the reference hold for every case, each can fail, and edges of
+shards are met.
 
 The keys that pipeline stages are sent are typed from Megatron's tables.
 """
@@ -18,10 +19,9 @@ from hypothesis import strategies as st
 
 from shardproof.bugs.planting import planted_everywhere
 from shardproof.bugs.record import read
+from shardproof.parallel.communication.batch import sent_to_stage
 from shardproof.reference.case import Case
-from shardproof.reference.data.batches import Batch, micro_batch, own_edges, shard_edges, unread_rows
-from shardproof.reference.data.packing import IGNORED
-from shardproof.reference.data.stages import sent_to_stage
+from shardproof.reference.data.batches import IGNORED, Batch, micro_batch, own_edges, shard_edges, unread_rows
 from shardproof.suites.mutants.mutant import GROUPS, Mutant
 from tests.reference.data import anchors as module
 from tests.reference.data.batch_forms import FORMS, all_batches, every_form, valid

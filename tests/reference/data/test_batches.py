@@ -14,8 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardproof.reference.case import Case
 from shardproof.reference.data import readers
-from shardproof.reference.data.batches import micro_batch
-from shardproof.reference.data.packing import IGNORED, build_pack, build_unpack, without_prompts
+from shardproof.reference.data.batches import build_pack, build_unpack, micro_batch
 from tests.reference.data.batch_forms import FORMS, all_batches, equal, every_form, valid
 
 
@@ -158,21 +157,6 @@ def test_the_smallest_sizes_hold_a_valid_token(form: str, seq: int, batch: int, 
     assert got.tokens.numel() == seq * batch
     assert valid(got).sum() >= 1
     assert got.positions.max() < got.max_seqlen <= seq
-
-
-def test_a_sentence_longer_than_a_pack_is_cut_as_internevo_cuts_it() -> None:
-    packs = build_pack([torch.arange(1, 41)], packed_length=16, seq_len=8)
-    assert [pack.tokens[0, 0].item() for pack in packs] == [1, 17, 33]
-    assert [pack.labels[0].tolist() for pack in packs[:2]] == [[*range(2, 18)], [*range(18, 34)]]
-    assert packs[2].labels[0].tolist() == [*range(34, 41), *[IGNORED] * 9]
-    assert [pack.cu_seqlens.tolist() for pack in packs if pack.cu_seqlens is not None] == [[0, 8, 16]] * 3
-
-
-def test_a_negative_token_is_read_and_not_learned_and_label_0_is() -> None:
-    (pack,) = build_pack([torch.tensor([-5, -7, 6, 0, 8])], packed_length=5, seq_len=5)
-    tokens, labels = without_prompts(pack.tokens, pack.labels)
-    assert tokens.tolist() == [[5, 7, 6, 0, 8]]
-    assert labels.tolist() == [[IGNORED, 6, 0, 8, IGNORED]]
 
 
 def test_packing_leaves_its_input_alone() -> None:

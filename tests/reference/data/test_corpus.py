@@ -12,8 +12,7 @@ import torch
 
 from shardproof.reference.case import Case
 from shardproof.reference.data import corpus
-from shardproof.reference.data.readers import END
-from shardproof.reference.data.token_files import read_megatron
+from shardproof.reference.data.readers import END, read_megatron
 from tests.reference.data.batch_forms import index, write_internevo, write_megatron
 
 

@@ -1,4 +1,6 @@
-"""Files that cannot be data: each gives one DataError that names file, place, rule and what is legal."""
+"""Tests of data/readers. Files that cannot be data: each gives one DataError that names file, place, rule and what
+is legal.
+"""
 
 import io
 import os
@@ -18,7 +20,7 @@ from tests.reference.data.batch_forms import index, write_internevo, write_megat
 
 def read(path: Path, vocab: int = 257) -> corpus.Tokens:
     """The corpus at any path, those included that a case cannot spell, and without what was read before."""
-    return corpus.read.__wrapped__(corpus._named(path), vocab)
+    return corpus.read.__wrapped__(corpus._sources_at(path), vocab)
 
 
 def check_refused(path: Path, message: str) -> None:

@@ -12,8 +12,8 @@ from torch import Tensor
 from shardproof.reference.case import Case
 from shardproof.reference.case.presets import FAMILIES
 from shardproof.reference.data.batches import Batch
-from shardproof.reference.losses import cross_entropy as loss
 from shardproof.reference.model import decoder
+from shardproof.reference.model import losses as loss
 from shardproof.reference.model.parameters import weights
 
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ def dense_run(case: Case, batch: Batch, values: dict[str, Tensor] | None = None)
     """Run the case's weights, or these instead, on one batch."""
     leaves = {name: value.clone().requires_grad_() for name, value in (values or weights(case, CPU)).items()}
     logits = decoder.logits(case, leaves, batch)
-    summed, tokens = loss.summed(logits, batch.labels, batch.loss_mask, case.label_smoothing)
+    summed, tokens = loss.summed_loss(logits, batch.labels, batch.loss_mask, case.label_smoothing)
     mean = summed / tokens
     mean.backward()
     gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}

@@ -1,4 +1,5 @@
-"""The dense model is Hugging Face's on mapped weights: logits, loss, every gradient, in float64.
+"""Tests of model/decoder. The dense model is Hugging Face's on mapped weights: logits, loss, every gradient, in
+float64.
 
 Code that would round to float32 runs with `DoubleTorch`.
 """

@@ -1,4 +1,5 @@
-"""The dense mathematics of experts by formula; presets with experts have the published numbers of parameters.
+"""Tests of model/branches/experts. The dense mathematics of experts by formula; presets with experts have the published
+numbers of parameters.
 
 Formulas of presets are written down from the papers' tables, apart from `shapes`: one line a part of the model.
 """
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardproof.reference.case import Case
-from shardproof.reference.model.branches.experts import chosen, kept, losses, updated, weights_of
+from shardproof.reference.model.branches.experts import apply_capacity, choose_experts, losses, updated, weights_of
 from shardproof.reference.model.parameters import shapes
 
 LOGITS = torch.randn((2, 6, 8), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -22,7 +23,7 @@ def case(**words: int | float | str | bool) -> Case:
 
 
 def test_equal_scores_go_to_the_smaller_number() -> None:
-    assert chosen(case(), torch.zeros(1, 1, 8))[0, 0].nonzero().flatten().tolist() == [0, 1]
+    assert choose_experts(case(), torch.zeros(1, 1, 8))[0, 0].nonzero().flatten().tolist() == [0, 1]
 
 
 def test_groups_are_kept_by_their_best_scores() -> None:
@@ -36,14 +37,14 @@ def test_groups_are_kept_by_their_best_scores() -> None:
         for group in best:
             open_to[2 * group : 2 * group + 2] = True
         must = row.masked_fill(~open_to, -math.inf).topk(2).indices
-        assert chosen(one, row[None, None])[0, 0].nonzero().flatten().tolist() == sorted(must.tolist())
+        assert choose_experts(one, row[None, None])[0, 0].nonzero().flatten().tolist() == sorted(must.tolist())
 
 
 def test_a_bias_chooses_and_is_moved_towards_equal_loads() -> None:
     one = case(router="sigmoid", bias_rate=0.5)
     bias = torch.zeros(8, dtype=torch.float64)
     bias[7] = 10.0
-    choice = chosen(one, LOGITS, bias)
+    choice = choose_experts(one, LOGITS, bias)
     assert choice[..., 7].all()
     name = "layers.0.mlp.router.bias"
     after = updated(one, {name: bias}, {"routing/layers.0.mlp": choice.int()})[name] - bias
@@ -79,9 +80,9 @@ def test_balance_losses_by_formula() -> None:
 def test_experts_take_of_each_ranks_tokens_so_many(drop: str) -> None:
     """Two ranks hold three places of both rows each; C = ceil(6 * 2 / 8 * 1) = 2."""
     one = case(tp=2, heads=8, kv_heads=2, mode="tp-sp", capacity=1.0, drop=drop)
-    choice = chosen(one, LOGITS)
+    choice = choose_experts(one, LOGITS)
     weights = weights_of(one, LOGITS, choice)
-    left = kept(one, weights, choice)
+    left = apply_capacity(one, weights, choice)
     assert one.most_rows == 2 and (left <= choice).all() and (left < choice).any()
     for places, expert in itertools.product(((0, 1, 2), (3, 4, 5)), range(8)):
         mine = [(row, place) for row in range(2) for place in places if choice[row, place, expert]]

@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from shardproof.reference.losses import cross_entropy as loss
+from shardproof.reference.case import Case
 from shardproof.reference.model import layers
-from shardproof.reference.training.adam import EPS, rounding_slack
+from shardproof.reference.model import losses as loss
+from shardproof.reference.model.parameters import shapes
+from shardproof.reference.training.adam import EPS, rounding_slack, slack
 from tests.reference.model.dense_run import noise
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -58,7 +60,7 @@ def test_mean_loss_and_gradient_equal_torch_after_conversion_of_the_smoothing(
 ) -> None:
     # torch spreads its share over all V classes, the target included; Megatron over the other V - 1
     logits, labels, mask = drawn(vocab, seed)
-    summed, tokens = loss.summed(logits, labels, mask, torch_smoothing * (vocab - 1) / vocab)
+    summed, tokens = loss.summed_loss(logits, labels, mask, torch_smoothing * (vocab - 1) / vocab)
     right = functional.cross_entropy(
         logits.flatten(0, 1), labels.where(mask > 0, -100).flatten(), label_smoothing=torch_smoothing, reduction="sum"
     )
@@ -71,8 +73,8 @@ def test_mean_loss_and_gradient_equal_torch_after_conversion_of_the_smoothing(
 
 def test_loss_mask_is_a_weight_not_only_a_switch() -> None:
     logits, labels, mask = drawn(9, seed=4)
-    summed, tokens = loss.summed(logits, labels, mask)
-    scaled, scaled_tokens = loss.summed(logits, labels, 0.25 * mask)
+    summed, tokens = loss.summed_loss(logits, labels, mask)
+    scaled, scaled_tokens = loss.summed_loss(logits, labels, 0.25 * mask)
     torch.testing.assert_close(scaled, 0.25 * summed)
     torch.testing.assert_close(scaled_tokens, 0.25 * tokens)
 
@@ -81,8 +83,8 @@ def test_loss_mask_is_a_weight_not_only_a_switch() -> None:
 def test_loss_of_low_precision_logits_is_computed_in_float32(dtype: torch.dtype) -> None:
     logits, labels, mask = drawn(40, seed=2)
     rounded = logits.detach().to(dtype)
-    summed, tokens = loss.summed(rounded, labels, mask, 0.1)
-    right, _ = loss.summed(rounded.double(), labels, mask, 0.1)
+    summed, tokens = loss.summed_loss(rounded, labels, mask, 0.1)
+    right, _ = loss.summed_loss(rounded.double(), labels, mask, 0.1)
     assert summed.dtype == tokens.dtype == torch.float32
     torch.testing.assert_close(summed.double(), right, rtol=1e-6, atol=0)
 
@@ -134,3 +136,23 @@ def test_away_from_zero_there_is_next_to_no_slack() -> None:
     assert float(first) == pytest.approx(1e-15 * EPS / (1e-3 + EPS) ** 2, rel=1e-3, abs=1e-15)
     assert float(rounding_slack(nothing, 1e-15 * one, nothing, nothing, 0)) == pytest.approx(1e-7, rel=1e-5)
     assert float(rounding_slack(nothing, 1e-3 * one, nothing, nothing, 0)) == pytest.approx(1.0, rel=1e-4)
+
+
+WORDS = "layers=1 heads=2 hidden=8 ffn=12 vocab=20 seq=4 dtype=float16 master=float32 optimizer=adamw scaler=dynamic"
+
+
+def test_steps_that_are_skipped_are_none_of_adams() -> None:
+    """Two skips, a step, a skip, a step: the range is that of two steps in a row."""
+    torch.manual_seed(0)
+    first, second, third = ({n: torch.randn(shape) for n, shape in shapes(Case.parse(WORDS)).items()} for _ in range(3))
+    found = []
+    for taken in ((0, 1), (2, 4)):
+        states = {f"exp_avg_after/{step}/{n}": x for step in range(taken[0], taken[1]) for n, x in first.items()}
+        states |= {f"exp_avg_sq_after/{step}/{n}": x.abs() for step in range(*taken) for n, x in first.items()}
+        truth = states | {f"exp_avg_after/{taken[1]}/{n}": x for n, x in second.items()}
+        truth |= {f"skipped/{step}": torch.tensor(int(step not in taken)) for step in range(taken[1] + 1)}
+        control = truth | {f"exp_avg_after/{taken[1]}/{n}": x for n, x in third.items()}
+        found.append(slack(Case.parse(f"{WORDS} steps={taken[1] + 1}"), states, truth, [control]))
+    in_a_row, behind = found
+    assert [*behind] == [name.replace("after/0", "after/2") for name in in_a_row] and behind
+    assert all(torch.equal(*pair) for pair in zip(in_a_row.values(), behind.values(), strict=True))

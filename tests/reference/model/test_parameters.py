@@ -13,9 +13,9 @@ from torch import Tensor
 from shardproof.harness.verdicts.verdict import PASS
 from shardproof.reference.case import Case
 from shardproof.reference.model import layers, parameters
-from shardproof.reference.model.parameters import LastRead, drawn, full, shapes, weights
-from shardproof.reference.training.control import control, merged_attention, reordered, split_attention
-from shardproof.reference.training.subject import subject, true_activations, truth
+from shardproof.reference.model.parameters import LastRead, drawn_weight, full, shapes, weights
+from shardproof.reference.training.control import control, merged_attention, reorder_sums, split_attention
+from shardproof.reference.training.truth import subject, truth
 from shardproof.suites.session.prover import Prover
 from tests.reference.model.dense_run import CPU, models, noise
 
@@ -83,8 +83,8 @@ def test_the_last_reader_gets_all_weights_and_leaves_no_large_one(monkeypatch: p
     monkeypatch.setattr(parameters, "_LARGE", whole[large].numel() - 1)
     read = dict(LastRead(case, device))
     assert list(read) == list(whole) and all(read[name] is whole[name] for name in whole)
-    assert drawn(case, large) is not whole[large] and drawn(case, large).equal(whole[large])
-    assert all(drawn(case, name) is whole[name] for name in whole if whole[name].numel() < whole[large].numel())
+    assert drawn_weight(case, large) is not whole[large] and drawn_weight(case, large).equal(whole[large])
+    assert all(drawn_weight(case, name) is whole[name] for name in whole if whole[name].numel() < whole[large].numel())
 
 
 def test_unknown_parameter_is_refused_by_name() -> None:
@@ -146,7 +146,7 @@ def test_merged_attention_rounds_large_scores_as_context_ranks_do(prover: Prover
 
 def test_linears_and_norms_of_the_control_round_in_other_places_forward_and_backward() -> None:
     x, weight, scale = (noise(*shape, seed=seed).bfloat16() for seed, shape in enumerate(((4, 8, 48), (48, 48), (48,))))
-    upstream, split = noise(4, 8, 48, seed=3).bfloat16(), reordered(Case.parse(CASES["gpt"]))
+    upstream, split = noise(4, 8, 48, seed=3).bfloat16(), reorder_sums(Case.parse(CASES["gpt"]))
 
     def rounded(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
         leaves = [one.clone().requires_grad_() for one in inputs]
@@ -191,10 +191,3 @@ def test_truth_of_float64_is_the_subject_and_control_is_within_rounding(text: st
     assert all(torch.equal(value, true[name]) for name, value in found.items())
     assert 0 < epsilons(other, true, "float64", "param/") < 400
     assert 0 < epsilons(other, true, "float64", "grad/") < 400
-
-
-def test_gradients_of_activations_are_scaled_in_training_and_alone() -> None:
-    """What-ifs and kinks are passes of their own: without the scale they would differ by it."""
-    case = Case.parse(CASES["gpt"]).but(dtype="float16", master="float32", scaler="static", loss_scale=8.0)
-    alone, trained = true_activations(case, CPU), truth(case, CPU)
-    assert all(torch.equal(trained[name], alone[name]) for name in alone)

@@ -12,11 +12,10 @@ from shardproof.reference.errors import CaseError
 from shardproof.reference.model import layers
 from shardproof.reference.model.decoder import PLAIN
 from shardproof.reference.model.parameters import weights
-from shardproof.reference.training.kinks import refuse_decisive
-from shardproof.reference.training.reach import Reach
+from shardproof.reference.training.control import refuse_decisive
+from shardproof.reference.training.reach import Reach, with_terms
 from shardproof.reference.training.scaling import LossScale
-from shardproof.reference.training.subject import truth
-from shardproof.reference.training.terms import with_terms
+from shardproof.reference.training.truth import truth
 
 SIZES = "layers=1 heads=4 kv_heads=2 hidden=16 ffn=20 vocab=48 seq=8 batch=2 micro=2 dtype=float16 master=float32"
 CPU = torch.device("cpu")
@@ -114,11 +113,11 @@ def test_a_sum_is_outside_where_its_smallest_largest_part_is() -> None:
         return Sums(reach)
 
     for size, skipped in ((60_000.0, False), (150_000.0, True)):
-        sums, scale, found = LossScale.of(case).taken(0, backward, exact=True)
+        sums, scale, found = LossScale.of(case).run_step(0, backward, exact=True)
         assert (sums.reach.least, sums.reach.bound, scale, found) == (size / 2, size, case.loss_scale, skipped)
     size = 100_000.0
     with pytest.raises(CaseError, match="in step 0 reaches 5e.04 to 1e.05, at the edge of float16"):
-        LossScale.of(case).taken(0, backward, exact=True)
+        LossScale.of(case).run_step(0, backward, exact=True)
 
 
 def test_a_scale_has_the_split_decide() -> None:

@@ -13,7 +13,7 @@ import torch
 from bench.systems import read_cells
 from shardproof.harness.subject import named
 from shardproof.reference.case import Case
-from shardproof.reference.training.subject import truth
+from shardproof.reference.training.truth import truth
 from shardproof.reports.commands.names import KINDS, OWN, names, tables
 from shardproof.reports.commands.word_help import LIKE
 from shardproof.reports.options import command_options

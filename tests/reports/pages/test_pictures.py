@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from shardproof.harness.verdicts.facts import First, Worst
-from shardproof.parallel.schedules.pipeline import Pipeline, bubble_stated
+from shardproof.parallel.communication.schedules import Pipeline, bubble_closed_form
 from shardproof.reports.commands.show import show_run
 from shardproof.reports.commands.trace import trace_events
 from shardproof.reports.pages import drawings, page
@@ -120,7 +120,7 @@ def spans_of(shape: Pipeline) -> pd.DataFrame:
 
 @pytest.fixture
 def run(run: Run) -> Run:
-    cases = run.cases.assign(bubble_stated=[float(bubble_stated(SHAPE) or 0), math.nan])
+    cases = run.cases.assign(bubble_stated=[float(bubble_closed_form(SHAPE) or 0), math.nan])
     return dataclasses.replace(run, cases=cases, spans=spans_of(SHAPE))
 
 

@@ -22,8 +22,8 @@ from shardproof.harness.running.ranks.execution import RankTask, perform
 from shardproof.harness.running.result import CaseResult
 from shardproof.harness.subject import NamedSubject, Unanswered, answered, claims, named
 from shardproof.reference.case import Case
-from shardproof.reference.language.modes import MODES
-from shardproof.reference.training import subject as dense
+from shardproof.reference.language.core import MODES
+from shardproof.reference.training import truth as dense
 from tests.harness.proofs import proved, ran
 from tests.harness.toy_subjects import Stating, right
 

@@ -1,1 +1,0 @@
-"""Random numbers of a rank: named streams, fields of coordinates, dropout, initial values (docs/randomness.md)."""

@@ -1,1 +1,0 @@
-"""Pipeline schedules as pure functions of pp, chunks and micro-batches: order, messages. No tensor."""

@@ -1,1 +1,0 @@
-"""Experts, latent attention and predictions of further tokens, beside every other split."""

@@ -1,1 +1,0 @@
-"""Pipeline stages against the dense model."""

@@ -1,1 +1,0 @@
-"""Tests of rank orders, layouts and pipelines."""
