@@ -77,7 +77,7 @@ def _ended_earlier(
         case = trial.case.but(steps=steps, **without_saving(trial.case))
         if refusal(case, trial.subject):
             return None
-        other = replace(trial, case=case, seconds={}, problems={}, known={}, given={})
+        other = trial.of_case(case)
         with trial.timed("elsewhere"):
             seen, findings = judge_case(other, record_case(other))
             failed = any(finding.verdict == FAIL for finding in findings.values())
@@ -144,7 +144,7 @@ def _with_shares(trial: Trial, evidence: Evidence, wrong: Collection[str]) -> Ev
 
 def _elsewhere(trial: Trial, case: CaseLike, first: str) -> Evidence | None:
     """Evidence of the same subject in another case, as far as this tensor needs it; None when there is none."""
-    other = replace(trial, case=case, seconds={}, problems={}, known={}, given={})
+    other = trial.of_case(case)
     try:
         if refusal(case, trial.subject):
             return None

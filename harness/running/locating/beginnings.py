@@ -21,9 +21,8 @@ from shardproof.harness.errors import ShardproofError, ranks_text
 from shardproof.harness.outcome.blocks import Block
 from shardproof.harness.outcome.merging import Outcomes
 from shardproof.harness.plain_case import PlainCase, Word
-from shardproof.harness.protocols import CaseLike, Value, case_text
+from shardproof.harness.protocols import Value
 from shardproof.harness.recording.capturing.drawn_values import STARTED, FirstValues, first_values
-from shardproof.harness.running.ranks.execution import execute
 from shardproof.harness.running.trials.trial import Trial
 from shardproof.harness.running.truth.own import EXACT, OwnTruth, one_rank
 from shardproof.harness.subject import ALONE, NamedSubject, called
@@ -110,7 +109,7 @@ def with_beginnings(trial: Trial, evidence: Evidence, wrong: Collection[str]) ->
         return evidence
     try:
         with trial.timed("located"):
-            ranks = _run(trial, case)
+            ranks = trial.run(_Asking(trial.subject), case).outcomes
             if own is not None and isinstance(case, PlainCase):
                 asked, truth = [_asked(outcome) for outcome in ranks], _asked_by_truth(trial, own, case)
                 samples = _apart(asked, case) or _difference(set().union(*asked), truth, case.micro)
@@ -121,19 +120,6 @@ def with_beginnings(trial: Trial, evidence: Evidence, wrong: Collection[str]) ->
     return evidence.with_found(other_samples=samples, other_start=start, unsummed=squares)
 
 
-def _run(trial: Trial, case: CaseLike) -> Outcomes:
-    run = execute(
-        case,
-        _Asking(trial.subject),
-        trial.engine,
-        text=case_text(case),
-        record=False,
-        device=trial.device,
-        timeout_s=trial.timeout_s,
-    )
-    return run.outcomes
-
-
 def _asked(outcome: Mapping[str, Sequence[Block]]) -> set[Asked]:
     numbers = (name.removeprefix(_ASKED).split() for name in outcome if name.startswith(_ASKED))
     return {(step, micro, start, stop) for step, micro, start, stop in (map(int, one) for one in numbers)}
@@ -142,7 +128,8 @@ def _asked(outcome: Mapping[str, Sequence[Block]]) -> set[Asked]:
 def _asked_by_truth(trial: Trial, own: OwnTruth, case: PlainCase) -> set[Asked]:
     """The samples that the truth takes; none where a dense model makes its data otherwise."""
     if own.dense == ALONE:
-        return _asked(*_run(trial, one_rank(case, trial.subject).but(dtype=EXACT)))
+        alone = one_rank(case, trial.subject).but(dtype=EXACT)
+        return _asked(*trial.run(_Asking(trial.subject), alone).outcomes)
     noted: list[Asked] = []
     own(_watched(case, noted), torch.device(trial.device), given=trial.given or None)
     return set(noted)

@@ -11,9 +11,8 @@ from functools import partial
 from shardproof.harness.checking.measures.kinds import is_state, kind_of
 from shardproof.harness.checking.records import Evidence
 from shardproof.harness.errors import ShardproofError
-from shardproof.harness.protocols import CaseLike, case_text, without_saving
+from shardproof.harness.protocols import CaseLike, without_saving
 from shardproof.harness.recording.capturing.operator_probes import DrawnNumbers, Numbers, Probed
-from shardproof.harness.running.ranks.execution import execute
 from shardproof.harness.running.trials.trial import Trial
 from shardproof.harness.running.truth.own import EXACT, one_rank
 from shardproof.harness.subject import ALONE
@@ -52,15 +51,7 @@ def with_drawn_numbers(trial: Trial, evidence: Evidence, wrong: Collection[str])
 
 
 def _of_ranks(trial: Trial, case: CaseLike, dropout: bool) -> list[Numbers]:
-    run = execute(
-        case,
-        Probed(trial.subject, partial(DrawnNumbers, dropout=dropout)),
-        trial.engine,
-        text=case_text(case),
-        record=False,
-        device=trial.device,
-        timeout_s=trial.timeout_s,
-    )
+    run = trial.run(Probed(trial.subject, partial(DrawnNumbers, dropout=dropout)), case)
     return [Numbers.read(name) for name in dict.fromkeys(name for outcome in run.outcomes for name in outcome)]
 
 

@@ -1,14 +1,14 @@
-"""Cases that compute or send in a lower precision than their own dtype: as the subject states, or as it is found.
+"""Cases that compute or send in a lower precision than their own dtype: as the subject declares it, or as it is found.
 
-A lower precision has the effect that it has. The ranks are run again with every number of that precision moved by a
-random part of its rounding. Tensors beyond the limits of the case's own dtype get control runs as far from the truth as
-the ranks' tensors moved. A tensor that the precision does not reach keeps its limit. So
-do all that were right without it.
+How far off a lower precision may take a right result is measured. The ranks are run again with every number of that
+precision multiplied by a random factor of the size of its rounding. Each tensor that is beyond the limit of the case's
+own dtype gets control runs that are as far from the truth as the ranks' own tensor moved. So a tensor that the
+precision does not reach keeps its limit, and so do all that were right without it.
 
-Where the subject states nothing and errors are as small as a lower precision's, the ranks are run once and looked at.
-Does a number of a lower dtype enter arithmetic of the case's dtype (an island)? If so on one rank too, it belongs to
-the model. If on several ranks alone, it is part of what is proved, and wrong. Where there is no such case on one rank,
-the origin is unknown, and what its limits would admit is unknown.
+Where the subject declares nothing, and errors are as small as those of a lower precision, the ranks are run once more
+and watched: does a number of a lower dtype enter arithmetic of the case's dtype? If it does on one rank too, the model
+rounds there. If it does on several ranks alone, the parallel code rounds, which is a bug. Where the subject has no case
+on one rank, nobody knows which it is, and tensors that are right only by the wider limits are unknown.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -43,9 +43,9 @@ MOVED_RUNS, AMPLIFIED_RUNS = 6, 3
 """Runs of the ranks with their lower precision moved, and with CONTROL_FACTOR times as much of it."""
 
 _LARGEST: Mapping[str, float] = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.5}
-"""The largest error for which a lower precision is looked for."""
+"""Dtype -> the largest error that its rounding may explain; beyond that it is not looked for."""
 _USUAL = 0.1
-"""Share of the largest error up to which a lower precision is looked for where only the verdict counts."""
+"""The same in experiments, as a share: rounding usually causes less, and further runs would take their time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,9 +82,9 @@ def wrong_of(findings: Mapping[str, Finding]) -> list[Measured]:
 
 
 def declared_precision(trial: Trial, calls: Calls) -> DeclaredPrecision | None:
-    """The lower precision that the subject states for this case; None without one.
+    """The lower precision that the subject declares for this case; None without one.
 
-    Calls in a lower dtype are read from the ledger: nothing is sent so without a call of that dtype.
+    A `wire_dtype` counts only where the ledger has a call of that dtype: else nothing was rounded to be sent.
     """
     dtypes = lower_dtypes(trial.case, trial.subject)
     wire = dtypes.get("wire_dtype", "")
@@ -96,7 +96,7 @@ def declared_precision(trial: Trial, calls: Calls) -> DeclaredPrecision | None:
 
 
 def rejudge_declared(trial: Trial, found: Found, checks: Mapping[str, Check], precision: DeclaredPrecision) -> Found:
-    """The findings, of tensors beyond the case's own limits by the effect of the precision that the subject states."""
+    """The findings after tensors beyond their limits were judged by the precision that the subject declares."""
     if not wrong_of(found[1]):
         return found
     seen, again = _by_effect(trial, found, checks, precision.dtypes)
@@ -107,9 +107,9 @@ def rejudge_declared(trial: Trial, found: Found, checks: Mapping[str, Check], pr
 
 
 def rejudge_unseen(trial: Trial, found: Found, checks: Mapping[str, Check]) -> Found:
-    """The findings, where the truth computes out of torch's sight, by what rounding does to the ranks' own tensors.
+    """The findings where the truth computes outside of torch, such as in numpy, judged by what rounding does to ranks.
 
-    Control runs of such a truth do not round there: nothing shows how far rounding takes a right result but the ranks.
+    Rounding cannot be emulated in control runs of such a truth, so nothing but the ranks shows how far it goes.
     """
     evidence, findings = found
     own = trial.reference.own
@@ -123,7 +123,10 @@ def rejudge_unseen(trial: Trial, found: Found, checks: Mapping[str, Check]) -> F
 
 
 def rejudge_detected(trial: Trial, found: Found, checks: Mapping[str, Check]) -> Found:
-    """The findings by the effect of the lower precision that the ranks compute with, where that may explain them."""
+    """The findings after a lower precision was looked for in the ranks, and tensors were judged by it.
+
+    Where it is on several ranks alone, the findings stay, and the operator is noted if it explains all of them.
+    """
     evidence, findings = found
     own_dtype, wrong = evidence.run.case.dtype, wrong_of(findings)
     largest = max((one.error for one in wrong if kind_of(one.name) not in MOVED), default=0.0)  # a step may be noise
@@ -155,7 +158,7 @@ def rejudge_detected(trial: Trial, found: Found, checks: Mapping[str, Check]) ->
 
 
 def _by_effect(trial: Trial, found: Found, checks: Mapping[str, Check], dtypes: Iterable[str]) -> Found:
-    """Judge failures again: tensors beyond their limits by what rounding to these dtypes does to them."""
+    """Judge tensors that are beyond their limits once more, by how far rounding to these dtypes moves them."""
     evidence, findings = found
     again = {
         name: checks[name]
@@ -179,10 +182,10 @@ def _by_effect(trial: Trial, found: Found, checks: Mapping[str, Check], dtypes: 
 def _effect(
     trial: Trial, run: Run, truth: Truth, names: frozenset[str], dtypes: frozenset[str], seed: int, factor: float
 ) -> dict[str, Tensor]:
-    """These tensors of the truth, as far from it as the ranks' own are moved by rounding to these dtypes.
+    """A control run: the truth's tensors of these names, moved by as much as one more run of the ranks is moved.
 
-    Values that parameters had before are among them. A tensor is left out where this is not known. The program may not
-    bear a dispatch mode, or the tensor is no full one then.
+    Parameters before the step are among them, since updates are judged by their movement. A tensor is left out where
+    the ranks' blocks no longer merge; the result is empty where the program fails under a dispatch mode.
     """
     watch = any(name in rank for rank in run.captured for name in names)
     call = _Moved(trial.subject, dtypes, seed, factor)
@@ -205,7 +208,7 @@ def _effect(
 
 
 def _with_equal_replicas(outcomes: Outcomes) -> Outcomes:
-    """The outcomes with what several ranks hold as the first of them has it: replicas are moved each by itself."""
+    """The outcomes with the first rank's numbers in all replicas, which were moved at random, each by itself."""
     first: dict[tuple[object, ...], Block] = {}
     agreed = []
     for outcome in outcomes:
@@ -221,10 +224,10 @@ def _with_note(finding: Finding, run: Run, words: str) -> Finding:
 
 
 def _stored_shorter(run: Run, truth: Truth, wrong: Sequence[Measured], dtypes: set[str]) -> bool:
-    """Whether the first step is right in the case's dtype, and a later state or a gradient was rounded when stored.
+    """Whether a state or a gradient was rounded when it was stored or sent, while the first step is right.
 
-    Rounded to be sent counts too. Each of its numbers is one of such a dtype, and the truth's are not. No arithmetic of
-    the model explains that, but for gradients in float32, in which many programs add them up.
+    Then each of its numbers is one of such a dtype, and those of the truth are not. The arithmetic of a model does not
+    do that. Gradients in float32 are no sign of it: many programs add them up in float32.
     """
     states = {one.name for one in wrong if is_state(one.name) or one.name.startswith("param/")}
     gradients = {one.name for one in wrong if one.name.startswith(("grad/", "grad_norm/"))}
@@ -243,13 +246,13 @@ def _only_in(run: Run, truth: Truth, name: str, short: torch.dtype) -> bool:
 
 
 def in_first_step(name: str) -> bool:
-    """Whether a tensor is of the first step, before the optimizer: neither states nor training come into it."""
+    """Whether a tensor is computed in the first step before the optimizer's, so that no earlier error is in it."""
     named = name.startswith(("act/", "act_grad/", "grad/"))
     return named or (step_of(name) == 0 and not is_state(name))
 
 
 def _on_one_rank(trial: Trial, constants: bool) -> set[str] | None:
-    """The lower precisions that the subject computes with on one rank, None where it has no such case."""
+    """The lower dtypes that enter arithmetic when the subject runs on one rank; None where it has no such case."""
     try:
         case = one_rank(trial.case, trial.subject)
         return None if refusal(case, trial.subject) else {each.dtype for each in _islands(trial, case, constants)}
@@ -258,9 +261,9 @@ def _on_one_rank(trial: Trial, constants: bool) -> set[str] | None:
 
 
 def _islands(trial: Trial, case: CaseLike, constants: bool) -> list[Island]:
-    """Where the ranks of a case compute with a lower precision; none where they cannot be looked at.
+    """The places where a lower dtype enters arithmetic of the case's dtype on any rank; [] where the watched run fails.
 
-    `constants`: whether numbers count that were not computed in the case's dtype.
+    `constants`: whether numbers count that were not computed in the case's dtype, such as tables in float32.
     """
     try:
         run = trial.run(Probed(trial.subject, partial(NarrowProbe, case.dtype, constants=constants)), case)
@@ -270,9 +273,7 @@ def _islands(trial: Trial, case: CaseLike, constants: bool) -> list[Island]:
 
 
 def _same_constants(trial: Trial) -> bool:
-    """Whether constants of a lower precision are those of the truth: the subject's own code, or a dense model that
-    has such ones too.
-    """
+    """Whether the truth has constants of a lower precision too: the subject's own code, or a model that uses some."""
     dense = truth_of(trial.subject)
     if dense is None or isinstance(dense, str):
         return dense is not None

@@ -160,6 +160,10 @@ class Trial:
         """The case's text."""
         return case_text(self.case)
 
+    def of_case(self, case: CaseLike) -> "Trial":
+        """A trial of another case that is run as this one."""
+        return replace(self, case=case, seconds={}, problems={}, known={}, given={})
+
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
         """Note how long the body takes, also when it raises."""

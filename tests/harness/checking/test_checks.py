@@ -3,13 +3,14 @@
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
+from shardproof.harness.checking import records
 from shardproof.harness.checking.call_checks import split_share
 from shardproof.harness.checking.checks import CHECKS, Check, examine, needing
 from shardproof.harness.checking.finding import Finding
@@ -192,6 +193,8 @@ def test_a_check_reads_the_records_that_its_signature_names_and_is_not_run_witho
     assert "seen of the check" in findings["mistyped"].message and "legal: Calls, Run, " in findings["mistyped"].message
     examine(replace(seen, dry=DryRun(memory="")), checks)
     assert read[3:] == [seen.claims, seen.run.calls, None], "a dry run has no truth"
+    kept = [one for one in vars(records).values() if is_dataclass(one) and one.__module__ == records.__name__]
+    assert max(len(fields(one)) for one in kept) <= 14, "a record is read at one sight"
     of_calls = {name for name in CHECKS if name not in needing(CHECKS, Run, Truth)}
     assert of_calls == {"ledger", "groups", "waits", "overlap"}
     assert set(needing(CHECKS, Repeats)) == {"determinism", "recording"}
