@@ -61,7 +61,7 @@ def test_bytes_of_a_step(zero: int, bucket: int, dp: int) -> None:
 def test_a_replica_that_differs_ends_the_run_with_its_name(prover: Prover) -> None:
     """A bit of one element on one rank, which bit-for-bit comparisons after the run find as well."""
     source = source_of("shardproof.parallel.training")
-    filled = "parameter.copy_(initial(case, name, places[name], mesh.coordinates, streams))\n"
+    filled = "parameter.copy_(initial_value(case, name, places[name], mesh.coordinates, streams))\n"
     assert source.count(filled) == 1
     other = filled + (
         "                if mesh.rank == 2 and name == 'layers.1.mlp_norm.weight':\n"
