@@ -24,7 +24,7 @@ from shardproof.harness.running.experiments import Failed, words_needed
 from shardproof.harness.running.proof import prove
 from shardproof.harness.running.result import CaseResult
 from shardproof.harness.subject import NamedSubject, named
-from shardproof.suites.mutants.mutant import Mutant, cases_showing
+from shardproof.suites.mutants.catalogue import Mutant, cases_showing
 
 TRIES = 10
 """Drawn cases that a mutant is held against before it counts as a survivor."""

@@ -13,8 +13,7 @@ from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.running.proof import prove
 from shardproof.harness.subject import named
 from shardproof.reference.case import Case
-from shardproof.suites.mutants.catalogue import MUTANTS
-from shardproof.suites.mutants.mutant import Mutant, cases_showing
+from shardproof.suites.mutants.catalogue import MUTANTS, Mutant, cases_showing
 from tests.deep import deep
 from tests.harness.proofs import ran
 

@@ -5,8 +5,7 @@ import pytest
 from shardproof.bugs.planting import planted
 from shardproof.harness.checking.evidence import FAIL
 from shardproof.reference.case import Case
-from shardproof.suites.mutants.catalogue import of_file
-from shardproof.suites.mutants.mutant import Mutant
+from shardproof.suites.mutants.catalogue import Mutant, of_file
 from shardproof.suites.session.prover import Prover
 from tests.parallel.case_tables import HALF, TABLES
 from tests.parallel.test_parallel_subject import proved
