@@ -47,9 +47,8 @@ from shardproof.reference.case.default_cases import default_cases
 from shardproof.reference.case.domains import domains, repair_words, words_of
 from shardproof.reference.language.core import MODES
 from shardproof.reports.options.request import REPEATED
-from shardproof.suites.mutants.catalogue import HELD_BACK, UNSEEN
+from shardproof.suites.mutants.catalogue import HELD_BACK, UNSEEN, Mutant, holds
 from shardproof.suites.mutants.kill_rows import cause_told, right_place
-from shardproof.suites.mutants.mutant import Mutant, holds
 
 _NEEDED = re.compile(
     r"only with (?P<fails>.+?)(, perhaps .+?)?; right with (?P<right>.+?)"

@@ -33,10 +33,9 @@ from shardproof.harness.running.ranks.capacity import admit
 from shardproof.harness.running.ranks.execution import execute
 from shardproof.harness.subject import NamedSubject, claims, named, own_cases, refusal
 from shardproof.reference.case import Case
-from shardproof.suites.mutants.catalogue import HELD_BACK, MUTANTS, VARIANT_ROWS
+from shardproof.suites.mutants.catalogue import HELD_BACK, MUTANTS, VARIANT_ROWS, Mutant, cases_showing
 from shardproof.suites.mutants.field import FIELD, in_field
 from shardproof.suites.mutants.kill_rows import Killed, faults_killed, mutant_killed
-from shardproof.suites.mutants.mutant import Mutant, cases_showing
 
 _SMALL = (
     "layers=1 hidden=16 heads=4 kv_heads=4 ffn=32 seq=8 batch=2 micro=2 steps=2 lr=0.1 mode={mode} tp=2 dp=3",

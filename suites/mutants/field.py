@@ -19,8 +19,7 @@ from pathlib import Path
 from shardproof.bugs.references import defect
 from shardproof.harness.injecting.kill_matrix import MISLEADING, NO, Kill, figures
 from shardproof.reference.case.variants import VARIANTS
-from shardproof.suites.mutants.catalogue import MUTANTS, VARIANT_ROWS
-from shardproof.suites.mutants.mutant import Mutant
+from shardproof.suites.mutants.catalogue import MUTANTS, VARIANT_ROWS, Mutant
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "catalogue.md"
 VERSION = "1"

@@ -25,7 +25,7 @@ from shardproof.harness.running.result import CaseResult
 from shardproof.harness.subject import NamedSubject, named
 from shardproof.harness.verdicts.verdict import FAIL, PASS
 from shardproof.harness.verdicts.words import when_line
-from shardproof.suites.mutants.mutant import Mutant, cases_showing
+from shardproof.suites.mutants.catalogue import Mutant, cases_showing
 
 TRIES = 10
 """Drawn cases that a mutant is held against before it counts as a survivor."""

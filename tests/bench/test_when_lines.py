@@ -12,8 +12,7 @@ from shardproof.harness.running.proof import prove
 from shardproof.harness.subject import named
 from shardproof.harness.verdicts.verdict import FAIL
 from shardproof.reference.case import Case
-from shardproof.suites.mutants.catalogue import MUTANTS
-from shardproof.suites.mutants.mutant import Mutant, cases_showing
+from shardproof.suites.mutants.catalogue import MUTANTS, Mutant, cases_showing
 from tests.deep import deep
 from tests.harness.noted import when_of
 from tests.harness.proofs import ran

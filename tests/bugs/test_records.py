@@ -19,8 +19,8 @@ from shardproof.harness.errors import RequestError
 from shardproof.harness.running.proof import prove
 from shardproof.reference.case import Case
 from shardproof.suites.killing import scripts
+from shardproof.suites.mutants.catalogue import GROUPS, Mutant
 from shardproof.suites.mutants.kill_rows import mutant_killed
-from shardproof.suites.mutants.mutant import GROUPS, Mutant
 from shardproof.suites.session.prover import Prover
 from tests import ROOT
 from tests.forked import started

@@ -15,8 +15,7 @@ from shardproof.harness.running.result import CaseResult
 from shardproof.harness.verdicts.verdict import FAIL, PASS
 from shardproof.parallel.subject import ParallelSubject, subject
 from shardproof.reference.case import Case
-from shardproof.suites.mutants.catalogue import of_file
-from shardproof.suites.mutants.mutant import Mutant
+from shardproof.suites.mutants.catalogue import Mutant, of_file
 from shardproof.suites.session.prover import Prover
 from tests.parallel.case_tables import TABLES
 from tests.parallel.ranks import CPU, on_ranks, outcome, stated

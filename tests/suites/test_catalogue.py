@@ -19,10 +19,9 @@ from shardproof.reports.commands.cli import main
 from shardproof.suites import killing
 from shardproof.suites.killing import scripts
 from shardproof.suites.mutants import field, kill_rows
-from shardproof.suites.mutants.catalogue import HELD_BACK, MUTANTS, VARIANT_ROWS
+from shardproof.suites.mutants.catalogue import HELD_BACK, MUTANTS, VARIANT_ROWS, Mutant, cases_showing
 from shardproof.suites.mutants.field import FIELD, MEASURED, page, public
 from shardproof.suites.mutants.kill_rows import mutant_killed
-from shardproof.suites.mutants.mutant import Mutant, cases_showing
 from tests import ROOT
 from tests.suites.toy_faults import kill
 

@@ -51,8 +51,7 @@ from shardproof.suites.drawing.strategies import (
     large_cases,
     modes_with,
 )
-from shardproof.suites.mutants.catalogue import MUTANTS
-from shardproof.suites.mutants.mutant import work
+from shardproof.suites.mutants.catalogue import MUTANTS, work
 from shardproof.suites.session.prover import Prover
 from shardproof.suites.test_checkpoints import goes_on
 from shardproof.suites.test_equivalence import apart

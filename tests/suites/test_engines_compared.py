@@ -14,7 +14,7 @@ from shardproof.harness.ledger import COLUMNS, REPEATABLE
 from shardproof.harness.running.proof import prove
 from shardproof.harness.running.result import CaseResult
 from shardproof.reference.case import Case
-from shardproof.suites.session.engines import differences, drawn, unlike
+from shardproof.suites.test_engines import differences, drawn, unlike
 from tests.harness.toy_evidence import but
 
 CASE = Case.parse("mode=tp layers=1 hidden=16 heads=2 ffn=16 vocab=64 seq=8 micro=1 steps=1 tp=2")

@@ -16,9 +16,8 @@ from shardproof.harness.injecting.kill_matrix import Kill, figures, killed_alone
 from shardproof.harness.subject import cases_of, named
 from shardproof.reports.commands import faults
 from shardproof.suites import killing
-from shardproof.suites.mutants.catalogue import HELD_BACK, MUTANTS, VARIANT_ROWS
+from shardproof.suites.mutants.catalogue import HELD_BACK, MUTANTS, VARIANT_ROWS, cases_showing
 from shardproof.suites.mutants.kill_rows import cause_told
-from shardproof.suites.mutants.mutant import cases_showing
 from tests.harness.command_line import CommandLine
 from tests.suites import toy_faults
 from tests.suites.toy_faults import INTERRUPTED, kill

@@ -22,10 +22,12 @@ from shardproof.suites.mutants.catalogue import (
     SHOWN_BY,
     UNSEEN,
     VARIANT_ROWS,
+    Mutant,
+    cases_showing,
+    holds,
     main,
 )
 from shardproof.suites.mutants.kill_rows import mutant_killed
-from shardproof.suites.mutants.mutant import Mutant, cases_showing, holds
 from shardproof.suites.session.prover import Prover
 from tests import ROOT
 from tests.project import nodes_of

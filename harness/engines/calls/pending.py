@@ -199,7 +199,7 @@ class IssuedCall(Protocol):
 
 
 class RootCause(NamedTuple):
-    """The root cause in one line, the ranks to blame; `kind`: of a Desynchronised, postmortem.UNSERVED, else ""."""
+    """The root cause in one line, the ranks to blame; `kind`: of a Desynchronised, UNSERVED of an engine, else ""."""
 
     text: str
     ranks: tuple[int, ...]

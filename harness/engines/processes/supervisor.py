@@ -31,11 +31,9 @@ from shardproof.harness.engines.calls.pending import (
 )
 from shardproof.harness.engines.engine import Unwaited
 from shardproof.harness.engines.processes import rank_program
-from shardproof.harness.engines.processes.flight_recorder import RECORDER_BYTES, ReadCalls
-from shardproof.harness.engines.processes.messages import Standing, WorkerReport
-from shardproof.harness.engines.processes.rank_program import RankResult
+from shardproof.harness.engines.processes.flight_recorder import RECORDER_BYTES, ReadCalls, is_waiting
+from shardproof.harness.engines.processes.rank_program import RankResult, Standing, WorkerReport
 from shardproof.harness.engines.processes.trace_matcher import TracedCall, TraceMatcher
-from shardproof.harness.engines.processes.waits import is_waiting
 from shardproof.harness.engines.processes.workers import STACK_SIGNAL, ProcessEnd, StackLine, Worker
 from shardproof.harness.errors import (
     Desynchronised,

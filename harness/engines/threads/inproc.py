@@ -16,24 +16,30 @@ to its own kernel, where it has one. Without one the call raises NotComputed, wh
 
 A fault, a drawn schedule and a stress of buffers are each an `Intervention`: a Scheduler or a CollectiveMatcher of its
 own kind. A run without one uses the plain parts at no cost.
+
+Why a run ended badly, and where every rank stands, is read after the driver has the turn back and before the threads
+are ended, so every frame is still there.
 """
 
+import re
 import sys
+import sysconfig
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from shardproof.harness.engines.calls.callers import caller_of, is_user, issued_at, place_raised, what_led_to
 from shardproof.harness.engines.calls.operators import OPERATORS, communicates, make_reader
-from shardproof.harness.engines.calls.pending import RootCause, of_deadlock, of_mismatch, of_skipped
+from shardproof.harness.engines.calls.pending import RootCause, of_deadlock, of_mismatch, of_skipped, position_in_call
 from shardproof.harness.engines.engine import Engine, RunRequest
 from shardproof.harness.engines.rank_environment import one_thread
-from shardproof.harness.engines.threads import postmortem
 from shardproof.harness.engines.threads.matcher import CollectiveMatcher, Race
 from shardproof.harness.engines.threads.rank_state import CallerStreams, PerRankState, namespaces_of
-from shardproof.harness.engines.threads.rank_threads import Aborted, Heap, RankThread, RankThreads
+from shardproof.harness.engines.threads.rank_threads import Aborted, Heap, RankThread, RankThreads, Stillness
 from shardproof.harness.engines.threads.rank_world import Enter, install_worlds
 from shardproof.harness.engines.threads.scheduler import RankStatus, RunEnd, Scheduler
 from shardproof.harness.errors import (
@@ -58,6 +64,113 @@ from shardproof.harness.torch_internals.dispatch import (
     operator_names,
 )
 from shardproof.harness.torch_internals.world import leave_world, rank_tables
+
+_BLOCKED = (
+    "; where ranks are threads of one process, a lock or a queue that waits for another rank may wait for ever; "
+    "legal: --engine pool"
+)
+UNSERVED = "unserved"
+"""The kind of a root cause that is no fault of the program: the engine cannot run it."""
+_LOOKS = 30
+"""Looks at a running rank: more than a Stillness needs to report a blocked thread."""
+
+
+class Raised(NamedTuple):
+    """An exception that ended a rank's program."""
+
+    rank: int
+    error: BaseException
+
+
+def rank_positions(scheduler: Scheduler, matcher: CollectiveMatcher, raised: Sequence[Raised]) -> list[Position]:
+    """Where every rank stands, by rank."""
+    errors = {entry.rank: entry.error for entry in raised}
+    places = []
+    for rank, (status, frame) in enumerate(zip(scheduler.statuses, scheduler.frames(), strict=True)):
+        work = matcher.waiting[rank]
+        if rank in errors:
+            caller = place_raised(errors[rank].__traceback__)
+            places.append(Position(rank=rank, state="raised", detail=error_text(errors[rank]), caller=caller))
+        elif status in {RankStatus.DONE, RankStatus.NOT_STARTED}:
+            places.append(Position(rank=rank, state="finished" if status is RankStatus.DONE else "not started"))
+        elif work is not None and not work.event.done:
+            places.append(position_in_call(work, "waits in", str(issued_at(frame) or "")))
+        else:
+            places.append(Position(rank=rank, state="runs", caller=caller_of(frame)))
+    return places
+
+
+def of_raise(raised: Sequence[Raised], world_size: int) -> RootCause:
+    """A rank raised first."""
+    first = raised[0]
+    place = place_raised(first.error.__traceback__)
+    text = f"rank {first.rank} of {world_size} raised {error_text(first.error)}" + (f", at {place}" if place else "")
+    text += what_led_to(first.error)
+    return RootCause(text, tuple(entry.rank for entry in raised))
+
+
+def raised_alike(raised: Sequence[Raised], world_size: int) -> bool:
+    """Whether all ranks raised one exception at one line: none of them left behind what the others raised about."""
+    places = {(type(entry.error), place_raised(entry.error.__traceback__)) for entry in raised}
+    return len(raised) == world_size and len(places) == 1
+
+
+def of_time(scheduler: Scheduler, timeout_s: float) -> RootCause:
+    """The time limit was reached while a rank was running."""
+    frames = scheduler.frames()
+    running = [rank for rank, status in enumerate(scheduler.statuses) if status is RankStatus.RUNNING]
+    looks = {rank: Stillness(scheduler.idents[rank], strictly=True) for rank in running}
+    blocked: set[int] = set()
+    for _ in range(_LOOKS):
+        blocked = {rank for rank, look in looks.items() if look()}
+        time.sleep(0.001)
+    texts = []
+    for rank in running:
+        place, does = caller_of(frames[rank]), "is blocked" if rank in blocked else "runs"
+        texts.append(f"rank {rank} {does}" + (f" at {place}" if place else ""))
+    text = f"no end within {timeout_s:g} s: {', '.join(texts) or 'no rank was running'}"
+    return RootCause(text + (_BLOCKED if blocked else ""), tuple(running))
+
+
+def of_guests(scheduler: Scheduler) -> RootCause:
+    """No rank can go on, and threads that ranks started want to call for them."""
+    texts = [f"rank {rank} calls {why}" for rank, why in sorted(scheduler.guests.items())]
+    rule = "while its own thread waits in another call, and the threads of a rank call one at a time here"
+    return RootCause(f"{', '.join(texts)} {rule}; legal: --engine pool", tuple(sorted(scheduler.guests)), UNSERVED)
+
+
+_ALREADY = re.compile(r"already|\btwice\b|more than once|only once", re.IGNORECASE)
+"""Words of an exception about state that was not expected: another rank has left it there."""
+_NO_CUDA = re.compile(r"not compiled with CUDA|No CUDA GPUs|NVIDIA driver|CUDA support|a CUDA build|'_cuda_\w+'")
+_INSTALLED = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib"))
+
+
+def hint_at(error: BaseException, *, others_ran: bool, per_rank: Sequence[str]) -> str:
+    """A clause for the message of an exception that a rank raised, "" where nothing is known.
+
+    `others_ran`: other ranks had run before, and may have left state behind. `per_rank`: modules whose state each rank
+    has for itself.
+    """
+    text = error_text(error)
+    if _NO_CUDA.search(text):
+        return "; on a machine without CUDA, legal: subject.session = shardproof.cuda_on_cpu"
+    module, file = _raised_in(error)
+    if not others_ran or not (_ALREADY.search(text) or file.startswith(_INSTALLED)):
+        return ""
+    legal = "" if module in per_rank else f"; legal: subject.per_rank = {(*per_rank, module)!r}"
+    return f"; if --engine pool passes, ranks share state here because they are threads{legal}"
+
+
+def _raised_in(error: BaseException) -> tuple[str, str]:
+    """The module and the file of the innermost line outside torch."""
+    module, file, traceback = "", "", error.__traceback__
+    while traceback is not None:
+        name = traceback.tb_frame.f_code.co_filename
+        if is_user(name):
+            module, file = str(traceback.tb_frame.f_globals.get("__name__", "")), name
+        traceback = traceback.tb_next
+    return module, file
+
 
 _KEY = "BackendSelect"
 
@@ -215,7 +328,7 @@ class _Run:
         self.request = request
         self.scheduler = parts.scheduler(threads, state, request.timeout_s)
         self.matcher = parts.matcher(request.world_size, self.scheduler, observer)
-        self.raised: list[postmortem.Raised] = []
+        self.raised: list[Raised] = []
         self.raised_first = False
         self.others_ran = False
         self.values: list[Any] = [None] * request.world_size
@@ -242,7 +355,7 @@ class _Run:
         cause = self._cause(end)
         if cause is None:
             return self.values
-        found = postmortem.positions(self.scheduler, self.matcher, self.raised)
+        found = rank_positions(self.scheduler, self.matcher, self.raised)
         raise self._error(cause, found) from (self.raised[0].error if self.raised_first else None)
 
     def _ended(self, rank: int, error: BaseException) -> None:
@@ -257,25 +370,25 @@ class _Run:
             self.raised_first = True
             others = [status for other, status in enumerate(self.scheduler.statuses) if other != rank]
             self.others_ran = any(status is not RankStatus.NOT_STARTED for status in others)
-        self.raised.append(postmortem.Raised(rank, error))
+        self.raised.append(Raised(rank, error))
         self.scheduler.halt()
 
     def _hint(self, shared: bool) -> str:
         """Words that may help; `shared`: another rank may have left behind what the first one raised about."""
-        return postmortem.hint(self.raised[0].error, others_ran=shared, per_rank=self.request.per_rank)
+        return hint_at(self.raised[0].error, others_ran=shared, per_rank=self.request.per_rank)
 
     def _cause(self, end: RunEnd) -> RootCause | None:
         failure = self.matcher.failure
         if self.raised_first:
-            return postmortem.of_raise(self.raised, self.request.world_size)
+            return of_raise(self.raised, self.request.world_size)
         if isinstance(failure, Race):
             return RootCause(failure.text, (failure.rank,))
         if failure is not None:
             return of_mismatch(failure)
         if end is RunEnd.TIME:
-            return postmortem.of_time(self.scheduler, self.request.timeout_s)
+            return of_time(self.scheduler, self.request.timeout_s)
         if end is RunEnd.STUCK and self.scheduler.guests:
-            return postmortem.of_guests(self.scheduler)
+            return of_guests(self.scheduler)
         if end is RunEnd.STUCK:
             done = [status is RankStatus.DONE for status in self.scheduler.statuses]
             return of_deadlock(done, self.matcher.waiting)
@@ -289,10 +402,10 @@ class _Run:
             text += f"; rank {ranks_text(abandoned)} is in native code and could not be interrupted: thread abandoned"
         if self.raised_first and isinstance(first := self.raised[0].error, NotComputed):
             return NotComputed(first.cause, ranks=cause.ranks, positions=positions)
-        if cause.kind == postmortem.UNSERVED:
+        if cause.kind == UNSERVED:
             return NotComputed(text, ranks=cause.ranks, positions=positions)
         if self.raised_first:
-            shared = self.others_ran and not postmortem.alike(self.raised, self.request.world_size)
+            shared = self.others_ran and not raised_alike(self.raised, self.request.world_size)
             return RankRaised(text + self._hint(shared), ranks=cause.ranks, positions=positions)
         if isinstance(self.matcher.failure, Race):
             return Raced(text, ranks=cause.ranks, positions=positions)

@@ -37,8 +37,7 @@ from shardproof.harness.engines.processes.launched.torchrun import (
     Progress,
     relay_orders,
 )
-from shardproof.harness.engines.processes.messages import RunOrder, Standing, WorkerReport, pack_report
-from shardproof.harness.engines.processes.rank_program import RankResult
+from shardproof.harness.engines.processes.rank_program import RankResult, RunOrder, Standing, WorkerReport, pack_report
 from shardproof.harness.engines.processes.supervisor import Supervisor
 from shardproof.harness.engines.processes.workers import ProcessEnd, process_end
 from shardproof.harness.errors import MachineError, RankCrashed, RankDied, RankRaised, RequestError, Stalled, TimeLimit

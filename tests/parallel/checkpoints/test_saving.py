@@ -14,8 +14,7 @@ from shardproof.harness.verdicts.verdict import FAIL, PASS
 from shardproof.parallel.checkpoints.comparing import compare
 from shardproof.parallel.subject import subject
 from shardproof.reference.case import Case
-from shardproof.suites.mutants.catalogue import of_file
-from shardproof.suites.mutants.mutant import Mutant
+from shardproof.suites.mutants.catalogue import Mutant, of_file
 from shardproof.suites.session.prover import Prover
 from tests.deep import deep
 from tests.parallel.checkpoints.layouts import MODEL, relaid, trained

@@ -26,8 +26,7 @@ from shardproof.parallel.schemes.tensor import placements
 from shardproof.parallel.subject import subject
 from shardproof.reference.case import Case
 from shardproof.reference.model.parameters import shapes
-from shardproof.suites.mutants.catalogue import of_file
-from shardproof.suites.mutants.mutant import Mutant
+from shardproof.suites.mutants.catalogue import Mutant, of_file
 from shardproof.suites.session.prover import Prover
 from tests.parallel.case_tables import HALF, TABLES
 from tests.parallel.ranks import stated

@@ -22,7 +22,7 @@ from shardproof.bugs.record import read
 from shardproof.parallel.communication.batch import sent_to_stage
 from shardproof.reference.case import Case
 from shardproof.reference.data.batches import IGNORED, Batch, micro_batch, own_edges, shard_edges, unread_rows
-from shardproof.suites.mutants.mutant import GROUPS, Mutant
+from shardproof.suites.mutants.catalogue import GROUPS, Mutant
 from tests.reference.data import anchors as module
 from tests.reference.data.batch_forms import FORMS, all_batches, every_form, valid
 from tests.reference.model.dense_run import models

@@ -28,7 +28,7 @@ from torch.distributed import TCPStore
 
 from shardproof.harness.engines.engine import Engine, RunRequest, Unwaited
 from shardproof.harness.engines.processes.forked.worker import serve_orders
-from shardproof.harness.engines.processes.messages import (
+from shardproof.harness.engines.processes.rank_program import (
     RunOrder,
     Standing,
     WorkerReport,

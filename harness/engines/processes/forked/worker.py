@@ -27,8 +27,15 @@ from torch.distributed import distributed_c10d as c10d
 
 from shardproof.harness.engines.interposer import Interposer
 from shardproof.harness.engines.processes.flight_recorder import FlightRecorder
-from shardproof.harness.engines.processes.messages import RunOrder, WorkerReport, pack_report, unpack_value
-from shardproof.harness.engines.processes.rank_program import result_of, seed_streams, world
+from shardproof.harness.engines.processes.rank_program import (
+    RunOrder,
+    WorkerReport,
+    pack_report,
+    result_of,
+    seed_streams,
+    unpack_value,
+    world,
+)
 from shardproof.harness.errors import error_text
 from shardproof.harness.torch_internals.dispatch import not_deterministic
 from shardproof.harness.torch_internals.lookup import replace_attribute

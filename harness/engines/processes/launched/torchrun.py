@@ -42,7 +42,7 @@ from shardproof.harness.engines.processes.launched.rendezvous import (
     join_driver,
     launched_world,
 )
-from shardproof.harness.engines.processes.messages import (
+from shardproof.harness.engines.processes.rank_program import (
     RunOrder,
     Standing,
     WorkerReport,
