@@ -73,7 +73,7 @@ def _check_keys(keys: Iterable[Any]) -> None:
 
 
 def unpickle(content: bytes) -> dict[str, Any]:
-    """The dict of plain values in a pickle. Raises TypeError or UnpicklingError for another, and anything where torn."""
+    """The dict of plain values in a pickle. Raises TypeError or UnpicklingError for another, anything where torn."""
     try:
         found = _Plain(io.BytesIO(content)).load()
     except EOFError as problem:

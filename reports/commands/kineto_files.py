@@ -1,9 +1,9 @@
 """Writes a run as the torch profiler's files (Kineto), one a rank, for HolisticTraceAnalysis and TraceLens.
 
 A call is a `record_param_comms` row with the fields that torch gives it. Where times were measured it also is a kernel
-row, since these tools read kernels alone. Its name says that it is the time of a call on the host: a run on CPUs has no
-kernels. Computation is a kernel row too where it was measured, in the stages of a pipeline on processes, without the
-calls that were waited for meanwhile. Times are microseconds.
+row, since these tools read kernels alone. Its name says what time it is: that of the call on the host, or, of traces
+that were read, that of its kernels, which stand where the host issued it. Computation is a kernel row too where it was
+measured, in the stages of a pipeline on processes, without the calls that were waited for meanwhile. Microseconds.
 """
 
 import json
@@ -52,6 +52,7 @@ _FIRST_ID = 2**31
 """HTA 0.5.0 holds the places of rows in the smallest dtype that the ids of kernels have, so these must not be small."""
 _BEFORE_US = 0.001
 """The smallest time that is written."""
+_CALLS, _KERNELS = "host time of the call", "time of its kernels, where the host issued it"
 UNEVEN = "`Out msg nelems` of an all_to_all is what the rank sends: the ledger does not have what it receives"
 Row = dict[str, Any]
 
@@ -59,7 +60,7 @@ Row = dict[str, Any]
 def write_kineto(run: Run, folder: Path) -> list[str]:
     """Write `rank<r>.json` of every rank, of several cases in a folder each; returns what the files do not tell."""
     cases = list(run.ledger["case"].unique())
-    untimed = 0
+    untimed, clock = 0, _KERNELS if run.env.get("source") else _CALLS
     dry = run.env.get("request", {}).get("engine") == "dry"  # which moves nothing: its times are no call's
     for number, case in enumerate(cases, 1):
         events = run.ledger[run.ledger["case"] == case].astype(dict.fromkeys(("op", "axis", "phase"), "str"))
@@ -76,7 +77,7 @@ def write_kineto(run: Run, folder: Path) -> list[str]:
             if not len(own):
                 continue
             computed = spans[(spans["rank"] == rank) & (spans["call_index"] < 0)]
-            rows = [*_steps(own), *_phases(own), *_calls(own, groups), *_computed(own, computed)]
+            rows = [*_steps(own), *_phases(own), *_calls(own, groups, clock), *_computed(own, computed)]
             _write(within / f"rank{rank}.json", str(case), rank, groups, rows)
     notes = [UNEVEN] if (run.ledger["op"] == "all_to_all").any() else []
     unseen = f"of {untimed} of {len(run.ledger)} calls no duration is known, so that HTA and TraceLens do not see them"
@@ -151,8 +152,11 @@ def _stretches(events: pd.DataFrame, levels: list[str]) -> Iterator[tuple[Any, f
     yield from zip(events.loc[changes, levels[-1]], starts, ends, strict=True)
 
 
-def _calls(events: pd.DataFrame, groups: _Groups) -> Iterator[Row]:
-    """The rows of calls, which last no time: how long issuing them took was not measured; and their kernels."""
+def _calls(events: pd.DataFrame, groups: _Groups, clock: str) -> Iterator[Row]:
+    """The rows of calls, which last no time: how long issuing them took was not measured; and their kernels.
+
+    `clock` says in the names of kernels what their time is.
+    """
     free_us: list[float] = []
     for number, event in enumerate(events.to_dict("records"), _FIRST_ID):
         start, end = float(event["start_us"]), float(event["start_us"] + event["duration_us"])
@@ -164,7 +168,7 @@ def _calls(events: pd.DataFrame, groups: _Groups) -> Iterator[Row]:
             lane = next((lane for lane, free in enumerate(free_us) if free <= start), len(free_us))
             free_us[lane:] = [end, *free_us[lane + 1 :]]
             stream = _FIRST_STREAM + lane
-            name = f"ncclKernel_{event['op']}(host time of the call)"
+            name = f"ncclKernel_{event['op']}({clock})"
             yield _row(name, "kernel", stream, start, end, **ids, device=0, stream=stream, **fields)
 
 

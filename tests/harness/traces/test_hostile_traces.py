@@ -7,8 +7,6 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from shardproof.harness.errors import RequestError
 from shardproof.harness.programs.traced import ledger_rows, world_of, write_folder
 from shardproof.harness.traces.reading import read_traces
@@ -65,15 +63,6 @@ def test_a_field_of_another_type_is_one_sentence_or_no_matter(tmp_path: Path) ->
             reduce(lambda part, key: part[key], path[:-1], changed)[path[-1]] = odd
             number += refused(tmp_path, json.dumps(changed).encode())
     assert number > 200
-
-
-def test_a_world_that_cannot_be_is_refused_before_its_ranks_are_counted(tmp_path: Path) -> None:
-    whole = trace(ROWS)
-    whole["distributedInfo"]["world_size"] = 10**12
-    path = tmp_path / "rank0.json"
-    path.write_text(json.dumps(whole))
-    with pytest.raises(RequestError, match=r"rank0.json: is of a world of 1000000000000 ranks; legal: at most 1048576"):
-        world_of(read_traces([str(path)]))
 
 
 def test_steps_are_compared_without_unknown_bytes_and_without_what_is_outside_of_them(tmp_path: Path) -> None:

@@ -8,11 +8,13 @@ import pytest
 
 from shardproof import run as run_cases
 from shardproof.harness.dense_model import SUBJECT
+from shardproof.harness.programs.traced import write_folder
 from shardproof.harness.traces.calls import find_dtype
 from shardproof.harness.traces.kineto import read_kineto
 from shardproof.reports.commands.kineto_files import UNEVEN, write_kineto
 from shardproof.reports.stored.frames import Run, load
 from tests.harness.command_line import CommandLine
+from tests.harness.traces.nccl_trace import call, row, step, trace, written
 
 SMALL = "layers=1 hidden=16 heads=2 vocab=24 seq=8"
 LAYOUTS = f"mode=tp-sp tp=2 dp=2 {SMALL}", f"mode=tp tp=2 pp=2 micro=2 layers=2 {SMALL[9:]}"
@@ -48,6 +50,25 @@ def test_the_files_read_back_are_the_ledger(layouts: Run, tmp_path: Path) -> Non
             phases = events.sort_values(["start_us", "call_index"], kind="stable")["phase"].astype("str")
             assert {(one.phase or phase) == phase for one, phase in zip(trace.calls, phases, strict=True)} == {True}
             assert {"forward", "backward"} <= {one.phase for one in trace.calls}
+
+
+def test_a_trace_that_was_read_goes_out_as_it_came_in(tmp_path: Path) -> None:
+    calls = [*call("all_gather", 96, 5, kernel_us=9), *call("all_reduce", 64, 40, dtype="bfloat16")]
+    bare = row("c10d::allreduce_", "cpu_op", 300, 5)  # of unknown bytes, outside of the steps
+    made = written(tmp_path / "rank1.json", trace([step(3, 1, 100), *calls, bare], rank=1))
+    first = read_kineto(made)
+    run = load(write_folder([first], tmp_path / "runs", "job", ["read"], {}))
+    assert write_kineto(run, tmp_path / "out") == [
+        "of 2 of 3 calls no duration is known, so that HTA and TraceLens do not see them"
+    ]
+    again = read_kineto(tmp_path / "out" / "rank1.json")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["rank1.json"], "rank 0 left no trace"
+    names = ("op", "payload_bytes", "dtype", "group", "group_size", "step", "device_us")
+    assert [[getattr(one, name) for name in names] for one in again.calls] == [
+        [getattr(one, name) for name in names] for one in first.calls
+    ]
+    kernels = [one["name"] for one in json.loads((tmp_path / "out" / "rank1.json").read_text())["traceEvents"]]
+    assert "ncclKernel_all_gather(time of its kernels, where the host issued it)" in kernels
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "bfloat16", "float32+int64", ""])
