@@ -35,8 +35,7 @@ def test_names_that_no_file_takes_and_times_that_nobody_knows_are_written(
     assert shardproof("trace", "-o", "trace.json")[0] == 0
     assert shardproof("trace", "--kineto", "-o", "kineto")[0] == 0
     for path in (tmp_path / "trace.json", tmp_path / "kineto" / "rank0.json"):
-        written = json.loads(path.read_text(), parse_constant=lambda word: pytest.fail(f"{path.name} has a {word}"))
+        written = json.loads(path.read_text(), parse_constant=lambda word: pytest.fail(f"it has a {word}"))
         calls = [one["args"] for one in written["traceEvents"] if "caller" in one.get("args", {})]
-        assert [one["caller"] for one in calls] == ["/home/me/model.py:10 in half of a pair \\ud800"] + [
-            "/home/me/model.py:11 in half of a pair \\ud800"
-        ]
+        lines = [f"/home/me/model.py:{line} in half of a pair \\ud800" for line in (10, 11)]
+        assert [one["caller"] for one in calls] == lines
