@@ -60,7 +60,8 @@ class _Kernels:
 
 
 _GLOO = "gloo:"
-_UNBOUND = "unknown: the calls of {} kernels that communicate, such as replays of CUDA graphs and coalesced calls"
+_UNBOUND = "unknown: the calls of {} of communication; such are replays of CUDA graphs, and coalesced calls"
+_EARLY = "{} of calls that were issued before the trace began"
 
 
 @dataclass(slots=True)
@@ -225,10 +226,14 @@ def _trace(source: str, header: Json, rows: _Rows) -> Trace:
         calls=traced,
         groups=groups.ranks,
         steps=_steps(rows, kernels),
-        lost=f"{kernels.early} kernels of calls that were issued before the trace began" if kernels.early else "",
+        lost=_EARLY.format(_count(kernels.early)) if kernels.early else "",
         backend=str(about.get("backend", "")),
-        notes=(_UNBOUND.format(kernels.unbound),) if kernels.unbound else (),
+        notes=(_UNBOUND.format(_count(kernels.unbound)),) if kernels.unbound else (),
     )
+
+
+def _count(kernels: int) -> str:
+    return f"{kernels} kernel{'s' if kernels > 1 else ''}"
 
 
 def _whole(value: object) -> int | None:

@@ -59,11 +59,10 @@ def sentences(traces: Sequence[Trace], world_size: int) -> list[str]:
         options = _ON_GLOO if on_gloo else _OPTIONS.get(format_, {})
         for name in _FIELDS:
             if number := lacking[name]:
-                how_many = f"all {len(calls)}" if number == len(calls) else f"{number} of {len(calls)}"
                 option = options.get(name, _WHOLE_TRACE)
-                found.append(f"unknown: the {name} of {how_many} calls; {option}")
+                found.append(f"unknown: the {name} of {_counted(number, len(calls))}; {option}")
     if number := sum(len(trace.calls) for trace in traces):
-        found.append(f"unknown: the micro-batch of all {number} calls; {_NEVER}")
+        found.append(f"unknown: the micro-batch of {_counted(number, number)}; {_NEVER}")
     ranks = {trace.rank for trace in traces}
     if absent := [rank for rank in range(world_size) if rank not in ranks]:
         of = f"rank{'s' if len(absent) > 1 else ''} {ranks_text(absent)} of {world_size}"
@@ -72,3 +71,9 @@ def sentences(traces: Sequence[Trace], world_size: int) -> list[str]:
         found += [f"unknown: {trace.lost} (rank {trace.rank})"] if trace.lost else []
         found += [f"{note} (rank {trace.rank})" for note in trace.notes]
     return found
+
+
+def _counted(number: int, of: int) -> str:
+    if of == 1:
+        return "the only call"
+    return f"all {of} calls" if number == of else f"{number} of {of} calls"

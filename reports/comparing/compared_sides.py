@@ -126,8 +126,10 @@ MARK = "baseline.json"
 
 
 def is_trace(name: str) -> bool:
-    """Whether a side is named by the file of a trace."""
-    return name.endswith(SUFFIXES) and Path(name).is_file()
+    """Whether a side is named by the file of a trace, and not by a file of a run folder."""
+    with looking(name):
+        in_a_run = (Path(name).parent / "env.json").is_file()
+        return name.endswith(SUFFIXES) and Path(name).is_file() and not in_a_run
 
 
 def side_folder(name: str, folder: str = FOLDER) -> Path:

@@ -37,7 +37,7 @@ def test_three_rows_are_one_call_and_waits_and_kernels_are_none() -> None:
         32,
         None,
     )
-    assert read_.lost == "1 kernels of calls that were issued before the trace began"
+    assert read_.lost == "1 kernel of calls that were issued before the trace began"
     assert (read_.rank, read_.world_size, read_.backend) == (0, 2, "nccl")
 
 
@@ -45,7 +45,7 @@ def test_kernels_of_no_call_are_calls_that_are_unknown() -> None:
     """A replay of a CUDA graph issues nothing on the host."""
     replayed = row("ncclDevKernel_AllReduce_Sum", "kernel", 300, 5, 7)
     (note,) = read(call("all_reduce", 64, 20, kernel_us=30), replayed).notes
-    assert note.startswith("unknown: the calls of 1 kernels that communicate, such as replays of CUDA graphs")
+    assert note.startswith("unknown: the calls of 1 kernel of communication; such are replays of CUDA graphs")
 
 
 def test_a_call_inside_of_a_call_is_how_that_is_carried_out() -> None:

@@ -68,7 +68,7 @@ def test_what_a_trace_does_not_know_is_empty_in_the_ledger_and_no_zero_anywhere(
     assert [told[name] for name in ("phase", "region", "dtype", "reduce_op", "axis")] == ["?"] * 5
     assert "0.000" not in out
     for name in ("payload", "dtype", "size of the group", "step", "phase", "module", "duration", "reduce op"):
-        assert f"unknown: the {name} of all 1 calls; " in out
+        assert f"unknown: the {name} of the only call; " in out
     assert "unknown: all calls of rank 0 of 2, which left no trace" in out
     shown = load("runs/latest")
     assert "unknown: the payload" in page.render(shown)
