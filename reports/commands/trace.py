@@ -94,7 +94,8 @@ def _in_a_row(ledger: pd.DataFrame, spans: pd.DataFrame) -> tuple[pd.DataFrame, 
     calls = spans[spans["call_index"] >= 0].assign(lasts_us=lambda call: call["end_us"] - call["start_us"])
     ledger = ledger.merge(calls[["case", "rank", "call_index", "lasts_us"]], "left", ["case", "rank", "call_index"])
     spent_us = ledger["duration_us"].where(ledger["duration_us"] > 0, ledger["lasts_us"].fillna(0.0))
-    ledger = ledger.drop(columns="lasts_us").assign(duration_us=spent_us.clip(lower=0))
+    started_us = ledger["start_us"].ffill().fillna(0.0)  # a trace may not know when; the order it knows
+    ledger = ledger.drop(columns="lasts_us").assign(start_us=started_us, duration_us=spent_us.clip(lower=0))
     computed = spans[spans["call_index"] < 0]
     timed = (ledger.assign(end_us=ledger["start_us"] + ledger["duration_us"]), computed)
     ends = pd.concat([rows[["case", "start_us", "end_us"]] for rows in timed])
