@@ -94,6 +94,11 @@ def compare_with_form(traces: Sequence[Trace], case: CaseLike, subject: Any) -> 
     inside = {trace.rank or 0: [c for c in trace.calls if c.step is not None or not trace.steps] for trace in traces}
     outside = sum(len(trace.calls) for trace in traces) - sum(map(len, inside.values()))
     notes = [f"not compared: {outside} calls outside of the steps of the profiler"] if outside else []
+    notes += [
+        f"calls before the first one of rank {trace.rank} are lost, and told as missing: {trace.lost}"
+        for trace in traces
+        if trace.lost and not trace.steps
+    ]
     compared, more = _compared([call for calls in inside.values() for call in calls])
     found: dict[Unmeant, list[int]] = {}
     for trace in traces:

@@ -20,7 +20,7 @@ from shardproof.harness.traces.event_stream import LEGAL, EventStream, Json
 from shardproof.harness.traces.fields import refuse_torn
 from shardproof.harness.traces.intervals import Stretches, covered_us, minus, union
 from shardproof.harness.traces.kineto_groups import Groups
-from shardproof.harness.traces.phases import CALL, FORWARD, MODULE, Place, Row, kind_of, places
+from shardproof.harness.traces.phases import CALL, FORWARD, MODULE, PROFILED, Place, Row, kind_of, places
 
 PARAMETERS = "record_param_comms"
 _NO_CALLS = frozenset({"wait", "init", "shutdown", "abort"})
@@ -123,6 +123,8 @@ def _take(rows: _Rows, event: Json) -> None:
     elif name.startswith("ProfilerStep#"):
         steps = rows.device_steps if category == "gpu_user_annotation" else rows.steps
         number = int(name.partition("#")[2])
+        if steps is rows.steps:
+            rows.around.append(Row(start_us, start_us, PROFILED, event.get("tid"), ""))
         start, end = steps.get(number, (start_us, end_us))
         steps[number] = min(start, start_us), max(end, end_us)  # a row for each stream of a device
     elif category.encode() in _CPU and (role := _role(name)) is not None:

@@ -20,7 +20,7 @@ import torch
 from shardproof.harness.ledger import AGAIN
 
 NODE, MODULE, STEP, CHECKPOINT, CALL, QUIET, LOUD = ("node", "module", "step", "checkpoint", "call", "quiet", "loud")
-WRAPPER, NAMED, FRAME, FORWARD = ("wrapper", "named", "frame", "forward")
+WRAPPER, NAMED, FRAME, FORWARD, PROFILED = ("wrapper", "named", "frame", "forward", "profiled")
 _WORDS: Mapping[str, str] = {
     "forward": "forward",
     "forward pass": "forward",
@@ -104,11 +104,14 @@ def places(rows: Iterable[Row], calls: int) -> list[Place]:
 
 
 def _autograd_threads(rows: Iterable[Row]) -> frozenset[object]:
-    """Threads with autograd nodes and nothing of a program's own: the engine's for a device."""
+    """Threads with autograd nodes and nothing of a program's own: the engine's for a device.
+
+    None where no thread is seen to be the program's: backward runs in that one on a CPU.
+    """
     nodes, others = set[object](), set[object]()
     for row in rows:
         (nodes if row.kind == NODE else others if row.kind != CALL else set()).add(row.thread)
-    return frozenset(nodes - others)
+    return frozenset(nodes - others if others else ())
 
 
 def _calling(modules: Sequence[Row]) -> set[int]:
@@ -160,6 +163,8 @@ class _Sweep:
             # A trace that begins inside of a no_grad shows its end alone.
             depth = self._no_grad.get(row.thread, 0) + (1 if kind == QUIET else -1)
             self._no_grad[row.thread] = max(depth, 0)
+            return
+        if kind == PROFILED:
             return
         if kind == FORWARD:
             if not self.has_modules:

@@ -14,7 +14,8 @@ from shardproof.harness.traces.fields import refuse_torn
 RANK = r"rank[-_.]?(\d+)"
 """Where the rank stands in the name of a file, unless the user says otherwise."""
 _HEAD_BYTES = 2**20
-SUFFIXES = (".json", ".json.gz", ".pickle", ".pkl", ".sqlite", ".nsys-rep")
+REPORTS = (".nsys-rep", ".qdstrm")
+SUFFIXES = (".json", ".json.gz", ".pickle", ".pkl", ".sqlite", *REPORTS)
 """Ends of the names of traces, by which they are found in a folder."""
 _DUMP = re.compile(r"[^.]*rank_?\d+")
 """The name that the Flight Recorder gives its files, which has no suffix."""
@@ -23,7 +24,7 @@ LEGAL = "a trace of torch.profiler, a dump of NCCL's Flight Recorder, or a repor
 
 def read_trace(path: Path) -> list[Trace]:
     """The traces of the ranks in a file: one, but for a report of nsys. Raises RequestError, in one sentence."""
-    if path.suffix == ".nsys-rep":
+    if path.suffix in REPORTS:
         return _read_report(path)
     with refuse_torn("trace", path, LEGAL), opened(path) as file:
         head = file.read(_HEAD_BYTES)

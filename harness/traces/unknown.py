@@ -59,7 +59,7 @@ def sentences(traces: Sequence[Trace], world_size: int) -> list[str]:
         options = _ON_GLOO if on_gloo else _OPTIONS.get(format_, {})
         for name in _FIELDS:
             if number := lacking[name]:
-                option = options.get(name, _WHOLE_TRACE)
+                option = options.get(name, _NEVER if name == "reduce op" else _WHOLE_TRACE)
                 found.append(f"unknown: the {name} of {_counted(number, len(calls))}; {option}")
     if number := sum(len(trace.calls) for trace in traces):
         found.append(f"unknown: the micro-batch of {_counted(number, number)}; {_NEVER}")

@@ -100,6 +100,16 @@ def test_phases_come_from_autograd_annotations_and_optimizers_and_are_else_unkno
     assert [one.phase for one in read_.calls] == phases
 
 
+def test_a_thread_with_nodes_is_autograds_only_beside_one_of_the_program() -> None:
+    """On a CPU backward runs in the program's own thread, where other calls are too."""
+    node = row("autograd::engine::evaluate_function: AddBackward0", "cpu_op", 100, 50)
+    alone = [node, *call("all_reduce", 8, 200)]
+    assert [one.phase for one in read(*alone).calls] == [""]
+    assert [one.phase for one in read(step(0, 0, 400), *alone).calls] == [""]
+    device = [{**event, "tid": 2} for event in alone if event["cat"] != "kernel"]
+    assert [one.phase for one in read(step(0, 0, 400), *device).calls] == ["backward"]
+
+
 def test_modules_and_lines_come_from_the_python_stack() -> None:
     rows = [
         row("train.py(12): main", "python_function", 0, 100),

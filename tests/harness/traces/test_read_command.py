@@ -188,10 +188,12 @@ def test_a_trace_of_a_layout_has_the_calls_of_its_closed_form_and_of_no_neighbou
     other = against(job, tp.replace("mode=tp", "mode=tp-sp"))
     assert {line.partition(":")[0] for line in other} <= {"missing", "extra", "other bytes"}
     assert any(line.startswith("missing") and "all_gather" in line for line in other)
-    assert against(job, tp.replace("micro=2", "micro=3"))
-    assert all(
-        " over tp (2 ranks)" in line for line in against(job, tp.replace("micro=2", "micro=4")) if "all_reduce" in line
-    )
+    more = against(job, tp.replace("micro=2", "micro=3"))
+    assert more and all(line.startswith("missing") for line in more)
+    bucketed = against(job_of(f"{tp} bucket=500"), f"{tp} bucket=1000")
+    assert bucketed and all("over dp (2 ranks)" in line for line in bucketed)
+    staged = f"mode=tp tp=2 pp=2 {FULL}"
+    assert against(job_of(staged), staged) == []
 
 
 def test_each_difference_of_a_trace_is_named_and_nothing_else() -> None:
