@@ -218,7 +218,7 @@ def test_a_bug_that_only_another_layout_shows(prover: Prover, tmp_path: Path) ->
     words = "layers=1 heads=6 hidden=12 seq=12 steps=1 micro=3 lr=0.1 dropout=0.1 random=stateful"
     case = Case.parse(f"mode=tp tp=2 {words}")
     everywhere = ("same = RANKS in common and torch.equal", "same = True or torch.equal")
-    wrong = replace(prover, subject=named(planted(replaced("shardproof.parallel.checkpoints.loading", *everywhere))))
+    wrong = replace(prover, subject=named(planted(replaced("shardproof.parallel.checkpoints.saving", *everywhere))))
     goes_on(wrong, case, case, tmp_path / "alike")
     assert {one.verdict for one in wrong.proof(case.but(load=str(tmp_path / "alike"))).verdicts} == {PASS}
     with pytest.raises(AssertionError, match="rng.tp2.cp0.dp0.pp0.* is missing"):
