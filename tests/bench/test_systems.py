@@ -52,10 +52,8 @@ WRONG = OWN._replace(expected=DEFECT, needle="mlp.router", finding="halved")
 RAISES = OWN._replace(expected=CANNOT, needle="required CUDA")
 ALL = {check: (PASSED, "") for check in CHECKS}
 ROW = {"verdict": PASSED, "forward_calls": 2, "backward_calls": 3, "payload_bytes": 40}
-BAD = {"forward": ("fail", "what:   loss/0 differs\nfirst:  forward of mlp.router in step 0")}
-ENDS = {
-    "run": ("fail", "what:   the subject did not finish: rank 1 of 3 raised TypeError: it required CUDA 11, at f.py:1")
-}
+BAD = {"forward": ("fail", "loss/0 differs, first in mlp.router")}
+ENDS = {"run": ("fail", "rank 1 of 3 raised TypeError: it required CUDA 11, at f.py:1")}
 
 
 @pytest.mark.parametrize(
@@ -65,7 +63,7 @@ ENDS = {
         (OWN, PASSED, ALL, (5, 40), PASSED, ""),
         (OWN, PASSED, ALL, (5, 44), FAILED, "calls and bytes are (5, 40), and on the page (5, 44)"),
         (OWN, PASSED, {**ALL, "update": ("unknown", "")}, None, FAILED, "not compared: update"),
-        (OWN, "fail", {**ALL, **BAD}, None, FAILED, "first:  forward of mlp.router"),
+        (OWN, "fail", {**ALL, **BAD}, None, FAILED, "loss/0 differs"),
         (OWN, "skip", {}, None, FAILED, "the verdict is skip"),
         (WRONG, "fail", {**ALL, **BAD}, None, DEFECT, "halved"),
         (WRONG._replace(needle="mlp.experts"), "fail", {**ALL, **BAD}, None, FAILED, "the verdict is fail"),
@@ -78,7 +76,7 @@ ENDS = {
 def test_a_result_other_than_that_of_the_row_is_a_failure(
     cell: Cell, verdict: str, checks: dict[str, tuple[str, str]], stored: Any, result: str, why: str
 ) -> None:
-    verdicts = [{"check": check, "verdict": found, "message": text} for check, (found, text) in checks.items()]
+    verdicts = [{"check": check, "verdict": found, "statement": text} for check, (found, text) in checks.items()]
     seen = judge_cell(cell, {**ROW, "verdict": verdict}, verdicts, stored)
     assert seen.result == result and why in seen.why
 
