@@ -16,7 +16,7 @@ from shardproof.harness.errors import RequestError, ranks_text
 from shardproof.harness.ledger import COLUMNS, Event, shape_text, wire_bytes
 from shardproof.harness.programs.part import GROUP_COLUMNS, MODE, STEP_COLUMNS
 from shardproof.harness.recording.naming import axis_name, group_word
-from shardproof.harness.run_folder import link_latest, new_run_folder, writing
+from shardproof.harness.run_folder import LAYOUT, link_latest, new_run_folder, writing
 from shardproof.harness.running.store import environment
 from shardproof.harness.traces.calls import FLIGHT_RECORDER, MOST_RANKS, Trace, TracedCall
 from shardproof.harness.traces.unknown import UNKNOWN, sentences
@@ -60,6 +60,7 @@ def write_folder(
         about = {key: about[key] for key in ("command", "request", "started")}
         columns = {column: lacking[column] for column in COLUMNS if lacking[column]}
         env = {
+            "layout": LAYOUT,
             "program": True,
             "stated": dict(stated),
             "source": [{"file": trace.source, "format": trace.format, "rank": trace.rank} for trace in traces],

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from io import StringIO
 from multiprocessing.connection import Connection
 from typing import Any
@@ -133,10 +132,16 @@ def _examined(
                 )
             }
         for group in waiting:
-            limit_s = min(end_s, time.monotonic() + request.when_s)
-            found = words_needed(group[0], request.subject, partial(prove_case, explain=False), limit_s)
+            start_s, tried = time.monotonic(), list[CaseLike]()
+
+            def counted(case: CaseLike, tried: list[CaseLike] = tried, **how: Any) -> CaseResult:
+                tried.append(case)
+                return prove_case(case, explain=False, **how)
+
+            found = words_needed(group[0], request.subject, counted, min(end_s, start_s + request.when_s))
+            when = replace(found.when, runs=len(tried), seconds=round(time.monotonic() - start_s, 3))
             alike = [failed for failed in group if failed is group[0] or not _contradicts(failed.case, found)]
-            yield {case_text(failed.case): _with_when(failed, found.when) for failed in alike}
+            yield {case_text(failed.case): _with_when(failed, when) for failed in alike}
             if others := [failed for failed in group if failed not in alike]:
                 waiting.append(others)
 

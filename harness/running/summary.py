@@ -24,7 +24,7 @@ SUMMARY_COLUMNS = (
     *(f"min_{name}" for name in COUNTS),
     "ranks_apart",
 )
-"""Columns of `summary.csv`; the last four are empty where ranks do not differ."""
+"""Columns of `summary.csv`; the `min_` ones are empty where ranks do not differ."""
 
 _Key = tuple[str, str, str, int]
 """phase, op, axis, group size."""

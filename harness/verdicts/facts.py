@@ -161,6 +161,7 @@ class When:
 
     `fails` are words with the values with which it fails ("tp=2|4"), `right` words with which it is right. `perhaps`
     are words of which nothing is known, `untried` those for which there was no time. `case` is the case that was tried.
+    `runs` is how many cases were run for it, in how many `seconds`.
     """
 
     kind: WhenKind
@@ -170,6 +171,8 @@ class When:
     right: tuple[RightWith, ...] = ()
     perhaps: tuple[str, ...] = ()
     untried: tuple[str, ...] = ()
+    runs: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

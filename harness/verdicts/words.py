@@ -287,6 +287,22 @@ def _counted(names: Sequence[str]) -> str:
     return ", ".join(f"{count} {kind}" for kind, count in kinds.items())
 
 
+PARTS: Mapping[str, str] = {
+    "recorded": "the ranks, with the recorder",
+    "plain": "the ranks without a recorder, to compare both runs",
+    "again": "the ranks once more: to see whether two runs differ, or with a lower precision moved by its rounding",
+    "truth": "the dense model",
+    "control": "the dense model with rounding moved, to see how far it takes a right result",
+    "regrouped": "the same batch over other ranks and micro-batches",
+    "explained": "shares of the dense model's gradients, behind a failure",
+    "located": "the ranks behind a failure: first wrong module, drawn numbers, samples and first values",
+    "elsewhere": "other cases behind a failure: of another size, or ended a step earlier",
+    "when": "cases with words changed, to find those that a failure needs",
+    "checks": "no run: tensors merged and compared",
+}
+"""Parts of a case -> what was run, and why."""
+
+
 def _cases(count: int) -> str:
     return f"{count} case{'s' if count > 1 else ''}"
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pandas as pd
 
+from shardproof.harness.verdicts import words
 from shardproof.harness.verdicts.verdict import FAIL
 from shardproof.reports.printing.text_tables import NOTHING, Table, count
 from shardproof.reports.stored.files import recorded
@@ -61,6 +62,22 @@ def pairs(cases: Iterable[tuple[str, str]], features_of: Callable[[str], Iterabl
     note = "passed cases that have both; on the diagonal those that have the feature"
     note += "" if all(map(all, numbers)) else f"; {NOTHING}: no case of this run"
     return Table(title="Pairs of features that passed together", headers=("feature", *columns), rows=rows, note=note)
+
+
+def runs_by_reason(run: Run) -> Table | None:
+    """What was run, why, in how many cases and how long; None for a run without times."""
+    if not {"part", "seconds"} <= {*run.timings}:
+        return None
+    rows = [
+        (reason, count(own["case"].nunique()), f"{own['seconds'].sum():.1f}")
+        for part, reason in words.PARTS.items()
+        if len(own := run.timings[run.timings["part"] == part])
+    ]
+    searched = {one.failure.when for one in run.records if one.failure and one.failure.when}
+    if searched:
+        tried, seconds = sum(one.runs for one in searched), sum(one.seconds for one in searched)
+        rows.append((words.PARTS["when"], count(tried), f"{seconds:.1f}"))
+    return Table(title="What was run, and why", headers=("what", "cases", "seconds"), rows=tuple(rows))
 
 
 def program(run: Run) -> dict[str, Any]:

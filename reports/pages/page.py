@@ -137,6 +137,7 @@ def _parts(run: Run) -> dict[str, object]:
         "timelines": _timelines(run),
         "kills": _kills(run.path / "kill_matrix.csv"),
         "verdicts": text_tables.verdict_table(verdicts),
+        "runs": None if program else opening.runs_by_reason(run),
         "environment": Table(title="Environment", headers=("what", "value"), rows=tuple(_flat("", run.env))),
     }
 

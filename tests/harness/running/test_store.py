@@ -17,7 +17,7 @@ from shardproof.harness.running.result import ledger_rows
 from shardproof.harness.running.store import Store, environment
 from shardproof.harness.running.summary import SUMMARY_COLUMNS, summarize
 from shardproof.harness.terms import Term
-from shardproof.harness.verdicts.facts import Worst
+from shardproof.harness.verdicts.facts import Worst, unchecked
 from shardproof.harness.verdicts.verdict import Verdict
 from shardproof.reports.commands.cli import main
 from shardproof.reports.stored.frames import load
@@ -34,7 +34,8 @@ def opened(out: Path, subject: str = "shardproof.parallel.subject:subject") -> S
 def finished(store: Store, ledger: Any = None, verdict: str = "pass") -> None:
     ledger = events() if ledger is None else ledger
     worst = Worst(name="loss/0", error=float("inf"), allowed=1e-9, epsilons=float("nan"))
-    told = {"check": "forward", "message": "a\nb", "unchecked": ("x",), "decided": {"loss": (1, 1)}}
+    notes, decided = unchecked("x"), {"loss": (1, 1)}
+    told = {"check": "forward", "statement": "a\nb", "notes": notes, "decided": decided}
     verdicts = [Verdict(case=CASE, verdict=verdict, worst=worst, **told)]  # type: ignore[arg-type]
     rows = summarize(CASE, "tp", 2, ledger, TERMS)
     store.add(CASE, ledger_rows(ledger), rows, verdicts, {"truth": 0.25, "recorded": 1.5})
@@ -66,8 +67,9 @@ def test_a_run_folder_holds_the_contracts_files_and_columns(tmp_path: Path) -> N
         "check": "forward",
         "verdict": "pass",
         "worst": {"name": "loss/0", "error": "inf", "allowed": 1e-9, "epsilons": "nan"},
+        "statement": "a\nb",
         "message": "a\nb",
-        "unchecked": ["x"],
+        "notes": [{"kind": "not checked", "reason": "x"}],
         "decided": {"loss": [1, 1]},
         "of": 1,
     }
@@ -106,14 +108,13 @@ def test_every_rank_is_held_against_its_own_expectation(loss_of: dict[int, int],
     assert (row.calls, row.expected_calls, row.ranks_apart) == (4, 4, apart)
 
 
-def test_min_columns_appear_when_ranks_differ_and_only_then(tmp_path: Path) -> None:
+def test_min_columns_are_filled_where_ranks_differ_and_only_there(tmp_path: Path) -> None:
     store = opened(tmp_path)
     finished(store)
-    assert tuple(table(store.path / "summary.csv")[0]) == SUMMARY_COLUMNS
     finished(store, tuple(event for event in events() if event.rank == 0 or event.phase != "forward"))
     rows = table(store.path / "summary.csv")
-    assert tuple(rows[0]) == (*SUMMARY_COLUMNS, "min_calls", "min_payload_bytes", "min_wire_bytes", "ranks_apart")
-    apart = [("", "")] * 3 + [("0", "1"), ("", "0"), ("", "0")]
+    assert tuple(rows[0]) == SUMMARY_COLUMNS
+    apart = [("", "0")] * 3 + [("0", "1"), ("", "0"), ("", "0")]
     assert [(row["min_calls"], row["ranks_apart"]) for row in rows] == apart
     finished(store)
     assert len(table(store.path / "summary.csv")) == 9
