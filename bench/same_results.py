@@ -3,7 +3,8 @@
     python -m bench.same_results BASE [--cases 200] [--seed 0] [--work DIR]
 
 BASE (a checkout of the other commit) and this tree run the same cases: BASE's default run and `--cases` drawn ones.
-Compared are the digest of every outcome of every rank, bit for bit, and verdict and unchecked names of every check.
+Compared are the digest of every outcome of every rank, bit for bit, and of every check its verdict and how many tensors
+it decides.
 Ledgers are compared row by row without `caller` and times. Messages may differ; the errors behind a verdict are
 compared and counted apart. Exit status: 0 equal, 1 not.
 """
@@ -61,13 +62,15 @@ def results(tree: Path, texts: list[str], work: Path) -> Results:
 def read(work: Path) -> Results:
     """Tables that `results` wrote; how often an outcome was computed does not count."""
     verdicts = pd.read_json(work / "runs/latest/verdicts.jsonl", lines=True, dtype=False)
-    verdicts = verdicts.assign(unchecked=verdicts["unchecked"].map(str), worst=verdicts["worst"].map(str))
+    verdicts = verdicts[verdicts["verdict"].notna()].copy()  # later rows add to failures
+    for column in ("decided", "worst"):  # a row may leave out what is empty
+        verdicts[column] = verdicts[column].map(lambda entry: str(entry) if isinstance(entry, dict) and entry else "")
     (stored,) = (work / "runs/latest").glob("ledger.csv*")  # a large one is packed
     ledger = pd.read_csv(stored, dtype=str, keep_default_na=False)
     outcomes = pd.read_json(work / "digests.jsonl", lines=True, dtype=False)
     return {
         "outcome": outcomes.set_axis(["case", "rank", "digest"], axis=1).drop_duplicates(),
-        "verdict": verdicts[["case", "check", "verdict", "unchecked"]],
+        "verdict": verdicts[["case", "check", "verdict", "decided"]],
         "ledger": ledger[list(REPEATABLE)],
         "error": verdicts[["case", "check", "worst"]],
     }
