@@ -112,11 +112,12 @@ def inspect() -> Machine:
 
 
 def _torch_note(version: str) -> str:
-    lookup = import_module("shardproof.harness.torch_internals.lookup")
+    from shardproof.harness.torch_internals import lookup  # noqa: PLC0415  (where torch is missing, a problem of its row)
+
     import_module("shardproof.harness.torch_internals.autograd")  # a torch that is there in part shows
     if _release(version) < lookup.TESTED[0]:
-        return f"too old: {lookup.untested(version)}"
-    return str(lookup.untested(version)) or f"tested with {lookup.tested_span()}"
+        return f"too old: {lookup.untested_note(version)}"
+    return lookup.untested_note(version) or f"tested with {lookup.tested_span()}"
 
 
 def _listens() -> bool:
