@@ -118,7 +118,7 @@ def _error(check: str, worst: Worst | None, failure: FailedCheck) -> str:
         differing, events = failure.events
         if not events:
             return _NOTHING
-        return f"{differing} of {events} events are told differently, allowed 0" if differing else _EXACT
+        return f"{differing} of {events} events differ between witnesses, allowed 0" if differing else _EXACT
     if worst is None:
         return _NOTHING if check in ("coverage", "parallelism", "waits") else _EXACT
     if check == "truth":

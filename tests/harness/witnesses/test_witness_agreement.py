@@ -127,7 +127,7 @@ def test_an_event_that_one_witness_lost_in_six_lines() -> None:
         "what:   event 1 of rank 2: the ledger has forward all_reduce of 64 B over 2,3 in layers.0.mlp; "
         "torch saw nothing (check witnesses)",
         "where:  mode=tp, rank 2 of 4, step 0, phase forward, module layers.0.mlp",
-        "error:  1 of 16 events are told differently, allowed 0",
+        "error:  1 of 16 events differ between witnesses, allowed 0",
         "first:  forward of layers.0.mlp in step 0: event 1 of rank 2",
         "causes: the torch profiler alone tells it otherwise",
         'repeat: shardproof run "dp=2 steps=4" --subject my.module:subject --profile torch,nsys --profile-steps 0:1',
