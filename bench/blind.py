@@ -39,7 +39,7 @@ from shardproof.harness.mesh_axes import SLICES
 from shardproof.harness.running.experiments import Failed, words_needed
 from shardproof.harness.running.proof import prove
 from shardproof.harness.running.result import CaseResult
-from shardproof.harness.subject import NamedSubject, named
+from shardproof.harness.subject import NamedSubject, resolve_subject
 from shardproof.harness.verdicts.verdict import FAIL, PASS
 from shardproof.harness.verdicts.words import when_line
 from shardproof.reference.case import Case
@@ -138,7 +138,7 @@ def measured(bug: Mutant, engine: InprocEngine) -> dict[str, object]:
     row["needed"] = f"{bug.condition} modes={'|'.join(bug.modes)}"
     start_s = time.monotonic()
     with bug.subject() as planted, tempfile.TemporaryDirectory() as folder:
-        subject = named(planted)
+        subject = resolve_subject(planted)
         twice = default_cases(checkpoint=f"{folder}/checkpoint")[::REPEATED]
         for case in in_order(f"{folder}/checkpoint"):
             result = prove(case, subject, engine, timeout_s=_TIMEOUT_S, repeat=case in twice)

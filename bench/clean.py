@@ -36,7 +36,7 @@ from shardproof.harness.engines.threads.rank_threads import resident_bytes
 from shardproof.harness.errors import RequestError, ShardproofError
 from shardproof.harness.interpreter import COLLECTED_AFTER
 from shardproof.harness.running.proof import prove
-from shardproof.harness.subject import named
+from shardproof.harness.subject import resolve_subject
 from shardproof.harness.verdicts.verdict import UNKNOWN
 from shardproof.reference.case import Case
 from shardproof.reference.features import PARTS
@@ -76,7 +76,7 @@ class Part:
             share = self.cases // self.parts + (self.number <= self.cases % self.parts)
             return drawn_cases(share, self.first_seed * 1000 + self.number, dtype=self.dtype)
         of_modes = [cases_of(mode, share, self) for mode, share in self.shares().items()]
-        subject = named(self.subject)
+        subject = resolve_subject(self.subject)
         return [Drawn(subject, case) for turn in zip_longest(*of_modes) for case in turn if case]
 
     def shares(self) -> dict[str, int]:

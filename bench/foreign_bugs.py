@@ -38,7 +38,7 @@ from shardproof.harness.checking.measures.kinds import kind_of
 from shardproof.harness.checking.measures.many_tensors import kind_rms
 from shardproof.harness.checking.measures.measured import FLOAT64_ALLOWED, SCALE_SHARE
 from shardproof.harness.checking.measures.tolerance import CONTROL_FACTOR, FLOOR_EPSILONS, OWN_EPSILONS
-from shardproof.harness.checking.measuring import compared
+from shardproof.harness.checking.measuring import compare_with_truth
 from shardproof.harness.checking.records import Evidence
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.errors import RequestError, ShardproofError
@@ -48,7 +48,7 @@ from shardproof.harness.protocols import CaseLike
 from shardproof.harness.running.proof import prove
 from shardproof.harness.running.ranks.execution import execute
 from shardproof.harness.running.result import CaseResult
-from shardproof.harness.subject import NamedSubject, claims, named, refusal
+from shardproof.harness.subject import NamedSubject, claims, refusal, resolve_subject
 from shardproof.harness.verdicts.verdict import FAIL, UNKNOWN
 from shardproof.suites.drawing.own_cases import cases_around
 from shardproof.suites.drawing.profiles import draw_samples
@@ -69,7 +69,7 @@ def subject_of(name: str) -> NamedSubject:
     """The foreign subject of this module. Raises RequestError where there is none."""
     if name not in SUBJECTS:
         raise RequestError(f"subject={name}: is no foreign subject; legal: {', '.join(SUBJECTS)}")
-    return named(f"{foreign.__name__}.{name}:subject")
+    return resolve_subject(f"{foreign.__name__}.{name}:subject")
 
 
 def drawn_cases(count: int, first_seed: int = 0, names: Sequence[str] = SUBJECTS, dtype: str = "any") -> list[Drawn]:
@@ -246,7 +246,7 @@ def _with_limit(one: Change, wrong: Evidence) -> Change:
     if not one.tensor or one.by == "exact":
         return one
     size = kind_rms(wrong.truth.tensors).get(kind_of(one.tensor), 0.0)
-    found = compared(wrong.run, wrong.truth, one.tensor, size)
+    found = compare_with_truth(wrong.run, wrong.truth, one.tensor, size)
     return replace(
         one, error=found.error, limit=found.allowed, measure=found.measure, decided=found.decidable or found.zero
     )

@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from shardproof.harness.subject import case_of, named
+from shardproof.harness.subject import case_of, resolve_subject
 
 
 def opinion(text: str) -> str:
@@ -38,7 +38,7 @@ def opinion(text: str) -> str:
             loss.backward()
         return {}
 
-    case = case_of(text, named("shardproof.suites.subjects.torchtitan:subject"))
+    case = case_of(text, resolve_subject("shardproof.suites.subjects.torchtitan:subject"))
     dist.init_process_group("fake", rank=0, world_size=case.world_size)
     try:
         with titan.session(), mock.patch.object(titan, "train", typed):

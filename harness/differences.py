@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from shardproof.harness.ledger import BACKWARD, PHASES, Event
 from shardproof.harness.protocols import Axes, TermLike
-from shardproof.harness.terms import FIELDS, EventKey, Term, closed_forms, key_of, visible
+from shardproof.harness.terms import FIELDS, EventKey, Term, closed_forms, key_of, select_visible_terms
 
 _LISTED = 3
 """Places of counted events that a message lists."""
@@ -84,21 +84,21 @@ def differences(
         found.setdefault(event.rank, Counter())[line] += 1
         callers.setdefault(line, event.caller)
     parted: dict[Difference, list[int]] = {}
-    forms = closed_forms(visible(terms), found, axes)
+    forms = closed_forms(select_visible_terms(terms), found, axes)
     for rank, lines in found.items():
         form = forms[rank]
         surplus = lines - form.complete
         if form.partial:
-            for line in [line for line in surplus if line not in form.complete and form.counting(line)]:
+            for line in [line for line in surplus if line not in form.complete and form.find_counting_terms(line)]:
                 del surplus[line]
         parts = _parts(surplus, form.complete - lines, callers)
         for term in form.partial:
-            parts = _counted(parts, term, lines, callers)
+            parts = _count_term(parts, term, lines, callers)
         for difference in parts:
             parted.setdefault(difference, []).append(rank)
     joined = [replace(difference, ranks=tuple(who)) for difference, who in parted.items()]
     places = {module: place for place, module in enumerate(order)}
-    return sorted(joined, key=lambda difference: _when(difference.line, places))
+    return sorted(joined, key=lambda difference: _order_of_line(difference.line, places))
 
 
 def but_for_bytes(parted: Sequence[Difference], regions: Collection[str]) -> list[Difference]:
@@ -131,7 +131,7 @@ def _parts(surplus: Counter[EventKey], lack: Counter[EventKey], callers: Mapping
     return parts
 
 
-def _counted(
+def _count_term(
     parts: Sequence[Difference], term: Term, lines: Counter[EventKey], callers: Mapping[EventKey, str]
 ) -> list[Difference]:
     """The differences of one rank with what this term counts there; extra events stand for those that it lacks."""
@@ -194,7 +194,7 @@ def _places(matched: Counter[EventKey], callers: Mapping[EventKey, str]) -> str:
     return f": {', '.join(places[:_LISTED])}{more}" if places else ""
 
 
-def _when(line: EventKey, places: Mapping[str, int]) -> tuple[int, int]:
+def _order_of_line(line: EventKey, places: Mapping[str, int]) -> tuple[int, int]:
     """Sort key: phase, then module; backward phases meet the modules in reverse."""
     last = len(places)
     place = places.get(line.region, last)

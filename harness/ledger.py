@@ -136,7 +136,7 @@ REPEATABLE = tuple(name for name in COLUMNS if name not in {"start_us", "duratio
 """The columns that are equal in every run of a case, on every engine and in every release."""
 
 
-def unmapped(events: Iterable[Event]) -> str:
+def name_unmapped_operators(events: Iterable[Event]) -> str:
     """The operators of torch whose op is `other`, by name: "c10d::shuffle_, c10d::swap_"; "" when there are none."""
     return ", ".join(dict.fromkeys(event.operator for event in events if event.op == OTHER))
 

@@ -31,7 +31,7 @@ from shardproof.harness.reproducing.repro import emit
 from shardproof.harness.running.engines import engine_named
 from shardproof.harness.running.ranks.capacity import admit
 from shardproof.harness.running.ranks.execution import execute
-from shardproof.harness.subject import NamedSubject, claims, named, own_cases, refusal
+from shardproof.harness.subject import NamedSubject, claims, own_cases, refusal, resolve_subject
 from shardproof.reference.case import Case
 from shardproof.suites.mutants.catalogue import HELD_BACK, MUTANTS, VARIANT_ROWS, Mutant, cases_showing
 from shardproof.suites.mutants.field import FIELD, in_field
@@ -341,7 +341,9 @@ def _script(row: Mutant, engine: Engine) -> str:
     sources = row.sources()
     cases = (case for mode in row.modes for case in cases_showing(row, mode)[:2])
     with row.subject() as subject:
-        given = NamedSubject(name=SUBJECT, call=named(subject).call, address=SUBJECT if subject == SUBJECT else "")
+        given = NamedSubject(
+            name=SUBJECT, call=resolve_subject(subject).call, address=SUBJECT if subject == SUBJECT else ""
+        )
         for case in itertools.islice(cases, _TRIES):
             if text := emit(case, given, engine, planted=sources):
                 return text.replace('"""', f'"""{row.name}: {row.stands_for}\n\n{_diff(sources)}\n', 1)

@@ -15,8 +15,8 @@ from shardproof.harness.ledger import Event
 from shardproof.harness.mesh_axes import split_axes
 from shardproof.harness.outcome.merging import Outcomes
 from shardproof.harness.protocols import Axes
-from shardproof.harness.terms import EventKey, Term, closed_forms, key_of, visible
-from shardproof.harness.verdicts.facts import Note, NoteKind, unchecked
+from shardproof.harness.terms import EventKey, Term, closed_forms, key_of, select_visible_terms
+from shardproof.harness.verdicts.facts import Note, NoteKind, note_unchecked
 from shardproof.harness.verdicts.verdict import FAIL, PASS
 
 
@@ -33,7 +33,7 @@ def groups(calls: Calls, claims: Claims) -> Finding | None:
         return None
     axes = {event.axis for event in calls.events}
     unnamed = axes - _legal(claims.axes, axes).keys() - {"world"}
-    notes = unchecked(
+    notes = note_unchecked(
         *(f"group {axis}: no axis of the case or of subject.axes(case) has this name" for axis in sorted(unnamed))
     )
     stray = strays(calls, claims)
@@ -67,10 +67,13 @@ def strays(calls: Calls, claims: Claims) -> Sequence[Event]:
 def _legal(axes: Axes, names: Iterable[str]) -> dict[str, tuple[tuple[int, ...], ...]]:
     """The rank lists of every axis of the case and of those of these names that join some, such as "dp_cp"."""
     joint = {name: name.split("_") for name in names if name not in axes}
-    return {**axes, **{name: _joined(axes, parts) for name, parts in joint.items() if set(parts) <= axes.keys()}}
+    return {
+        **axes,
+        **{name: _connected_ranks(axes, parts) for name, parts in joint.items() if set(parts) <= axes.keys()},
+    }
 
 
-def _joined(axes: Axes, parts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+def _connected_ranks(axes: Axes, parts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     """The connected components of the rank lists of these axes, as rank lists."""
     joined: list[set[int]] = []
     for ranks in itertools.chain.from_iterable(axes[part] for part in parts):
@@ -130,10 +133,12 @@ def overlap(calls: Calls, claims: Claims) -> Finding | None:
     hidden = [term for term in claims.expectation or () if getattr(term, "hidden", False)]
     if not hidden or calls.hidden is None:
         return None
-    forms = closed_forms(visible(hidden), {*calls.ranks, *(event.rank for event in calls.events)}, claims.axes)
+    forms = closed_forms(
+        select_visible_terms(hidden), {*calls.ranks, *(event.rank for event in calls.events)}, claims.axes
+    )
     issued: dict[tuple[int, EventKey | Term], list[Event]] = defaultdict(list)
     for event in calls.events:
-        for counting in forms[event.rank].counting(key_of(event)):
+        for counting in forms[event.rank].find_counting_terms(key_of(event)):
             issued[event.rank, counting].append(event)
     promised: dict[int, Counter[EventKey | Term]] = {}
     for rank, form in forms.items():
@@ -182,14 +187,16 @@ def parallelism(run: Run, claims: Claims) -> Finding | None:
         whom = "no rank" if not talked else f"not rank {', '.join(map(str, silent))}"
         message = f"{whom} sent or received anything in a mesh of {mesh}"
         return Finding(verdict=FAIL, message=message, ranks=silent if talked else ())
-    sharded = _sharded(run.outcomes)
+    sharded = _find_sharded_names(run.outcomes)
     whole = f"{len(talked)} of {len(run.outcomes)} ranks talk over {mesh}"
     share = split_share(run.outcomes)
     notes = (Note(kind=NoteKind.SPLIT_SHARE, numbers=(share,)),) if share else ()
     if ("wp" if "wp" in run.case.axes else "tp") not in split:  # beside wp, tp splits the sequence alone
         return Finding(verdict=PASS, message=f"{whole}; no axis of it splits weights", notes=notes)
     if not sharded:
-        return Finding(verdict=PASS, message=whole, notes=unchecked("local shapes: every tensor was returned in full"))
+        return Finding(
+            verdict=PASS, message=whole, notes=note_unchecked("local shapes: every tensor was returned in full")
+        )
     if not any(sharded.values()):
         message = f"every rank holds the full tensor of all {len(sharded)} shards in a mesh of {mesh}"
         return Finding(verdict=FAIL, message=message, names=tuple(sharded))
@@ -217,7 +224,7 @@ def split_share(outcomes: Outcomes) -> int | None:
     return None
 
 
-def _sharded(outcomes: Outcomes) -> dict[str, bool]:
+def _find_sharded_names(outcomes: Outcomes) -> dict[str, bool]:
     """Names returned as shards -> whether every rank holds less than the full tensor."""
     smaller: dict[str, bool] = {}
     for outcome in outcomes:

@@ -21,9 +21,9 @@ from shardproof.harness.checking.ledger_checks import ledger
 from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS, kind_of
 from shardproof.harness.checking.numeric_checks import numeric, tokens, update
 from shardproof.harness.checking.records import RECORDS, Claims, Evidence, Regroupings, Run, Truth
-from shardproof.harness.checking.repeats import determinism, recording
+from shardproof.harness.checking.repeats import check_recording, determinism
 from shardproof.harness.errors import error_text
-from shardproof.harness.verdicts.facts import unchecked
+from shardproof.harness.verdicts.facts import note_unchecked
 from shardproof.harness.verdicts.verdict import UNKNOWN
 
 Check = Callable[..., Finding | None]
@@ -47,7 +47,7 @@ def records_of(check: Check) -> frozenset[type]:
     return frozenset(record for record, needed in _parameters(check).values() if needed)
 
 
-def needing(checks: Mapping[str, Check], *records: type) -> dict[str, Check]:
+def select_checks_by_need(checks: Mapping[str, Check], *records: type) -> dict[str, Check]:
     """Those of the checks that need one of these records."""
     return {name: check for name, check in checks.items() if records_of(check) & {*records}}
 
@@ -71,8 +71,8 @@ def _rarely(name: str) -> Check:
         rare: Mapping[str, Check] = {
             "initial_values": state_checks.initial_values,
             "masks": mask_checks.masks,
-            "routing": routing_checks.routing,
-            "saved": state_checks.saved,
+            "routing": routing_checks.check_routing,
+            "saved": state_checks.check_saved_state,
         }
         return answer(rare[name], (run, truth, claims))
 
@@ -97,7 +97,7 @@ CHECKS: Mapping[str, Check] = {
     "overlap": overlap,
     "parallelism": parallelism,
     "determinism": determinism,
-    "recording": recording,
+    "recording": check_recording,
 }
 """Name -> check. Layouts come before numbers, numbers in the order in which training computes them."""
 
@@ -110,13 +110,13 @@ def _truth(run: Run, truth: Truth) -> Finding | None:
     return check(run, truth)
 
 
-def _regrouping(run: Run, truth: Truth, claims: Claims, regroupings: Regroupings) -> Finding:
-    from shardproof.harness.checking.regrouping import regrouping as check  # noqa: PLC0415
+def _check_regroupings(run: Run, truth: Truth, claims: Claims, regroupings: Regroupings) -> Finding:
+    from shardproof.harness.checking.regrouping import check_regrouping as check  # noqa: PLC0415
 
     return check(run, truth, claims, regroupings)
 
 
-LAWS: Mapping[str, Check] = {"truth": _truth, "regrouping": _regrouping}
+LAWS: Mapping[str, Check] = {"truth": _truth, "regrouping": _check_regroupings}
 """Checks of a subject with a truth of its own: of that truth, and of the same batch over other dp and micro-batches."""
 
 
@@ -128,7 +128,7 @@ def examine(evidence: Evidence, checks: Mapping[str, Check] = CHECKS) -> dict[st
             finding = answer(check, evidence.records)
         except Exception as problem:  # a broken check must not hide the others, and is no verdict on the subject
             text = f"the check itself failed: {error_text(problem)}"
-            finding = Finding(verdict=UNKNOWN, message=text, notes=unchecked(f"everything that {name} looks at"))
+            finding = Finding(verdict=UNKNOWN, message=text, notes=note_unchecked(f"everything that {name} looks at"))
         if finding is not None:
             findings[name] = finding
     return findings

@@ -30,7 +30,7 @@ def coverage(run: Run, truth: Truth, claims: Claims) -> Finding:
     returned = run.returned
     comparable = [name for name in truth.tensors if name in returned]
     missing = [name for name in truth.tensors if name not in returned]
-    declared = {name for name in missing if _matched(name, claims.declared)}
+    declared = {name for name in missing if _matches_any_pattern(name, claims.declared)}
     strange = tuple(sorted(returned - set(truth.tensors)))
     kinds = {kind_of(name) for name in returned}
     unreturned = Counter(kind_of(name) for name in missing if name not in truth.from_ranks)
@@ -54,7 +54,7 @@ def coverage(run: Run, truth: Truth, claims: Claims) -> Finding:
         strange = tuple(name for name in strange if kind_of(name) != ROUTING)
     made = never_made(truth.tensors, strange)  # the check of the update speaks of these
     strange = tuple(name for name in strange if name not in made)
-    all_declared = all(_matched(name, claims.declared) for name in truth.tensors)
+    all_declared = all(_matches_any_pattern(name, claims.declared) for name in truth.tensors)
     nothing = f"unchecked={claims.declared} declares every name of the truth, so it says nothing"
     problems = [
         *([f"{nothing}; legal: ('grad/*.bias',)"] if all_declared else ()),
@@ -62,7 +62,7 @@ def coverage(run: Run, truth: Truth, claims: Claims) -> Finding:
         *_gaps(undeclared, named),
     ]
     if strange:
-        unknown = _listed([name + _near(name, undeclared) for name in strange])
+        unknown = _join_names([name + _near(name, undeclared) for name in strange])
         problems.append(f"the truth does not know {unknown}: leave out what nobody can check, or name it as it does")
     on_purpose = [f"{len(declared)} left out on purpose"] if declared else []
     message = f"{len(comparable)} of {len(truth.tensors)} tensors of the truth were returned"
@@ -78,7 +78,7 @@ def coverage(run: Run, truth: Truth, claims: Claims) -> Finding:
     )
 
 
-def _matched(name: str, patterns: Sequence[str]) -> bool:
+def _matches_any_pattern(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
@@ -90,7 +90,7 @@ def _gaps(missing: Sequence[str], named: set[str]) -> list[str]:
         gap = [name for name in missing if kind_of(name) == kind]
         if kind in kinds:
             gaps.append(
-                f"{_listed(gap)} {'is' if len(gap) == 1 else 'are'} missing beside other {kind}/ names: return "
+                f"{_join_names(gap)} {'is' if len(gap) == 1 else 'are'} missing beside other {kind}/ names: return "
                 f"{'it' if len(gap) == 1 else 'them'}, or declare what is left out as subject.unchecked = ({gap[0]!r},)"
             )
     return gaps
@@ -111,7 +111,7 @@ def _near(name: str, names: Sequence[str]) -> str:
     return "".join(f" ({near}?)" for near in get_close_matches(name, names, n=1, cutoff=0.5))
 
 
-def _listed(names: Sequence[str]) -> str:
+def _join_names(names: Sequence[str]) -> str:
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return f"{', '.join(names[:_NAMED])}{more}"
 

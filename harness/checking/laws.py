@@ -57,7 +57,7 @@ def broken_laws(events: Iterable[Event]) -> list[Broken]:
     groups = group_events(events)
     broken = same_sequence(groups, {rank for _axis, ranks in groups for rank in ranks})
     for (axis, ranks), by_rank in groups.items():
-        broken += _received(axis, ranks, by_rank)
+        broken += _check_received_bytes(axis, ranks, by_rank)
     if any(event.phase in (*BACKWARD, "grad_sync") for event in events):
         wide = [event for event in events if event.group_size > 1]
         asked = list(_asked_for(wide))
@@ -82,7 +82,7 @@ def same_sequence(groups: Groups, ranks: Iterable[int]) -> list[Broken]:
         RankCalls(rank=rank, calls=own, last={name: len(by) - 1 for name, by in own.items()}, ended="ended", whole=True)
         for rank, own in calls.items()
     ]
-    return [_broken(found) for found in find_divergences(known, first=0)]
+    return [_as_broken_law(found) for found in find_divergences(known, first=0)]
 
 
 def group_events(events: Iterable[Event]) -> Groups:
@@ -106,13 +106,13 @@ def _call(event: Event) -> GroupCall:
     )
 
 
-def _broken(found: Divergence) -> Broken:
+def _as_broken_law(found: Divergence) -> Broken:
     call = found.calls.get(found.ranks[-1], found.call)
     phase, region, *_ = call.place if call is not None else ("", "")
     return Broken(message=found.text, ranks=found.ranks, phase=str(phase), region=str(region), tells_place=True)
 
 
-def _received(axis: str, ranks: Group, by_rank: Mapping[int, Sequence[Event]]) -> list[Broken]:
+def _check_received_bytes(axis: str, ranks: Group, by_rank: Mapping[int, Sequence[Event]]) -> list[Broken]:
     moved = {op: [e for rank in ranks for e in by_rank.get(rank, ()) if e.op == op] for op in _POINT_TO_POINT}
     sent, received = (Counter((e.dtype, e.payload_bytes) for e in moved[op]) for op in _POINT_TO_POINT)
     if sent == received:

@@ -30,7 +30,7 @@ from shardproof.harness.checking.numeric_checks import numeric
 from shardproof.harness.checking.records import Claims, Run, Truth
 from shardproof.harness.mesh_axes import pipelines
 from shardproof.harness.outcome.blocks import Block
-from shardproof.harness.verdicts.facts import unchecked
+from shardproof.harness.verdicts.facts import note_unchecked
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 
 ALARM = 1e-9
@@ -134,9 +134,9 @@ def masks(run: Run, truth: Truth, claims: Claims) -> Finding:
         wrong_names = tuple(dict.fromkeys(test.name for test in broken))
         return Finding(verdict=FAIL, message=message, names=wrong_names, ranks=first.ranks)
     small = sum(test.least >= limit for test in tests)
-    notes = unchecked(f"{small} of {len(tests)} tests of masks, too small to show anything") if small else ()
+    notes = note_unchecked(f"{small} of {len(tests)} tests of masks, too small to show anything") if small else ()
     if any(_rate(run, name) is None for name in names):
-        notes += unchecked("the rate of dropout, which the case does not say")
+        notes += note_unchecked("the rate of dropout, which the case does not say")
     tested = f"{len(tests)} exact tests of {len(names)} masks find none improbable"
     if known is None:
         verdict = UNKNOWN if small == len(tests) else PASS
@@ -211,10 +211,10 @@ def _of_draws(run: Run, claims: Claims, names: Sequence[str]) -> Iterator[_Test]
             draws = [(f"{what} (draw {number})", mask) for number, (what, mask) in enumerate(drawn)]
             keys = [(what, mask.contiguous().numpy().tobytes()) for what, mask in draws]
             twice = ((seen[key], what) for what, key in keys if seen.setdefault(key, what) is not what)
-            yield _repeated(drawn, ranks, *next(twice, ("", "")))
+            yield _test_equality_of_masks(drawn, ranks, *next(twice, ("", "")))
 
 
-def _repeated(drawn: Sequence[tuple[str, Tensor]], ranks: tuple[int, ...], one: str, other: str) -> _Test:
+def _test_equality_of_masks(drawn: Sequence[tuple[str, Tensor]], ranks: tuple[int, ...], one: str, other: str) -> _Test:
     """How probable it is that any two of these masks are equal, if each element is drawn by itself."""
     kept = sum(float(mask.double().mean()) for _, mask in drawn) / len(drawn)
     total, pairs = drawn[0][1].numel(), len(drawn) * (len(drawn) - 1) / 2

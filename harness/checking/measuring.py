@@ -24,7 +24,7 @@ from shardproof.harness.checking.records import Run, Truth
 _MEANS, _SQUARES = "exp_avg_after", "exp_avg_sq_after"
 
 
-def compared(run: Run, truth: Truth, name: str, kind: float) -> Measured:
+def compare_with_truth(run: Run, truth: Truth, name: str, kind: float) -> Measured:
     """Compare a merged tensor with the truth, by all that is known of rounding; `kind` is the rms of its kind.
 
     Of a parameter the movement is compared (`movement`), where it is known.
@@ -34,19 +34,19 @@ def compared(run: Run, truth: Truth, name: str, kind: float) -> Measured:
     bound the optimizer's results: LEAP times as much is allowed, and its square of their squares. A sum over tokens in
     an accumulator as narrow as a 16-bit dtype is allowed only where the tensor is wrong for a wider one.
     """
-    wide, narrow = summed(run, truth, name), summed(run, truth, name, narrow=True)
-    result = _measured(run, truth, name, kind, wide)
+    wide, narrow = theoretical_error_of_sums(run, truth, name), theoretical_error_of_sums(run, truth, name, narrow=True)
+    result = _measure_tensor(run, truth, name, kind, wide)
     if not result.right and narrow > wide:
-        result = _measured(run, truth, name, kind, narrow)
+        result = _measure_tensor(run, truth, name, kind, narrow)
     if result.right:
         return result
-    if _overflowed(run, truth, name):
+    if _has_overflow(run, truth, name):
         return replace(result, allowed=math.inf, decidable=False)
     leap = LEAP ** (2 if kind_of(name) == _SQUARES else 1)
     return replace(result, allowed=leap * result.allowed, decidable=False) if _leaps(run, truth, name) else result
 
 
-def _measured(run: Run, truth: Truth, name: str, kind: float, summed_error: float) -> Measured:
+def _measure_tensor(run: Run, truth: Truth, name: str, kind: float, summed_error: float) -> Measured:
     moved, slack = movement(run, truth, name), truth.controls.adam_bound.get(name)
     value, true = run.tensors[name], truth.tensors[name]
     controls: Sequence[Tensor] = [control[name] for control in truth.controls.runs if name in control]
@@ -73,7 +73,7 @@ def _measured(run: Run, truth: Truth, name: str, kind: float, summed_error: floa
     )
 
 
-def summed(run: Run, truth: Truth, name: str, *, narrow: bool = False) -> float:
+def theoretical_error_of_sums(run: Run, truth: Truth, name: str, *, narrow: bool = False) -> float:
     """The relative error that a tensor has in theory because its tokens are added up (see error_of_sums)."""
     kind = kind_of(name)
     if kind not in OVER_TOKENS or (kind in MOVED and not _is_moved(run, truth, name)):
@@ -90,11 +90,11 @@ def _leaps(run: Run, truth: Truth, name: str) -> bool:
     step = run.case.steps - 1 if kind == "param" else step_of(name)
     made_of = (f"grad_norm/{step}", *((f"{_MEANS}/{place}",) if kind == _SQUARES else ()))
     known = [source for source in made_of if source in truth.tensors and source in run.tensors]
-    sources = (compared(run, truth, source, 0.0) for source in known)
+    sources = (compare_with_truth(run, truth, source, 0.0) for source in known)
     return any(source.right and not source.decidable for source in sources)
 
 
-def _overflowed(run: Run, truth: Truth, name: str) -> bool:
+def _has_overflow(run: Run, truth: Truth, name: str) -> bool:
     """Whether a loss or gradient norm of a control run is not finite, in the step of this tensor or before it."""
     whole = {"act": 0, "act_grad": 0, "grad": 0, "param": run.case.steps - 1, "saved": run.case.steps - 1}
     last = whole.get(kind_of(name), step_of(name))
@@ -190,7 +190,9 @@ def movement(run: Run, truth: Truth, name: str) -> Movement | None:
     controls = _moves(run, truth, name, truth.controls.runs)
     still = torch.stack([moved, *controls]).eq(0).all(0)  # what no run moves is not stored anew
     slack = true.abs() * ~still * (unit * _steps(run, truth, name))
-    if own is not None and not _returned(run, truth, name):  # ranks may begin with values in the case's dtype, or not
+    if own is not None and not _is_value_returned_each_step(
+        run, truth, name
+    ):  # ranks may begin with values in the case's dtype, or not
         slack += (own.double() - own.to(getattr(torch, run.case.dtype)).double()).abs()
     return Movement(
         truth=moved,
@@ -232,7 +234,7 @@ def stored_dtype(run: Run, tensor: Tensor) -> str:
 
 def _steps(run: Run, truth: Truth, name: str) -> int:
     """Over how many steps the movement goes."""
-    return 1 if _returned(run, truth, name) else max(_step(run, name), 0) + 1
+    return 1 if _is_value_returned_each_step(run, truth, name) else max(_step(run, name), 0) + 1
 
 
 def _step(run: Run, name: str) -> int:
@@ -255,7 +257,7 @@ def _moves(run: Run, truth: Truth, name: str, runs: Sequence[Mapping[str, Tensor
     return tuple(after.double() - before.double() for after, before in pairs if before is not None)
 
 
-def _returned(run: Run, truth: Truth, name: str) -> bool:
+def _is_value_returned_each_step(run: Run, truth: Truth, name: str) -> bool:
     """Whether the value before the step is one that is returned after each step."""
     return _step(run, name) > 0 and _earlier(run, name) in truth.tensors
 
@@ -265,13 +267,13 @@ def _before(run: Run, truth: Truth, name: str, outcome: Mapping[str, Tensor]) ->
     if kind_of(name) not in MOVED or truth.tensors[name].numel() > _LARGEST:
         return None
     earlier, parameter = _earlier(run, name), _parameter(name)
-    if _returned(run, truth, name):
+    if _is_value_returned_each_step(run, truth, name):
         return (truth.controls.states or {}).get(earlier, outcome.get(earlier))
     if _step(run, name) > 0 and kind_of(name) != "param":
         return None
     before = _likely(outcome.get(INITIAL + parameter), truth.initial.get(parameter), run.case.dtype)
     if outcome is run.tensors and truth.controls.runs:
-        before = _rounded(truth.controls.runs[0].get(INITIAL + parameter), before, run.case.dtype)
+        before = _find_rounded_start(truth.controls.runs[0].get(INITIAL + parameter), before, run.case.dtype)
     return before if before is not None and before.shape == truth.tensors[name].shape else None
 
 
@@ -283,7 +285,7 @@ def _likely(control: Tensor | None, true: Tensor | None, dtype: str) -> Tensor |
     return control if apart <= CONTROL_FACTOR * epsilon(dtype) * float(true.double().norm()) else true
 
 
-def _rounded(control: Tensor | None, before: Tensor | None, dtype: str) -> Tensor | None:
+def _find_rounded_start(control: Tensor | None, before: Tensor | None, dtype: str) -> Tensor | None:
     """The value with which a control run began, where it is one of the case's dtype: ranks begin with the same."""
     kept = control is not None and torch.equal(control.to(getattr(torch, dtype)).to(control.dtype), control)
     return control if kept else before

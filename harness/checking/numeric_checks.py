@@ -56,19 +56,19 @@ def _compare(
         flawed=tuple(name for name in absent if name in flawed),
         not_in_truth=tuple(sorted(returned - set(expected))),
     )
-    results = _measured(run, truth, known, expected)
+    results = _measure_tensors(run, truth, known, expected)
     if claims.known_differences:
         results, by_design = claims.known_differences.apart(results)
         notes += by_design
     kinds = {kind_of(name) for name in returned}
-    decided = Counter(kind_of(name) for name in (*(m.name for m in results if _decided(m)), *flawed))
+    decided = Counter(kind_of(name) for name in (*(m.name for m in results if _is_decisive(m)), *flawed))
     unjudged = noted_names(notes, *_UNJUDGED)
     of = Counter(kind_of(name) for name in (*(m.name for m in results), *unjudged))
     counts = {kind: (decided[kind], count) for kind, count in of.items() if kind in kinds}
-    return replace(_with_each_kind(_judged(results, notes), counts, results), decided=counts)
+    return replace(_with_each_kind(_judge_measures(results, notes), counts, results), decided=counts)
 
 
-def _measured(run: Run, truth: Truth, names: Sequence[str], expected: Sequence[str]) -> list[Measured]:
+def _measure_tensors(run: Run, truth: Truth, names: Sequence[str], expected: Sequence[str]) -> list[Measured]:
     """These merged tensors compared with the truth; all `expected` names give the rms of each kind.
 
     float64 tensors without a control run, relu flip or Adam's bound have float64's own limits and are compared at once.
@@ -87,9 +87,9 @@ def _measured(run: Run, truth: Truth, names: Sequence[str], expected: Sequence[s
         together = {name: one for name, one in together.items() if one.right or name not in moves}  # slack is not in it
     if all(name in together for name in names):
         return [together[name] for name in names]
-    from shardproof.harness.checking.measuring import compared  # noqa: PLC0415
+    from shardproof.harness.checking.measuring import compare_with_truth  # noqa: PLC0415
 
-    return [together.get(name) or compared(run, truth, name, sizes.get(kind_of(name), 0.0)) for name in names]
+    return [together.get(name) or compare_with_truth(run, truth, name, sizes.get(kind_of(name), 0.0)) for name in names]
 
 
 _counts = numeric("tokens")
@@ -130,7 +130,7 @@ def update(run: Run, truth: Truth, claims: Claims) -> Finding | None:
     return replace(finding, verdict=FAIL, message=message, names=names, notes=notes, decided=decided)
 
 
-def _decided(measured: Measured) -> bool:
+def _is_decisive(measured: Measured) -> bool:
     """Whether the numbers decide: beyond its limits, or within limits that admit no half of it."""
     return measured.wrong or (measured.right and (measured.decidable or measured.zero))
 
@@ -139,13 +139,13 @@ def _with_each_kind(finding: Finding, counts: Mapping[str, Counts], measured: Se
     """The finding, unknown instead of passed where a kind that was returned has no tensor that is decided."""
     totals: Counter[str] = Counter()
     for kind, (decided, _) in counts.items():
-        totals[called(kind)] += decided
+        totals[name_of_kind(kind)] += decided
     empty = [kind for kind, decided in totals.items() if not decided and kind in _KIND_NAMES]
     if finding.verdict != PASS or not empty:
         return finding
-    names = [name for name in noted_names(finding.notes) if called(kind_of(name)) == empty[0]]
-    lost = any(m.right and called(kind_of(m.name)) == empty[0] for m in measured)
-    deviates = any(called(kind_of(name)) == empty[0] for name in noted_names(finding.notes, NoteKind.DEVIATES))
+    names = [name for name in noted_names(finding.notes) if name_of_kind(kind_of(name)) == empty[0]]
+    lost = any(m.right and name_of_kind(kind_of(m.name)) == empty[0] for m in measured)
+    deviates = any(name_of_kind(kind_of(name)) == empty[0] for name in noted_names(finding.notes, NoteKind.DEVIATES))
     message = f"no tensor of the {empty[0]} could be compared: {_why(lost=lost, deviates=deviates)}; first: {names[0]}"
     return replace(finding, verdict=UNKNOWN, message=message)
 
@@ -155,11 +155,11 @@ def _why(*, lost: bool, deviates: bool) -> str:
     return _ROUNDING if lost else "every one deviates as stated" if deviates else _UNMERGED
 
 
-def _judged(measured: Sequence[Measured], notes: tuple[Note, ...]) -> Finding:
+def _judge_measures(measured: Sequence[Measured], notes: tuple[Note, ...]) -> Finding:
     wrong = tuple(m for m in measured if m.wrong)
     overflowing = [m.name for m in measured if m.overflows]
-    lost = [m.name for m in measured if m.right and not _decided(m)] + overflowing
-    proved = [m for m in measured if m.right and _decided(m)]
+    lost = [m.name for m in measured if m.right and not _is_decisive(m)] + overflowing
+    proved = [m for m in measured if m.right and _is_decisive(m)]
     loose = [Note(kind=NoteKind.LOOSE, names=(m.name,), numbers=(m.loose, m.elements)) for m in proved if m.loose]
     unseen = (*notes, *notes_about(undecided=tuple(lost)), *loose)
     if wrong:
@@ -182,7 +182,7 @@ def _judged(measured: Sequence[Measured], notes: tuple[Note, ...]) -> Finding:
     return Finding(verdict=PASS, message=message, worst=as_worst(closest), notes=unseen)
 
 
-def called(kind: str) -> str:
+def name_of_kind(kind: str) -> str:
     """A kind of name in words: "gradients" of "grad", "loss" of "loss"."""
     return KIND_WORDS.get(kind, kind)
 

@@ -20,14 +20,14 @@ from shardproof.harness.checking.numeric_checks import numeric
 from shardproof.harness.checking.records import Claims, Run, Truth
 from shardproof.harness.errors import ranks_text
 from shardproof.harness.outcome.merging import same_bits
-from shardproof.harness.verdicts.facts import notes_about, unchecked
+from shardproof.harness.verdicts.facts import note_unchecked, notes_about
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 
 KIND = "routing"
 _compared = numeric(KIND)
 
 
-def routing(run: Run, truth: Truth, claims: Claims) -> Finding | None:
+def check_routing(run: Run, truth: Truth, claims: Claims) -> Finding | None:
     """Whether every token goes to the experts that it must go to, by the maps that ranks returned."""
     names = [name for name in run.returned if kind_of(name) == KIND]
     names = [name for name in truth.tensors if name in names] or sorted(names)
@@ -50,7 +50,7 @@ def routing(run: Run, truth: Truth, claims: Claims) -> Finding | None:
         message = "no rank holds a copy of another one's map, and the truth has none to compare them with"
         return Finding(verdict=UNKNOWN, message=message, notes=notes_about(undecided=alone))
     message = f"{len(names) - len(alone)} maps are equal on all ranks that hold the same tokens{loads}"
-    notes = (*notes_about(undecided=alone), *unchecked("choices themselves: the truth has no maps"))
+    notes = (*notes_about(undecided=alone), *note_unchecked("choices themselves: the truth has no maps"))
     return Finding(verdict=PASS, message=message, notes=notes)
 
 
@@ -61,12 +61,12 @@ def _message(run: Run, name: str, ranks: Sequence[int]) -> str:
     for mine in run.full_outcomes[rank][name]:
         first, theirs = next((other, block) for other, block in holders if block.region == mine.region)
         if not same_bits(mine.local, theirs.local):
-            parted = _parted(mine.local, theirs.local, rank, first)
+            parted = _describe_moved_tokens(mine.local, theirs.local, rank, first)
             return f"{name}: {parted}; {others} from rank {first}, which holds the same tokens"
     raise AssertionError(f"{name}: no block of rank {rank} differs")  # the flaw says that one does
 
 
-def _parted(mine: Tensor, theirs: Tensor, rank: int, first: int) -> str:
+def _describe_moved_tokens(mine: Tensor, theirs: Tensor, rank: int, first: int) -> str:
     """How many tokens go elsewhere, and where the first of them does."""
     if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
         return f"rank {rank} returns a map of another form than rank {first}"

@@ -11,8 +11,8 @@ from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.kinds import kind_of
 from shardproof.harness.checking.numeric_checks import numeric
 from shardproof.harness.checking.records import Claims, Run, Truth
-from shardproof.harness.outcome.merging import differing, same_bits
-from shardproof.harness.verdicts.facts import notes_about, unchecked
+from shardproof.harness.outcome.merging import describe_differences, same_bits
+from shardproof.harness.verdicts.facts import note_unchecked, notes_about
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 
 KIND = "init"
@@ -35,7 +35,7 @@ def initial_values(run: Run, truth: Truth, claims: Claims) -> Finding:
     """
     names = [name for name in run.returned if kind_of(name) == KIND]
     names = [name for name in truth.tensors if name in names] or sorted(names)
-    wrong = dict([*_equal(run, names), *_deviating(run, truth, names)])
+    wrong = dict([*_equal(run, names), *_find_deviating_states(run, truth, names)])
     if wrong:
         first = next(name for name in names if name in wrong)
         more = f"; {len(wrong) - 1} more of {len(names)} are wrong" if len(wrong) > 1 else ""
@@ -43,7 +43,7 @@ def initial_values(run: Run, truth: Truth, claims: Claims) -> Finding:
         return Finding(verdict=FAIL, message=f"{first} {wrong[first]}{more}", names=ordered)
     stated = sum(name.partition("/")[2] in truth.init_std for name in names)
     words = f"{stated} of {len(names)} parameters begin with the right deviations, and no two alike"
-    notes = () if stated else unchecked("deviations of initial values, which nothing states")
+    notes = () if stated else note_unchecked("deviations of initial values, which nothing states")
     known = None if set(names) & set(truth.from_ranks) else _compared(run, truth, claims)
     if known is None:
         return Finding(verdict=PASS, message=f"{words}; the dense model was given them", notes=notes)
@@ -52,7 +52,7 @@ def initial_values(run: Run, truth: Truth, claims: Claims) -> Finding:
     return replace(known, message=f"{known.message}; {words}", notes=(*known.notes, *notes))
 
 
-def _deviating(run: Run, truth: Truth, names: list[str]) -> Iterator[tuple[str, str]]:
+def _find_deviating_states(run: Run, truth: Truth, names: list[str]) -> Iterator[tuple[str, str]]:
     for name in names:
         value, right = run.tensors.get(name), truth.init_std.get(name.partition("/")[2])
         if value is None or right is None:
@@ -94,7 +94,7 @@ _COUNTS = ("steps", "step_after", "loss_scale")
 """Kinds of saved/ that are counts."""
 
 
-def saved(run: Run, truth: Truth) -> Finding:
+def check_saved_state(run: Run, truth: Truth) -> Finding:
     """Whether the files of a checkpoint hold (`saved/<name>`), bit for bit, what the ranks hold under that name.
 
     They are full tensors, read by another reader than the one that loads them where there is one. Tensors of ranks are
@@ -113,7 +113,7 @@ def saved(run: Run, truth: Truth) -> Finding:
     if wrong:
         files, must = known[wrong[0]]
         whose = "the ranks" if wrong[0].partition("/")[2] in merged else "the truth"
-        message = f"{wrong[0]}: the files of the checkpoint and {whose} differ {differing(files, must)}"
+        message = f"{wrong[0]}: the files of the checkpoint and {whose} differ {describe_differences(files, must)}"
         return Finding(verdict=FAIL, message=message, notes=unseen, names=tuple(wrong))
     if not known:
         return Finding(verdict=UNKNOWN, message="the ranks returned nothing that was saved", notes=unseen)

@@ -14,7 +14,7 @@ from shardproof.harness.checking.ledger_checks import module_order
 from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS, kind_of
 from shardproof.harness.checking.measures.spreads import replica_spread
 from shardproof.harness.checking.records import Evidence, Run, Truth
-from shardproof.harness.diagnosing.causes.cause import Cause, reported
+from shardproof.harness.diagnosing.causes.cause import Cause, report_cause
 from shardproof.harness.diagnosing.causes.hypothesis import Failure
 from shardproof.harness.diagnosing.causes.places import comparable, place_of, timeline, wrong_ranks
 from shardproof.harness.diagnosing.causes.proofs import last_bits
@@ -117,11 +117,11 @@ def explanation_of(evidence: Evidence, findings: Mapping[str, Finding]) -> Expla
     causes = likely(failure)
     agreed = Agreement()
     if not causes:
-        agreed = agreement(evidence.run, evidence.truth, wrong, _undecided(evidence.truth, findings))
+        agreed = agreement(evidence.run, evidence.truth, wrong, _find_undecided_names(evidence.truth, findings))
     return Explanation(first=first, causes=causes, agreement=agreed)
 
 
-def _undecided(truth: Truth, findings: Mapping[str, Finding]) -> set[str]:
+def _find_undecided_names(truth: Truth, findings: Mapping[str, Finding]) -> set[str]:
     """Names of the truth of which no check says whether they are right."""
     compared = {kind for check, kinds in NUMERIC_KINDS.items() if check in findings for kind in kinds}
     noted = {name for finding in findings.values() for name in noted_names(finding.notes)}
@@ -158,7 +158,7 @@ def diagnose(
     )
 
 
-def ended(error: ShardproofError) -> Diagnosis:
+def diagnose_ended_case(error: ShardproofError) -> Diagnosis:
     """Diagnose a case that ended without an outcome."""
     if isinstance(error, Desynchronised):
         known = "desynchronised"
@@ -172,7 +172,7 @@ def ended(error: ShardproofError) -> Diagnosis:
         known, words = "raised", "the subject raised: the line above says where each rank stood"
     else:
         known, words = "machine", "the time was up" if isinstance(error, TimeLimit) else "the machine failed"
-    ranks, causes = tuple(getattr(error, "ranks", ())), (reported(known, words, error),)
+    ranks, causes = tuple(getattr(error, "ranks", ())), (report_cause(known, words, error),)
     return Diagnosis(check="run", ranks=ranks, first=First(), causes=causes)
 
 

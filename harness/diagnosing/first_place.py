@@ -135,7 +135,7 @@ def _shown_by(evidence: Evidence, wrong: Sequence[str]) -> First:
     if kind == "param" or is_state(name):
         others = {_NUMBER.sub("", place_of(other, 1).module) for other in wrong}
         region = region if len(others) == 1 else ""  # the same module of several layers is that module
-    beside = (ranks_in_words(evidence, name), between(evidence.run, evidence.truth, name, wrong))
+    beside = (ranks_in_words(evidence, name), name_surrounding_modules(evidence.run, evidence.truth, name, wrong))
     return First(phase=phase, region=region, step=step, name=name, beside=(*filter(None, beside), *ended))
 
 
@@ -206,7 +206,7 @@ _CORES: Mapping[str, str] = {"attention": "the attention core", "mlp": "the acti
 """Last word of a module -> what its own code computes between two linears."""
 
 
-def between(run: Run, truth: Truth, name: str, wrong: Collection[str]) -> str:
+def name_surrounding_modules(run: Run, truth: Truth, name: str, wrong: Collection[str]) -> str:
     """The two modules around the unnamed code that computes the first wrong activation, or gradient of an activation.
 
     The first module's value is right, the second's wrong; "" where a named module computes the wrong value.

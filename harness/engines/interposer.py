@@ -142,13 +142,13 @@ class Interposer:
                         work.wait()  # its caller waits too, which then costs nothing
                 if log is not None:
                     log.left()
-                _completed(rank, tickets)
+                _complete_tickets(rank, tickets)
             if call.is_async and call.device == "cuda" and call.op not in _UNFOLLOWED:
                 for work in _works(result):
                     with suppress(RuntimeError):  # a backend without a future of it
-                        work.get_future().add_done_callback(lambda _future: _completed(rank, tickets))
+                        work.get_future().add_done_callback(lambda _future: _complete_tickets(rank, tickets))
             if call.is_async and (follow := getattr(log, "follow", None)) is not None:
-                return _replaced(result, partial(follow, waited=partial(_waited, rank, tickets)))
+                return _replace_work(result, partial(follow, waited=partial(_record_waits, rank, tickets)))
             return result
 
         return kernel
@@ -190,12 +190,12 @@ def _blind(why: str) -> MachineError:
     )
 
 
-def _completed(rank: int, tickets: Sequence[tuple[Observer, int]]) -> None:
+def _complete_tickets(rank: int, tickets: Sequence[tuple[Observer, int]]) -> None:
     for observer, ticket in tickets:
         observer.completed(rank, ticket)
 
 
-def _waited(rank: int, tickets: Sequence[tuple[Observer, int]]) -> None:
+def _record_waits(rank: int, tickets: Sequence[tuple[Observer, int]]) -> None:
     """The program waits for an asynchronous call."""
     for observer, ticket in tickets:
         notify_waited(observer, rank, ticket)
@@ -207,7 +207,7 @@ def _works(result: Any) -> list[dist.Work]:
     return [dist.Work.unbox(part) for part in parts if isinstance(part, torch.ScriptObject)]
 
 
-def _replaced(result: Any, follow: Callable[[Any, Sequence[Tensor]], dist.Work]) -> Any:
+def _replace_work(result: Any, follow: Callable[[Any, Sequence[Tensor]], dist.Work]) -> Any:
     """An operator's result with another work in it."""
     parts = result if isinstance(result, tuple) else (result,)
     outputs = tensors_in([part for part in parts if not isinstance(part, torch.ScriptObject)])

@@ -18,7 +18,7 @@ from shardproof.harness.errors import RequestError
 from shardproof.harness.hangs.standing import RankStanding, standing_of
 from shardproof.harness.interpreter import without_garbage_collection
 from shardproof.harness.traces.calls import MOST_RANKS, find_dtype, payload_bytes
-from shardproof.harness.traces.fields import listed, number, numbers, refuse_torn, text
+from shardproof.harness.traces.fields import as_list, number, numbers, refuse_torn, text
 from shardproof.harness.traces.flight_recorder import MESSAGES, load_dump, trace_of
 
 KIND = ("group", "axis", "op", "reduce_op", "dtype", "shape", "root", "peer", "phase", "region", "caller")
@@ -92,7 +92,7 @@ def _last_row(folder: Path) -> str:
 
 
 def _of_last(words: Mapping[str, Any], source: str) -> RankStanding:
-    kinds = [_kind(kind) for kind in listed(words["kinds"])]
+    kinds = [_kind(kind) for kind in as_list(words["kinds"])]
     ranks = {name: numbers(group["ranks"]) for name, group in words["groups"].items()}
     inside = set(numbers(words["inside"]))
     signatures = [_signature(*(kind[name] for name in ("op", "reduce_op", "dtype", "shape", "root"))) for kind in kinds]
@@ -121,12 +121,12 @@ def _of_last(words: Mapping[str, Any], source: str) -> RankStanding:
         last=last,
         ended=text(words["ended"]),
         silent_s=float(words["silent_s"]),
-        stack=tuple(map(text, listed(words["stack"]))),
+        stack=tuple(map(text, as_list(words["stack"]))),
     )
 
 
 def _kind(values: Any) -> dict[str, Any]:
-    kind = dict(zip(KIND, listed(values), strict=True))
+    kind = dict(zip(KIND, as_list(values), strict=True))
     return {name: number(value) if name in _NUMBERS else text(value) for name, value in kind.items()}
 
 

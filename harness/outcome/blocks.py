@@ -77,7 +77,7 @@ def blocks(value: object) -> tuple[Block, ...]:
     if isinstance(value, bool | int | float):
         value = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
     if isinstance(value, Tensor):
-        full = _settled(value)
+        full = _settle_tensor(value)
         return (Block(local=full, offsets=(0,) * full.dim(), global_shape=tuple(full.shape), whole=True),)
     if isinstance(value, Iterable):
         return tuple(block for part in value for block in _of_shard(part))
@@ -92,10 +92,10 @@ def _of_shard(value: object) -> tuple[Block, ...]:
             f"{type(value).__name__} is not a value: return a tensor, a DTensor, "
             "Shard(local, offsets, global_shape) or an iterable of shards"
         ) from None
-    return (Block(local=_settled(local), offsets=tuple(offsets), global_shape=tuple(shape)),)
+    return (Block(local=_settle_tensor(local), offsets=tuple(offsets), global_shape=tuple(shape)),)
 
 
-def _settled(local: Tensor) -> Tensor:
+def _settle_tensor(local: Tensor) -> Tensor:
     """The tensor itself: awaited when a functional collective still owns it, detached, on the CPU.
 
     Raises ValueError for what is no plain tensor of numbers: native code dies where such bytes are looked at.
@@ -168,7 +168,7 @@ def _of_dtensor(value: "DTensor") -> tuple[Block, ...]:
     if len(reduce_ops) > 1:
         raise ValueError(f"a DTensor that mixes Partial reductions ({', '.join(sorted(reduce_ops))}) has no one value")
     block = partial(Block, global_shape=full, terms=tuple(terms), reduce_op="".join(reduce_ops))
-    return tuple(block(local=box, offsets=offsets) for box, offsets in _runs(_settled(value.to_local()), indices))
+    return tuple(block(local=box, offsets=offsets) for box, offsets in _runs(_settle_tensor(value.to_local()), indices))
 
 
 def _chunk(indices: Tensor, parts: int, which: int) -> Tensor:

@@ -126,7 +126,7 @@ def _merge_one(placed: Placed, absent: list[int]) -> Tensor:
     _agree(placed)
     shape, dtype = placed[0][1].global_shape, placed[0][1].local.dtype
     parts = [part for part in _distinct(placed) if part[1].local.numel()]
-    if _shared(parts) or sum(block.local.numel() for _, block in parts) != math.prod(shape):
+    if _has_shared_elements(parts) or sum(block.local.numel() for _, block in parts) != math.prod(shape):
         left, first = _not_held(parts, shape)
         if left:
             lack = f"{left} of {math.prod(shape)} elements are held by no rank; first missing at {first}"
@@ -191,13 +191,13 @@ def _distinct(placed: Placed) -> Placed:
         if kept is not block and not same_bits(kept.local, block.local):
             raise _Flawed(
                 "replica conflict",
-                f"rank {rank} differs from rank {other} {differing(block.local, kept.local)}",
+                f"rank {rank} differs from rank {other} {describe_differences(block.local, kept.local)}",
                 sorted({r for r, b in placed if (b.region, b.terms) == mine and not same_bits(b.local, kept.local)}),
             )
-    return [_reduced(terms) for terms in regions.values()]
+    return [_sum_pending_terms(terms) for terms in regions.values()]
 
 
-def _reduced(terms: Mapping[tuple[int, ...], tuple[int, Block]]) -> tuple[int, Block]:
+def _sum_pending_terms(terms: Mapping[tuple[int, ...], tuple[int, Block]]) -> tuple[int, Block]:
     ordered = [terms[place] for place in sorted(terms)]
     rank, block = ordered[0]
     if not block.reduce_op:
@@ -210,7 +210,7 @@ def _reduced(terms: Mapping[tuple[int, ...], tuple[int, Block]]) -> tuple[int, B
     return rank, Block(local=total, offsets=block.offsets, global_shape=block.global_shape)
 
 
-def _shared(parts: Placed) -> bool:
+def _has_shared_elements(parts: Placed) -> bool:
     """Whether some parts have elements in common. Raises _Flawed where these differ in a bit."""
     shared = False
     for (rank, mine), (other, theirs) in itertools.combinations(parts, 2):
@@ -220,7 +220,7 @@ def _shared(parts: Placed) -> bool:
         common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(mine.region, theirs.region, strict=True)]
         here, there = (block.local[_within(block, common)] for block in (mine, theirs))
         if not same_bits(here, there):
-            how = differing(there, here, tuple(a for a, _ in common))
+            how = describe_differences(there, here, tuple(a for a, _ in common))
             both = f"rank {rank} holds {_box(mine.region)} and rank {other} {_box(theirs.region)}"
             words = f"rank {other} differs from rank {rank} {how} of what both hold, {_box(common)}; {both}"
             raise _Flawed("replica conflict", words, sorted({rank, other}))
@@ -271,7 +271,7 @@ def bits_of(a: Tensor) -> Tensor:
     return a.contiguous().as_strided((a.numel(),), (1,)).view(torch.uint8)
 
 
-def differing(a: Tensor, b: Tensor, offsets: tuple[int, ...] = ()) -> str:
+def describe_differences(a: Tensor, b: Tensor, offsets: tuple[int, ...] = ()) -> str:
     """How two tensors of one shape differ, in words: "in 3 of 64 elements, by up to 1.5e-08, first at (0, 4)".
 
     `offsets` are those of their first element in the tensor whose indices are named.

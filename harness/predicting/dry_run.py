@@ -40,7 +40,7 @@ from shardproof.harness.ledger import Call, Event
 from shardproof.harness.protocols import CaseLike, Subject
 from shardproof.harness.recording.measures import SavedActivations
 from shardproof.harness.recording.recorder import Recorder
-from shardproof.harness.subject import called, kept_per_rank, named_axes, session
+from shardproof.harness.subject import call_subject, kept_per_rank, named_axes, session
 from shardproof.harness.torch_internals.autograd import current_task, storage_id
 from shardproof.harness.torch_internals.backends import fused_attention, waits_of_fakes
 from shardproof.harness.torch_internals.dispatch import (
@@ -73,7 +73,7 @@ class Stretch(NamedTuple):
     held_bytes: int = 0
 
 
-def hidden(stretches: Sequence[Stretch]) -> set[int]:
+def find_hidden_calls(stretches: Sequence[Stretch]) -> set[int]:
     """The tickets of calls between whose start and wait a product was computed."""
     flops, before, found = 0, dict[int, int](), set[int]()
     for stretch in stretches:
@@ -150,7 +150,7 @@ class Meter(DispatchMode):
         """Measure this thread until the body ends."""
         hooks = register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)
         try:
-            with waits_of_fakes(self._waited), fused_attention(), self:
+            with waits_of_fakes(self._note_wait), fused_attention(), self:
                 yield
         finally:
             for hook in hooks:
@@ -185,7 +185,7 @@ class Meter(DispatchMode):
         words = dict(kwargs or {})
         space = func.namespace
         if space in {"_c10d_functional", "c10d"}:
-            return self._communicated(space, func, args, words)
+            return self._note_collective(space, func, args, words)
         out = func(*args, **words)
         formula = FORMULAS.get(packet_of(func))
         if formula is not None:
@@ -193,7 +193,7 @@ class Meter(DispatchMode):
         self._see(out)
         return out
 
-    def _communicated(self, space: str, func: Any, args: tuple[Any, ...], words: dict[str, Any]) -> Any:
+    def _note_collective(self, space: str, func: Any, args: tuple[Any, ...], words: dict[str, Any]) -> Any:
         """An operator of a collective: remember by what its call is waited for."""
         if space != "c10d" and short_name(func) in _OF_ONE_TENSOR:
             return self._passed_on(func, args, words)
@@ -219,7 +219,7 @@ class Meter(DispatchMode):
         ticket, kept = self._works.get(handle, (-1, None))
         if kept is not None and short_name(func) == "wait_tensor":
             end_functional(kept)
-            self._waited(handle)
+            self._note_wait(handle)
         elif kept is not None:
             self._works[storage_id(out)] = ticket, kept
         return out
@@ -232,7 +232,7 @@ class Meter(DispatchMode):
             for part in out:
                 self._see(part)
 
-    def _waited(self, handle: int) -> None:
+    def _note_wait(self, handle: int) -> None:
         """The call behind a work, or behind the tensor of a functional collective, is waited for; the first time."""
         ticket, _kept = self._works.pop(handle, (-1, None))
         if self._calls.pop(ticket, None) is not None:
@@ -354,7 +354,7 @@ def dry_run(
 
         def program(rank: int, recorder: Recorder, meter: Meter, saved: SavedActivations) -> None:
             with recorder.on_rank(rank), saved.on_rank(rank), meter.on_rank(rank):
-                called(subject, case, torch.device("meta"))
+                call_subject(subject, case, torch.device("meta"))
 
         with recorder, chdir("."), session(subject):
             request = RunRequest(

@@ -23,7 +23,7 @@ from shardproof.harness.differences import differences
 from shardproof.harness.ledger import Event, wire_bytes
 from shardproof.harness.predicting.dry_run import DryRank
 from shardproof.harness.protocols import ActionLike, CaseLike, Subject
-from shardproof.harness.subject import named_axes, stated
+from shardproof.harness.subject import named_axes, state_terms
 from shardproof.harness.terms import EventKey, closed_forms
 
 EQUAL = "equal"
@@ -131,7 +131,7 @@ class Forecast:
 
 def traffic(case: CaseLike, subject: Subject, ranks: Sequence[int] = (0,)) -> tuple[Traffic | None, ...]:
     """Calls and bytes of each of these ranks in one step by the closed form; None when it does not state all fields."""
-    terms = stated(case.but(steps=1), subject)
+    terms = state_terms(case.but(steps=1), subject)
     forms = {} if terms is None else closed_forms(terms, ranks, named_axes(case, subject))
     return tuple(_sum(form.complete) if (form := forms.get(rank)) and not form.partial else None for rank in ranks)
 
@@ -155,9 +155,9 @@ def first_difference(ledgers: Iterable[str]) -> str:
     return next((ledger for ledger in ledgers if ledger != EQUAL), EQUAL)
 
 
-def compared(case: CaseLike, subject: Subject, rank: DryRank) -> str:
+def compare_with_closed_form(case: CaseLike, subject: Subject, rank: DryRank) -> str:
     """How the ledger of a dry run compares with the closed form: "equal", or the first difference."""
-    terms = stated(case, subject)
+    terms = state_terms(case, subject)
     if terms is None:
         return "the subject states no closed form"
     parted = differences(rank.events, terms, (rank.rank,), axes=named_axes(case, subject))

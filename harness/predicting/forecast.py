@@ -38,7 +38,7 @@ from shardproof.harness.predicting.figures import (
     StageForecast,
     States,
     Traffic,
-    compared,
+    compare_with_closed_form,
     data_ranks,
     first_difference,
     line,
@@ -161,7 +161,7 @@ def computations(program: Sequence[Sequence[ActionLike]]) -> list[ActionLike]:
     return [step[0] for step in program if step[0].kind in _COMPUTED]
 
 
-def measured(
+def measure_stage(
     case: CaseLike, pipeline: PipelineLike, stage: int, subject: Subject, engine: DryEngine, timeout_s: float
 ) -> MeasuredStage:
     """A rank of this stage, run dry and taken apart.
@@ -174,14 +174,18 @@ def measured(
     actions = computations(program)
     ends = _turns(rank, len(actions)) if isinstance(pipeline, OneStage) else _ends(rank, program)
     made_stage = partial(
-        MeasuredStage, rank=at, memory=Memory.of(rank, 0), ledger=compared(case, subject, rank), events=rank.events
+        MeasuredStage,
+        rank=at,
+        memory=Memory.of(rank, 0),
+        ledger=compare_with_closed_form(case, subject, rank),
+        events=rank.events,
     )
     if not ends:
         share, rest = _shares(case, rank)
         nothing = Segment(left_bytes=0.0, more_bytes=0.0, flops=0.0)
         shares = {(FORWARD, 0): (share,), (BACKWARD, 0): (nothing,)}
         return made_stage(segments=shares, rest=rest, before_bytes=0.0, grown_bytes=0.0, live=1)
-    made = _cut(rank, ends)
+    made = _cut_segments(rank, ends)
     segments: dict[tuple[str, int], tuple[Segment, ...]] = {}
     for action, segment in zip(actions, made[:-1], strict=True):
         place = action.kind, action.chunk
@@ -201,12 +205,12 @@ def _shares(case: CaseLike, rank: DryRank) -> tuple[Segment, Segment]:
     """A micro-batch as an equal share of what comes before the first call after backward, and the rest."""
     after = {event.call_index for event in rank.events if event.phase in _AFTER_BACKWARD}
     stops = (number for number, one in enumerate(rank.stretches) if one.then == START and one.ticket in after)
-    step, rest = _cut(rank, [next(stops, len(rank.stretches)), len(rank.stretches)])
+    step, rest = _cut_segments(rank, [next(stops, len(rank.stretches)), len(rank.stretches)])
     share = replace(step, flops=step.flops / case.micro, left_bytes=0.0)
     return share, replace(rest, more_bytes=rest.more_bytes + step.left_bytes)
 
 
-def _cut(rank: DryRank, ends: Sequence[int]) -> list[Segment]:
+def _cut_segments(rank: DryRank, ends: Sequence[int]) -> list[Segment]:
     """Segments that end with these numbers of stretches."""
     made: list[Segment] = []
     first, start_bytes = 0, 0
@@ -323,7 +327,7 @@ def forecast(
     depth_of = {kind: pipeline.layers[kind] / pipeline.chunks for kind in sorted(set(pipeline.alike))}
 
     def run_dry(sample: CaseLike, kind: int) -> MeasuredStage:
-        return measured(sample, _pipeline(sample, subject, states), kind, subject, engine, timeout_s)
+        return measure_stage(sample, _pipeline(sample, subject, states), kind, subject, engine, timeout_s)
 
     def at(kind: int, depth: int | None) -> MeasuredStage:
         one, further = run_dry(sample := pipeline.sample(depth), kind), case.micro - sample.micro
@@ -339,7 +343,7 @@ def forecast(
         else at(kind, None)
         for kind, depth in depth_of.items()
     }
-    made = _composed(case, subject, pipeline, run, states)
+    made = _compose_forecast(case, subject, pipeline, run, states)
     if not isinstance(pipeline, OneStage):
         return made
     deep = max(depth_of.values()) > high
@@ -348,10 +352,14 @@ def forecast(
         return made
     short = case.but(steps=1, micro=1)
     (itself,) = dry_run(short, subject, engine, (0,), text=str(short), timeout_s=timeout_s)
-    return replace(made, events=itself.events, ledger=first_difference((compared(short, subject, itself), made.ledger)))
+    return replace(
+        made,
+        events=itself.events,
+        ledger=first_difference((compare_with_closed_form(short, subject, itself), made.ledger)),
+    )
 
 
-def _composed(
+def _compose_forecast(
     case: CaseLike, subject: Subject, pipeline: PipelineLike, run: Mapping[int, MeasuredStage], states: States | None
 ) -> Forecast:
     """The step of all stages; `run` has one of each kind."""

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from shardproof.harness.errors import RequestError, ranks_text
 from shardproof.harness.protocols import Axes, CaseLike
 from shardproof.harness.recording.naming import axis_name
-from shardproof.harness.subject import named_axes, stated
-from shardproof.harness.terms import ClosedForm, EventKey, Term, closed_forms, visible
+from shardproof.harness.subject import named_axes, state_terms
+from shardproof.harness.terms import ClosedForm, EventKey, Term, closed_forms, select_visible_terms
 from shardproof.harness.traces.calls import Trace, TracedCall
 from shardproof.harness.witnesses.chosen import terms_of
 
@@ -83,7 +83,7 @@ def compare_with_form(traces: Sequence[Trace], case: CaseLike, subject: Any) -> 
 
     Raises RequestError where the subject states none, the world has other ranks, or steps cannot be told apart.
     """
-    axes, terms = named_axes(case, subject), stated(case, subject)
+    axes, terms = named_axes(case, subject), state_terms(case, subject)
     if terms is None:
         raise RequestError(f"case {case}: its subject states no closed form; legal: a subject with `expected`")
     worlds = {trace.world_size for trace in traces} - {None}
@@ -99,7 +99,7 @@ def compare_with_form(traces: Sequence[Trace], case: CaseLike, subject: Any) -> 
         for trace in traces
         if trace.lost and not trace.steps
     ]
-    compared, more = _compared([call for calls in inside.values() for call in calls])
+    compared, more = _find_compared_fields([call for calls in inside.values() for call in calls])
     found: dict[Unmeant, list[int]] = {}
     for trace in traces:
         rank = trace.rank or 0
@@ -119,14 +119,16 @@ _NEVER_COMPARED = "not compared: phase, module and reduce op, which a trace does
 def _terms(trace: Trace, case: CaseLike, subject: Any, terms: Sequence[Term]) -> list[Any]:
     """The closed form of the trace's steps; of the whole run where it has none."""
     if not trace.steps:
-        return visible(terms)
-    found, untold = terms_of(range(len(trace.steps)), case, visible(terms), getattr(subject, "expected", None))
+        return select_visible_terms(terms)
+    found, untold = terms_of(
+        range(len(trace.steps)), case, select_visible_terms(terms), getattr(subject, "expected", None)
+    )
     if found is None:
         raise RequestError(f"case {case}: {untold}; legal: a trace of the whole run without steps, or another case")
     return list(found)
 
 
-def _compared(calls: Sequence[TracedCall]) -> tuple[frozenset[str], list[str]]:
+def _find_compared_fields(calls: Sequence[TracedCall]) -> tuple[frozenset[str], list[str]]:
     """The fields that are known of every call, and a sentence for each of the others."""
     lacking = {
         "axis": sum(not call.group for call in calls),

@@ -32,7 +32,7 @@ from shardproof.harness.programs.kineto import Window
 from shardproof.harness.programs.part import MODE, Part, Silence, shared_file
 from shardproof.harness.programs.session import ProgramSession, boot_id
 from shardproof.harness.programs.stream import EventStream, PastCall
-from shardproof.harness.recording.observations import read
+from shardproof.harness.recording.observations import read_observation
 from shardproof.harness.recording.ranges import attached_ranges
 from shardproof.harness.recording.recorder import Recorded
 from shardproof.harness.recording.watch import Watch
@@ -163,11 +163,11 @@ class RankRecorder:
         if not self._on:
             return
         try:
-            self._handles.given()
+            self._handles.release_last()
             issued, self._local.issued = getattr(self._local, "issued", None), None
             self._local.past = self._stream.feed(plain, issued)
             if self._draw is not None:
-                self._draw(read(plain))
+                self._draw(read_observation(plain))
         except Exception as problem:
             self._let_go(problem)
 
@@ -198,12 +198,12 @@ class RankRecorder:
             self._stream.close()
             self._write_end()
             if not self._rank:
-                sys.stderr.write(f"shardproof: {self._counted()}\n")
+                sys.stderr.write(f"shardproof: {self._describe_counts()}\n")
         except Exception as problem:
             self._let_go(problem)
         self._on = False
 
-    def _counted(self) -> str:
+    def _describe_counts(self) -> str:
         """Words on what this rank recorded, and the command that shows it."""
         stream, steps = self._stream, self._session.steps
         if not stream.recorded and steps is not None and stream.calls:

@@ -16,7 +16,7 @@ from shardproof.harness.errors import RequestError, ranks_text
 from shardproof.harness.ledger import COLUMNS, Event, shape_text, wire_bytes
 from shardproof.harness.programs.part import GROUP_COLUMNS, MODE, STEP_COLUMNS
 from shardproof.harness.recording.naming import axis_name, group_word
-from shardproof.harness.run_folder import link_latest, new_run_folder, writing
+from shardproof.harness.run_folder import guard_writing, link_latest, new_run_folder
 from shardproof.harness.running.store import environment
 from shardproof.harness.traces.calls import FLIGHT_RECORDER, MOST_RANKS, Trace, TracedCall
 from shardproof.harness.traces.unknown import UNKNOWN, sentences
@@ -27,7 +27,7 @@ _REDUCING = ("all_reduce", "reduce_scatter", "reduce", "other")
 Row = dict[str, object]
 
 
-def chosen(traces: Sequence[Trace], steps: tuple[int, int] | None) -> list[Trace]:
+def select_steps(traces: Sequence[Trace], steps: tuple[int, int] | None) -> list[Trace]:
     """The traces with the calls of these steps alone. Raises RequestError where no trace has such a step."""
     if steps is None:
         return list(traces)
@@ -47,7 +47,7 @@ def write_folder(
     world_size = world_of(traces)
     folder = new_run_folder(out, name)
     origin_us = min((call.start_us for trace in traces for call in trace.calls if call.start_us), default=0.0)
-    with writing(folder):
+    with guard_writing(folder):
         lacking: Counter[str] = Counter()
         for trace in traces:
             rows = ledger_rows(trace, name, world_size, origin_us)

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shardproof.harness.errors import RequestError, ranks_text
-from shardproof.harness.verdicts.words import labelled
+from shardproof.harness.verdicts.words import label_lines
 
 _CHUNK = 1 << 20
 _FACTOR, _SUMMAND = 6364136223846793005, 1442695040888963407
@@ -73,7 +73,7 @@ class TrainingWatch:
 
     def __enter__(self) -> Self:
         self._begin_s = time.perf_counter()
-        self._hook = register_optimizer_step_post_hook(self._stepped)
+        self._hook = register_optimizer_step_post_hook(self._count_step)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -105,7 +105,7 @@ class TrainingWatch:
             self._checks += 1
             self._in_checks_s += time.perf_counter() - begin_s
 
-    def _stepped(self, optimizer: Any, _args: object, _kwargs: object) -> None:
+    def _count_step(self, optimizer: Any, _args: object, _kwargs: object) -> None:
         """Count the steps of one optimizer: the first that holds a parameter of the model."""
         if self._optimizer is None:
             mine = {id(parameter) for parameter in self._model.parameters()}
@@ -123,13 +123,13 @@ class TrainingWatch:
                 wrong = place + 1
                 break
         streams = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
-        states = _gathered([functools.reduce(operator.xor, map(bits_hash, streams)), wrong], None)
+        states = _gather_numbers([functools.reduce(operator.xor, map(bits_hash, streams)), wrong], None)
         self._gradients([state[1] for state in states], names)
         self._streams([state[0] for state in states])
         found = self._copies()
         self._compared = sum(len(copies.tensors) for copies in found)
         for copies in found:
-            hashes = _gathered([bits_hash(tensor) for tensor in copies.tensors.values()], copies.group)
+            hashes = _gather_numbers([bits_hash(tensor) for tensor in copies.tensors.values()], copies.group)
             self._parity(copies, hashes)
 
     def _gradients(self, wrong: Sequence[int], names: Sequence[tuple[str, Any]]) -> None:
@@ -177,7 +177,9 @@ class TrainingWatch:
         tensor = copies.tensors[parted[0]]
         error = _difference(tensor, copies.group)
         gradient = next((p.grad for name, p in _names(self._model) if name == parted[0]), None)
-        apart = len(set(map(tuple, _gathered([-1 if gradient is None else bits_hash(_local(gradient))], copies.group))))
+        apart = len(
+            set(map(tuple, _gather_numbers([-1 if gradient is None else bits_hash(_local(gradient))], copies.group)))
+        )
         self._report(
             "replicas",
             what=f"{parted[0]} differs between its replicas: rank{'s' if len(odd) > 1 else ''} {ranks_text(odd)} from "
@@ -198,7 +200,7 @@ class TrainingWatch:
         steps = f"{self._steps - 1}:{self._steps + 1}"
         repeat = f"record these steps: torchrun ... -m shardproof.record --steps {steps} ..."
         if _rank() == writer:
-            self._write("\n".join(labelled({**words, "what": f"{words['what']} (check {about})", "repeat": repeat})))
+            self._write("\n".join(label_lines({**words, "what": f"{words['what']} (check {about})", "repeat": repeat})))
 
     def _write(self, text: str) -> None:
         with suppress(OSError, ValueError):
@@ -250,7 +252,7 @@ def bits_hash(tensor: Tensor) -> int:
     return int(total)
 
 
-def _gathered(numbers: Sequence[int], group: Any) -> list[list[int]]:
+def _gather_numbers(numbers: Sequence[int], group: Any) -> list[list[int]]:
     """These numbers of every rank of the group (None: all ranks), in group order."""
     if not dist.is_initialized():
         return [list(numbers)]

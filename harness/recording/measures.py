@@ -92,15 +92,15 @@ class Overlap:
         if self._other:
             self._other.completed(rank, ticket)
         if self._open.get((rank, ticket), (0, ""))[1] != "cuda":
-            self._ended(rank, ticket)
+            self._close_span(rank, ticket)
 
     def waited(self, rank: int, ticket: int) -> None:
         """The rank waits for the call, or reads its result."""
         if self._other:
             notify_waited(self._other, rank, ticket)
-        self._ended(rank, ticket)
+        self._close_span(rank, ticket)
 
-    def _ended(self, rank: int, ticket: int) -> None:
+    def _close_span(self, rank: int, ticket: int) -> None:
         before, _device = self._open.pop((rank, ticket), (self._products[rank], ""))
         if self._products[rank] > before:
             self.hidden.add((rank, ticket))
@@ -178,7 +178,7 @@ class SavedActivations:
         account = self._accounts[rank] = _Account()
         with self._lock:
             if not self._of_thread:
-                saved_tensors_hooks.__init__ = self._counting()  # type: ignore[method-assign]
+                saved_tensors_hooks.__init__ = self._make_counting_hooks()  # type: ignore[method-assign]
             self._of_thread[threading.get_ident()] = account
         try:
             with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
@@ -194,7 +194,7 @@ class SavedActivations:
         account = self._accounts.get(rank)
         return account.peak_bytes if account else 0
 
-    def _counting(self) -> Callable[..., None]:
+    def _make_counting_hooks(self) -> Callable[..., None]:
         """The way hooks are made, so that they count the tensors that they keep on a watched thread."""
         of_thread, made = self._of_thread, self._made
 

@@ -23,7 +23,7 @@ from shardproof.harness.ledger import Call, Event, shape_text, wire_bytes
 from shardproof.harness.recording.attribution import Attribution
 from shardproof.harness.recording.lanes import Site
 from shardproof.harness.recording.naming import AxisNames
-from shardproof.harness.recording.observations import Entered, Issued, read
+from shardproof.harness.recording.observations import Entered, Issued, read_observation
 from shardproof.harness.recording.spans import Mark, RankSpan, Stopwatch, rank_spans
 from shardproof.harness.recording.watch import Emit, Watch
 
@@ -112,7 +112,7 @@ class Recorder:
 
     def spans(self, rank: int, events: Sequence[Event]) -> tuple[RankSpan, ...]:
         """When this rank, whose `events` these are, computed; () when it is no pipeline's."""
-        observations = [read(plain) for plain in self._track(rank).observations]
+        observations = [read_observation(plain) for plain in self._track(rank).observations]
         waited_us = {ticket: (at - self._start_s) * 1e6 for ticket, at in self._track(rank).waited_s.items()}
         return rank_spans(observations, Attribution.of(observations), events, waited_us, self._start_s)
 
@@ -126,7 +126,7 @@ class Recorder:
 
     def models(self, rank: int) -> list[nn.Module]:
         """The models of a rank: the outermost modules that it called, each once."""
-        seen = map(read, list(self._track(rank).observations))
+        seen = map(read_observation, list(self._track(rank).observations))
         called = (one.module for one in seen if isinstance(one, Entered) and one.outermost)
         return list({id(module): module for module in called}.values())
 
@@ -143,12 +143,12 @@ class Recorder:
 
         def emit(plain: tuple[Any, ...]) -> None:
             keep(plain)
-            draw(read(plain))
+            draw(read_observation(plain))
 
         return emit
 
     def _events(self, rank: int, track: _Track) -> Iterator[Event]:
-        observations = [read(plain) for plain in list(track.observations)]
+        observations = [read_observation(plain) for plain in list(track.observations)]
         attribution = Attribution.of(observations)
         calls = (seen for seen in observations if isinstance(seen, Issued) and not only_captured(seen))
         issued = sorted(calls, key=lambda seen: seen.ticket)

@@ -14,15 +14,15 @@ from io import StringIO
 from multiprocessing.connection import Connection
 from typing import Any
 
-from shardproof.harness.checking.checks import CHECKS, LAWS, Check, needing, records_of
+from shardproof.harness.checking.checks import CHECKS, LAWS, Check, records_of, select_checks_by_need
 from shardproof.harness.checking.records import Repeats, Run, Truth
 from shardproof.harness.diagnosing.diagnosis import BIT_FOR_BIT
 from shardproof.harness.diagnosing.needed_words import needed_words
-from shardproof.harness.diagnosing.tried_words import OutOfTime, Proved, confirmed
+from shardproof.harness.diagnosing.tried_words import OutOfTime, Proved, confirm_words
 from shardproof.harness.diagnosing.words_text import NeededWords
 from shardproof.harness.errors import ShardproofError
 from shardproof.harness.protocols import CaseLike, case_text, without_saving
-from shardproof.harness.running.forked_process import forked
+from shardproof.harness.running.forked_process import fork_worker
 from shardproof.harness.running.request import Request
 from shardproof.harness.running.result import CaseResult
 from shardproof.harness.running.store import STOPPED, Store
@@ -38,7 +38,7 @@ _GRACE_S = 10.0
 """How much longer a case of an experiment may take, that began in time."""
 ENGINES = ("inproc", "pool", "dry")
 """Engines on which other cases than those of the request can be run."""
-_OF_CALLS = frozenset(CHECKS.keys() - needing(CHECKS, Run, Truth))
+_OF_CALLS = frozenset(CHECKS.keys() - select_checks_by_need(CHECKS, Run, Truth))
 """Checks that look at no number."""
 Proves = Callable[..., CaseResult]
 """Proves a case with these `checks` within `timeout_s`, without explaining what fails."""
@@ -96,9 +96,9 @@ def _each(
     if not failures or not request.when_s or request.engine not in ENGINES:
         return
     if not apart:
-        yield from _examined(failures, request, proving)
+        yield from _examine_failures(failures, request, proving)
         return
-    worker = forked(lambda connection: _sent(connection, _examined(failures, request, proving)))
+    worker = fork_worker(lambda connection: _send_objects(connection, _examine_failures(failures, request, proving)))
     end_s = time.monotonic() + _IN_ALL * request.when_s + _GRACE_S
     try:
         while worker and worker.pipe.poll(max(end_s - time.monotonic(), 0)):
@@ -110,12 +110,12 @@ def _each(
             worker.close()
 
 
-def _sent(connection: Connection, objects: Iterable[object]) -> None:
+def _send_objects(connection: Connection, objects: Iterable[object]) -> None:
     for each in objects:
         connection.send(each)
 
 
-def _examined(
+def _examine_failures(
     failures: Sequence[Failed], request: Request, proving: Proving
 ) -> Iterator[dict[str, tuple[Verdict, ...]]]:
     groups: dict[str, list[Failed]] = {}
@@ -187,7 +187,7 @@ def words_needed(failed: Failed, subject: NamedSubject, prove: Proves, end_s: fl
         fails = _Fails(failed, prove, start_s + _SEARCH * (end_s - start_s), saved)
         found = needed_words(failed.case, domains_of(failed.case, subject), fails)
         again = _Fails(failed, prove, end_s, saved)
-        return confirmed(found, failed.case, lambda text: case_of(text, subject), again.by_all_checks)
+        return confirm_words(found, failed.case, lambda text: case_of(text, subject), again.by_all_checks)
 
 
 class _Fails:
@@ -206,7 +206,7 @@ class _Fails:
         self._prove, self._end_s, self._words = prove, end_s, words
 
     def __call__(self, case: CaseLike) -> bool | None:
-        result = self._proved(case, self._checks)
+        result = self._prove_case(case, self._checks)
         if not result:
             return None
         failures = [verdict for verdict in result.verdicts if verdict.verdict == FAIL]
@@ -217,7 +217,7 @@ class _Fails:
 
     def by_all_checks(self, case: CaseLike) -> Proved:
         """Whether it fails so by any check, and all checks that fail."""
-        result = self._proved(case, CHECKS)
+        result = self._prove_case(case, CHECKS)
         if not result:
             return None, ()
         failures = [verdict for verdict in result.verdicts if verdict.verdict == FAIL]
@@ -227,7 +227,7 @@ class _Fails:
             return (True if mine & self._reasons else None), checks
         return (False if failures or result.verdict == PASS else None), checks
 
-    def _proved(self, case: CaseLike, checks: Mapping[str, Check]) -> CaseResult | None:
+    def _prove_case(self, case: CaseLike, checks: Mapping[str, Check]) -> CaseResult | None:
         """The result of a case, None where it is refused; one that time itself ended is none."""
         left_s = self._end_s - time.monotonic()
         if left_s <= 0:

@@ -327,17 +327,17 @@ def _shapes(call: RowsOfCall) -> tuple[tuple[int, ...], ...] | None:
             continue  # the input
         dims, word = _argument(row)
         if dims or find_dtype(word):  # a scalar has no dims
-            return tuple(_flattened(dims))
+            return tuple(_flatten_dims(dims))
     return None
 
 
-def _flattened(dims: Any) -> Iterator[tuple[int, ...]]:
+def _flatten_dims(dims: Any) -> Iterator[tuple[int, ...]]:
     """The shapes in an argument's dims: of a tensor, a list of them, or a list of lists."""
     if all(isinstance(size, int) for size in dims):
         yield tuple(dims)
     else:
         for part in dims:
-            yield from _flattened(part)
+            yield from _flatten_dims(part)
 
 
 def _dtype_word(call: RowsOfCall, gloo: Sequence[CallRow]) -> str:
@@ -349,7 +349,9 @@ def _dtype_word(call: RowsOfCall, gloo: Sequence[CallRow]) -> str:
             return _argument(row)[1]
     shapes = _shapes(call) or ((),)
     later = (
-        row for row in gloo if row.start_us >= call.told.start_us and tuple(_flattened(_argument(row)[0])) == shapes[:1]
+        row
+        for row in gloo
+        if row.start_us >= call.told.start_us and tuple(_flatten_dims(_argument(row)[0])) == shapes[:1]
     )
     nearest = min(later, key=lambda row: row.start_us, default=None)
     return "" if nearest is None else _argument(nearest)[1]

@@ -17,7 +17,7 @@ import pandas as pd
 
 from shardproof.harness.errors import RequestError
 from shardproof.harness.resolve import resolve
-from shardproof.harness.verdicts.words import NO_CAUSE, labelled
+from shardproof.harness.verdicts.words import NO_CAUSE, label_lines
 from shardproof.reports.options.command_options import SLICED
 from shardproof.reports.printing.text import show_message, show_note, show_table
 from shardproof.reports.printing.text_tables import Table, count, mark, table
@@ -61,7 +61,7 @@ def six_lines(difference: Any, a: str, b: str) -> str:
     first = difference.first
     lines = {name: getattr(first, name) for name in ("what", "where", "error", "pieces")}
     repeat = f"shardproof checkpoint {shlex.join([a, b])} --tensor {shlex.quote(first.key)}"
-    return "\n".join(labelled(lines | {"causes": first.cause or NO_CAUSE, "repeat": repeat}))
+    return "\n".join(label_lines(lines | {"causes": first.cause or NO_CAUSE, "repeat": repeat}))
 
 
 SLICES = "shardproof.parallel.slicing.slices:slices"

@@ -23,7 +23,7 @@ from shardproof.harness.protocols import case_text
 from shardproof.harness.resolve import resolve
 from shardproof.harness.running.request import seconds
 from shardproof.harness.running.store import Store, environment
-from shardproof.harness.subject import cases_of, named
+from shardproof.harness.subject import cases_of, resolve_subject
 from shardproof.reports.options.option_checks import writing
 from shardproof.reports.printing.text import (
     append_step_summary,
@@ -45,7 +45,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Plant, prove, write the matrix, print; or write bugs as scripts."""
     if arguments.emit_repro is not None:
         return _write_scripts(*arguments.emit_repro, field=arguments.field)
-    subject = named(arguments.subject)
+    subject = resolve_subject(arguments.subject)
     plan_kills: Any = resolve(f"{KILLING}:plan_kills")
     run_kills: Any = resolve(f"{KILLING}:run_kills")
     only = "held-back" if arguments.held_back else "open" if arguments.open else ""

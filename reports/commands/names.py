@@ -16,7 +16,7 @@ from shardproof.harness.protocols import CaseLike
 from shardproof.harness.running.engines import engine_named
 from shardproof.harness.running.ranks.capacity import admit
 from shardproof.harness.running.trials.trial import Trial, reference_of
-from shardproof.harness.subject import NamedSubject, case_of, compared_with, named, truth_of
+from shardproof.harness.subject import NamedSubject, case_of, compared_with, resolve_subject, truth_of
 from shardproof.reports.printing.text import show_table, show_words
 from shardproof.reports.printing.text_tables import Table
 
@@ -47,7 +47,7 @@ RULE = (
 
 def main(arguments: argparse.Namespace) -> int:
     """Print the names of the truth of a case. Exit status 0; raises RequestError when it cannot be computed."""
-    subject = named(arguments.subject, arguments.truth or "")
+    subject = resolve_subject(arguments.subject, arguments.truth or "")
     case = case_of(" ".join(arguments.case), subject)
     admit((case,), "inproc")
     found = tables(names(case, subject))

@@ -17,7 +17,7 @@ from shardproof.harness.engines.threads.dry import DryEngine
 from shardproof.harness.errors import RequestError
 from shardproof.harness.ledger import COLUMNS
 from shardproof.harness.predicting.figures import DEPTHS
-from shardproof.harness.subject import named
+from shardproof.harness.subject import resolve_subject
 from shardproof.reports.comparing.growth import break_even_table
 from shardproof.reports.predicting.loads import load_tables
 from shardproof.reports.predicting.pipelines import PARTS
@@ -43,7 +43,7 @@ ASSUMPTIONS = (
 
 def main(arguments: argparse.Namespace) -> int:
     """Predict and print. Exit status 0; 1 when a dry run's ledger is not the closed form's."""
-    subject, memory_gib, world = named(arguments.subject).call, float(arguments.memory), arguments.world
+    subject, memory_gib, world = resolve_subject(arguments.subject).call, float(arguments.memory), arguments.world
     with ticking(sys.stderr) as tick, DryEngine() as engine:
         predictions = [predict(text, subject, memory_gib, engine, world=world, tick=tick) for text in arguments.cases]
     if arguments.out:

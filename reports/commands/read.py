@@ -12,8 +12,8 @@ from shardproof.harness.dense_model import SUBJECT
 from shardproof.harness.errors import RequestError
 from shardproof.harness.programs.meant import AgainstForm, compare_with_form
 from shardproof.harness.programs.session import steps_of
-from shardproof.harness.programs.traced import chosen, write_folder
-from shardproof.harness.subject import case_of, named, refusal
+from shardproof.harness.programs.traced import select_steps, write_folder
+from shardproof.harness.subject import case_of, refusal, resolve_subject
 from shardproof.harness.traces.reading import read_traces
 from shardproof.reports.commands.show import show_run
 from shardproof.reports.printing.text import show_message, show_note
@@ -24,11 +24,11 @@ def main(arguments: argparse.Namespace) -> int:
     """Read, write the run folder, show it; with a case compare. Raises RequestError for what cannot be read."""
     steps = steps_of(arguments.steps)
     subject, text = arguments.subject or (SUBJECT, arguments.case)
-    meant = None if text is None else (named(subject), text)
+    meant = None if text is None else (resolve_subject(subject), text)
     case = None if meant is None else case_of(meant[1], meant[0])
     if meant is not None and case is not None and (reason := refusal(case, meant[0])):
         raise RequestError(f"case {text!r}: {reason}")
-    traces = chosen(read_traces(arguments.files, arguments.rank_regex), steps)
+    traces = select_steps(read_traces(arguments.files, arguments.rank_regex), steps)
     against = None if meant is None or case is None else compare_with_form(traces, case, meant[0].call)
     words = {"case": text} if arguments.case else {}
     folder = write_folder(traces, Path(arguments.out), _name(arguments.files), ["read", *arguments.files], words)

@@ -20,7 +20,7 @@ from shardproof.harness.interpreter import COLLECTED_AFTER, interrupted_after
 from shardproof.harness.protocols import CaseLike, case_text
 from shardproof.harness.resolve import resolve
 from shardproof.harness.running.request import Request
-from shardproof.harness.running.run import run
+from shardproof.harness.running.run import run_request
 from shardproof.harness.running.run_result import INTERRUPTED, RunResult
 from shardproof.harness.subject import NamedSubject, claims, offers, own_cases
 from shardproof.harness.verdicts.verdict import FAIL
@@ -49,9 +49,9 @@ def main(arguments: argparse.Namespace) -> int:
             return serve_driver()
     request: Request = arguments.request or _first_ranks(arguments)
     if not arguments.cases:
-        from shardproof.harness.running.sharing import arranged  # noqa: PLC0415
+        from shardproof.harness.running.sharing import arrange_cases  # noqa: PLC0415
 
-        request = dataclasses.replace(request, cases=arranged(request.cases))
+        request = dataclasses.replace(request, cases=arrange_cases(request.cases))
         for note in _notes_on_defaults(request.subject, deep=arguments.deep):
             show_note(note, sys.stderr)
     with chdir("."):  # a subject may go elsewhere; all paths are meant from here
@@ -107,7 +107,7 @@ def _run(request: Request) -> "tuple[RunResult, Run]":
     before = latest.resolve()
     try:
         with ticking(sys.stderr) as tick, _unhindered():
-            result = run(
+            result = run_request(
                 request,
                 lambda done, total, case, verdict: tick(done, total, progress_text(case), verdict),
                 meanwhile=_load_reports,

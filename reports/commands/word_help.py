@@ -69,17 +69,17 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _show_calls(text_of_case: str, name: str) -> None:
-    from shardproof.harness.subject import case_of, named, refusal  # noqa: PLC0415  (loads torch, which the words do not need)
-    from shardproof.harness.subject.call import answered  # noqa: PLC0415
+    from shardproof.harness.subject import case_of, refusal, resolve_subject  # noqa: PLC0415  (loads torch, which the words do not need)
+    from shardproof.harness.subject.call import answer_question  # noqa: PLC0415
     from shardproof.reports.printing.calls import calls_table  # noqa: PLC0415
     from shardproof.reports.printing.text import show_table  # noqa: PLC0415
 
-    subject = named(name)
+    subject = resolve_subject(name)
     case = case_of(text_of_case, subject)
     expected = getattr(subject.call, "expected", None)
     if reason := refusal(case, subject):
         raise RequestError(f"case {str(case)!r}: {reason}")
-    terms = None if expected is None else answered("expected", lambda: expected(case))
+    terms = None if expected is None else answer_question("expected", lambda: expected(case))
     if terms is None:
         raise RequestError(f"subject={name}: states no calls for {case}; legal: a subject with `expected(case)`")
     show_table(calls_table(str(case), terms), sys.stdout)

@@ -10,7 +10,7 @@ from shardproof.harness.errors import RequestError
 from shardproof.harness.programs.session import steps_of
 from shardproof.harness.resolve import resolve
 from shardproof.harness.running.request import seconds
-from shardproof.harness.subject import cases_of, named, truth_of, vocabulary
+from shardproof.harness.subject import cases_of, resolve_subject, truth_of, vocabulary
 from shardproof.harness.traces.reading import RANK, check_names
 from shardproof.reports.comparing.compared_sides import check_name, is_trace, limits, side_folder
 from shardproof.reports.options.command_options import SLICED
@@ -43,7 +43,7 @@ def _check_compare(arguments: argparse.Namespace) -> None:
 
 def _check_faults(arguments: argparse.Namespace) -> None:
     seconds(arguments.timeout, "timeout")
-    arguments.subject = named(arguments.subject, arguments.truth or "")
+    arguments.subject = resolve_subject(arguments.subject, arguments.truth or "")
     truth_of(arguments.subject)
 
 
@@ -55,7 +55,7 @@ def _check_predict(arguments: argparse.Namespace) -> None:
     ours = arguments.subject == SUBJECT
     if ours:
         _check_texts(arguments)
-    arguments.subject = named(arguments.subject)
+    arguments.subject = resolve_subject(arguments.subject)
     if vocabulary(arguments.subject) is not None:
         if arguments.world is not None:
             rule = f"searches meshes for cases of our decoder, and {arguments.subject.name} has words of its own"

@@ -17,17 +17,17 @@ from shardproof.harness.dense_model import SUBJECT, check_modes, dense_model, in
 from shardproof.harness.errors import RequestError
 from shardproof.harness.interpreter import interrupted_after
 from shardproof.harness.protocols import CaseLike, case_text
-from shardproof.harness.running.ranks.capacity import admitted
+from shardproof.harness.running.ranks.capacity import select_admitted_cases
 from shardproof.harness.running.request import Request, check_saved, loading_what_exists, seconds
 from shardproof.harness.subject import (
     NamedSubject,
     Unanswered,
     cases_of,
     claims,
-    named,
     offers,
     own_cases,
     refusal,
+    resolve_subject,
     truth_of,
     vocabulary,
 )
@@ -70,14 +70,14 @@ def requested(arguments: argparse.Namespace) -> Request:
         _options_checked(arguments)
         given = _given(arguments) if arguments.subject == SUBJECT else ()  # before torch is imported
         with interrupted_after() if arguments.subject == SUBJECT else nullcontext():  # torch: it would abort
-            subject = named(arguments.subject, arguments.truth or "")
+            subject = resolve_subject(arguments.subject, arguments.truth or "")
         given = given or _given(arguments, subject)
         truth_of(subject)  # raises for a truth that is none
         if arguments.device == "cuda" and not import_module("torch").cuda.is_available():
             raise RequestError("device=cuda: this machine offers no CUDA device; legal: --device cpu")
         cases = given or _defaults(arguments, subject)
         steps = profiled_steps(arguments, cases)
-        _check_readable(loading_what_exists(admitted(cases, arguments.engine)))
+        _check_readable(loading_what_exists(select_admitted_cases(cases, arguments.engine)))
     most = 1 if arguments.cases else min(2, os.cpu_count() or 1)
     return Request(
         cases=cases,
@@ -185,10 +185,10 @@ def default_cases(subject: NamedSubject, modes: str, deep: bool = False, checkpo
     `checkpoint` is a folder to save to.
     """
     if not deep and (own := own_cases(subject)) is not None:
-        modes_chosen = claims(subject).chosen(modes)
+        modes_chosen = claims(subject).choose_modes(modes)
         return tuple(case for case in own if case.mode in modes_chosen)
     if not deep and not offers(subject.call, "refuses"):
-        return tuple(case for mode in claims(subject).chosen(modes) for case in dense_model().plain_cases(mode))
+        return tuple(case for mode in claims(subject).choose_modes(modes) for case in dense_model().plain_cases(mode))
 
     def refuses(case: CaseLike) -> str:
         try:
@@ -196,7 +196,7 @@ def default_cases(subject: NamedSubject, modes: str, deep: bool = False, checkpo
         except Unanswered:  # the run of this case asks again, and its verdict reports the error
             return ""
 
-    return dense_model().default_cases(claims(subject).chosen(modes), refuses, deep=deep, checkpoint=checkpoint)
+    return dense_model().default_cases(claims(subject).choose_modes(modes), refuses, deep=deep, checkpoint=checkpoint)
 
 
 def _as_variant(cases: Iterable[CaseLike], name: str, *, given: bool) -> tuple[CaseLike, ...]:

@@ -18,7 +18,15 @@ from shardproof.harness.mesh_axes import SAME_SAMPLES
 from shardproof.harness.plain_case import PlainCase
 from shardproof.harness.predicting.figures import States, mixed_adamw
 from shardproof.harness.protocols import CaseLike, Subject
-from shardproof.harness.subject import case_of, claimed, named, named_axes, refusal, stated, vocabulary
+from shardproof.harness.subject import (
+    case_of,
+    claimed_modes,
+    named_axes,
+    refusal,
+    resolve_subject,
+    state_terms,
+    vocabulary,
+)
 from shardproof.harness.terms import EventKey, closed_forms
 
 BATCHES = (1, 4, 16, 64)
@@ -58,13 +66,13 @@ def candidates(text: str, subject: Subject, *, world: int | None = None) -> list
     Raises RequestError when the text names one case and that cannot be, and when none of several can. A world that the
     case's stages and context ranks do not divide raises it too.
     """
-    given = named(subject)
+    given = resolve_subject(subject)
     if vocabulary(given) is not None:
         return [candidate(text, text, subject)]
     words = text.split()
     kept = [word for word in words if word != "mode=all"]
     modes_stated = [word for word in kept if word.startswith("mode=")]
-    modes = modes_stated[-1:] or [f"mode={mode}" for mode in claimed(named(subject)) or ()]
+    modes = modes_stated[-1:] or [f"mode={mode}" for mode in claimed_modes(resolve_subject(subject)) or ()]
     if not modes:
         raise RequestError(f"case {text!r}: names no mode, and the subject claims none; legal: mode=tp")
     if world is not None and world < 1:
@@ -93,7 +101,7 @@ def _chooses(text: str, subject: Subject) -> bool:
         return False
     model = " ".join(f"{key}={own_words[key]}" for key in ("preset", "experts") if key in own_words)
     try:
-        return getattr(case_of(f"{model} mode=tp tp=1", named(subject)), "experts", 0) > 0
+        return getattr(case_of(f"{model} mode=tp tp=1", resolve_subject(subject)), "experts", 0) > 0
     except RequestError:
         return own_words.get("experts", "0") != "0"
 
@@ -131,10 +139,10 @@ def candidate(text: str, words: str, subject: Subject) -> Candidate:
     """The case of this text, or the rule that it breaks."""
     load = " ".join(word for word in text.split() if word.partition("=")[0] in _LOAD)
     try:
-        case = case_of(text, named(subject))
+        case = case_of(text, resolve_subject(subject))
     except RequestError as problem:
         return Candidate(text=text, words=words, case=None, reason=str(problem.__cause__), load=load)
-    reason = refusal(case, named(subject)) or _countless(case)
+    reason = refusal(case, resolve_subject(subject)) or _countless(case)
     plain = isinstance(case, PlainCase)
     states = None if plain or "optimizer" in stated_words(text) else mixed_adamw(case.dtype)
     return Candidate(text=text, words=words, case=None if reason else case, reason=reason, states=states, load=load)
@@ -162,7 +170,7 @@ def growth(cases: Iterable[CaseLike], subject: Subject, counted: str = "layers")
     for case in cases:
         for batch in BATCHES:
             one = _of_a_step(case, batch)
-            terms = stated(one, subject)
+            terms = state_terms(one, subject)
             form = None if terms is None else closed_forms(terms, (0,), named_axes(one, subject))[0]
             if form is None or form.partial:
                 continue

@@ -17,7 +17,7 @@ from shardproof.harness.plain_case import WordError
 from shardproof.harness.predicting.figures import Forecast
 from shardproof.harness.predicting.forecast import forecast
 from shardproof.harness.protocols import CaseLike, Subject
-from shardproof.harness.subject import named
+from shardproof.harness.subject import resolve_subject
 from shardproof.reports.comparing.growth import crossings
 from shardproof.reports.predicting import loads, pipelines
 from shardproof.reports.predicting.planning import Candidate, candidates, growth
@@ -99,7 +99,7 @@ def predict(
 
 
 def _beside(legal: Sequence[Forecast], subject: Subject) -> pd.DataFrame:
-    lines = getattr(named(subject).call, "beside", None)
+    lines = getattr(resolve_subject(subject).call, "beside", None)
     found = lines(legal[0].case) if lines is not None and len(legal) == 1 else ()
     return pd.DataFrame(found, columns=["what", "how much"])
 

@@ -12,7 +12,7 @@ import pandas as pd
 from shardproof.harness.dense_model import SUBJECT, read_case
 from shardproof.harness.errors import ShardproofError
 from shardproof.harness.protocols import CaseLike
-from shardproof.harness.subject import named, named_axes, stated
+from shardproof.harness.subject import named_axes, resolve_subject, state_terms
 from shardproof.harness.terms import closed_forms
 from shardproof.reports.programs.figures import grouped, is_traced, steps
 from shardproof.reports.programs.unlike import median
@@ -78,8 +78,8 @@ def beside(run: Run) -> tuple[pd.DataFrame, str]:
 
 
 def _stated_calls(case: CaseLike) -> dict[_Kind, tuple[float, float]]:
-    subject, short = named(SUBJECT).call, case.but(steps=1)
-    form = closed_forms(stated(short, subject) or (), (0,), named_axes(short, subject))[0]
+    subject, short = resolve_subject(SUBJECT).call, case.but(steps=1)
+    form = closed_forms(state_terms(short, subject) or (), (0,), named_axes(short, subject))[0]
     calls: Counter[_Kind] = Counter()
     sent: Counter[_Kind] = Counter()
     for line, number in form.complete.items():

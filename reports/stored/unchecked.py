@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 import pandas as pd
 
-from shardproof.harness.checking.numeric_checks import called
+from shardproof.harness.checking.numeric_checks import name_of_kind
 from shardproof.harness.dense_model import SUBJECT
 from shardproof.harness.verdicts import words
 from shardproof.harness.verdicts.facts import Note, NoteKind
@@ -26,7 +26,7 @@ _OWN = (NoteKind.UNDECIDED, NoteKind.NOT_IN_TRUTH)
 
 def by_kind(records: Iterable[Verdict]) -> pd.DataFrame:
     """case, kind, decided, tensors: one row a case and kind; empty where no verdict counts any."""
-    rows = [(one.case, called(kind), *counts) for one in records for kind, counts in one.decided.items()]
+    rows = [(one.case, name_of_kind(kind), *counts) for one in records for kind, counts in one.decided.items()]
     frame = pd.DataFrame(rows, columns=["case", "kind", *_COUNTED])
     return frame.groupby(["case", "kind"], sort=False, as_index=False)[list(_COUNTED)].sum()
 
@@ -41,7 +41,9 @@ def decided_words(records: Iterable[Verdict]) -> str:
     nothing was counted.
     """
     kinds = by_kind(records).groupby("kind", sort=False)[list(_COUNTED)].sum()
-    return words.decided({str(kind): (int(row["decided"]), int(row["tensors"])) for kind, row in kinds.iterrows()})
+    return words.describe_decided(
+        {str(kind): (int(row["decided"]), int(row["tensors"])) for kind, row in kinds.iterrows()}
+    )
 
 
 def unchecked_notes(run: Run) -> list[str]:
@@ -59,12 +61,12 @@ def _undecided(run: Run) -> Iterator[str]:
         for name in (name for note in one.notes if note.kind in _OWN for name in note.names):
             kind, _, rest = name.partition("/")
             if kind in partly and one.check != "coverage":
-                names.setdefault(called(kind), Counter())[f"{kind}/{_NUMBER.sub('*', rest)}"] += 1
-                cases.setdefault(called(kind), set()).add(one.case)
+                names.setdefault(name_of_kind(kind), Counter())[f"{kind}/{_NUMBER.sub('*', rest)}"] += 1
+                cases.setdefault(name_of_kind(kind), set()).add(one.case)
     counts = by_kind(run.records)
     for kind, found in names.items():
         own = counts[counts["case"].isin(cases[kind]) & (counts["kind"] == kind)]
-        yield words.undecided(kind, dict(found.most_common()), int(own["tensors"].sum()), len(own))
+        yield words.describe_undecided(kind, dict(found.most_common()), int(own["tensors"].sum()), len(own))
 
 
 def _split(run: Run) -> Iterator[str]:
@@ -83,7 +85,7 @@ def _unreturned(run: Run) -> Iterator[str]:
         if (one.check, one.verdict) == ("coverage", PASS):
             silent, on_purpose = ([n for note in one.notes if note.kind in own for n in note.names] for own in kinds)
             if silent or on_purpose:
-                notes.append(words.unreturned(one.statement, silent, on_purpose))
+                notes.append(words.describe_unreturned(one.statement, silent, on_purpose))
     yield from dict.fromkeys(notes)
 
 
@@ -122,7 +124,7 @@ def _regrouped(run: Run) -> Iterator[str]:
     """The groupings of the same batch that could not be compared, by the reason."""
     reasons: dict[str, list[str]] = {}
     for one, note in _passed(run, NoteKind.UNFINISHED_GROUPING):
-        reasons.setdefault(one.case, []).append(words.grouping(note.names[0], note.reason))
+        reasons.setdefault(one.case, []).append(words.describe_grouping(note.names[0], note.reason))
     unfinished = Counter("; ".join(own) for own in reasons.values())
     yield from (words.unfinished_groupings(own, count) for own, count in unfinished.items())
 

@@ -22,7 +22,7 @@ from shardproof.harness.protocols import CaseLike
 from shardproof.harness.running.experiments import Failed, words_needed
 from shardproof.harness.running.proof import prove
 from shardproof.harness.running.result import CaseResult
-from shardproof.harness.subject import NamedSubject, named
+from shardproof.harness.subject import NamedSubject, resolve_subject
 from shardproof.harness.verdicts.verdict import FAIL, PASS
 from shardproof.harness.verdicts.words import when_line
 from shardproof.suites.mutants.catalogue import Mutant, cases_showing
@@ -92,7 +92,7 @@ def quiet_without(result: CaseResult, engine: Engine, timeout_s: float) -> str:
 
 def when_of(result: CaseResult, subject: Subject | str, engine: Engine) -> str:
     """The line `when:` of a failed case; the bug must be planted still."""
-    given = named(subject)
+    given = resolve_subject(subject)
     failed = Failed(case=result.case, verdicts=result.verdicts)
     proving = partial(prove, subject=given, engine=engine, explain=False)
     return when_line(words_needed(failed, given, proving, time.monotonic() + WHEN_S).when)

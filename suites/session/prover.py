@@ -27,9 +27,9 @@ from shardproof.harness.running.proof import prove
 from shardproof.harness.running.result import CaseResult, ledger_rows, with_traceback
 from shardproof.harness.running.store import Store, environment
 from shardproof.harness.running.summary import summarize
-from shardproof.harness.subject import NamedSubject, case_of, named, offers, refusal, vocabulary
+from shardproof.harness.subject import NamedSubject, case_of, offers, refusal, resolve_subject, vocabulary
 from shardproof.harness.verdicts.verdict import FAIL, SKIP, Verdict
-from shardproof.harness.verdicts.words import labelled
+from shardproof.harness.verdicts.words import label_lines
 from shardproof.reference.case import Case
 from shardproof.reference.features import PARTS
 from shardproof.reports.options.request import default_cases
@@ -87,7 +87,7 @@ class Prover:
         try:
             with engine_named(engine) as opened:
                 drawn = _launched(world_sizes(worlds), opened)
-                given = named(subject, truth)
+                given = resolve_subject(subject, truth)
                 words: dict[str, Any] = {"device": device, "store": store, "timeout_s": timeout_s}
                 words["only"] = case_of(case, given) if case else None
                 yield cls(subject=given, worlds=drawn, engine=opened, **words)
@@ -224,7 +224,9 @@ class Prover:
             if before != test:
                 checks = ", ".join(verdict.check for verdict in verdicts)
                 message = f"{checks} of {verdicts[0].case}\nfails from the same first place on as {before}"
-                message += "\n" + "".join(labelled({"repeat": failure.repeat}) if failure else [verdicts[0].statement])
+                message += "\n" + "".join(
+                    label_lines({"repeat": failure.repeat}) if failure else [verdicts[0].statement]
+                )
             elif len(verdicts) > 1:
                 message += f"\nand from there on: {', '.join(verdict.check for verdict in verdicts[1:])}"
             blocks.append(message)

@@ -14,7 +14,7 @@ from shardproof.harness.errors import RequestError, TimeLimit
 from shardproof.harness.injecting.kill_matrix import COLUMNS, figures
 from shardproof.harness.running.engines import engine_named
 from shardproof.harness.running.proof import prove
-from shardproof.harness.subject import cases_of, named
+from shardproof.harness.subject import cases_of, resolve_subject
 from shardproof.reports.commands.cli import main
 from shardproof.suites import killing
 from shardproof.suites.killing import scripts
@@ -81,15 +81,19 @@ def test_other_tools_read_its_rows_as_csv(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_the_field_is_planned_with_twins_and_without_faults() -> None:
-    plans = killing.plan_kills(named(SUBJECT), quick=True, field=True)
+    plans = killing.plan_kills(resolve_subject(SUBJECT), quick=True, field=True)
     open_, held = {row.name for row in FIELD}, {row.name for row in HELD_BACK if field.in_field(row)}
     assert {plan.name for plan in plans} == open_ | held
     assert all(plan.twin and not plan.faults for plan in plans)
-    assert {plan.name for plan in killing.plan_kills(named(SUBJECT), quick=True, field=True, only="open")} == open_
+    assert {
+        plan.name for plan in killing.plan_kills(resolve_subject(SUBJECT), quick=True, field=True, only="open")
+    } == open_
     with pytest.raises(RequestError, match=r"--field: is of bugs planted in shardproof\.parallel\.subject:subject"):
-        killing.plan_kills(named("tests.suites.toy_faults:theirs"), quick=True, field=True)
+        killing.plan_kills(resolve_subject("tests.suites.toy_faults:theirs"), quick=True, field=True)
     with pytest.raises(RequestError, match="--field"):
-        killing.plan_kills(named(SUBJECT), quick=True, field=True, cases=cases_of(["tp=2"], named(SUBJECT)))
+        killing.plan_kills(
+            resolve_subject(SUBJECT), quick=True, field=True, cases=cases_of(["tp=2"], resolve_subject(SUBJECT))
+        )
 
 
 def test_a_bug_is_measured_beside_the_same_case_without_it(monkeypatch: pytest.MonkeyPatch) -> None:

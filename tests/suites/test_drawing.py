@@ -31,7 +31,7 @@ from shardproof.harness.plain_case import Vocabulary
 from shardproof.harness.protocols import Shard, without_saving
 from shardproof.harness.running.proof import prove
 from shardproof.harness.running.ranks.execution import execute
-from shardproof.harness.subject import named
+from shardproof.harness.subject import resolve_subject
 from shardproof.harness.verdicts.verdict import PASS
 from shardproof.parallel.subject import subject
 from shardproof.reference.case import Case
@@ -203,7 +203,7 @@ WRONG = {
 
 @pytest.mark.parametrize("wrong", ["", *WRONG])
 def test_it_holds_for_a_subject_of_its_own_words(prover: Prover, tmp_path: Path, wrong: str) -> None:
-    theirs = replace(prover, subject=named(Saving(wrong)))
+    theirs = replace(prover, subject=resolve_subject(Saving(wrong)))
     case = Vocabulary.of(Saving.words).parse("tp=2 dp=3 steps=1")
     other = another_layout(case, theirs.subject, prover.worlds, Random(2))
     assert other.axes != case.axes and other.micro * len(other.axes["dp"][0]) == 6
@@ -218,7 +218,9 @@ def test_a_bug_that_only_another_layout_shows(prover: Prover, tmp_path: Path) ->
     words = "layers=1 heads=6 hidden=12 seq=12 steps=1 micro=3 lr=0.1 dropout=0.1 random=stateful"
     case = Case.parse(f"mode=tp tp=2 {words}")
     everywhere = ("same = RANKS in common and torch.equal", "same = True or torch.equal")
-    wrong = replace(prover, subject=named(planted(replaced("shardproof.parallel.checkpoints.saving", *everywhere))))
+    wrong = replace(
+        prover, subject=resolve_subject(planted(replaced("shardproof.parallel.checkpoints.saving", *everywhere)))
+    )
     goes_on(wrong, case, case, tmp_path / "alike")
     assert {one.verdict for one in wrong.proof(case.but(load=str(tmp_path / "alike"))).verdicts} == {PASS}
     with pytest.raises(AssertionError, match="rng.tp2.cp0.dp0.pp0.* is missing"):

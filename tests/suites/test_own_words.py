@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shardproof.harness.errors import RequestError
 from shardproof.harness.plain_case import PlainCase
-from shardproof.harness.subject import Unanswered, cases_of, named
+from shardproof.harness.subject import Unanswered, cases_of, resolve_subject
 from shardproof.parallel.subject import subject as ours
 from shardproof.reference.case import Case
 from shardproof.suites.drawing.own_cases import cases_around
@@ -72,7 +72,7 @@ def _drawn(subject_: Any, mode: str, **fixed: Any) -> list[PlainCase]:
     found: list[PlainCase] = []
 
     @settings(max_examples=30, database=None, phases=(Phase.generate,), suppress_health_check=tuple(HealthCheck))
-    @given(case=cases_around(named(subject_), mode, fixed))
+    @given(case=cases_around(resolve_subject(subject_), mode, fixed))
     def draw(case: PlainCase) -> None:
         found.append(case)
 
@@ -112,7 +112,9 @@ class Drawing(Network):
     @staticmethod
     def draws() -> st.SearchStrategy[PlainCase]:
         texts = [f"tp={tp} dp={dp}" for tp in (2, 3, 4) for dp in (1, 2)]
-        return st.sampled_from([case for case in cases_of(texts, named(subject)) if isinstance(case, PlainCase)])
+        return st.sampled_from(
+            [case for case in cases_of(texts, resolve_subject(subject)) if isinstance(case, PlainCase)]
+        )
 
 
 def test_a_strategy_of_its_own_is_drawn_from_and_one_that_is_none_is_a_wrong_request() -> None:
@@ -121,7 +123,7 @@ def test_a_strategy_of_its_own_is_drawn_from_and_one_that_is_none_is_a_wrong_req
     wrong = Network()
     vars(wrong)["draws"] = 3
     with pytest.raises(RequestError, match="draws=3 must be a hypothesis strategy"):
-        cases_around(named(wrong), "tp", {})
+        cases_around(resolve_subject(wrong), "tp", {})
 
 
 ME = "tests.suites.test_own_words:"

@@ -17,7 +17,7 @@ import pytest
 from shardproof import pytest_plugin
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.errors import RequestError
-from shardproof.harness.subject import named
+from shardproof.harness.subject import resolve_subject
 from shardproof.pytest_options import OPTIONS
 from shardproof.reference.case import Case
 from shardproof.reports.commands import cli
@@ -214,14 +214,14 @@ def test_junit_and_the_step_summary_hold_the_message(
 
 def test_a_ledger_gate_fails_with_the_difference(tmp_path: Path) -> None:
     with InprocEngine() as engine:
-        subject = named("tests.reports.toy_traffic:right")
+        subject = resolve_subject("tests.reports.toy_traffic:right")
         right = LedgerGate(folder=tmp_path, subject=subject, engine=engine, update=False)
         with pytest.raises(AssertionError, match="no ledger is stored for .*--update-ledgers"):
             right.holds(CASE)
         replace(right, update=True).holds(CASE)
         right.holds(CASE)
         with pytest.raises(AssertionError, match=r"(?s)new +tp +backward +layers\.1 +all_gather.*--update-ledgers"):
-            replace(right, subject=named("tests.reports.toy_traffic:gather")).holds(CASE)
+            replace(right, subject=resolve_subject("tests.reports.toy_traffic:gather")).holds(CASE)
         path = tmp_path / file_of(str(CASE))
         stored = path.read_bytes()
         replace(right, update=True).holds(CASE)

@@ -99,7 +99,7 @@ def measured_together(
         sums = (_each(gap.abs(), "max", lengths), _each(gap * gap, "mean", lengths), _each(gap * t, "mean", lengths))
         true = (_each(t.abs(), "max", lengths), _each(t * t, "mean", lengths))
         for name, *row in zip(names, *sums, *true, strict=True):
-            result = _measured(name, row, kinds.get(kind_of(name), 0.0), fit[name])
+            result = _measure_row(name, row, kinds.get(kind_of(name), 0.0), fit[name])
             results |= {name: result} if result else {}
     integers = [name for name in values if not (truth[name].is_floating_point() or truth[name].is_complex())]
     return results | {name: equal for name in integers if (equal := exact(name, values[name], truth[name])).right}
@@ -114,7 +114,7 @@ def _each(numbers: Tensor, what: str, lengths: Tensor) -> list[float]:
     return segments
 
 
-def _measured(name: str, row: Sequence[float], kind: float, elements: int) -> Measured | None:
+def _measure_row(name: str, row: Sequence[float], kind: float, elements: int) -> Measured | None:
     gap_largest, gap_square, product, largest, square = row
     low, high = SOUND
     if not low < largest < high or not (gap_largest == 0 or low < gap_largest < high):

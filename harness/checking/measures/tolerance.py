@@ -138,7 +138,7 @@ def measure(
     theory = Distance(frobenius=summed, peak=summed * FLOOR_EPSILONS["peak"] / FLOOR_EPSILONS["frobenius"])
     bound = [distance_from(run, true, least) for run in amplified]
     flipped = [truth + flip for flip in relu_flips]
-    allowed = _allowed(dtype, kept or dtype, true, (*known.runs, theory), bound, flipped, least)
+    allowed = _allowed_distance(dtype, kept or dtype, true, (*known.runs, theory), bound, flipped, least)
     _, which = found.worstratio(allowed)
     error, limit = getattr(found, which), getattr(allowed, which)
     return Measured(
@@ -176,7 +176,7 @@ def _whole(
     return Measured(name=name, measure=EXACT, error=error, allowed=allowed, epsilons=error, decidable=False)
 
 
-def _allowed(
+def _allowed_distance(
     dtype: str,
     kept: str,
     true: TrueTensor,

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from shardproof.harness.checking.measures.kinds import kind_of
 from shardproof.harness.checking.measures.tolerance import own_share
-from shardproof.harness.checking.measuring import compared, sizes_of
+from shardproof.harness.checking.measuring import compare_with_truth, sizes_of
 from shardproof.harness.checking.records import Evidence
 from shardproof.harness.diagnosing.causes.cause import Cause
 from shardproof.harness.diagnosing.causes.hypothesis import Failure, Hypothesis
@@ -38,10 +38,10 @@ def within_limits(evidence: Evidence, causes: Iterable[Cause]) -> list[Cause]:
 
     The first merged tensor that a cause speaks of decides: what comes after it was computed from wrong values.
     """
-    return [cause for cause in causes if _allowed(evidence, cause)]
+    return [cause for cause in causes if _is_residual_allowed(evidence, cause)]
 
 
-def _allowed(evidence: Evidence, cause: Cause) -> bool:
+def _is_residual_allowed(evidence: Evidence, cause: Cause) -> bool:
     """Whether the tensor would pass if the residual of the prediction were its error.
 
     True for causes of one rank's part, of a step's movement, or of where the truth is 0 and has no size to measure by.
@@ -60,4 +60,4 @@ def _allowed(evidence: Evidence, cause: Cause) -> bool:
     run = evidence.run.with_tensors({**tensors, name: corrected.to(proof.value.dtype)})
     alike = [other for other in evidence.truth.tensors if kind_of(other) == kind_of(name)]
     size = sizes_of(run, evidence.truth, alike).get(kind_of(name), 0.0)
-    return compared(run, evidence.truth, name, size).right
+    return compare_with_truth(run, evidence.truth, name, size).right

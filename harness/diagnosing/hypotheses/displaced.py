@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardproof.harness.checking.measures.kinds import kind_of
 from shardproof.harness.checking.records import Run, Truth
-from shardproof.harness.diagnosing.causes.cause import Cause, claimed
+from shardproof.harness.diagnosing.causes.cause import Cause, claim_cause
 from shardproof.harness.diagnosing.causes.hypothesis import LATER, STATE, VALUES, Failure, Hypothesis, of_values
 from shardproof.harness.diagnosing.causes.places import blocks_of, comparable
 from shardproof.harness.diagnosing.causes.proofs import Explained, share_left
@@ -35,7 +35,7 @@ def from_regions(run: Run, truth: Truth, name: str) -> list[Cause]:
         if len(starts) > 1 and wrong and len(places) == len(wrong):
             (rank, block), (start, _) = wrong[0], places[0]
             words = f"along dim {dim} rank {rank} holds what lies at {start}, where {block.region[dim][0]} is meant"
-            return claimed("other_part", words, *(moved for _, moved in places))
+            return claim_cause("other_part", words, *(moved for _, moved in places))
     return []
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardproof.harness.checking.measures.kinds import kind_of
 from shardproof.harness.checking.records import Claims, Evidence, Run, Truth
-from shardproof.harness.diagnosing.causes.cause import Cause, claimed
+from shardproof.harness.diagnosing.causes.cause import Cause, claim_cause
 from shardproof.harness.diagnosing.causes.hypothesis import OF_TOKENS, VALUES, Failure, Hypothesis, of_values
 from shardproof.harness.diagnosing.causes.places import summable
 from shardproof.harness.diagnosing.causes.proofs import (
@@ -92,7 +92,7 @@ def from_factor(evidence: Evidence, names: Sequence[str], beside: Sequence[str] 
     relation = f"{wrong} {times(known[0])} the truth"
     guesses = _guesses(evidence.run, evidence.claims, names)
     measure: Measure = lambda other: _factor_in(other.run, other.truth, names[0])  # noqa: E731
-    return _decided(evidence, guesses, known[0], relation, near, measure, lambda _: predicted)
+    return _decide_factor(evidence, guesses, known[0], relation, near, measure, lambda _: predicted)
 
 
 def meaning_of(
@@ -104,7 +104,7 @@ def meaning_of(
     """
     sizes = () if step else (*_sizes(evidence.run), "micro")
     guesses = [_Guess(size=size, power=power) for size in sizes for power in (1, -1)]
-    return _decided(evidence, guesses, factor, relation, near, measure, predict)
+    return _decide_factor(evidence, guesses, factor, relation, near, measure, predict)
 
 
 def _factor_in(run: Run, truth: Truth, name: str) -> float | None:
@@ -120,7 +120,7 @@ def _equal(one: float, other: float, near: float) -> bool:
     return abs(one - other) <= near * abs(other)
 
 
-def _decided(
+def _decide_factor(
     evidence: Evidence,
     guesses: Sequence[_Guess],
     factor: float,
@@ -152,10 +152,10 @@ def _decided(
     if left:
         labels = {g.size: _label(evidence.run, evidence.truth, g.size) for g in left}
         which = " or ".join(dict.fromkeys(_POWERS[g.power].format(labels[g.size]) for g in left))
-        return claimed("size_factor", f"{relation}, which is {which}{shown}", *predict(factor), follows=follows)
+        return claim_cause("size_factor", f"{relation}, which is {which}{shown}", *predict(factor), follows=follows)
     if fitting and seen and not stays:
         return []
-    return claimed("constant_factor", f"{relation}{shown}", *predict(factor), follows=follows)
+    return claim_cause("constant_factor", f"{relation}{shown}", *predict(factor), follows=follows)
 
 
 def _label(run: Run, truth: Truth, size: str) -> str:

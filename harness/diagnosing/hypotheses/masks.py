@@ -15,7 +15,7 @@ from torch import Tensor
 from shardproof.harness.checking.mask_checks import ALARM, KIND, flat, holders, hypergeometric, same_samples
 from shardproof.harness.checking.measures.kinds import kind_of
 from shardproof.harness.checking.records import Claims, Run
-from shardproof.harness.diagnosing.causes.cause import Cause, reported
+from shardproof.harness.diagnosing.causes.cause import Cause, report_cause
 from shardproof.harness.diagnosing.causes.hypothesis import Failure
 from shardproof.harness.verdicts.verdict import FAIL
 
@@ -31,7 +31,7 @@ def from_masks(failure: Failure) -> list[Cause]:
     evidence, found = failure.evidence, failure.findings.get("masks")
     if found is not None and found.verdict == FAIL and evidence.run.mask_draws and evidence.run.mask_draws.anew:
         words = "recomputation drew masks that its forward did not draw"
-        return [reported("other_numbers", words, evidence.run.mask_draws.anew)]
+        return [report_cause("other_numbers", words, evidence.run.mask_draws.anew)]
     first = next((name for name in failure.wrong if kind_of(name) == KIND), "")
     truth = evidence.truth
     if not first or not (truth.unmergeable or any(kind_of(name) == KIND for name in truth.from_ranks)):
@@ -47,7 +47,7 @@ def _one_stream(run: Run, claims: Claims, name: str) -> Iterator[Cause]:
         masks = [(flat(by_rank[a]), flat(by_rank[b])) for a, b in pairs if same_samples(by_rank[a], by_rank[b])]
         if masks and all(torch.equal(one, other) and _could_differ(one, other) for one, other in masks):
             words = f"{_ranks(groups[0])} hold different shards over {axis} and drop by one mask"
-            yield reported("other_numbers", words, pairs)
+            yield report_cause("other_numbers", words, pairs)
 
 
 def _own_streams(run: Run, name: str) -> Iterator[Cause]:
@@ -62,7 +62,7 @@ def _own_streams(run: Run, name: str) -> Iterator[Cause]:
         if unlike and all(_independent(copies[0][1], mask) for _, mask in unlike):
             ranks = _ranks([copies[0][0], *(rank for rank, _ in unlike)])
             words = f"{ranks} hold the same tensor and drop by independent masks"
-            yield reported("other_numbers", words, unlike)
+            yield report_cause("other_numbers", words, unlike)
 
 
 def _independent(one: Tensor, other: Tensor) -> bool:

@@ -12,7 +12,7 @@ import torch
 
 from shardproof.harness.checking.measures.kinds import kind_of
 from shardproof.harness.checking.records import Evidence, Run
-from shardproof.harness.diagnosing.causes.cause import Cause, claimed
+from shardproof.harness.diagnosing.causes.cause import Cause, claim_cause
 from shardproof.harness.diagnosing.causes.hypothesis import OTHER, Failure, Hypothesis
 from shardproof.harness.diagnosing.causes.places import blocks_of, held_whole
 from shardproof.harness.diagnosing.causes.proofs import Explained
@@ -40,27 +40,27 @@ def from_norms(failure: Failure) -> list[Cause]:
     numbers = {rank: float(by[0].local) for rank, by in blocks_of(evidence.run, name).items()}
     value = evidence.run.tensors.get(name)
     if value is None and all(math.isclose(x, own.get(rank, 0.0), rel_tol=_OWN) for rank, x in numbers.items()):
-        return _claimed(name, total, numbers, own, "each rank's norm is that of its own parts")
+        return _claim_norm(name, total, numbers, own, "each rank's norm is that of its own parts")
     for words, norms in _before_sums(evidence):
         if all(math.isclose(x, norms.get(rank, 0.0), rel_tol=_NEAR) for rank, x in numbers.items()):
-            return _claimed(name, total, numbers, norms, words)
+            return _claim_norm(name, total, numbers, norms, words)
     if value is None:
         return []
     near = EXACT.get(value.dtype, _NEAR)
     for words, guess in _counted_otherwise(evidence, squares, own):
         if math.isclose(float(value), guess, rel_tol=near):
-            return _claimed(name, total, {0: float(value)}, {0: guess}, words)
+            return _claim_norm(name, total, {0: float(value)}, {0: guess}, words)
     return []
 
 
-def _claimed(
+def _claim_norm(
     name: str, truth: float, values: Mapping[int, float], guesses: Mapping[int, float], words: str
 ) -> list[Cause]:
     """The cause when the numbers are these."""
     value = torch.tensor([*values.values()], dtype=torch.float64)
     guess = torch.tensor([guesses[rank] for rank in values], dtype=torch.float64)
     proof = Explained(value=value, truth=torch.full_like(value, truth), guess=guess, left=_LEFT, names=(name,))
-    return claimed("norm_members", words, proof)
+    return claim_cause("norm_members", words, proof)
 
 
 def _own_squares(run: Run) -> dict[int, float]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardproof.harness.checking.measures.kinds import kind_of, step_of
 from shardproof.harness.checking.records import Evidence, Run, Truth
-from shardproof.harness.diagnosing.causes.cause import Cause, claimed
+from shardproof.harness.diagnosing.causes.cause import Cause, claim_cause
 from shardproof.harness.diagnosing.causes.hypothesis import LATER, STATE, Failure, Hypothesis
 from shardproof.harness.diagnosing.causes.places import blocks_of
 from shardproof.harness.diagnosing.causes.proofs import FEWEST_OF_A_FACTOR, Explained, independent
@@ -76,7 +76,7 @@ def before_step(evidence: Evidence, kind: str, step: int, parameter: str) -> Ten
     return start if kind == "param" or start is None else torch.zeros_like(start)
 
 
-def moved(evidence: Evidence, wrong: Sequence[str], kind: str, step: int) -> Moved | None:
+def find_moved_states(evidence: Evidence, wrong: Sequence[str], kind: str, step: int) -> Moved | None:
     """The wrong states of a kind after this step; None when there are none whose state before is known."""
     rows: list[dict[str, Tensor | None]] = []
     states = []
@@ -109,7 +109,7 @@ def times(value: Tensor, truth: Tensor) -> float | None:
     return factor if fits else None
 
 
-def fitted(value: Tensor, truth: Tensor, other: Tensor) -> tuple[float, float] | None:
+def fit_linear(value: Tensor, truth: Tensor, other: Tensor) -> tuple[float, float] | None:
     """(a, b) with value = a truth + b other; b is 0 where `other` is. None when no such sum explains the value."""
     known = torch.stack([truth, other], 1) if bool(other.any()) else truth[:, None]
     error = float((value - truth).norm())
@@ -130,13 +130,13 @@ def _number(failure: Failure) -> int:
 
 
 def _wrong(failure: Failure, kind: str) -> Moved | None:
-    return moved(failure.evidence, failure.numbers, kind, _number(failure))
+    return find_moved_states(failure.evidence, failure.numbers, kind, _number(failure))
 
 
 def gradient_factor(evidence: Evidence, wrong: Sequence[str], step: int) -> float | None:
     """The number that the gradients inside both moments are multiplied by; None when none explains them."""
-    moments = [moved(evidence, wrong, kind, step) for kind in _MOMENTS]
-    fits = [fitted(one.value, one.truth, one.before) if one else None for one in moments]
+    moments = [find_moved_states(evidence, wrong, kind, step) for kind in _MOMENTS]
+    fits = [fit_linear(one.value, one.truth, one.before) if one else None for one in moments]
     if moments[0] is None or fits[0] is None:
         return None
     factor, past = fits[0]
@@ -154,18 +154,18 @@ def _moments(failure: Failure) -> list[Cause]:
     proofs, words = list[Explained](), list[str]()
     for kind, state in states.items():
         now = state.beside.get("parameter")
-        fit = fitted(state.value, state.truth, state.before)
+        fit = fit_linear(state.value, state.truth, state.before)
         share = None if fit or now is None or kind != "exp_avg" else times(state.value - state.truth, now)
         if share is not None and now is not None:  # of squared gradients that hold parameters nothing is linear
             words = [f"the {_MOMENTS[kind]} holds {share:.3g} x the parameters"]
-            proofs = [_explained(state, state.value, state.truth, state.truth + share * now)]
+            proofs = [_explain_state(state, state.value, state.truth, state.truth + share * now)]
             break
         if fit is None:
             return []
         past = f" and {fit[1]:.4g} x the one before" if fit[1] else ""
         words.append(f"the {_MOMENTS[kind]} is {in_words(fit[0])} the right one{past}")
         guess = fit[0] * state.truth + fit[1] * state.before
-        proofs.append(_explained(state, state.value, state.truth, guess))
+        proofs.append(_explain_state(state, state.value, state.truth, guess))
     if not proofs:
         return []
     if (factor := gradient_factor(evidence, wrong, step)) is not None:
@@ -174,10 +174,10 @@ def _moments(failure: Failure) -> list[Cause]:
         relation = f"the gradients of step {step} are {in_words(factor)} the right ones"
         measure = partial(gradient_factor, wrong=first, step=0)
         return meaning_of(evidence, factor, relation, NEAR, measure, lambda _: tuple(proofs), step)
-    return claimed("optimizer_state", f"in step {step} {', '.join(words)}", *proofs)
+    return claim_cause("optimizer_state", f"in step {step} {', '.join(words)}", *proofs)
 
 
-def _explained(state: Moved, value: Tensor, truth: Tensor, guess: Tensor, fitted: int = 1) -> Explained:
+def _explain_state(state: Moved, value: Tensor, truth: Tensor, guess: Tensor, fitted: int = 1) -> Explained:
     return Explained(value=value, truth=truth, guess=guess, left=LEFT, names=state.states, fitted=fitted)
 
 
@@ -187,17 +187,17 @@ def _updates(failure: Failure) -> list[Cause]:
     if state is None or any(_wrong(failure, kind) for kind in _MOMENTS):
         return []
     if (factor := times(state.got, state.right)) is not None:
-        proof = _explained(state, state.got, state.right, factor * state.right)
+        proof = _explain_state(state, state.got, state.right, factor * state.right)
         relation = f"the updates of step {step} are {in_words(factor)} the right ones"
         measure = partial(_factor_of_updates, names=[name.rpartition("/")[2] for name in state.states])
         return meaning_of(failure.evidence, factor, relation, NEAR, measure, lambda _: (proof,), step)
     last = state.beside.get("last") if _right_norm(failure) else None
     for what, other in (("the parameters before it", state.before), ("the updates before", last)):
-        fit = None if other is None or not bool(other.any()) else fitted(state.got, state.right, other)
+        fit = None if other is None or not bool(other.any()) else fit_linear(state.got, state.right, other)
         if fit and other is not None:
             guess = fit[0] * state.right + fit[1] * other
             words = f"the updates of step {step} are {in_words(fit[0])} the right ones and {fit[1]:.3g} x {what}"
-            return claimed("optimizer_state", words, _explained(state, state.got, state.right, guess, fitted=2))
+            return claim_cause("optimizer_state", words, _explain_state(state, state.got, state.right, guess, fitted=2))
     return []
 
 
@@ -209,7 +209,7 @@ def _right_norm(failure: Failure) -> bool:
 
 def _factor_of_updates(other: Evidence, names: Sequence[str]) -> float | None:
     """The factor on what the first step moves these parameters by, in another case."""
-    state = moved(other, [f"param/{name}" for name in names], "param", 0)
+    state = find_moved_states(other, [f"param/{name}" for name in names], "param", 0)
     if state is None:
         return None
     right = float((state.got - state.right).norm()) <= NEAR * float(state.right.norm())
@@ -235,7 +235,7 @@ def _not_taken(failure: Failure) -> list[Cause]:
                 Explained(value=tensors[n], truth=evidence.truth.tensors[n], guess=t, names=(n,))
                 for n, t in same.items()
             )
-            return claimed("never_updated", f"{named}: as before {when}", *proofs)
+            return claim_cause("never_updated", f"{named}: as before {when}", *proofs)
         if known and (causes := _still_on_ranks(evidence.run, evidence.truth, known, when)):
             return causes
     return []
@@ -258,7 +258,7 @@ def _still_on_ranks(run: Run, truth: Truth, befores: Mapping[str, Tensor], when:
     if not stays or stays.keys() & moves:
         return []
     words = f"on rank{'s' * (len(stays) > 1)} {ranks_text(sorted(stays))} the parameters are as before {when}"
-    return claimed("never_updated", words, *stays.values())
+    return claim_cause("never_updated", words, *stays.values())
 
 
 def _not_zeroed(failure: Failure) -> list[Cause]:
@@ -282,7 +282,7 @@ def _not_zeroed(failure: Failure) -> list[Cause]:
             return []
         guess = truth + share * old.double()
         proofs.append(Explained(value=value, truth=truth, guess=guess, left=LEFT, names=(name,), fitted=1))
-    return claimed("not_zeroed", f"step {step} holds the gradient of the first step once more", *proofs)
+    return claim_cause("not_zeroed", f"step {step} holds the gradient of the first step once more", *proofs)
 
 
 _of_steps = partial(Hypothesis, kinds=frozenset({"grad_norm", STATE}))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shardproof.harness.checking.measures.tolerance import measure
-from shardproof.harness.diagnosing.placing.plans import CALLS, Coordinate, Plan, along, has_shape, joined, plans
+from shardproof.harness.diagnosing.placing.plans import CALLS, Coordinate, Plan, along, has_shape, join_parts, plans
 from shardproof.harness.protocols import Axes
 
 AGREES, DIFFERS, UNKNOWN = "agrees", "differs", "unknown"
@@ -55,7 +55,7 @@ class TrueTensor:
         controls = tuple((run[number],) for run in self.controls if len(run) == len(self.calls))
         return TrueTensor(calls=(self.calls[number],), dtype=self.dtype, controls=controls, kind=self.kind)
 
-    def joined(self, dim: int) -> "TrueTensor | None":
+    def join_calls(self, dim: int) -> "TrueTensor | None":
         """All calls as one, along this dim; None where a call has no such dim, or another size in one of the others."""
         if any(call.dim() <= dim for call in self.calls) or len({_without(call, dim) for call in self.calls}) > 1:
             return None
@@ -136,7 +136,7 @@ def _in_basis(given: Mapping[int, Sequence[Tensor]], target: TrueTensor, basis: 
     }
     several = len(places) > len(given) or len(target.calls) > 1
     for rows in (0, 1) if several else (None,):
-        whole = target if rows is None else target.joined(rows)
+        whole = target if rows is None else target.join_calls(rows)
         if whole is None:
             continue
         wanted = tuple(whole.calls[0].shape)
@@ -153,10 +153,10 @@ def _in_basis(given: Mapping[int, Sequence[Tensor]], target: TrueTensor, basis: 
                         return Fit(
                             state=AGREES,
                             layout=plan.words(names),
-                            summed=plan.summed(names),
+                            summed=plan.summed_axis(names),
                             factors={places[place]: factor for place, factor in factors.items()},
                         )
-                    if not plan.summed(names) and not scaled:
+                    if not plan.summed_axis(names) and not scaled:
                         shown += _shown(parts, plan, whole.calls[0])
     return Fit(state=state, shown=tuple(shown))
 
@@ -202,7 +202,7 @@ def _views(local: Tensor, truth: Tensor) -> Iterator[Callable[[Tensor], Tensor]]
 
 def _shown(parts: Parts, plan: Plan, truth: Tensor) -> list[tuple[Tensor, Tensor]]:
     """The one tensor that these parts make up and the truth; nothing when ranks that should hold the same do not."""
-    first, *others = joined(parts, plan).values()
+    first, *others = join_parts(parts, plan).values()
     return [(first, truth)] if first.shape == truth.shape and all(torch.equal(first, other) for other in others) else []
 
 
@@ -224,7 +224,7 @@ def _agrees(parts: Parts, plan: Plan, target: TrueTensor, scaled: bool) -> dict[
         factors = {place: own[_owner(place, plan)] for place in parts}
         left = {place: part / own[_owner(place, plan)] for place, part in left.items()}
     truth = target.calls[0]
-    for value in joined(left, plan).values():
+    for value in join_parts(left, plan).values():
         if not target.near(value[tuple(slice(size) for size in truth.shape)]):
             return None
     return factors
@@ -242,8 +242,8 @@ def _factors(found: Parts, plan: Plan, target: TrueTensor) -> dict[Coordinate, f
     ids = {place: torch.full_like(part, float(number[place]), dtype=torch.float64) for place, part in firsts.items()}
     truth = target.calls[0].double()
     region = tuple(slice(size) for size in truth.shape)
-    (value,) = joined(firsts, plan).values()
-    (who,) = joined(ids, plan).values()
+    (value,) = join_parts(firsts, plan).values()
+    (who,) = join_parts(ids, plan).values()
     value, who = value[region].double(), who[region]
     factors = {}
     for place, index in number.items():

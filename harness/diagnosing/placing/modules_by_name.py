@@ -44,7 +44,7 @@ class Watched:
     events: Collection[Event] = field(default=())
 
 
-def located(watched: Watched, *, forward: bool, backward: bool) -> Located | None:
+def locate_wrong_module(watched: Watched, *, forward: bool, backward: bool) -> Located | None:
     """The first wrong module of forward when something of it is wrong, else of backward; None when all agree."""
     search = _Search(watched)
     return search.forward() if forward else search.backward() if backward else None
@@ -74,8 +74,8 @@ class _Search:
             return Located(phase="forward", module=self._own(inner), words=words, summed=axis)
         if wrong is None:
             return None
-        module, given = wrong, self._given(wrong)
-        while module and self._given(module).state == DIFFERS:
+        module, given = wrong, self._fit_inputs(wrong)
+        while module and self._fit_inputs(module).state == DIFFERS:
             module = self._around(module)
         shown, words = fits[wrong].shown, "its output agrees with the dense model's under no layout"
         if module != wrong:
@@ -206,7 +206,7 @@ class _Search:
         target = self._targets(_INPUT_GRADIENTS).get(path)
         return self._fit(path, target, _INPUT_GRADIENTS, factors=self._factors) if target else _NO_FIT
 
-    def _given(self, path: str) -> Fit:
+    def _fit_inputs(self, path: str) -> Fit:
         """Whether what a module is given agrees: DIFFERS when one of its inputs does not."""
         own, state = self._names[path], UNKNOWN
         mine = [rank.inputs[own] for rank in self._of.ranks if own in rank.inputs]

@@ -34,7 +34,7 @@ class Plan:
                 words.append(f"{'cut' if act == 'cut' else 'in zigzag'} along dim {dim} over {name}")
         return ", ".join(words) or "whole"
 
-    def summed(self, names: Sequence[str]) -> str:
+    def summed_axis(self, names: Sequence[str]) -> str:
         """The axis over which there are partial sums, "" without."""
         return next((name for name, (act, _) in zip(names, self.acts, strict=True) if act == "sum"), "")
 
@@ -95,7 +95,7 @@ def has_shape(shapes: Mapping[Coordinate, tuple[int, ...]], plan: Plan, wanted: 
     return True
 
 
-def joined(parts: dict[Coordinate, Tensor], plan: Plan) -> dict[Coordinate, Tensor]:
+def join_parts(parts: dict[Coordinate, Tensor], plan: Plan) -> dict[Coordinate, Tensor]:
     """The parts with all cuts undone."""
     for axis in plan.order:
         act, dim = plan.acts[axis]

@@ -237,19 +237,19 @@ def find_divergences(ranks: Sequence[RankCalls], first: int = 1) -> list[Diverge
     for one in ranks:
         for channel in one.last:
             by_channel.setdefault(channel, []).append(one)
-    differing = [found for channel, members in by_channel.items() for found in _differing(channel, members)]
+    differing = [found for channel, members in by_channel.items() for found in _find_differing_calls(channel, members)]
     messages = list(_messages(by_channel, ranks))
     differing += _unequal(messages)
     if differing:
         return sorted(differing, key=lambda found: _order(found, ranks))
     lacking = [
         *(found for channel in by_channel for found in _behind(channel, ranks, first) if not channel[2]),
-        *_unmatched(messages, first),
+        *_find_unmatched_messages(messages, first),
     ]
     return _roots(lacking, ranks) or list(_gone(ranks))
 
 
-def _differing(channel: Channel, members: Sequence[RankCalls]) -> Iterator[Divergence]:
+def _find_differing_calls(channel: Channel, members: Sequence[RankCalls]) -> Iterator[Divergence]:
     """Ranks whose call differs from that of most under the same number: the first such number of the channel."""
     if channel[2] or len(members) < 2:
         return
@@ -372,7 +372,7 @@ def _roots(lacking: Sequence[Divergence], ranks: Sequence[RankCalls]) -> list[Di
     waits = {rank for found in lacking for rank in found.waiting}
     by_rank = {one.rank: one for one in ranks}
 
-    def blocked(rank: int) -> bool:
+    def waits_itself(rank: int) -> bool:
         standing = by_rank.get(rank)
         if rank not in waits or standing is None or standing.ended:
             return False
@@ -381,7 +381,7 @@ def _roots(lacking: Sequence[Divergence], ranks: Sequence[RankCalls]) -> list[Di
             latest[0] == found.channel and latest[1] >= found.number and rank in found.waiting for found in lacking
         )
 
-    free = [tuple(rank for rank in found.ranks if not blocked(rank)) for found in lacking]
+    free = [tuple(rank for rank in found.ranks if not waits_itself(rank)) for found in lacking]
     roots = [replace(found, ranks=ranks) for found, ranks in zip(lacking, free, strict=True) if ranks]
     if not roots:
         return [replace(lacking[0], how="cycle", ranks=tuple(sorted(waits)), call=None, waiting=())]
@@ -428,7 +428,7 @@ def _unequal(messages: Sequence[_Messages]) -> Iterator[Divergence]:
                 break
 
 
-def _unmatched(messages: Sequence[_Messages], first: int) -> Iterator[Divergence]:
+def _find_unmatched_messages(messages: Sequence[_Messages], first: int) -> Iterator[Divergence]:
     """Messages whose other end was not issued: more sends to a peer than receives there, or the reverse."""
     for channel, one, there, answer in messages:
         op, _, peer = channel[2].partition(" ")

@@ -250,7 +250,7 @@ def of_deadlock(done: Sequence[bool], waiting: Sequence[IssuedCall | None]) -> R
         if call is None:
             break
         path.append((rank, call))
-        missing = _missing(call)
+        missing = _missing_ranks(call)
         rank = next((other for other in missing if done[other]), missing[0])
     if done[rank]:
         waiter, call = path[-1]
@@ -282,7 +282,7 @@ def of_skipped(groups: Sequence[RankGroup]) -> RootCause | None:
     return None
 
 
-def _missing(call: IssuedCall) -> list[int]:
+def _missing_ranks(call: IssuedCall) -> list[int]:
     """The ranks that a waiting rank waits for."""
     ranks, event = call.group.ranks, call.event
     if isinstance(event, PendingCollective):

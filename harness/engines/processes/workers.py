@@ -202,10 +202,10 @@ class _Memory:
         self.descriptor = descriptor
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _received, (DupFd(self.descriptor),)
+        return _receive_memory, (DupFd(self.descriptor),)
 
 
-def _received(descriptor: Any) -> _Memory:
+def _receive_memory(descriptor: Any) -> _Memory:
     return _Memory(descriptor.detach())
 
 
@@ -228,7 +228,7 @@ def _live(
             os.setpgid(0, 0)
         pipe.recv_bytes()
         _end_with_driver()
-        sys.stdout, sys.stderr = _reopened(sys.stdout), _reopened(sys.stderr)
+        sys.stdout, sys.stderr = _reopen_stream(sys.stdout), _reopen_stream(sys.stderr)
         faulthandler.enable(memory.descriptor)
         faulthandler.register(STACK_SIGNAL, file=memory.descriptor, all_threads=True)
         gc.freeze()  # what is loaded now stays: it is shared with other processes, and never scanned again
@@ -255,7 +255,7 @@ def _end_with_driver() -> None:
         fcntl.fcntl(driver.sentinel, fcntl.F_SETFL, fcntl.fcntl(driver.sentinel, fcntl.F_GETFL) | os.O_ASYNC)
 
 
-def _reopened(stream: TextIO) -> TextIO:
+def _reopen_stream(stream: TextIO) -> TextIO:
     """File without locks that a thread of a progress bar held when this process was forked."""
     try:
         return os.fdopen(os.dup(stream.fileno()), "w", 1, encoding=stream.encoding, errors=stream.errors)

@@ -90,9 +90,9 @@ def _result(request: RunRequest, rank: int) -> Any:
 
     thread = RankThread()
     thread.begin(f"rank {rank}", job)
-    if not _ended(thread, timeout_s):
+    if not _join_thread(thread, timeout_s):
         thread.interrupt()
-        stayed = () if thread.ended(_GRACE_S) else (rank,)
+        stayed = () if thread.wait_for_end(_GRACE_S) else (rank,)
         text = f"rank {rank} of {world_size} did not end within {timeout_s:g} s"
         text += "; it is in native code and could not be interrupted: thread abandoned" if stayed else ""
         position = Position(rank=rank, state="runs", caller=place_raised(errors[0].__traceback__) if errors else "")
@@ -103,13 +103,13 @@ def _result(request: RunRequest, rank: int) -> Any:
     return results[0]
 
 
-def _ended(thread: RankThread, timeout_s: float) -> bool:
+def _join_thread(thread: RankThread, timeout_s: float) -> bool:
     """Wait for the rank's end, and no other's.
 
     The limit is of processor time: a busy machine makes no time-out. On the clock the rank may take ten times as long.
     """
     began_s, latest_s = time.process_time(), time.monotonic() + 10 * timeout_s
-    while not thread.ended(min(1.0, timeout_s)):
+    while not thread.wait_for_end(min(1.0, timeout_s)):
         if time.process_time() - began_s > timeout_s or time.monotonic() > latest_s:
             return False
     return True

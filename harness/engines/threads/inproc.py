@@ -183,7 +183,7 @@ class Unmapped:
         self._operators: dict[str, Any] = {}
 
     @contextmanager
-    def recorded(self) -> Iterator[None]:
+    def record_calls(self) -> Iterator[None]:
         """Within it, calls of these operators by rank threads are recorded."""
         if self._modules != len(sys.modules):
             names = [name for name in operator_names("c10d") if name not in OPERATORS]
@@ -294,7 +294,7 @@ class InprocEngine(Engine):
         self.unwaited = ()
         leave_uncompiled()
         places = namespaces_of(request.per_rank)
-        with one_thread(), install_worlds() as enter, self._unmapped.recorded():
+        with one_thread(), install_worlds() as enter, self._unmapped.record_calls():
             state = PerRankState(request.world_size, request.seed, places, self._streams)
             threads = self._threads.take(request.world_size)
             run = _Run(request, threads, state, observer, parts)
@@ -342,7 +342,7 @@ class _Run:
                 enter(self.matcher, rank, self.request.world_size)
                 self.values[rank] = program(rank, *args)
             except BaseException as error:
-                self._ended(rank, error)
+                self._on_rank_error(rank, error)
             finally:
                 leave_world()
 
@@ -358,7 +358,7 @@ class _Run:
         found = rank_positions(self.scheduler, self.matcher, self.raised)
         raise self._error(cause, found) from (self.raised[0].error if self.raised_first else None)
 
-    def _ended(self, rank: int, error: BaseException) -> None:
+    def _on_rank_error(self, rank: int, error: BaseException) -> None:
         """A rank's program ended with an exception."""
         if self.scheduler.stopping:
             return

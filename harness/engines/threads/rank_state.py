@@ -112,7 +112,7 @@ class CallerStreams:
 
 
 @functools.lru_cache(maxsize=4)
-def _seeded(seed: int) -> torch.Tensor:
+def _seeded_state(seed: int) -> torch.Tensor:
     return torch.Generator().manual_seed(seed).get_state()
 
 
@@ -151,7 +151,9 @@ _NUMPY: int = np.random.get_bit_generator().ctypes.state_address  # type: ignore
 _TORCH_MARK, _PYTHON_MARK, _NUMPY_MARK = _torch_mark(), _python_mark(), _reader(_NUMPY, 1 + _WORDS, _WORDS)
 _GENERATOR = torch.default_generator
 _STREAMS = (
-    _Stream(lambda seed: _GENERATOR.set_state(_seeded(seed)), _GENERATOR.get_state, _GENERATOR.set_state, _TORCH_MARK),
+    _Stream(
+        lambda seed: _GENERATOR.set_state(_seeded_state(seed)), _GENERATOR.get_state, _GENERATOR.set_state, _TORCH_MARK
+    ),
     _Stream(random.seed, random.getstate, random.setstate, _PYTHON_MARK),
     _Stream(lambda seed: np.random.seed(seed % 2**32), np.random.get_state, np.random.set_state, _NUMPY_MARK),
 )
@@ -286,7 +288,7 @@ class _Defaults:
 
 def namespaces_of(names: Sequence[str]) -> tuple[Namespace, ...]:
     """The places of these modules as they are now. Raises RequestError for one that cannot be imported."""
-    modules = [_imported(name) for name in names]
+    modules = [_import_optional(name) for name in names]
     namespaces: dict[int, Namespace] = {id(vars(module)): _Dict(vars(module)) for module in modules}
     seen: dict[int, Any] = {}
     waiting = [value for module in modules for value in vars(module).values()]
@@ -312,7 +314,7 @@ def namespaces_of(names: Sequence[str]) -> tuple[Namespace, ...]:
 def own(places: Iterable[Namespace]) -> list[Names]:
     """For one rank: what the places have now, in containers of its own."""
     copies: dict[int, Any] = {}
-    return [{name: _copied(value, copies) for name, value in place.read().items()} for place in places]
+    return [{name: _copy_containers(value, copies) for name, value in place.read().items()} for place in places]
 
 
 @contextmanager
@@ -329,7 +331,7 @@ def own_state(names: Sequence[str]) -> Iterator[None]:
             place.write(was)
 
 
-def _imported(name: str) -> ModuleType:
+def _import_optional(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except Exception as problem:
@@ -367,7 +369,7 @@ def _is_data(name: str, value: Any) -> bool:
     return not (name.startswith("__") and name.endswith("__")) and not hasattr(type(value), "__get__")
 
 
-def _copied(value: Any, copies: dict[int, Any]) -> Any:
+def _copy_containers(value: Any, copies: dict[int, Any]) -> Any:
     """A container with its containers copied, a cache emptied; everything else itself."""
     made, kind = copies.get(id(value)), type(value)
     if made is not None:
@@ -379,8 +381,8 @@ def _copied(value: Any, copies: dict[int, Any]) -> Any:
         return value
     made = copies[id(value)] = value.copy()
     if isinstance(made, dict):
-        made.update({key: _copied(item, copies) for key, item in value.items()})
+        made.update({key: _copy_containers(item, copies) for key, item in value.items()})
     elif not isinstance(made, set):
         made.clear()
-        made.extend([_copied(item, copies) for item in value])
+        made.extend([_copy_containers(item, copies) for item in value])
     return made

@@ -28,7 +28,7 @@ from torch.nn.modules import module as module_file
 from shardproof.harness.engines.calls.callers import caller
 from shardproof.harness.protocols import Value
 from shardproof.harness.recording.naming import Paths
-from shardproof.harness.subject import NamedSubject, called
+from shardproof.harness.subject import NamedSubject, call_subject
 from shardproof.harness.torch_internals.autograd import current_task, storage_id
 from shardproof.harness.torch_internals.dispatch import DispatchMode, FakeTensor, leaves, take_themselves_apart
 
@@ -80,7 +80,7 @@ class Probed:
     def __call__(self, case: Any, device: torch.device) -> Mapping[str, Value]:
         """Run the subject and return each name."""
         with self.probe() as probe:
-            called(self.subject.call, case, device)
+            call_subject(self.subject.call, case, device)
         return {name: torch.ones(()) for name in probe.names}
 
 

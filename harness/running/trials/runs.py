@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
-from shardproof.harness.checking.checks import CHECKS, Check, examine, needing
+from shardproof.harness.checking.checks import CHECKS, Check, examine, select_checks_by_need
 from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.kinds import comparable, kind_of
 from shardproof.harness.checking.records import Calls, Claims, Evidence, Repeats, Run, Truth, merged_outcomes
@@ -19,7 +19,7 @@ from shardproof.harness.errors import ShardproofError
 from shardproof.harness.outcome.merging import Merged, Outcomes, against, held_once
 from shardproof.harness.protocols import Axes, TermLike
 from shardproof.harness.running.trials.trial import Trial
-from shardproof.harness.subject import Unanswered, deviating, deviations, left_out, orders, stated
+from shardproof.harness.subject import Unanswered, deviations, left_out, orders, state_terms, stated_deviations
 from shardproof.harness.torch_internals.autograd import give_back
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 def expectation_of(trial: Trial) -> tuple[TermLike, ...] | None:
     """The subject's closed form, None when it states none; a closed form that raises is noted as a problem."""
-    return ask_subject(trial, "expectation", lambda: stated(trial.case, trial.subject.call), None)
+    return ask_subject(trial, "expectation", lambda: state_terms(trial.case, trial.subject.call), None)
 
 
 def orders_of(trial: Trial) -> Axes:
@@ -87,11 +87,11 @@ def repeat_plainly(trial: Trial, run: Run) -> Repeats:
 
     It must give the bits of the recorded run. It takes time, so it is made only when a check or a diagnosis needs it.
     """
-    with trial.timed("plain"):
+    with trial.time_part("plain"):
         plain = trial.run(trial.subject.call, name=trial.subject.address)
     if same_outcomes(run.outcomes, plain.outcomes):
         return Repeats(runs=(run.outcomes,))  # rather than the same once more
-    with trial.timed("again"):  # tells a subject that is not deterministic from a recording that disturbs it
+    with trial.time_part("again"):  # tells a subject that is not deterministic from a recording that disturbs it
         again = trial.run(trial.subject.call, name=trial.subject.address)
     return Repeats(runs=(plain.outcomes, again.outcomes))
 
@@ -121,13 +121,13 @@ def _record(trial: Trial, truth: Mapping[str, Tensor], kinds: Sequence[str], *, 
         from shardproof.harness.recording.capturing.drawn_values import WithMasks  # noqa: PLC0415
         from shardproof.harness.running.truth.joint_masks import masks_of  # noqa: PLC0415
 
-        with trial.timed("recorded"):
+        with trial.time_part("recorded"):
             run = trial.run(WithMasks(trial.subject), **how)
         ranks = masks_of(case, axes, draws, run.outcomes)
         returned, masks, drawn, problem = ranks.outcomes, ranks.masks, ranks.draws, ranks.problem
         del ranks
     else:
-        with trial.timed("recorded"):
+        with trial.time_part("recorded"):
             run = trial.run(trial.subject.call, name=trial.subject.address, **how)
         returned = run.outcomes
     if problem:
@@ -181,7 +181,7 @@ def _add_masks(captured: Outcomes, masks: Outcomes, own: Mapping[str, Tensor] | 
 
 def _known_differences(trial: Trial) -> "Deviations | None":
     """How the subject states that tensors deviate from the truth."""
-    stated = deviating(trial.case, trial.subject)
+    stated = stated_deviations(trial.case, trial.subject)
     if not stated:
         return None
     from shardproof.harness.checking.measures.stated_deviations import Deviations  # noqa: PLC0415
@@ -213,7 +213,7 @@ def judge_case(
     These show how far rounding alone takes a right result.
     """
     findings = None
-    if not needing(checks, Truth):
+    if not select_checks_by_need(checks, Truth):
         return evidence, examine(evidence, checks)
     if evidence.truth.unmergeable or evidence.run.dtype == "float64":
         findings = examine(evidence, checks)

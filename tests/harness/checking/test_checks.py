@@ -12,7 +12,7 @@ import torch
 
 from shardproof.harness.checking import records
 from shardproof.harness.checking.call_checks import split_share
-from shardproof.harness.checking.checks import CHECKS, Check, examine, needing
+from shardproof.harness.checking.checks import CHECKS, Check, examine, select_checks_by_need
 from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.records import Calls, Claims, DryRun, Evidence, Regroupings, Repeats, Run, Truth
 from shardproof.harness.engines.engine import Unwaited
@@ -195,9 +195,9 @@ def test_a_check_reads_the_records_that_its_signature_names_and_is_not_run_witho
     assert read[3:] == [seen.claims, seen.run.calls, None], "a dry run has no truth"
     kept = [one for one in vars(records).values() if is_dataclass(one) and one.__module__ == records.__name__]
     assert max(len(fields(one)) for one in kept) <= 14, "a record is read at one sight"
-    of_calls = {name for name in CHECKS if name not in needing(CHECKS, Run, Truth)}
+    of_calls = {name for name in CHECKS if name not in select_checks_by_need(CHECKS, Run, Truth)}
     assert of_calls == {"ledger", "groups", "waits", "overlap"}
-    assert set(needing(CHECKS, Repeats)) == {"determinism", "recording"}
+    assert set(select_checks_by_need(CHECKS, Repeats)) == {"determinism", "recording"}
 
 
 def test_the_example_of_the_page_on_design_is_a_check() -> None:

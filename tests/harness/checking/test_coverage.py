@@ -20,7 +20,7 @@ from shardproof.harness.errors import RequestError
 from shardproof.harness.ledger import NO_UPDATE
 from shardproof.harness.running.proof import prove
 from shardproof.harness.running.store import Store
-from shardproof.harness.subject import NamedSubject, left_out, named
+from shardproof.harness.subject import NamedSubject, left_out, resolve_subject
 from shardproof.harness.verdicts.facts import Note, NoteKind, notes_about
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN, Verdict
 from shardproof.reference.case import Case
@@ -85,7 +85,7 @@ def test_a_declaration_that_is_no_tuple_of_words_is_refused(said: object) -> Non
         left_out(NamedSubject(name="my:subject", call=Stating(unchecked=said)))
     rule = f"unchecked={said!r} must be a tuple of words; legal: unchecked = ('grad/*.bias',)"
     assert str(caught.value) == f"subject=my:subject: {rule}"
-    assert left_out(named(dense.subject)) == ()
+    assert left_out(resolve_subject(dense.subject)) == ()
 
 
 def test_a_run_honours_what_its_subject_declares() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardproof.harness.checking.checks import examine
-from shardproof.harness.diagnosing.causes.cause import reported
+from shardproof.harness.diagnosing.causes.cause import report_cause
 from shardproof.harness.diagnosing.diagnosis import diagnose, explanation_of
 from shardproof.harness.diagnosing.hypotheses.patterns import from_patterns
 from shardproof.harness.diagnosing.placing.alignments import AGREES, DIFFERS, UNKNOWN, TrueTensor, fit
@@ -207,7 +207,7 @@ def test_each_pattern_is_recognised_first(known: str, value: Tensor, truth: Tens
 
 def test_only_known_causes_are_told() -> None:
     with pytest.raises(ValueError, match="cause id=gremlins: is not a known cause; legal: missing_call "):
-        reported("gremlins", "", "a call")
+        report_cause("gremlins", "", "a call")
 
 
 def test_replicas_that_differ_in_their_last_bits_alone() -> None:

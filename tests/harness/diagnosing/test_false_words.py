@@ -14,7 +14,7 @@ from torch import Tensor
 from shardproof.harness.checking.checks import examine
 from shardproof.harness.checking.records import Evidence
 from shardproof.harness.diagnosing.causes import ranking
-from shardproof.harness.diagnosing.causes.cause import Cause, claimed
+from shardproof.harness.diagnosing.causes.cause import Cause, claim_cause
 from shardproof.harness.diagnosing.causes.proofs import Explained, NotFinite, Rounded, times
 from shardproof.harness.diagnosing.diagnosis import explanation_of
 from shardproof.harness.diagnosing.hypotheses.patterns import from_patterns
@@ -106,7 +106,7 @@ def test_rows_that_are_routed_in_other_groups_are_no_wrong_layout() -> None:
 def test_a_cause_that_its_numbers_contradict_cannot_be_made() -> None:
     true = drawn(8, 4)
     double = Explained(value=true * 1.9, truth=true, guess=true * 2)
-    assert claimed("size_factor", "it is 2 x the truth", double) == []
+    assert claim_cause("size_factor", "it is 2 x the truth", double) == []
     for proof in ((double,), ()):
         with pytest.raises(ValueError, match="must hold of the numbers that it speaks of"):
             Cause(id="size_factor", words="it is 2 x the truth", proof=proof)

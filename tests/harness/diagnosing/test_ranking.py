@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardproof.harness.checking.records import Evidence
 from shardproof.harness.diagnosing import rank_causes
-from shardproof.harness.diagnosing.causes.cause import Cause, claimed  # noqa: F401  (the example of a page uses it)
+from shardproof.harness.diagnosing.causes.cause import Cause, claim_cause  # noqa: F401  (the example of a page uses it)
 from shardproof.harness.diagnosing.causes.hypothesis import Failure, Hypothesis, of_values
 from shardproof.harness.diagnosing.causes.proofs import Explained
 from shardproof.harness.diagnosing.causes.ranking import best
@@ -28,7 +28,7 @@ def toy(id: str, names: Sequence[str], fitted: int = 0, kinds: frozenset[str] = 
     """A hypothesis that always finds a cause, which explains these names by some of their numbers."""
     one = torch.ones(())
     proof = Explained(value=2 * one, truth=one, guess=2 * one, names=tuple(names), fitted=fitted)
-    return Hypothesis(predicts="so", causes=lambda _: claimed(id, "it is so", proof), kinds=kinds)
+    return Hypothesis(predicts="so", causes=lambda _: claim_cause(id, "it is so", proof), kinds=kinds)
 
 
 def told(*hypotheses: Hypothesis) -> list[str]:
@@ -51,7 +51,7 @@ def test_what_explains_the_first_is_reported_then_what_explains_most_then_what_f
 
 def test_a_cause_that_leaves_more_than_the_check_allows_makes_room_for_another() -> None:
     value, true = RIGHT[W1] * 2 + 1e-8 * drawn(*RIGHT[W1].shape), RIGHT[W1]
-    nearly = claimed("size_factor", "it is 2 x", Explained(value=value, truth=true, guess=2 * true, names=(W1, W2)))
+    nearly = claim_cause("size_factor", "it is 2 x", Explained(value=value, truth=true, guess=2 * true, names=(W1, W2)))
     assert nearly, "it explains nearly all of the error"
     everything = Hypothesis(predicts="twice the truth", causes=lambda _: nearly, kinds=GRADIENTS)
     failure = failure_of({W1: value, W2: 2 * RIGHT[W2]})

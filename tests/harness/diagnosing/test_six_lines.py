@@ -12,7 +12,7 @@ import pytest
 
 from shardproof.harness.checking.checks import examine
 from shardproof.harness.checking.records import Evidence
-from shardproof.harness.diagnosing.diagnosis import ended, explanation_of
+from shardproof.harness.diagnosing.diagnosis import diagnose_ended_case, explanation_of
 from shardproof.harness.diagnosing.explained import failed_run, repeat_command
 from shardproof.harness.errors import Desynchronised, Position, RankCrashed, RankDied, RankRaised, Stalled, TimeLimit
 from shardproof.harness.running.store import Store
@@ -90,7 +90,7 @@ def test_a_case_without_an_outcome_in_six_lines(error: Any, what: str, why: str,
         f"causes: {why}",
         'repeat: shardproof run "seq=16" --subject my.module:subject --engine pool',
     ]
-    assert [told.id for told in ended(error).causes] == [cause]
+    assert [told.id for told in diagnose_ended_case(error).causes] == [cause]
 
 
 def test_every_failure_has_six_labelled_lines() -> None:

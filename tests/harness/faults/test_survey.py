@@ -17,7 +17,7 @@ from shardproof.harness.injecting.survey import UNREAD, FaultResult, proof_of, s
 from shardproof.harness.plain_case import Vocabulary
 from shardproof.harness.protocols import Shard
 from shardproof.harness.running.ranks.execution import execute
-from shardproof.harness.subject import case_of, named
+from shardproof.harness.subject import case_of, resolve_subject
 from shardproof.parallel.subject import subject
 from shardproof.reference.case import Case
 from tests.harness import own_words, toy_subjects
@@ -191,7 +191,7 @@ def test_the_maximum_of_a_softmax_may_be_another_number_that_all_ranks_have(engi
 def test_unmodified_megatron_needs_every_collective_and_a_doubled_sum_is_noticed(engine: InprocEngine) -> None:
     """Its GPTModel needs each of its 4L + 5 calls."""
     pytest.importorskip("megatron.core", reason="needs the extra `peers`")
-    megatron = named("shardproof.suites.subjects.megatron:subject")
+    megatron = resolve_subject("shardproof.suites.subjects.megatron:subject")
     case = case_of("tp=2 layers=1 micro=1", megatron)
     chosen = faults(engine, case, "drop", "double", subject=megatron.call)
     results = survey(case, megatron, engine, faults=chosen, first_only=True)

@@ -20,7 +20,7 @@ from shardproof.harness.engines.interposer import Interposer
 from shardproof.harness.ledger import Event
 from shardproof.harness.recording.recorder import Recorder
 from shardproof.harness.recording.spans import Stopwatch, stopwatch
-from shardproof.harness.witnesses.measured import clocked
+from shardproof.harness.witnesses.measured import time_body
 from tests.harness.recording.toy_calls import (
     Model,
     Part,
@@ -97,7 +97,7 @@ def test_a_call_lasts_as_long_as_its_stream_says_and_starts_when_its_stream_came
 def test_a_measured_stretch_is_the_streams_and_a_cpu_needs_no_stopwatch() -> None:
     device = _Device()
     seconds: list[float] = []
-    with clocked(device.watch(), seconds):
+    with time_body(device.watch(), seconds):
         device.work(120)
     assert seconds == [pytest.approx(0.120)]
     assert stopwatch("cpu") is stopwatch(torch.device("meta")) is None

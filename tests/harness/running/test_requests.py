@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from shardproof.harness.running.request import loading_what_exists
-from shardproof.harness.running.sharing import arranged, together
-from shardproof.harness.subject import named
+from shardproof.harness.running.sharing import arrange_cases, together
+from shardproof.harness.subject import resolve_subject
 from shardproof.reference.case import Case
 from shardproof.reference.case.default_cases import default_cases
 from shardproof.reference.language.core import MODES
@@ -87,14 +87,14 @@ def test_a_script_that_cannot_be_written_is_refused_before_anything_runs(
 
 
 def test_without_a_case_every_claimed_mode_runs_on_two_and_four_ranks() -> None:
-    cases: Any = request_command.default_cases(named(f"{TOY}right"), "all")
+    cases: Any = request_command.default_cases(resolve_subject(f"{TOY}right"), "all")
     by_mode = {mode: {case.world_size for case in cases if case.mode == mode} for mode in MODES}
     assert by_mode == dict.fromkeys(MODES, {2, 4})
     assert all(case.data == "" for case in cases), "real text: the sources of Python"
     assert {case.optimizer for case in cases} == {"sgd"}, "plain words, for it has no refuses"
-    ours: Any = request_command.default_cases(named("shardproof.parallel.subject:subject"), "tp")
+    ours: Any = request_command.default_cases(resolve_subject("shardproof.parallel.subject:subject"), "tp")
     assert {case.optimizer for case in ours} == {"sgd", "adamw"}
-    deep = request_command.default_cases(named(f"{TOY}right"), "tp", deep=True)
+    deep = request_command.default_cases(resolve_subject(f"{TOY}right"), "tp", deep=True)
     assert {case.world_size for case in deep} >= {2, 4, 8}
 
 
@@ -102,7 +102,7 @@ def test_a_claimed_mode_that_no_case_can_have_is_left_out_and_named(
     shardproof: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "tests.harness.running.test_requests:ahead"
-    found: Any = request_command.default_cases(named(name), "all")
+    found: Any = request_command.default_cases(resolve_subject(name), "all")
     assert {case.mode for case in found} == {"tp"}
     monkeypatch.setattr(request_command, "default_cases", lambda *_, **__: found[:1])
     status, _, err = shardproof("run", "--subject", name, "--engine", "dry")
@@ -176,7 +176,7 @@ def test_it_is_in_the_group_of_the_case_that_saves() -> None:
 
 
 def test_the_order_of_a_default_run_keeps_it_behind() -> None:
-    found = arranged([LOADS.but(load="elsewhere"), *OTHERS, SAVES, LOADS])
+    found = arrange_cases([LOADS.but(load="elsewhere"), *OTHERS, SAVES, LOADS])
     assert found.index(LOADS) == found.index(SAVES) + 1
 
 

@@ -89,7 +89,7 @@ class ForkServer(forkserver.ForkServer):
         """Start it where it does not run. Its socket has no name from then on: it is reached by its descriptor."""
         resource_tracker.ensure_running()
         with (
-            replace_attribute(util, "spawnv_passfds", self._spawned),
+            replace_attribute(util, "spawnv_passfds", self._spawn_server),
             replace_attribute(connection, "arbitrary_address", lambda _family: tempfile.mktemp(prefix="shardproof-")),
         ):
             super().ensure_running()
@@ -135,7 +135,7 @@ class ForkServer(forkserver.ForkServer):
             os.close(self._socket)
         self._socket = -1
 
-    def _spawned(self, _path: str, arguments: Sequence[Any], descriptors: Sequence[int]) -> int:
+    def _spawn_server(self, _path: str, arguments: Sequence[Any], descriptors: Sequence[int]) -> int:
         """Start Python with these arguments, the last of which is its program."""
         if self._process is not None:  # it has ended
             self._process.wait()
@@ -206,7 +206,7 @@ class _Pool:
 
         After anything but a good end its processes are replaced. Raises what Supervisor.results raises.
         """
-        ranks = self._taken(request.world_size, alive)
+        ranks = self._take_workers(request.world_size, alive)
         alive()
         self._number += 1
         if self._store is None or self._number % _RUNS_PER_STORE == 0:
@@ -243,7 +243,7 @@ class _Pool:
             server.close()
         self._store = None
 
-    def _taken(self, world_size: int, alive: Callable[[], object]) -> list[Worker]:
+    def _take_workers(self, world_size: int, alive: Callable[[], object]) -> list[Worker]:
         """The processes of a run, by rank; new ones as far as needed, idle ones beyond the bound ended.
 
         Each has the hash seed of its place. Connections made before are of no use to a new one.

@@ -139,7 +139,7 @@ def gather_connections(place: Launched, store: Store, timeout_s: float) -> dict[
                 absent = sorted(set(range(1, place.world_size)) - connections.keys())
                 raise _lost(absent, f"did not join within {timeout_s:g} s") from None
             connection = on_error.enter_context(_connection(accepted))
-            rank = _introduced(connection, token)
+            rank = _read_introduction(connection, token)
             if 0 < rank < place.world_size:  # any other is a stranger, and closed at the end
                 connections[rank] = connection
         on_error.pop_all()
@@ -184,7 +184,7 @@ def _connection(wire: socket.socket) -> Connection:
     return Connection(wire.detach())
 
 
-def _introduced(connection: Connection, token: bytes) -> int:
+def _read_introduction(connection: Connection, token: bytes) -> int:
     """The rank that the other end sends with the token, -1 for a stranger."""
     try:
         if not connection.poll(_HELLO_S):

@@ -274,7 +274,7 @@ class LaunchedWorkers(Workers):
     one_clock = False
 
     def __init__(self, order: RunOrder, links: Mapping[int, Connection], ending: Callable[[], bool]) -> None:
-        super().__init__([functools.partial(self._sent, rank) for rank in links])
+        super().__init__([functools.partial(self._take_sent_records, rank) for rank in links])
         self._order = order
         self._links = dict(links)
         self._ending = ending
@@ -283,7 +283,7 @@ class LaunchedWorkers(Workers):
         self._standing: dict[int, Standing] = {}
         self._recorded = [ReadCalls() for _ in links]
 
-    def _sent(self, rank: int) -> ReadCalls:
+    def _take_sent_records(self, rank: int) -> ReadCalls:
         """The records that a rank has sent of its flight recorder."""
         calls = self._recorded[rank]
         self._recorded[rank] = calls._replace(new=())
