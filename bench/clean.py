@@ -175,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     try:
         part = _part(asked)
-        so_far = _written(part, Path(asked.out))
+        so_far = _write_part(part, Path(asked.out))
     except RequestError as error:
         print(f"bench.clean: {error}", file=sys.stderr)
         return error.exit_status
@@ -185,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if so_far.alarms else 0
 
 
-def _written(part: Part, out: Path) -> Campaign:
+def _write_part(part: Part, out: Path) -> Campaign:
     """The part, run; its row and its alarms are on disk after every case."""
     out.mkdir(parents=True, exist_ok=True)
     kind = ["foreign"] if part.foreign else []

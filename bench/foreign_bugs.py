@@ -33,7 +33,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bench import foreign
-from bench.foreign_edits import Planted, drawn_edit, planting
+from bench.foreign_edits import Planted, drawn_edit, plant_edits
 from shardproof.harness.checking.measures.kinds import kind_of
 from shardproof.harness.checking.measures.many_tensors import kind_rms
 from shardproof.harness.checking.measures.measured import FLOAT64_ALLOWED, SCALE_SHARE
@@ -151,7 +151,7 @@ class Row(Change):
 
 def campaign(edits: int, first_seed: int, names: Sequence[str], dtype: str, timeout_s: float) -> Iterator[Row]:
     """A row for every edit, subject by subject in turn."""
-    with InprocEngine() as engine, planting():
+    with InprocEngine() as engine, plant_edits():
         for number, drawn in enumerate(drawn_cases(edits * len(names), first_seed, names, dtype)):
             start_s = time.perf_counter()
             row = judged_edit(drawn, Random(f"{first_seed} {number}"), engine, timeout_s)
@@ -166,7 +166,7 @@ def judged_edit(drawn: Drawn, chosen: Random, engine: InprocEngine, timeout_s: f
     try:
         without = prove(case, Planted(drawn.subject).named, engine, timeout_s=timeout_s, explain=False)
         if without.verdict == FAIL or without.evidence is None:
-            return replace(row, check=_failed(without))
+            return replace(row, check=_failed_checks(without))
         start = execute(case, still, engine, record=False, timeout_s=timeout_s)
         edit = drawn_edit(still.counts, case.dtype, chosen)
         row = replace(row, edit=str(edit))
@@ -174,7 +174,7 @@ def judged_edit(drawn: Drawn, chosen: Random, engine: InprocEngine, timeout_s: f
     except ShardproofError as error:
         return replace(row, check=f"run: {error}"[:200])
     verdicts = {FAIL: FOUND, UNKNOWN: UNDECIDED}
-    row = replace(row, verdict=verdicts.get(wrong.verdict, PASSED), check=_failed(wrong))
+    row = replace(row, verdict=verdicts.get(wrong.verdict, PASSED), check=_failed_checks(wrong))
     if wrong.evidence is None:
         return row
     first = {name: tensor for name, tensor in merge(start.outcomes).tensors.items() if kind_of(name) in MOVED}
@@ -185,7 +185,7 @@ def judged_edit(drawn: Drawn, chosen: Random, engine: InprocEngine, timeout_s: f
     return replace(row, **asdict(_with_limit(most, wrong.evidence)))
 
 
-def _failed(result: CaseResult) -> str:
+def _failed_checks(result: CaseResult) -> str:
     return ", ".join(each.check for each in result.verdicts if each.verdict == FAIL)
 
 

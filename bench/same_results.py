@@ -55,10 +55,10 @@ def results(tree: Path, texts: list[str], work: Path) -> Results:
     ended = subprocess.run([*command, *texts], cwd=tree, env=environment, capture_output=True, text=True, check=False)
     if not (work / "runs/latest").exists():
         raise SystemExit(f"{tree}: no run folder; exit {ended.returncode}\n{ended.stdout}\n{ended.stderr}")
-    return read(work)
+    return read_results(work)
 
 
-def read(work: Path) -> Results:
+def read_results(work: Path) -> Results:
     """Tables that `results` wrote; how often an outcome was computed does not count."""
     verdicts = pd.read_json(work / "runs/latest/verdicts.jsonl", lines=True, dtype=False)
     verdicts = verdicts.assign(unchecked=verdicts["unchecked"].map(str), worst=verdicts["worst"].map(str))

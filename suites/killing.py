@@ -210,7 +210,7 @@ def run_kills(plans: Sequence[KillPlan], subject: NamedSubject, *, processes: in
     if processes == 1:
         with engine_named("inproc") as engine:
             for plan in plans:
-                yield from _killed(plan, subject, engine)
+                yield from _kill_faults(plan, subject, engine)
         return
     # Not forked from this process: a fork would copy locks that the threads of an engine hold.
     server, target = ForkServer(hash_seed(0)), partial(_serve_plans, sent=pickle.dumps(subject))
@@ -245,7 +245,7 @@ def _serve_plans(pipe: Connection, _memory: int, *, sent: bytes) -> None:
         while True:
             plan = pickle.loads(pipe.recv_bytes())
             try:
-                answer: object = _killed(plan, pickle.loads(sent), engine)
+                answer: object = _kill_faults(plan, pickle.loads(sent), engine)
             except ShardproofError as error:
                 answer = error
             except Exception:  # whatever importing a user's module raises
@@ -253,7 +253,7 @@ def _serve_plans(pipe: Connection, _memory: int, *, sent: bytes) -> None:
             pipe.send(answer)
 
 
-def _killed(plan: KillPlan, subject: NamedSubject, engine: Engine) -> list[Killed]:
+def _kill_faults(plan: KillPlan, subject: NamedSubject, engine: Engine) -> list[Killed]:
     if plan.case is not None:
         return faults_killed(plan.case, plan.faults, subject, engine, plan.timeout_s)
     return [mutant_killed(_ROWS[plan.name], plan.mode, engine, plan.timeout_s, plan.dtype, twin=plan.twin)]

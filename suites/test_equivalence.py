@@ -27,7 +27,7 @@ def outcomes(prover: Prover, case: CaseLike, modes: list[str]) -> dict[str, dict
             alike = case.but(mode=mode)
         except ValueError:  # CaseLike.but of a word that this mode does not know: such cases are drawn for others
             continue
-        if prover.refused(alike):
+        if prover.reason_of_refusal(alike):
             continue
         merged = merge(execute(alike, run, prover.engine, text=str(alike), timeout_s=prover.timeout_s).outcomes)
         assert merged.flaws == ()

@@ -16,15 +16,15 @@ class Pass(torch.autograd.Function):  # to the next rank; its gradient comes bac
     @staticmethod
     def forward(ctx, both, group, before, behind):
         ctx.rest = group, before, behind
-        return _sent(both, group, before, behind)
+        return _send_around(both, group, before, behind)
 
     @staticmethod
     def backward(ctx, grad):
         group, before, behind = ctx.rest
-        return _sent(grad, group, behind, before), None, None, None
+        return _send_around(grad, group, behind, before), None, None, None
 
 
-def _sent(tensor, group, source, target):
+def _send_around(tensor, group, source, target):
     out = torch.empty_like(tensor, memory_format=torch.contiguous_format)
     todo = [dist.P2POp(dist.isend, tensor.contiguous(), target, group), dist.P2POp(dist.irecv, out, source, group)]
     for work in dist.batch_isend_irecv(todo):

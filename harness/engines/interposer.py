@@ -39,7 +39,7 @@ _UNFOLLOWED = (*MESSAGES, OTHER)
 class CallLog(Protocol):
     """For those who need more of a call than the ledger has, to compare ranks."""
 
-    def entered(self, issued: OperatorCall) -> None:
+    def on_enter(self, issued: OperatorCall) -> None:
         """A call is about to be issued."""
 
     def left(self) -> None:
@@ -133,8 +133,8 @@ class Interposer:
                 return operator.redispatch(keys.remove(BACKEND_SELECT), *arguments)
             rank, call, log = issued.rank, issued.call, self._log
             if log is not None:
-                log.entered(issued)
-            tickets = [(observer, observer.issued(rank, call)) for observer in self._observers]
+                log.on_enter(issued)
+            tickets = [(observer, observer.on_issue(rank, call)) for observer in self._observers]
             result = operator.redispatch(keys.remove(BACKEND_SELECT), *arguments)
             if not call.is_async and call.op not in _UNFOLLOWED:
                 if call.device == "cpu":
@@ -156,7 +156,7 @@ class Interposer:
     def _probe(self) -> None:
         """Issue one call in a private group of one rank. Raises MachineError unless it is observed as issued."""
         seen: list[Call] = []
-        probe: Any = SimpleNamespace(issued=lambda _rank, call: seen.append(call), completed=lambda *_: None)
+        probe: Any = SimpleNamespace(on_issue=lambda _rank, call: seen.append(call), on_completion=lambda *_: None)
         watched, log = self._observers, self._log
         self._observers, self._log = (probe,), None
         try:
@@ -192,7 +192,7 @@ def _blind(why: str) -> MachineError:
 
 def _complete_tickets(rank: int, tickets: Sequence[tuple[Observer, int]]) -> None:
     for observer, ticket in tickets:
-        observer.completed(rank, ticket)
+        observer.on_completion(rank, ticket)
 
 
 def _record_waits(rank: int, tickets: Sequence[tuple[Observer, int]]) -> None:

@@ -161,7 +161,7 @@ class Meter(DispatchMode):
                     end_functional(kept)
             self._works.clear()
 
-    def issued(self, _rank: int, call: Call) -> int:
+    def on_issue(self, _rank: int, call: Call) -> int:
         """A call starts here."""
         ticket = self._tickets
         self._tickets += 1
@@ -170,7 +170,7 @@ class Meter(DispatchMode):
             self._calls[ticket] = waits_when_read(sys._getframe(1))
         return ticket
 
-    def completed(self, rank: int, ticket: int) -> None:
+    def on_completion(self, rank: int, ticket: int) -> None:
         """A synchronous call: whoever reads the stretches knows."""
 
     def __torch_dispatch__(

@@ -118,7 +118,7 @@ class RankRecorder:
             Finalize(None, self._end, exitpriority=0)
         os.register_at_fork(after_in_child=self._be_silent)
 
-    def entered(self, issued: OperatorCall) -> None:
+    def on_enter(self, issued: OperatorCall) -> None:
         """A call is about to be issued."""
         self._local.issued = issued
         self._local.given = is_given(issued, sys._getframe(1).f_back)  # a thread of autograd has no more
@@ -138,7 +138,7 @@ class RankRecorder:
             self._let_go(problem)
         return work
 
-    def issued(self, _rank: int, call: Call) -> int:
+    def on_issue(self, _rank: int, call: Call) -> int:
         """Record the call in the ledger's words; the ticket is its index on the rank, -1 when nothing is recorded."""
         if not self._on:
             return -1
@@ -148,14 +148,14 @@ class RankRecorder:
             self._let_go(problem)
             return -1
 
-    def completed(self, _rank: int, ticket: int) -> None:
+    def on_completion(self, _rank: int, ticket: int) -> None:
         """The call has completed."""
         if not self._on or ticket < 0:
             return
         try:
-            self._stream.completed(ticket)
+            self._stream.on_completion(ticket)
             if self._ranges is not None:
-                self._ranges.completed(self._rank, ticket)
+                self._ranges.on_completion(self._rank, ticket)
         except Exception as problem:
             self._let_go(problem)
 

@@ -118,7 +118,7 @@ class EventStream:
                 self._write_settled_calls()
         return past
 
-    def completed(self, ticket: int) -> None:
+    def on_completion(self, ticket: int) -> None:
         """The call has completed: its wait returned."""
         with self._lock:
             self.stirred += 1

@@ -79,22 +79,22 @@ class Overlap:
         finally:
             del self._local.rank
 
-    def issued(self, rank: int, call: Call) -> int:
+    def on_issue(self, rank: int, call: Call) -> int:
         """A rank is about to issue a call; the ticket is the call's index on the rank."""
-        ticket = self._other.issued(rank, call) if self._other else self._calls[rank]
+        ticket = self._other.on_issue(rank, call) if self._other else self._calls[rank]
         self._calls[rank] += 1
         if call.is_async:
             self._open[rank, ticket] = self._products[rank], call.device
         return ticket
 
-    def completed(self, rank: int, ticket: int) -> None:
+    def on_completion(self, rank: int, ticket: int) -> None:
         """The call is complete: on the CPU its wait returned, on a GPU it may not have been waited for yet."""
         if self._other:
-            self._other.completed(rank, ticket)
+            self._other.on_completion(rank, ticket)
         if self._open.get((rank, ticket), (0, ""))[1] != "cuda":
             self._close_span(rank, ticket)
 
-    def waited(self, rank: int, ticket: int) -> None:
+    def on_wait(self, rank: int, ticket: int) -> None:
         """The rank waits for the call, or reads its result."""
         if self._other:
             notify_waited(self._other, rank, ticket)

@@ -92,9 +92,9 @@ class Ranges:
         """The function that draws a rank's observations."""
         return self._ranks.setdefault(rank, _Drawing(self._domain)).draw
 
-    def completed(self, rank: int, ticket: int) -> None:
+    def on_completion(self, rank: int, ticket: int) -> None:
         """A call has completed: end its range."""
-        self._ranks[rank].completed(ticket)
+        self._ranks[rank].on_completion(ticket)
 
     @contextmanager
     def on_rank(self, rank: int, **facts: Any) -> Iterator[None]:
@@ -159,7 +159,7 @@ class _Drawing:
             self._domain.end_range(self._step)
             self._step = None
 
-    def completed(self, ticket: int) -> None:
+    def on_completion(self, ticket: int) -> None:
         """End the range of a call, if it has one that is still open."""
         pushed = self._pushed.get(self._lane_of.pop(ticket, -1), [])
         if pushed and pushed[-1] == ticket:

@@ -90,23 +90,23 @@ class Recorder:
             entered.enter_context(self._watch.on_rank(rank))
             yield
 
-    def issued(self, rank: int, call: Call) -> int:
+    def on_issue(self, rank: int, call: Call) -> int:
         """A rank is about to issue a call; the ticket is the call's index on the rank."""
         ticket = self._watch.lane(rank).issue(call, sys._getframe(1))
         if self._stopwatch is not None and call.device == "cuda":
             self._tracks[rank].begun[ticket] = self._stopwatch.mark()
         return ticket
 
-    def completed(self, rank: int, ticket: int) -> None:
+    def on_completion(self, rank: int, ticket: int) -> None:
         """The call behind the ticket has completed on this rank."""
         track = self._tracks[rank]
         track.ended_s[ticket] = time.perf_counter()
         if self._stopwatch is not None and ticket in track.begun:
             track.ended[ticket] = self._stopwatch.mark()
         if self._ranges is not None:
-            self._ranges.completed(rank, ticket)
+            self._ranges.on_completion(rank, ticket)
 
-    def waited(self, rank: int, ticket: int) -> None:
+    def on_wait(self, rank: int, ticket: int) -> None:
         """The rank waits for the asynchronous call behind the ticket, the first time."""
         self._tracks[rank].waited_s.setdefault(ticket, time.perf_counter())
 

@@ -107,7 +107,7 @@ class Tables:
 def _of_thread(of_process: property, name: str) -> property:
     """A property of `_World` that a rank thread has to itself."""
 
-    def read(world: Any) -> Any:
+    def read_of_thread(world: Any) -> Any:
         mine = world._ranks.get(get_ident())
         return of_process.__get__(world) if mine is None else getattr(mine, name)
 
@@ -118,7 +118,7 @@ def _of_thread(of_process: property, name: str) -> property:
         else:
             setattr(mine, name, value)
 
-    return property(read, write)
+    return property(read_of_thread, write)
 
 
 @functools.cache

@@ -58,9 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed.isolated = arguments is None  # the process is ours and has not used autograd, so that it can be forked
     try:
         with without_garbage_collection():
-            from shardproof.reports.options.request import read
+            from shardproof.reports.options.request import read_request
 
-            parsed.request = read(parsed)
+            parsed.request = read_request(parsed)
             with interrupted_after():  # torch and pandas: once interrupted, they break whatever comes then
                 command = _command(parsed.command)
         status = command(parsed)

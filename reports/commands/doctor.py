@@ -83,7 +83,7 @@ def inspect() -> Machine:
     """Look at this machine."""
     problems: dict[str, str] = {}
 
-    def seen(what: str, ask: Callable[[], T], otherwise: T) -> T:
+    def look_for(what: str, ask: Callable[[], T], otherwise: T) -> T:
         try:
             return ask()
         except KeyboardInterrupt:
@@ -93,16 +93,16 @@ def inspect() -> Machine:
             return otherwise
 
     for name in NEEDED:
-        seen(name, lambda name=name: import_module(name), None)  # type: ignore[misc]
-    version = seen("torch", lambda: str(import_module("torch").__version__), "")
+        look_for(name, lambda name=name: import_module(name), None)  # type: ignore[misc]
+    version = look_for("torch", lambda: str(import_module("torch").__version__), "")
     return Machine(
         python=platform.python_version(),
         torch=version,
-        torch_note=seen("torch", lambda: _torch_note(version), "") if version else "",
+        torch_note=look_for("torch", lambda: _torch_note(version), "") if version else "",
         nvtx=_version("nvtx"),
-        nvtx_listener=seen("nvtx", _listens, False),
-        backends=seen("torch.distributed", _backends, ()) if version else (),
-        gpus=seen("GPU", _gpus, ()) if version else (),
+        nvtx_listener=look_for("nvtx", _listens, False),
+        backends=look_for("torch.distributed", _backends, ()) if version else (),
+        gpus=look_for("GPU", _gpus, ()) if version else (),
         nsys=shutil.which("nsys") or "",
         peers={name: _version(name) for name in PEERS},
         checkouts={name: os.environ.get(name, "") for name in CHECKOUTS},

@@ -38,27 +38,27 @@ class Line(NamedTuple):
 def main(arguments: argparse.Namespace) -> int:
     """Print the terms of one case of a run. Exit status 0; raises RequestError when the run has no such case."""
     run = load(arguments.run)
-    case = _chosen(run, " ".join(arguments.case))
+    case = _choose_case(run, " ".join(arguments.case))
     verdicts = run.verdicts[(run.verdicts["case"] == case) & ~run.verdicts["verdict"].isin(("pass", "skip"))]
     if len(verdicts):
         checks = ", ".join(verdicts["check"])
         show_note(f"{case} did not pass ({checks}): what it did may be wrong", sys.stderr)
-    show_message(written(case, run.path.resolve().name, lines(run, case, short=arguments.short)), sys.stdout)
+    show_message(write_terms(case, run.path.resolve().name, lines(run, case, short=arguments.short)), sys.stdout)
     return 0
 
 
-def _chosen(run: Run, text: str) -> str:
+def _choose_case(run: Run, text: str) -> str:
     """The case of this text among those of the run, in any order of words; without a text, the only one."""
     cases = [str(case) for case in run.cases["case"]]
     if not text:
         if len(cases) == 1:
             return cases[0]
-        raise RequestError(f"run {run.path}: has {len(cases)} cases, so name one; legal: {_quoted(cases)}")
+        raise RequestError(f"run {run.path}: has {len(cases)} cases, so name one; legal: {_quote_cases(cases)}")
     own = "words" in run.cases  # in words of a subject's own, which are read by it alone
     for case in cases:
         if {*case.split()} == {*text.split()} or (not own and _canonical(case) == _canonical(text)):
             return case
-    raise RequestError(f"case {text!r}: is not in run {run.path}; legal: {_quoted(cases)}")
+    raise RequestError(f"case {text!r}: is not in run {run.path}; legal: {_quote_cases(cases)}")
 
 
 def _canonical(text: str) -> str:
@@ -69,7 +69,7 @@ def _canonical(text: str) -> str:
         return text
 
 
-def _quoted(cases: Sequence[str]) -> str:
+def _quote_cases(cases: Sequence[str]) -> str:
     more = f" and {len(cases) - 5} more" if len(cases) > 5 else ""
     return ", ".join(f'"{case}"' for case in cases[:5]) + more
 
@@ -96,7 +96,7 @@ def lines(run: Run, case: str, *, short: bool = False) -> list[Line]:
                 for size, equal in sizes
             ]
         else:
-            summed = [_summed(fields, _amounts(alike, ranks), ranks)]
+            summed = [_sum_term(fields, _amounts(alike, ranks), ranks)]
             lines_of_terms += (not short and _by_place(fields, sizes, ranks, axes)) or summed
     return lines_of_terms
 
@@ -154,7 +154,7 @@ def _total(sizes: pd.Series) -> Any:
     return sizes.sum(skipna=False)
 
 
-def _summed(fields: dict[str, Any], amounts: Amounts, ranks: Sequence[int]) -> Line:
+def _sum_term(fields: dict[str, Any], amounts: Amounts, ranks: Sequence[int]) -> Line:
     """A term of all these calls, with the numbers that all ranks have in common."""
     calls, sizes = {amount[0] for amount in amounts}, {amount[1] for amount in amounts}
     term = Term(
@@ -170,7 +170,7 @@ def _summed(fields: dict[str, Any], amounts: Amounts, ranks: Sequence[int]) -> L
     return Line(term, "; ".join(amounts_of_ranks) if len(alike) > 1 else "")
 
 
-def written(case: str, run: str, found: Sequence[Line]) -> str:
+def write_terms(case: str, run: str, found: Sequence[Line]) -> str:
     """The terms as Python that can be pasted: a function that states them for this case."""
     plain = case.startswith("mode=") and " " not in case  # its text as a case is empty
     other = f'not in ("", {json.dumps(case)})' if plain else f"!= {json.dumps(case)}"

@@ -24,14 +24,14 @@ from shardproof.harness.resolve import resolve
 from shardproof.harness.running.request import seconds
 from shardproof.harness.running.store import Store, environment
 from shardproof.harness.subject import cases_of, resolve_subject
-from shardproof.reports.options.option_checks import writing
+from shardproof.reports.options.option_checks import check_writing
 from shardproof.reports.printing.text import (
     append_step_summary,
     show_message,
     show_note,
+    show_progress,
     show_table,
     show_words,
-    ticking,
 )
 from shardproof.reports.printing.text_tables import Table
 from shardproof.reports.stored.files import MATRIX, RunFolderError, csv_table, environment_of
@@ -58,7 +58,7 @@ def main(arguments: argparse.Namespace) -> int:
     store = Store(Path(arguments.out), subject.name, environment(tuple(sys.argv), words))
     processes = min(_PROCESSES, os.cpu_count() or 1)
     try:
-        killed_rows = _written(run_kills(plans, subject, processes=processes), store.path, total)
+        killed_rows = _write_rows(run_kills(plans, subject, processes=processes), store.path, total)
     except KeyboardInterrupt:
         show_message(f"\nfinished rows are in {store.path / 'kill_matrix.csv'}", sys.stderr)
         raise
@@ -74,23 +74,23 @@ def _write_scripts(name: str, folder: str, *, field: bool) -> int:
     """Write a script for each bug that a script can show, and a line. Exit status 1 when there is none."""
     scripts: Any = resolve(_SCRIPTS)
     bugs, written = scripts(name, field=field), 0
-    with writing(folder):
+    with check_writing(folder):
         Path(folder).mkdir(parents=True, exist_ok=True)
     for bug, text, why in bugs:
         file = Path(folder) / f"{bug}.py"
         if text:
-            with writing(str(file)):
+            with check_writing(str(file)):
                 file.write_text(text, encoding="utf-8")
             written += 1
         show_message(str(file) if text else f"{bug}: no script: {why}", sys.stdout)
     return 0 if written else 1
 
 
-def _written(kills: Iterable[Any], folder: Path, total: int) -> list[Any]:
+def _write_rows(kills: Iterable[Any], folder: Path, total: int) -> list[Any]:
     """All rows, each written before the next one is waited for: the matrix, and beside it what every row rests on."""
     done: list[Any] = []
     with (
-        ticking(sys.stderr) as tick,
+        show_progress(sys.stderr) as tick,
         (folder / "kill_matrix.csv").open("w", encoding="utf-8", newline="") as matrix,
         (folder / "kills.jsonl").open("w", encoding="utf-8") as details,
     ):
@@ -124,7 +124,7 @@ def _tell(killed_rows: Sequence[Any], folder: Path, as_json: bool) -> None:
     rows: list[Kill] = [killed.row for killed in killed_rows]
     unmissed = [(killed.row.mode, killed.row.name.removeprefix("drop "), killed.unmissed) for killed in killed_rows]
     unmissed = sorted(line for line in unmissed if line[-1])
-    open_rows, held_rows = _parted(rows)
+    open_rows, held_rows = _split_rows(rows)
     alone, tables = killed_alone(rows, tuple(CHECKS)), figure_tables(rows)
     for table in tables:
         append_step_summary(table, str(folder), os.environ)
@@ -213,14 +213,14 @@ def check_table(alone: Mapping[str, tuple[int, int, str]]) -> Table:
     )
 
 
-def _parted(rows: Sequence[Kill]) -> tuple[list[Kill], list[Kill]]:
+def _split_rows(rows: Sequence[Kill]) -> tuple[list[Kill], list[Kill]]:
     """Open rows and held-back ones."""
     return [row for row in rows if not row.held_back], [row for row in rows if row.held_back]
 
 
 def figure_tables(rows: Sequence[Kill]) -> list[Table]:
     """The figures of the open rows and those of the held-back ones, each when there are such rows."""
-    open_rows, held_rows = _parted(rows)
+    open_rows, held_rows = _split_rows(rows)
     tables = [figure_table(figures(open_rows))] if open_rows or not held_rows else []
     return tables + ([figure_table(figures(held_rows), title="Figures of the held-back mutants")] if held_rows else [])
 

@@ -21,7 +21,7 @@ from shardproof.harness.protocols import Axes
 from shardproof.harness.traces.calls import find_dtype
 from shardproof.harness.traces.intervals import minus, union
 from shardproof.harness.traces.unknown import UNKNOWN
-from shardproof.reports.stored.files import GROUP_TYPES, joined, recorded
+from shardproof.reports.stored.files import GROUP_TYPES, is_recording, join_ranks
 from shardproof.reports.stored.frames import Run
 
 _NAMES = {
@@ -68,7 +68,7 @@ def write_kineto(run: Run, folder: Path) -> list[str]:
         within = folder if len(cases) == 1 else folder / f"case{number}"
         within.mkdir(parents=True, exist_ok=True)
         groups = _Groups(run, str(case), events)
-        timed = _timed(events, spans)
+        timed = _add_durations(events, spans)
         if dry:
             timed, spans = timed.assign(duration_us=0.0), spans[:0]
         untimed += int((timed["duration_us"] <= 0).sum())
@@ -77,14 +77,14 @@ def write_kineto(run: Run, folder: Path) -> list[str]:
             if not len(own):
                 continue
             computed = spans[(spans["rank"] == rank) & (spans["call_index"] < 0)]
-            rows = [*_steps(own), *_phases(own), *_calls(own, groups, clock), *_computed(own, computed)]
+            rows = [*_steps(own), *_phases(own), *_calls(own, groups, clock), *_computation_rows(own, computed)]
             _write(within / f"rank{rank}.json", str(case), rank, groups, rows)
     notes = [UNEVEN] if (run.ledger["op"] == "all_to_all").any() else []
     unseen = f"of {untimed} of {len(run.ledger)} calls no duration is known, so that HTA and TraceLens do not see them"
     return [*notes, unseen] if untimed else notes
 
 
-def _timed(events: pd.DataFrame, spans: pd.DataFrame) -> pd.DataFrame:
+def _add_durations(events: pd.DataFrame, spans: pd.DataFrame) -> pd.DataFrame:
     """The events with the duration of asynchronous calls up to their wait, where that was measured."""
     calls = spans[spans["call_index"] >= 0].assign(lasts_us=lambda call: call["end_us"] - call["start_us"])
     events = events.merge(calls[["case", "rank", "call_index", "lasts_us"]], "left", ["case", "rank", "call_index"])
@@ -99,10 +99,10 @@ class _Groups:
     def __init__(self, run: Run, case: str, events: pd.DataFrame) -> None:
         axes: Axes = {}
         with suppress(RequestError):  # of somebody else's cases no mesh is known
-            axes = {} if recorded(run.path) else read_case(case).axes
+            axes = {} if is_recording(run.path) else read_case(case).axes
         self._of: dict[tuple[int, str], tuple[int, ...]] = {}
-        if recorded(run.path):
-            listed = joined(run.path, "groups.csv", GROUP_TYPES, [])
+        if is_recording(run.path):
+            listed = join_ranks(run.path, "groups.csv", GROUP_TYPES, [])
             single = listed[~listed.duplicated(["rank", "axis"], keep=False)]
             for rank, axis, ranks in single[["rank", "axis", "ranks"]].itertuples(index=False):
                 self._of[int(rank), str(axis)] = tuple(map(int, str(ranks).split()))
@@ -193,7 +193,7 @@ def _fields(event: Mapping[Any, Any]) -> Row:
     }
 
 
-def _computed(events: pd.DataFrame, spans: pd.DataFrame) -> Iterator[Row]:
+def _computation_rows(events: pd.DataFrame, spans: pd.DataFrame) -> Iterator[Row]:
     """Forwards and backwards of a pipeline's stage, without the calls that were waited for at once."""
     waited = events[~events["is_async"]]
     calls = union(zip(waited["start_us"], waited["start_us"] + waited["duration_us"], strict=True))

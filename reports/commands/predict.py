@@ -22,7 +22,7 @@ from shardproof.reports.comparing.growth import break_even_table
 from shardproof.reports.predicting.loads import load_tables
 from shardproof.reports.predicting.pipelines import PARTS
 from shardproof.reports.predicting.prediction import Prediction, predict, step_words, together
-from shardproof.reports.printing.text import plain, show_message, show_table, show_words, ticking
+from shardproof.reports.printing.text import plain, show_message, show_progress, show_table, show_words
 from shardproof.reports.printing.text_tables import Table, count, gibibytes, mark, records, table
 
 ASSUMPTIONS = (
@@ -44,7 +44,7 @@ ASSUMPTIONS = (
 def main(arguments: argparse.Namespace) -> int:
     """Predict and print. Exit status 0; 1 when a dry run's ledger is not the closed form's."""
     subject, memory_gib, world = resolve_subject(arguments.subject).call, float(arguments.memory), arguments.world
-    with ticking(sys.stderr) as tick, DryEngine() as engine:
+    with show_progress(sys.stderr) as tick, DryEngine() as engine:
         predictions = [predict(text, subject, memory_gib, engine, world=world, tick=tick) for text in arguments.cases]
     if arguments.out:
         folder = _write(Path(arguments.out), predictions)

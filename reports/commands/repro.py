@@ -11,7 +11,7 @@ from shardproof.harness.running.request import Request
 from shardproof.harness.running.run_result import INTERRUPTED, RunResult
 from shardproof.harness.verdicts.verdict import FAIL
 from shardproof.harness.verdicts.words import when_line
-from shardproof.reports.options.option_checks import writing
+from shardproof.reports.options.option_checks import check_writing
 from shardproof.reports.stored.failures import simplicity
 
 
@@ -48,7 +48,7 @@ def _write_script(result: RunResult, request: Request, file: str) -> str:
         return (
             f"{file} was not written: no returned tensor is wrong and the subject finishes, so a script shows nothing"
         )
-    with writing(file):
+    with check_writing(file):
         Path(file).write_text(text, encoding="utf-8")
     return f"{file} repeats {repro.shown_name(text) or 'how the subject ends'}: run it with python {file}"
 

@@ -24,7 +24,7 @@ from shardproof.reports.printing.text import (
     show_words,
 )
 from shardproof.reports.stored import summary
-from shardproof.reports.stored.files import profiled
+from shardproof.reports.stored.files import is_profiled
 from shardproof.reports.stored.frames import Run
 from shardproof.reports.stored.unchecked import unchecked_notes
 
@@ -56,7 +56,7 @@ def show_result(result: RunResult, run: Run, *, as_json: bool, interrupted: bool
         return
     if len(rows):
         show_table(headline, sys.stdout)
-    if profiled(result.path):
+    if is_profiled(result.path):
         from shardproof.reports.printing.witnesses import witness_tables  # noqa: PLC0415
 
         for table in witness_tables(result.path):

@@ -7,14 +7,14 @@ from typing import TextIO
 
 from shardproof.harness.errors import RequestError
 from shardproof.reports.commands.result import show_failures, show_tally
-from shardproof.reports.comparing.growth import break_even_table, compared
+from shardproof.reports.comparing.growth import break_even_table, compare_modes
 from shardproof.reports.pages import page
 from shardproof.reports.pages.opening import experts
 from shardproof.reports.printing import text_tables
 from shardproof.reports.printing.text import show_message, show_note, show_table
 from shardproof.reports.printing.witnesses import witness_tables
 from shardproof.reports.stored import summary
-from shardproof.reports.stored.files import is_matrix, recorded, run_folder
+from shardproof.reports.stored.files import is_matrix, is_recording, run_folder
 from shardproof.reports.stored.frames import Run, load
 from shardproof.reports.stored.unchecked import unchecked_notes
 
@@ -56,7 +56,7 @@ def page_main(arguments: argparse.Namespace) -> int:
 
 def show_run(run: Run, stream: TextIO) -> None:
     """Headline, traffic beside its expectation, break-even when the run has one, failures, notes."""
-    if recorded(run.path):
+    if is_recording(run.path):
         _show_program(run, stream)
         return
     headline = summary.headline(run)
@@ -64,10 +64,10 @@ def show_run(run: Run, stream: TextIO) -> None:
     for table in dict.fromkeys((first, cases)):
         show_table(table, stream)
     show_table(text_tables.traffic_table(summary.traffic(run)), stream)
-    crossings = compared(run)
+    crossings = compare_modes(run)
     if len(crossings):
         show_table(break_even_table(crossings), stream)
-    if len(pipelines := summary.measured(run)):
+    if len(pipelines := summary.measure_pipelines(run)):
         show_table(text_tables.pipeline_table(pipelines, summary.cores(run)), stream)
     for table in (*experts(run), *witness_tables(run.path)):
         show_table(table, stream)

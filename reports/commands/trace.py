@@ -79,7 +79,7 @@ def trace_events(run: Run) -> Iterator[Slice]:
         ordered = events.sort_values(["case_start_us", "call_index"], kind="stable")
         yield from _program(ordered, pid)
         tracks: dict[str, int] = {}
-        yield from _computed(spans[spans["rank"] == rank], pid, tracks)
+        yield from _computation_slices(spans[spans["rank"] == rank], pid, tracks)
         yield from _calls(ordered, pid, tracks)
         for name, tid in tracks.items():
             yield meta("thread_name", pid, tid, name=name)
@@ -137,7 +137,7 @@ def _program(events: pd.DataFrame, pid: int) -> Iterator[Slice]:
                 yield _slice(pid, _PROGRAM, name, level, start, end)
 
 
-def _computed(spans: pd.DataFrame, pid: int, tracks: dict[str, int]) -> Iterator[Slice]:
+def _computation_slices(spans: pd.DataFrame, pid: int, tracks: dict[str, int]) -> Iterator[Slice]:
     """Forwards and backwards, and between those of a step the time in which the rank waits."""
     for _, of_step in spans.sort_values("start_us", kind="stable").groupby(["case", "step"], sort=False):
         tid = tracks.setdefault("stage", len(tracks) + 1)

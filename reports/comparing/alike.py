@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from shardproof.reports.comparing.snapshot import counted, members, span
+from shardproof.reports.comparing.snapshot import count_events, members, span
 
 _UNKNOWN: Mapping[str, tuple[str, str | int]] = {
     "phase": ("phase", "?"),
@@ -47,7 +47,7 @@ def alike(
             f"the ranks are {ranks[0] or 'none'} and {ranks[1] or 'none'}, so events are compared without the rank: "
             "each as often as the rank that has most of it issued it"
         )
-    return counted(one), counted(two), notes
+    return count_events(one), count_events(two), notes
 
 
 def _one_by_one(events: pd.DataFrame) -> pd.DataFrame:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from shardproof.harness.errors import RequestError
 from shardproof.harness.traces.reading import SUFFIXES
-from shardproof.reports.stored.files import RunFolderError, looking, refuse_file, run_folder, shown
+from shardproof.reports.stored.files import RunFolderError, guard_looking, refuse_file, run_folder, shown
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -38,7 +38,7 @@ class Limit:
     def __str__(self) -> str:
         return f"{self.what}:{self.amount * 100:g}%" if self.relative else f"{self.what}:{self.amount:g}"
 
-    def exceeded(self, base: float, new: float) -> bool:
+    def is_exceeded(self, base: float, new: float) -> bool:
         """Is `new` further above `base` than it may be?"""
         return new - base > (self.amount * base if self.relative else self.amount)
 
@@ -74,10 +74,12 @@ def breaches(
     `events`: the differences; `sizes`: case, calls, new_calls, payload_bytes, new_payload_bytes; `memory`: case,
     saved_bytes, new_saved_bytes; `times`: of `intervals.phase_times`.
     """
-    return tuple(f"{limit}: {where}" for limit in asked for where in _broken(limit, events, sizes, memory, times))
+    return tuple(
+        f"{limit}: {where}" for limit in asked for where in _find_breaches(limit, events, sizes, memory, times)
+    )
 
 
-def _broken(
+def _find_breaches(
     limit: Limit, events: "pd.DataFrame", sizes: "pd.DataFrame", memory: "pd.DataFrame", times: "pd.DataFrame"
 ) -> Iterator[str]:
     if limit.what in _TIMED:
@@ -106,7 +108,7 @@ def _exactly(what: str, events: "pd.DataFrame") -> Iterator[str]:
 
 def _grown(limit: Limit, frame: "pd.DataFrame", column: str, unit: str) -> Iterator[str]:
     for row in frame.to_dict("records"):
-        if limit.exceeded(row[column], row[f"new_{column}"]):
+        if limit.is_exceeded(row[column], row[f"new_{column}"]):
             yield f"{row['case']}: {row[column]:,} -> {row[f'new_{column}']:,} {unit} on the busiest rank"
 
 
@@ -127,7 +129,7 @@ MARK = "baseline.json"
 
 def is_trace(name: str) -> bool:
     """Whether a side is named by the file of a trace, and not by a file of a run folder."""
-    with looking(name):
+    with guard_looking(name):
         in_a_run = (Path(name).parent / "env.json").is_file()
         return name.endswith(SUFFIXES) and Path(name).is_file() and not in_a_run
 
@@ -138,7 +140,7 @@ def side_folder(name: str, folder: str = FOLDER) -> Path:
     Raises RunFolderError when there is none, naming the baselines that there are.
     """
     path, stored = Path(name), Path(folder) / name
-    with looking(name):
+    with guard_looking(name):
         if not path.is_dir() and _legal(name) and (stored / MARK).is_file():
             path = stored
         there, kept = path.is_dir(), (path / MARK).is_file()

@@ -194,14 +194,14 @@ def compare(base: Snapshot, new: Snapshot, asked: Sequence[Limit] = EXACT) -> Co
         breaches=(
             *(f"{side.name} was cut off, so that nothing is proved: {side.cut[0]}" for side in (base, new) if side.cut),
             *(f"case {case}: is in {base.name} and not in {new.name}" for case in lost),
-            *_unjudged(asked, one["events"], two["events"]),
+            *_limits_without_bytes(asked, one["events"], two["events"]),
             *breaches(asked, events, _busiest(by_rank, ["case"]), memory, times),
         ),
         lines=tuple(_lines(base, new, events)),
     )
 
 
-def _unjudged(asked: Sequence[Limit], *sides: pd.DataFrame) -> Iterator[str]:
+def _limits_without_bytes(asked: Sequence[Limit], *sides: pd.DataFrame) -> Iterator[str]:
     """A limit of bytes where traces do not know them all."""
     unknown = [int((events["payload_bytes"] < 0).sum()) for events in sides]
     if any(unknown) and any(limit.what == "bytes" for limit in asked):

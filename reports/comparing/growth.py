@@ -39,14 +39,14 @@ def growth(run: Run, counted: str = "layers") -> pd.DataFrame:
     if not families:
         return pd.DataFrame(columns=_COLUMNS)
     family = max(families, key=len)
-    sent = _sent(run.ledger, counted)
+    sent = _sent_bytes(run.ledger, counted)
     frame = family[["case", "mode", "tokens", "micro", "steps"]].astype({"mode": "str"})
     frame = frame.assign(wire_bytes=frame["case"].map(sent).fillna(0) / (frame["micro"] * frame["steps"]))
     dearest = frame.groupby(["mode", "tokens"])["wire_bytes"].max().reset_index()
     return in_order(dearest).sort_values(["mode", "tokens"], ignore_index=True)
 
 
-def _sent(ledger: pd.DataFrame, counted: str) -> "pd.Series[float]":
+def _sent_bytes(ledger: pd.DataFrame, counted: str) -> "pd.Series[float]":
     """Wire bytes of the busiest rank by case."""
     if counted == "layers":
         inside = ledger["region"].str.startswith("layers.") & (ledger["op"] != "all_to_all")
@@ -78,14 +78,14 @@ def crossings(growth: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["mode", "other", "tokens", "wire_bytes"])
 
 
-def compared(run: Run) -> pd.DataFrame:
+def compare_modes(run: Run) -> pd.DataFrame:
     """All crossings of a run under both ways to count: counted, mode, other, tokens, wire_bytes."""
     crossed = [crossings(growth(run, counted)).assign(counted=counted) for counted in ("layers", "all")]
     return pd.concat(crossed, ignore_index=True)[["counted", "mode", "other", "tokens", "wire_bytes"]]
 
 
 def break_even_table(crossings: pd.DataFrame) -> Table:
-    """Where one mode becomes cheaper than another, from `compared`."""
+    """Where one mode becomes cheaper than another, from `compare_modes`."""
     return table(
         "Break-even",
         crossings,

@@ -56,13 +56,13 @@ def ratio_of_medians(base: Times, new: Times, seed: int = 0) -> Interval:
         logs = np.log(np.median(new[draws], axis=1)) - np.log(np.median(base[draws], axis=1))
     tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(logs[np.isfinite(logs)], [tail, 1 - tail])
-    wider = _widening(count - 1, 1 - tail)
+    wider = _quantile_ratio(count - 1, 1 - tail)
     ends = (middle + (float(end) - middle) * wider for end in (low, high))
     low, high = (math.exp(end) for end in ends)
     return Interval(ratio=math.exp(middle), low=min(low, math.exp(middle)), high=max(high, math.exp(middle)))
 
 
-def _widening(freedom: int, probability: float) -> float:
+def _quantile_ratio(freedom: int, probability: float) -> float:
     """Quantile of Student's t over that of the normal (Cornish-Fisher, three terms)."""
     z: float = NormalDist().inv_cdf(probability)
     terms: tuple[float, ...] = (
@@ -84,12 +84,12 @@ def phase_times(base: pd.DataFrame, new: pd.DataFrame) -> pd.DataFrame:
     it is held against, "" without one). ratio, low, high, change ("slower", "faster", "~" for no significant
     difference, "too few"), mostly (the module with the largest growth, "" unless slower).
     """
-    rows = [row for measure in _MEASURES for row in _measured(base, new, measure)]
+    rows = [row for measure in _MEASURES for row in _measure_changes(base, new, measure)]
     columns = "mode phase measure blocks base_us new_us clock_ratio clock_low beside ratio low high change mostly"
     return pd.DataFrame(rows, columns=columns.split()).sort_values(["mode", "phase"], kind="stable", ignore_index=True)
 
 
-def _measured(base: pd.DataFrame, new: pd.DataFrame, measure: str) -> Iterator[tuple[object, ...]]:
+def _measure_changes(base: pd.DataFrame, new: pd.DataFrame, measure: str) -> Iterator[tuple[object, ...]]:
     column = _MEASURES[measure]
     for mode in [mode for mode in base["mode"].unique() if mode in set(new["mode"])]:
         old, now = (times[times["mode"] == mode] for times in (base, new))

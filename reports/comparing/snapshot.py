@@ -21,7 +21,7 @@ import pandas as pd
 
 from shardproof.harness.errors import RequestError
 from shardproof.reports.comparing.compared_sides import FOLDER, MARK, check_name, is_trace, side_folder
-from shardproof.reports.stored.files import RunFolderError, csv_table, json_object, recorded, shown
+from shardproof.reports.stored.files import RunFolderError, csv_table, is_recording, json_object, shown
 from shardproof.reports.stored.frames import Run, load
 
 _PLACE = ("case", "mode", "phase", "region", "op")
@@ -77,13 +77,15 @@ def snapshot(run: Run, name: str = "") -> Snapshot:
     return Snapshot(
         name=name or str(run.path),
         cases=run.cases[["case", "mode", "world_size"]].astype({"case": "str", "mode": "str"}),
-        events=counted(plain),
-        times=timed(plain[:0] if traced else plain),  # a trace starts calls on the host and times them on the device
+        events=count_events(plain),
+        times=time_by_module(
+            plain[:0] if traced else plain
+        ),  # a trace starts calls on the host and times them on the device
         memory=run.memory.astype(MEMORY_TYPES),
         env=run.env,
         notes=run.notes,
         cut=run.cut,
-        callers=called_from(run.ledger) if recorded(run.path) else {},
+        callers=called_from(run.ledger) if is_recording(run.path) else {},
     )
 
 
@@ -105,15 +107,15 @@ def called_from(ledger: pd.DataFrame) -> dict[tuple[str, ...], tuple[str, ...]]:
     return {place: tuple(callers) for place, callers in found.items()}
 
 
-def counted(ledger: pd.DataFrame) -> pd.DataFrame:
+def count_events(ledger: pd.DataFrame) -> pd.DataFrame:
     """The ledger as counts of equal events; rows in a fixed order, so that equal ledgers give equal files."""
     kinds = ledger.groupby([*_PLACE, *WHAT], observed=True, sort=True)
     number = kinds.ngroup().rename("kind")
     cells = ledger[list(_CELLS)].assign(kind=number).groupby(["kind", *_CELLS], sort=False).size()
     rows = cells.rename("calls").reset_index()[["kind", "step", "microbatch", "calls", "rank"]]
-    by_rank = _folded((row[:4], row[4]) for row in rows.itertuples(index=False, name=None))
-    by_micro = _folded(((kind, step, calls, ranks), micro) for (kind, step, micro, calls), ranks in by_rank)
-    by_step = _folded(((kind, calls, ranks, micros), step) for (kind, step, calls, ranks), micros in by_micro)
+    by_rank = _fold_rows((row[:4], row[4]) for row in rows.itertuples(index=False, name=None))
+    by_micro = _fold_rows(((kind, step, calls, ranks), micro) for (kind, step, micro, calls), ranks in by_rank)
+    by_step = _fold_rows(((kind, calls, ranks, micros), step) for (kind, step, calls, ranks), micros in by_micro)
     folded = [(*key, steps) for key, steps in by_step]
     frame = pd.DataFrame(folded, columns=["kind", "calls", "ranks", "microbatches", "steps"])
     what = kinds.size().index.to_frame(index=False)
@@ -121,7 +123,7 @@ def counted(ledger: pd.DataFrame) -> pd.DataFrame:
     return frame[list(_EVENT_COLUMNS)].astype(EVENT_TYPES).reset_index(drop=True)
 
 
-def _folded(rows: Iterable[tuple[Hashable, int]]) -> Iterator[tuple[Any, str]]:
+def _fold_rows(rows: Iterable[tuple[Hashable, int]]) -> Iterator[tuple[Any, str]]:
     """Rows that differ in their last number only as one row with all of these numbers."""
     found: defaultdict[Hashable, list[int]] = defaultdict(list)
     for key, number in rows:
@@ -151,7 +153,7 @@ def members(text: str) -> list[int]:
     return [number for end in ends for number in range(end[0], end[-1] + 1)]
 
 
-def timed(ledger: pd.DataFrame) -> pd.DataFrame:
+def time_by_module(ledger: pd.DataFrame) -> pd.DataFrame:
     """Time spent and time inside calls, by module and micro-batch, mean over ranks."""
     frame = ledger[["case", "mode", "phase", "region", *_CELLS, "world_size", "call_index", "duration_us"]]
     frame = frame.assign(end_us=ledger["start_us"] + ledger["duration_us"])
@@ -183,7 +185,7 @@ def side(name: str, folder: str = FOLDER) -> Snapshot:
     if is_trace(name):
         return _of_trace(name)
     path = side_folder(name, folder)
-    return _read(path, name) if (path / MARK).is_file() else snapshot(load(path), name)
+    return _read_snapshot(path, name) if (path / MARK).is_file() else snapshot(load(path), name)
 
 
 def _of_trace(name: str) -> Snapshot:
@@ -238,7 +240,7 @@ def read_events(path: Path) -> pd.DataFrame:
     return _table(path, EVENT_TYPES)
 
 
-def _read(path: Path, name: str) -> Snapshot:
+def _read_snapshot(path: Path, name: str) -> Snapshot:
     mark = json_object(path / MARK)
     env = mark.get("env")
     if not isinstance(env, dict):

@@ -1,6 +1,6 @@
 """Options of a command, checked before anything is loaded that takes long: torch, pandas.
 
-`read(arguments)` raises for a wrong word or value of any command. The request of `shardproof run` is `requested`: all
+`read(arguments)` raises for a wrong word or value of any command. The request of `shardproof run` is `build_request`: all
 that needs no torch is checked first; then the subject is imported, which mostly needs it. `Request` is a class of
 `harness.running.request`.
 """
@@ -48,14 +48,14 @@ _OF_OUR_DECODER = ("variant", "data", "deep", "preset_experiment")
 """Options that need the case language of our decoder."""
 
 
-def read(arguments: argparse.Namespace) -> Request | None:
+def read_request(arguments: argparse.Namespace) -> Request | None:
     """The request of `shardproof run`; None for other commands, and on launched ranks, of which rank 0 reads it later.
 
     Raises RequestError for a wrong option.
     """
     _note_unquoted(getattr(arguments, "cases", ()))
     if arguments.command == "run":
-        return None if arguments.engine == LAUNCHED else requested(arguments)
+        return None if arguments.engine == LAUNCHED else build_request(arguments)
     from shardproof.reports.options.others import check  # noqa: PLC0415
 
     with chdir("."):  # a subject may go elsewhere when it is imported
@@ -63,15 +63,15 @@ def read(arguments: argparse.Namespace) -> Request | None:
     return None
 
 
-def requested(arguments: argparse.Namespace) -> Request:
+def build_request(arguments: argparse.Namespace) -> Request:
     """The request of these options of `shardproof run`. Raises RequestError before anything runs."""
     out = Path(arguments.out).absolute()  # now: the import of a subject may change the folder too
     with chdir("."):
         _options_checked(arguments)
-        given = _given(arguments) if arguments.subject == SUBJECT else ()  # before torch is imported
+        given = _given_cases(arguments) if arguments.subject == SUBJECT else ()  # before torch is imported
         with interrupted_after() if arguments.subject == SUBJECT else nullcontext():  # torch: it would abort
             subject = resolve_subject(arguments.subject, arguments.truth or "")
-        given = given or _given(arguments, subject)
+        given = given or _given_cases(arguments, subject)
         truth_of(subject)  # raises for a truth that is none
         if arguments.device == "cuda" and not import_module("torch").cuda.is_available():
             raise RequestError("device=cuda: this machine offers no CUDA device; legal: --device cpu")
@@ -135,7 +135,7 @@ def _options_checked(arguments: argparse.Namespace) -> None:
         check_data(arguments.data)
 
 
-def _given(arguments: argparse.Namespace, subject: NamedSubject | None = None) -> tuple[CaseLike, ...]:
+def _given_cases(arguments: argparse.Namespace, subject: NamedSubject | None = None) -> tuple[CaseLike, ...]:
     """The cases on the command line as this subject reads them; without one as cases of our decoder."""
     own = subject is not None and vocabulary(subject) is not None
     if own and (word := next((word for word in _OF_OUR_DECODER if getattr(arguments, word)), "")):

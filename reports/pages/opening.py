@@ -9,7 +9,7 @@ import pandas as pd
 
 from shardproof.harness.verdicts.verdict import FAIL
 from shardproof.reports.printing.text_tables import NOTHING, Table, count
-from shardproof.reports.stored.files import recorded
+from shardproof.reports.stored.files import is_recording
 from shardproof.reports.stored.frames import Run
 
 _LABELS = {"pass": "passed", "fail": "failed", "unknown": "unknown"}
@@ -65,7 +65,7 @@ def pairs(cases: Iterable[tuple[str, str]], features_of: Callable[[str], Iterabl
 
 def program(run: Run) -> dict[str, Any]:
     """Overview, findings and traffic of a recorded program; nothing of any other run."""
-    if not recorded(run.path):
+    if not is_recording(run.path):
         return {}
     from shardproof.reports.programs.program_tables import parts  # noqa: PLC0415
 

@@ -26,7 +26,7 @@ from shardproof.reports.printing.calls import calls_table
 from shardproof.reports.printing.modes import modes_table, side_by_side
 from shardproof.reports.printing.text_tables import Table
 from shardproof.reports.stored import summary
-from shardproof.reports.stored.files import csv_table, profiled
+from shardproof.reports.stored.files import csv_table, is_profiled
 from shardproof.reports.stored.frames import Run
 from shardproof.reports.stored.unchecked import unchecked_notes
 
@@ -78,17 +78,17 @@ def render(run: Run) -> str:
     """The page as text: with as many rows of every table as let it stay small."""
     template, parts = template_of("page.html"), _parts(run)
     for rows in _MOST_ROWS:
-        shown = parts | {name: _cut(parts[name], source, rows) for name, source in _SOURCES.items()}
+        shown = parts | {name: _cut_tables(parts[name], source, rows) for name, source in _SOURCES.items()}
         text = template.render(shown, most=rows)
         if len(text.encode()) <= _MOST_BYTES:
             break
     return text
 
 
-def _cut(part: object, source: str, rows: int) -> object:
+def _cut_tables(part: object, source: str, rows: int) -> object:
     """A table, or several, with at most this many rows; None is none."""
     if isinstance(part, list):
-        return [_cut(table, source, rows) for table in part]
+        return [_cut_tables(table, source, rows) for table in part]
     if not isinstance(part, Table) or len(part.rows) <= rows:
         return part
     note = f"{rows:,} of {len(part.rows):,} rows; all of them stand in {source}"
@@ -129,11 +129,11 @@ def _parts(run: Run) -> dict[str, object]:
         **_growth(run),
         "traffic": program["traffic"] if program else [*_traffic(run), *_witnesses(run)],
         "cases": [] if program else _cases(run),
-        "stated": [] if program else _stated(run),
+        "stated": [] if program else _stated_calls(run),
         "experts": opening.experts(run),
         "modules": _modules(run),
         "pipelines": _pipelines(run),
-        "pipeline_table": text_tables.pipeline_table(summary.measured(run), summary.cores(run)),
+        "pipeline_table": text_tables.pipeline_table(summary.measure_pipelines(run), summary.cores(run)),
         "timelines": _timelines(run),
         "kills": _kills(run.path / "kill_matrix.csv"),
         "verdicts": text_tables.verdict_table(verdicts),
@@ -143,7 +143,7 @@ def _parts(run: Run) -> dict[str, object]:
 
 def _witnesses(run: Run) -> Iterator[Table]:
     """Tables of witnesses in a profiled run."""
-    if profiled(run.path):
+    if is_profiled(run.path):
         from shardproof.reports.printing.witnesses import witness_tables  # noqa: PLC0415
 
         yield from witness_tables(run.path)
@@ -160,9 +160,9 @@ def _growth(run: Run) -> dict[str, object]:
     """Bytes against tokens, where a run has cases of several lengths."""
     if len(run.cases) < _FEWEST_OF_GROWTH:
         return {"plots": [], "break_even": None}
-    from shardproof.reports.comparing.growth import break_even_table, compared, crossings, growth  # noqa: PLC0415
+    from shardproof.reports.comparing.growth import break_even_table, compare_modes, crossings, growth  # noqa: PLC0415
 
-    sizes, crossed = growth(run), compared(run)
+    sizes, crossed = growth(run), compare_modes(run)
     table = break_even_table(crossed) if len(crossed) else None
     if not len(sizes):
         return {"plots": [], "break_even": table}
@@ -244,7 +244,7 @@ def _cases(run: Run) -> list[Table]:
     return [text_tables.traffic_table(lines, title=str(case)) for case, lines in cases]
 
 
-def _stated(run: Run) -> list[Table]:
+def _stated_calls(run: Run) -> list[Table]:
     """The calls of the first case of every mode, each with its reason; subjects that are not ours give none."""
     if run.env.get("request", {}).get("subject") != SUBJECT:
         return []

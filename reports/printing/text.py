@@ -168,7 +168,7 @@ def show_words(words: str, stream: TextIO, style: str = "") -> None:
     """Print sentences; one that is longer than a line of the terminal goes on in the next."""
     if stream.isatty():
         width = Console(file=stream).width
-        words = "\n".join(_folded(line, width) for line in words.split("\n"))
+        words = "\n".join(_fold_line(line, width) for line in words.split("\n"))
     show_message(words, stream, style)
 
 
@@ -188,15 +188,15 @@ def show_report(verdict: str, head: str, lines: Sequence[str], stream: TextIO) -
         stream.write("\n".join([head, *lines, "", ""]))
         return
     console = Console(file=stream, highlight=False, soft_wrap=True)
-    console.print(escape(_folded(head, console.width)), style=STYLES.get(verdict))
+    console.print(escape(_fold_line(head, console.width)), style=STYLES.get(verdict))
     for line in lines:
         label = found.group() if (found := _LABEL.match(line)) else ""
-        folded = line if label.startswith("repeat") else _folded(line, console.width, len(label))
+        folded = line if label.startswith("repeat") else _fold_line(line, console.width, len(label))
         console.print(f"[bold]{escape(label)}[/]{escape(folded[len(label) :])}" if label else escape(folded))
     console.print()
 
 
-def _folded(line: str, width: int, indent: int = 0) -> str:
+def _fold_line(line: str, width: int, indent: int = 0) -> str:
     """A line in lines of this width, cut between words; all but the first are indented."""
     width = max(width, 2 * _LONGEST)
     return fill(line, width, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False)
@@ -207,13 +207,14 @@ Ticker = Callable[[int, int, str, str], object]
 
 
 @contextmanager
-def ticking(stream: TextIO) -> Iterator[Ticker]:
+def show_progress(stream: TextIO) -> Iterator[Ticker]:
     """A progress bar in a terminal, one line a case elsewhere; yields what is called for every finished case."""
     if not stream.isatty():
 
         def line(done: int, total: int, case: str, verdict: str) -> None:
             stream.write(
-                shortened(f"[{done:{len(str(total))}}/{total}] {verdict:7} {in_one_line(case)}".rstrip(), _LINE) + "\n"
+                shorten_text(f"[{done:{len(str(total))}}/{total}] {verdict:7} {in_one_line(case)}".rstrip(), _LINE)
+                + "\n"
             )
             stream.flush()
 
@@ -226,11 +227,11 @@ def ticking(stream: TextIO) -> Iterator[Ticker]:
             task,
             completed=done,
             total=total,
-            description=shortened(f"{verdict} {in_one_line(case)}".strip(), _BESIDE_BAR),
+            description=shorten_text(f"{verdict} {in_one_line(case)}".strip(), _BESIDE_BAR),
         )
 
 
-def shortened(text: str, length: int) -> str:
+def shorten_text(text: str, length: int) -> str:
     """The text in at most `length` characters: words that do not fit are "..."."""
     if len(text) <= length:
         return text

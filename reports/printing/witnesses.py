@@ -17,18 +17,18 @@ _GROUP = ["case", "phase", "op", "group_size"]
 
 def witness_tables(folder: Path) -> Iterator[Table]:
     """The tables for which the folder has the files; none for a run that was not profiled."""
-    seen, sessions = _read(folder / "witnesses.csv"), _read(folder / "sessions.csv")
+    seen, sessions = _read_table(folder / "witnesses.csv"), _read_table(folder / "sessions.csv")
     steps = _steps(sessions)
     if len(seen):
         yield _agreement(seen, steps)
-    times = _read(folder / "collectives.csv")
+    times = _read_table(folder / "collectives.csv")
     if len(times):
         yield _times(times)
     if len(sessions):
         yield _sessions(sessions, steps)
 
 
-def _read(path: Path) -> pd.DataFrame:
+def _read_table(path: Path) -> pd.DataFrame:
     if not path.exists():
         return pd.DataFrame()
     return pd.read_csv(path, dtype={"group": str, "region": str, "steps": str}, keep_default_na=False)
@@ -45,8 +45,8 @@ def _agreement(seen: pd.DataFrame, steps: str) -> Table:
     rows = []
     for case, of_case in seen.groupby("case", sort=False):
         for phase, part in of_case.groupby("phase", sort=False):
-            rows.append((str(case), str(phase) or NOTHING, *(_confirmed(part[name]) for name in WITNESSES)))
-        rows.append((str(case), "all", *(_confirmed(of_case[name]) for name in WITNESSES)))
+            rows.append((str(case), str(phase) or NOTHING, *(_count_confirmed(part[name]) for name in WITNESSES)))
+        rows.append((str(case), "all", *(_count_confirmed(of_case[name]) for name in WITNESSES)))
     return Table(
         title="Events that each witness confirms",
         headers=("case", "phase", *(name.replace("_", " ") for name in WITNESSES)),
@@ -56,7 +56,7 @@ def _agreement(seen: pd.DataFrame, steps: str) -> Table:
     )
 
 
-def _confirmed(words: pd.Series) -> str:
+def _count_confirmed(words: pd.Series) -> str:
     asked = words[words != NOTHING]
     return count(int((asked == "=").sum())) if len(asked) else NOTHING
 

@@ -15,7 +15,7 @@ from shardproof.harness.errors import ranks_text
 from shardproof.harness.ledger import Event
 from shardproof.reports.comparing.snapshot import span
 from shardproof.reports.programs.unlike import median, unlike
-from shardproof.reports.stored.files import DEVICE_TYPES, GROUP_TYPES, STEP_TYPES, about_ranks, ends_of, joined
+from shardproof.reports.stored.files import DEVICE_TYPES, GROUP_TYPES, STEP_TYPES, about_ranks, ends_of, join_ranks
 from shardproof.reports.stored.frames import Run
 
 _MOST_LAWFUL = 100_000
@@ -94,7 +94,7 @@ def exchanges(run: Run) -> pd.DataFrame:
     busiest_rows and busiest_bytes. balance (its rows over the mean of the ranks of its axis), worst (of one exchange).
     Of the places whose all-to-alls send unlike numbers of rows to ranks.
     """
-    events = grouped(run)
+    events = add_group_ranks(run)
     sent = events.get("sent_rows", pd.Series("", index=events.index)).astype("str")
     events = events.assign(sent=sent)[~sent.isin(["", "?"]) & (events["ranks"] != "")]
     if not len(events):
@@ -135,7 +135,7 @@ def steps(run: Run) -> pd.DataFrame:
     """step, rank, start_us, step_us (from its first forward to that of the next step, of the last one to its last
     update), microbatches.
     """
-    frame = joined(run.path, "steps.csv", STEP_TYPES, [])
+    frame = join_ranks(run.path, "steps.csv", STEP_TYPES, [])
     frame = frame.sort_values(["rank", "step"], ignore_index=True)
     after = frame.groupby("rank")["step"].shift(-1).eq(frame["step"] + 1)
     ends = frame.groupby("rank")["start_us"].shift(-1).where(after, frame["updated_us"].astype("float64"))
@@ -177,7 +177,7 @@ def _lateness(run: Run) -> pd.DataFrame:
     shorter than the longest one, on any clocks.
     """
     clocks = {str(about.get("clock")) for about in about_ranks(run.path).values()}
-    events, traced = grouped(run), is_traced(run)
+    events, traced = add_group_ranks(run), is_traced(run)
     events = events[~events["op"].isin(_MESSAGES) & (events["group_size"] > 1) & (events["ranks"] != "")]
     if traced:
         events = events[events["duration_us"].notna()]
@@ -204,7 +204,7 @@ def on_device(run: Run) -> pd.DataFrame:
     """rank, steps, device_us, compute_us, communication_us, exposed_us (it communicated and computed nothing), share
     (of the step that is exposed): medians over the steps of a trace with kernels.
     """
-    frame = joined(run.path, "device.csv", DEVICE_TYPES, [])
+    frame = join_ranks(run.path, "device.csv", DEVICE_TYPES, [])
     frame = frame.assign(steps=1, share=frame["exposed_us"] / frame["device_us"])
     times = ("device_us", "compute_us", "communication_us", "exposed_us", "share")
     return frame.groupby("rank").agg({"steps": "sum"} | dict.fromkeys(times, "median")).reset_index()
@@ -221,9 +221,9 @@ def largest(run: Run, number: int = 3) -> pd.DataFrame:
     return frame.sort_values(["payload_bytes", "calls"], ascending=False, kind="stable").head(number)
 
 
-def grouped(run: Run) -> pd.DataFrame:
+def add_group_ranks(run: Run) -> pd.DataFrame:
     """The ledger with the ranks of every call's group, "" where its axis stands for several groups of its rank."""
-    groups = joined(run.path, "groups.csv", GROUP_TYPES, [])
+    groups = join_ranks(run.path, "groups.csv", GROUP_TYPES, [])
     single = groups[~groups.duplicated(["rank", "axis"], keep=False)]
     known = {(rank, axis): ranks for rank, axis, ranks in single[["rank", "axis", "ranks"]].itertuples(index=False)}
     events = run.ledger.astype({"axis": "str", "op": "str", "phase": "str", "mode": "str"})
@@ -235,7 +235,7 @@ def findings(run: Run) -> list[str]:
     """Sentences worth knowing: broken laws, calls that move nothing, steps or micro-batches that differ."""
     if run.ledger.empty:
         return ["no call was recorded"]
-    return [*_laws(run), *_unwaited(run), *_idle(run), *unlike(run, "step"), *unlike(run, "microbatch")]
+    return [*_laws(run), *_find_unwaited_calls(run), *_idle(run), *unlike(run, "step"), *unlike(run, "microbatch")]
 
 
 def _laws(run: Run) -> Iterator[str]:
@@ -248,7 +248,7 @@ def _laws(run: Run) -> Iterator[str]:
         which = f"rank{'s' if len(lost) > 1 else ''} {ranks_text(lost)}"
         yield f"laws: not looked at, since the first calls of {which} are lost (shardproof hang compares by number)"
         return
-    events = grouped(run)
+    events = add_group_ranks(run)
     events = events[events["ranks"] != ""]
     if is_traced(run):
         events = events[events["step"].isin(_common_steps(run))]
@@ -274,7 +274,7 @@ def _common_steps(run: Run) -> set[int]:
     return set.intersection(*own) if own else set()
 
 
-def _unwaited(run: Run) -> Iterator[str]:
+def _find_unwaited_calls(run: Run) -> Iterator[str]:
     """Asynchronous calls whose handle was dropped before anything waited for it, by place."""
     found: dict[tuple[str, str, str], dict[int, int]] = {}
     for rank, end in ends_of(run.path).items():
@@ -287,7 +287,7 @@ def _unwaited(run: Run) -> Iterator[str]:
 
 def events(run: Run) -> Iterator[Event]:
     """The calls whose group is known, as events of the ledger."""
-    frame = grouped(run)
+    frame = add_group_ranks(run)
     yield from _events(frame[frame["ranks"] != ""])
 
 

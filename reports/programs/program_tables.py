@@ -66,7 +66,7 @@ def tables(run: Run) -> list[Table]:
     if not len(run.ledger):
         return []
     first = [_traffic(run), _modules(run), *_exchanges(run), _ranks(run)]
-    return [*first, *_on_device(run), *_bandwidth(run), *_largest(run), *_speed(run), *_beside(run)]
+    return [*first, *_on_device(run), *_bandwidth(run), *_largest(run), *_speed_tables(run), *_beside(run)]
 
 
 def _traffic(run: Run) -> Table:
@@ -161,8 +161,8 @@ def _bandwidth(run: Run) -> list[Table]:
     return [measured]
 
 
-def _speed(run: Run) -> list[Table]:
-    rows = list(speed.speed(run))
+def _speed_tables(run: Run) -> list[Table]:
+    rows = list(speed.tokens_per_second(run))
     frame = pd.DataFrame(rows, columns=["what", "how much"])
     note = "a step: the median over steps of the slowest rank"
     return [table("Speed", frame, (str, "what | how much"), note=note)] if rows else []

@@ -14,7 +14,7 @@ from shardproof.harness.errors import ShardproofError
 from shardproof.harness.protocols import CaseLike
 from shardproof.harness.subject import named_axes, resolve_subject, state_terms
 from shardproof.harness.terms import closed_forms
-from shardproof.reports.programs.figures import grouped, is_traced, steps
+from shardproof.reports.programs.figures import add_group_ranks, is_traced, steps
 from shardproof.reports.programs.unlike import median
 from shardproof.reports.stored.frames import Run
 
@@ -24,7 +24,7 @@ def step_s(run: Run) -> float:
     return float(steps(run).groupby("step")["step_us"].max().median()) / 1e6
 
 
-def speed(run: Run) -> Iterator[tuple[str, str]]:
+def tokens_per_second(run: Run) -> Iterator[tuple[str, str]]:
     """Names and amounts: tokens a second where the recording was given them."""
     took = step_s(run)
     if math.isnan(took) or not took:
@@ -40,7 +40,7 @@ def bandwidth(run: Run) -> pd.DataFrame:
     op, axis, group_size, payload_bytes (of traces), calls, wire_bytes, gb_s (wire bytes over the time inside the calls,
     waiting for late ranks included).
     """
-    events = grouped(run)
+    events = add_group_ranks(run)
     events = events[(events["duration_us"] > 0) & (events["wire_bytes"] > 0).fillna(False)]
     keys = ["op", "axis", "group_size", *(["payload_bytes"] if is_traced(run) else [])]
     sums = events.groupby(keys, observed=True).agg(

@@ -35,7 +35,7 @@ def shown(name: str | Path) -> str:
 
 
 @contextmanager
-def looking(name: str | Path) -> Iterator[None]:
+def guard_looking(name: str | Path) -> Iterator[None]:
     """Look whether something is there. Raises RunFolderError for what the system refuses to look at."""
     try:
         yield
@@ -59,7 +59,7 @@ def run_folder(name: str | Path, *, matrix: bool = True) -> Path:
     kill matrix in place of cases.
     """
     path = Path(name)
-    with looking(path):
+    with guard_looking(path):
         there, known = path.is_dir(), any((path / file).is_file() for file in (_ENVIRONMENT, "cases.jsonl"))
         refuse_file(path)
     if not there:
@@ -77,7 +77,7 @@ def run_folder(name: str | Path, *, matrix: bool = True) -> Path:
     return path
 
 
-def profiled(folder: Path) -> bool:
+def is_profiled(folder: Path) -> bool:
     """Whether witnesses saw the run."""
     return any((folder / name).exists() for name in ("witnesses.csv", "collectives.csv", "sessions.csv"))
 
@@ -158,7 +158,7 @@ def csv_table(path: Path, types: dict[str, str], needed: Iterable[str], notes: l
 def _whole_lines(path: Path, notes: list[str]) -> bytes:
     """The file up to its last line end: a line that a killed writer left unfinished is dropped, with a note."""
     try:
-        data = _unzipped(path, notes) if path.suffix == ".gz" else path.read_bytes()
+        data = _unzip_readable(path, notes) if path.suffix == ".gz" else path.read_bytes()
         end = data.rfind(b"\n") + 1
         if not data[:end].isascii():
             data[:end].decode("utf-8")
@@ -169,7 +169,7 @@ def _whole_lines(path: Path, notes: list[str]) -> bytes:
     return data[:end]
 
 
-def _unzipped(path: Path, notes: list[str]) -> bytes:
+def _unzip_readable(path: Path, notes: list[str]) -> bytes:
     """All that can be unpacked; an archive cut at its end gives what came before the cut."""
     packed, data = path.read_bytes(), bytearray()
     while packed:
@@ -188,7 +188,7 @@ DEVICE_TYPES = {"step": "int64"} | dict.fromkeys(
 GROUP_TYPES = {"axis": "str", "ranks": "str"}
 
 
-def recorded(run: Path) -> bool:
+def is_recording(run: Path) -> bool:
     """Whether this is the run folder of a recorded program."""
     return (run / "ranks").is_dir()
 
@@ -199,7 +199,7 @@ def part_folders(run: Path) -> dict[int, Path]:
     return {rank: found[rank] for rank in sorted(found)}
 
 
-def joined(run: Path, name: str, types: Mapping[str, str], notes: list[str]) -> "pd.DataFrame":
+def join_ranks(run: Path, name: str, types: Mapping[str, str], notes: list[str]) -> "pd.DataFrame":
     """A table of all ranks, with the column `rank`. Raises RunFolderError for a table that no recorder wrote."""
     import pandas as pd  # noqa: PLC0415  (see csv_table)
 
@@ -233,7 +233,7 @@ def _by_rank(run: Path, name: str) -> dict[int, dict[str, Any]]:
     return {rank: json_object(file) for rank, file in files.items() if file.is_file()}
 
 
-def unfinished(run: Path, world_size: int) -> list[str]:
+def note_unfinished_ranks(run: Path, world_size: int) -> list[str]:
     """Notes before the numbers: ranks without a part or an end, and what the recorder failed at."""
     there, over = part_folders(run), ends_of(run)
     notes = []

@@ -27,11 +27,11 @@ from shardproof.reports.stored.files import (
     csv_table,
     doubts_of,
     environment_of,
-    joined,
+    is_recording,
+    join_ranks,
     json_lines,
-    recorded,
+    note_unfinished_ranks,
     run_folder,
-    unfinished,
     unknown_of,
 )
 
@@ -116,19 +116,19 @@ def load(run: str | Path = "runs/latest") -> Run:
     cut: list[str] = []
     cases = _cases(path / "cases.jsonl", cut)
     ledger = _ledger(path, cut, traced="source" in env)
-    summary = _summary(path / "summary.csv", ledger, [] if recorded(path) else cut)
-    records = _verdicts(path / "verdicts.jsonl", [] if recorded(path) else cut)
+    summary = _summary(path / "summary.csv", ledger, [] if is_recording(path) else cut)
+    records = _verdicts(path / "verdicts.jsonl", [] if is_recording(path) else cut)
     verdicts = frame_of(records)
     timings = csv_table(path / "timings.csv", {}, (), cut) if (path / "timings.csv").is_file() else pd.DataFrame()
     doubts: list[str] = []
     if "source" in env:
         doubts = unknown_of(env)
-    elif recorded(path):
+    elif is_recording(path):
         sizes = [int(size) for size in cases["world_size"].dropna()]
-        cut += unfinished(path, max(sizes, default=0))
+        cut += note_unfinished_ranks(path, max(sizes, default=0))
         doubts = doubts_of(path)
     memory = _if_there(path / "memory.csv", _MEMORY_TYPES, cut)
-    late = 0 if recorded(path) else len(set(cases["case"]) - set(verdicts["case"]))
+    late = 0 if is_recording(path) else len(set(cases["case"]) - set(verdicts["case"]))
     if late and "skipped" not in cases:
         cut.append(f"{late} of {len(cases)} cases have no verdict: the run was stopped before them")
     spans = _if_there(path / "spans.csv", _SPAN_TYPES, cut)
@@ -203,7 +203,7 @@ def _verdicts(path: Path, notes: list[str]) -> tuple[Verdict, ...]:
                 found[key] = replace(known, failure=failure)
         except ValueError as problem:
             raise RunFolderError(f"{path}, row {number}: no verdict of this layout ({problem})") from problem
-    return (*found.values(), *_torn(lines, notes))
+    return (*found.values(), *_note_torn_verdicts(lines, notes))
 
 
 def frame_of(records: Sequence[Verdict]) -> pd.DataFrame:
@@ -220,7 +220,7 @@ def frame_of(records: Sequence[Verdict]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=[*_VERDICT_TYPES]).astype(_VERDICT_TYPES)
 
 
-def _torn(lines: Sequence[dict[str, Any]], notes: list[str]) -> list[Verdict]:
+def _note_torn_verdicts(lines: Sequence[dict[str, Any]], notes: list[str]) -> list[Verdict]:
     """An unknown verdict for every case that has more than are stored: what is there must not read as all of it."""
     rows = [line for line in lines if "verdict" in line]
     stored = Counter(str(line["case"]) for line in rows)
@@ -237,8 +237,8 @@ def _ledger(path: Path, notes: list[str], *, traced: bool) -> pd.DataFrame:
         if (path / name).is_file():
             packed = _of_its_world(csv_table(path / name, _PACKED_TYPES, COLUMNS, notes), path / name)
             return packed.astype({name: kind for name, kind in _LEDGER_TYPES.items() if kind == "str"})
-    if recorded(path):
-        rows = joined(path, "ledger.csv", _TRACED_TYPES if traced else _LEDGER_TYPES, notes)
+    if is_recording(path):
+        rows = join_ranks(path, "ledger.csv", _TRACED_TYPES if traced else _LEDGER_TYPES, notes)
         rows = _with_unknown(rows) if traced else rows
         rows = _of_its_world(rows, path / "ranks").drop_duplicates(["rank", "call_index"], keep="last")
         return rows.sort_values(["rank", "call_index"], kind="stable", ignore_index=True)

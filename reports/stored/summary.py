@@ -60,7 +60,7 @@ def headline(run: Run) -> pd.DataFrame:
         "words": case.map(lambda text: words_but(text, "mode", "data")),
         "forward_calls": case.map(_calls(run, "forward")).fillna(0).astype("Int64"),
         "backward_calls": case.map(_calls(run, "backward")).fillna(0).astype("Int64"),
-        "unplaced_calls": case.map(_unplaced(run)).fillna(0).astype("Int64"),
+        "unplaced_calls": case.map(_count_unplaced(run)).fillna(0).astype("Int64"),
         "payload_bytes": case.map(lines["payload_bytes"].sum()).fillna(0).astype("Int64"),
         "expected_payload_bytes": case.map(lines["expected_payload_bytes"].agg(_known_sum)).astype("Int64"),
         "saved_bytes": case.map(run.memory.groupby("case")["saved_bytes"].max()).astype("Int64"),
@@ -86,7 +86,7 @@ def tally(headline: pd.DataFrame, records: Sequence[Verdict]) -> str:
     return "; ".join(filter(None, parts))
 
 
-def grouped(headline: pd.DataFrame) -> pd.DataFrame:
+def group_headline(headline: pd.DataFrame) -> pd.DataFrame:
     """Rows for all cases of a mode on as many ranks, from `headline`.
 
     mode, ranks, cases, least_ and most_ of forward_calls, backward_calls, unplaced_calls and payload_bytes, expected
@@ -121,7 +121,7 @@ def _known_sum(numbers: "pd.Series[int]") -> int | None:
     return None if numbers.isna().any() or numbers.empty else int(numbers.sum())
 
 
-def _unplaced(run: Run) -> "pd.Series[int]":
+def _count_unplaced(run: Run) -> "pd.Series[int]":
     """By case, the calls without a phase: they are counted as data, and the check of the ledger doubts that."""
     doubtful = {one.case for one in run.records for note in one.notes if note.reason == NO_PHASE}
     calls = _calls(run, "data")
@@ -212,7 +212,7 @@ def last_steps(run: Run) -> dict[str, pd.DataFrame]:
     return {str(case): own.reset_index(drop=True) for case, own in ordered.groupby("case", sort=False)}
 
 
-def measured(run: Run) -> pd.DataFrame:
+def measure_pipelines(run: Run) -> pd.DataFrame:
     """A row for every pipeline: case, ranks, step, step_us, bubble, bubble_stated, calls_us, overlapped_us.
 
     step_us is from the first forward to the last backward, `bubble` the share of all ranks' time in it in which they

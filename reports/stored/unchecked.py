@@ -48,11 +48,21 @@ def decided_words(records: Iterable[Verdict]) -> str:
 
 def unchecked_notes(run: Run) -> list[str]:
     """All notes, the most important first; but for undecided tensors only checks that passed have something to add."""
-    every_kind = (_undecided, _split, _unreturned, _deviating, _of_dtype, _rounded, _doubts, _regrouped, _rows)
+    every_kind = (
+        _note_undecided,
+        _split,
+        _note_unreturned,
+        _note_deviations,
+        _of_dtype,
+        _note_lower_precision,
+        _doubts,
+        _note_groupings,
+        _rows,
+    )
     return [note for notes in every_kind for note in notes(run)]
 
 
-def _undecided(run: Run) -> Iterator[str]:
+def _note_undecided(run: Run) -> Iterator[str]:
     """A note for each kind of which returned tensors stay undecided: how many, in how many cases, and which."""
     names: dict[str, Counter[str]] = {}
     cases: dict[str, set[str]] = {}
@@ -72,12 +82,12 @@ def _undecided(run: Run) -> Iterator[str]:
 def _split(run: Run) -> Iterator[str]:
     """The shares of a foreign subject's parameters that are split, the least first, and the cases that they hold in."""
     if run.env.get("request", {}).get("subject") != SUBJECT:
-        shares = Counter(note.numbers[0] for _, note in _passed(run, NoteKind.SPLIT_SHARE))
+        shares = Counter(note.numbers[0] for _, note in _select_passed(run, NoteKind.SPLIT_SHARE))
         if shares:
             yield words.split_shares(dict(sorted(shares.items())))
 
 
-def _unreturned(run: Run) -> Iterator[str]:
+def _note_unreturned(run: Run) -> Iterator[str]:
     """How much of the truth the subjects returned, where that is not all of it; what is left out on purpose apart."""
     kinds = (NoteKind.NOT_RETURNED, NoteKind.NOT_IN_TRUTH), (NoteKind.LEFT_OUT,)
     notes = []
@@ -89,12 +99,12 @@ def _unreturned(run: Run) -> Iterator[str]:
     yield from dict.fromkeys(notes)
 
 
-def _deviating(run: Run) -> Iterator[str]:
+def _note_deviations(run: Run) -> Iterator[str]:
     """Deviations from the truth that the subjects state, and stated ones that do not occur, or that the truth has."""
     for kind in (NoteKind.DEVIATES, NoteKind.DEVIATION_ABSENT, NoteKind.DEVIATION_APPLIED):
         names: dict[str, list[str]] = {}
         cases: dict[str, set[str]] = {}
-        for one, note in _noted(run, kind):
+        for one, note in _select_notes(run, kind):
             names.setdefault(note.reason, []).extend(note.names)
             cases.setdefault(note.reason, set()).add(one.case)
         for sentence, own in names.items():
@@ -103,27 +113,27 @@ def _deviating(run: Run) -> Iterator[str]:
 
 def _of_dtype(run: Run) -> Iterator[str]:
     """The operators by which dense models depend on the dtype, and in how many cases."""
-    found = Counter(note.reason for _, note in _passed(run, NoteKind.DTYPE_DEPENDENT))
+    found = Counter(note.reason for _, note in _select_passed(run, NoteKind.DTYPE_DEPENDENT))
     yield from (words.dtype_dependent(reason, count) for reason, count in found.items())
 
 
-def _rounded(run: Run) -> Iterator[str]:
+def _note_lower_precision(run: Run) -> Iterator[str]:
     """Where float64 cases were held to the limits of a lower precision, and how many."""
-    found = {(one.case, note.names[0], note.reason) for one, note in _passed(run, NoteKind.LOWER_PRECISION)}
+    found = {(one.case, note.names[0], note.reason) for one, note in _select_passed(run, NoteKind.LOWER_PRECISION)}
     counts = Counter((dtype, reason) for _, dtype, reason in sorted(found))
     yield from (words.lower_precision(dtype, reason, count) for (dtype, reason), count in counts.items())
 
 
 def _doubts(run: Run) -> Iterator[str]:
     """Doubts of the ledgers (harness.ledger.Event.doubts), and in how many cases."""
-    found = Counter(note.reason for _, note in _noted(run, NoteKind.DOUBT))
+    found = Counter(note.reason for _, note in _select_notes(run, NoteKind.DOUBT))
     yield from (words.doubt(reason, count) for reason, count in found.items())
 
 
-def _regrouped(run: Run) -> Iterator[str]:
+def _note_groupings(run: Run) -> Iterator[str]:
     """The groupings of the same batch that could not be compared, by the reason."""
     reasons: dict[str, list[str]] = {}
-    for one, note in _passed(run, NoteKind.UNFINISHED_GROUPING):
+    for one, note in _select_passed(run, NoteKind.UNFINISHED_GROUPING):
         reasons.setdefault(one.case, []).append(words.describe_grouping(note.names[0], note.reason))
     unfinished = Counter("; ".join(own) for own in reasons.values())
     yield from (words.unfinished_groupings(own, count) for own, count in unfinished.items())
@@ -131,17 +141,17 @@ def _regrouped(run: Run) -> Iterator[str]:
 
 def _rows(run: Run) -> Iterator[str]:
     """Rows that no token looks up: the most frequent list, and in how many cases it is another."""
-    lists = Counter(note.reason for _, note in _passed(run, NoteKind.UNREAD_ROWS))
+    lists = Counter(note.reason for _, note in _select_passed(run, NoteKind.UNREAD_ROWS))
     if lists:
         first, count = lists.most_common(1)[0]
         yield words.unread_rows(first, count, lists.total() - count)
 
 
-def _noted(run: Run, kind: NoteKind) -> Iterator[tuple[Verdict, Note]]:
+def _select_notes(run: Run, kind: NoteKind) -> Iterator[tuple[Verdict, Note]]:
     """Every note of this kind with its verdict."""
     return ((one, note) for one in run.records for note in one.notes if note.kind == kind)
 
 
-def _passed(run: Run, kind: NoteKind) -> Iterator[tuple[Verdict, Note]]:
+def _select_passed(run: Run, kind: NoteKind) -> Iterator[tuple[Verdict, Note]]:
     """Those of checks that passed."""
-    return ((one, note) for one, note in _noted(run, kind) if one.verdict == PASS)
+    return ((one, note) for one, note in _select_notes(run, kind) if one.verdict == PASS)

@@ -25,9 +25,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from shardproof.bugs.anchors import changed
-from shardproof.bugs.planting import Subject, planted, planted_everywhere
-from shardproof.bugs.record import FOLDER, Bug, Words, files, read
+from shardproof.bugs.anchors import change_sources
+from shardproof.bugs.planting import Subject, plant_subject, planted_everywhere
+from shardproof.bugs.record import FOLDER, Bug, Words, files, read_bugs
 from shardproof.harness.dense_model import SUBJECT
 from shardproof.harness.diagnosing.causes.cause import CAUSES
 from shardproof.reference.case import Case, CaseError
@@ -57,7 +57,7 @@ class Mutant(Bug):
 
     def sources(self) -> dict[str, str]:
         """The changed sources. Raises AnchorLost, a ValueError, for lines that do not occur exactly once."""
-        return changed(self.name, self.changes)
+        return change_sources(self.name, self.changes)
 
     @property
     def kind(self) -> str:
@@ -76,7 +76,7 @@ class Mutant(Bug):
             with planted_everywhere(self.sources()):
                 yield SUBJECT
         else:
-            yield planted(self.sources()) if self.changes else SUBJECT
+            yield plant_subject(self.sources()) if self.changes else SUBJECT
 
 
 def holds(condition: str, case: Case) -> bool:
@@ -134,7 +134,7 @@ _FAMILIES = (
 
 def of_file(name: str) -> tuple[Mutant, ...]:
     """The mutants of one file below `bugs`, without its suffix."""
-    return read(FOLDER / f"{name}.txt", Mutant, GROUPS)
+    return read_bugs(FOLDER / f"{name}.txt", Mutant, GROUPS)
 
 
 def _families() -> dict[str, tuple[Mutant, ...]]:
@@ -176,7 +176,7 @@ SHOWN_BY: Mapping[str, str] = {
 class KnownBug:
     """A kind of mistake. `looks` is how it shows.
 
-    `planted` are the open mutants and variants for which this cause is right to report.
+    `plant_subject` are the open mutants and variants for which this cause is right to report.
     """
 
     id: str

@@ -80,7 +80,9 @@ def mutant_killed(
     row = _row(mutant, mode, result, time.perf_counter() - start_s)
     if twin and result:
         row = replace(row, when=when, twin=quiet_without(result, engine, timeout_s))
-    return Killed(row=row, case=result.text if result else "", diagnosed=_diagnosed(result.diagnosis) if result else "")
+    return Killed(
+        row=row, case=result.text if result else "", diagnosed=_describe_diagnosis(result.diagnosis) if result else ""
+    )
 
 
 def quiet_without(result: CaseResult, engine: Engine, timeout_s: float) -> str:
@@ -146,7 +148,7 @@ def cause_told(mutant: Mutant, diagnosis: Diagnosis | None) -> str:
     return RIGHT if set(named) <= accepted else AND_MORE
 
 
-def _diagnosed(diagnosis: Diagnosis | None) -> str:
+def _describe_diagnosis(diagnosis: Diagnosis | None) -> str:
     """First place, what shows it, and the causes by their ids."""
     if diagnosis is None:
         return ""

@@ -33,7 +33,7 @@ class Known:
         return re.fullmatch(f"(.*/)?{pattern}", nodeid) is not None
 
 
-def read(path: Path) -> tuple[Known, ...]:
+def read_known_failures(path: Path) -> tuple[Known, ...]:
     """The entries of a file; none when there is no file. Raises RequestError with one sentence for any other file."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))

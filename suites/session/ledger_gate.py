@@ -18,7 +18,7 @@ from shardproof.harness.running.ranks.execution import execute
 from shardproof.harness.subject import NamedSubject, refusal
 from shardproof.reports.commands.compare import events_table
 from shardproof.reports.comparing.comparison import differences
-from shardproof.reports.comparing.snapshot import counted, read_events, write_events
+from shardproof.reports.comparing.snapshot import count_events, read_events, write_events
 from shardproof.reports.printing.text import plain
 
 
@@ -56,7 +56,7 @@ class LedgerGate:
             case, self.subject.call, self.engine, text=str(case), name=self.subject.address, timeout_s=self.timeout_s
         )
         rows = [[getattr(event, name) for name in COLUMNS] for event in run.events]
-        return counted(pd.DataFrame(rows, columns=list(COLUMNS)))
+        return count_events(pd.DataFrame(rows, columns=list(COLUMNS)))
 
 
 def file_of(case: str) -> str:

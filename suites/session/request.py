@@ -84,7 +84,7 @@ def _check_profile(config: pytest.Config) -> None:
 def _check_files(config: pytest.Config) -> None:
     """Refuse files to read that cannot be read, and files to write that cannot be written."""
     if path := option_path(config, "known_failures"):
-        known_failures.read(path)
+        known_failures.read_known_failures(path)
     if path := option_path(config, "run_dir"):
         try:
             path.mkdir(parents=True, exist_ok=True)

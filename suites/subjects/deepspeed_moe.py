@@ -79,7 +79,7 @@ class Network(nn.Module):
         return nn.functional.cross_entropy(self.head(x + y), labels) + SHARE * balance
 
 
-def named(case, network):  # an expert by its number among all; ranks of ep are neighbours
+def name_parameters(case, network):  # an expert by its number among all; ranks of ep are neighbours
     first = torch.distributed.get_rank() % case.ep * (EXPERTS // case.ep)
     for name, weight in network.named_parameters():
         words = name.replace("deepspeed_moe.gate.wg", "gate").replace("deepspeed_moe.experts.deepspeed_", "").split(".")
@@ -88,13 +88,13 @@ def named(case, network):  # an expert by its number among all; ranks of ep are 
         yield ".".join(words), weight
 
 
-def placed(name, tensor):  # an expert is whole where it is
+def place_shard(name, tensor):  # an expert is whole where it is
     return Shard(tensor, (0, 0), SHAPES[name]) if "experts" in name else tensor
 
 
 def subject(case, device):
     network, whole, outcome = Network(case).to(getattr(torch, case.dtype)), drawn(case), {}
-    for name, weight in named(case, network):
+    for name, weight in name_parameters(case, network):
         weight.data.copy_(whole[name])
     groups = split_params({"params": list(network.parameters()), "name": "all"})
     config = {"train_micro_batch_size_per_gpu": 6, "gradient_accumulation_steps": case.micro}
@@ -106,11 +106,13 @@ def subject(case, device):
         for micro in range(case.micro):
             engine.backward(loss := engine(*sample(case, step, micro, torch.distributed.get_rank())))
             total += loss.detach() / (case.micro * case.dp)
-            found = named(case, network) if (step, micro) == (0, case.micro - 1) else ()
-            outcome |= {f"grad/{name}": placed(name, safe_get_full_grad(weight).clone()) for name, weight in found}
+            found = name_parameters(case, network) if (step, micro) == (0, case.micro - 1) else ()
+            outcome |= {f"grad/{name}": place_shard(name, safe_get_full_grad(weight).clone()) for name, weight in found}
             engine.step()
         torch.distributed.all_reduce(total)
-    return outcome | {f"param/{name}": placed(name, weight.detach()) for name, weight in named(case, network)}
+    return outcome | {
+        f"param/{name}": place_shard(name, weight.detach()) for name, weight in name_parameters(case, network)
+    }
 
 
 subject.truth, subject.per_rank = truth, plain.subject.per_rank

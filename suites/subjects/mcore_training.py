@@ -54,7 +54,7 @@ def start(case, **axes):  # Megatron's groups and streams, and the words of a co
     return config | SIZES | PLAIN | {"params_dtype": getattr(torch, case.dtype)}
 
 
-def wrapped(case, config, layer, **words):  # a GPTModel of these layers, whose weights follow from name and seed
+def wrap_model(case, config, layer, **words):  # a GPTModel of these layers, whose weights follow from name and seed
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = LocalNorm
     block = TransformerBlockSubmodules([layer] * config.num_layers, LocalNorm)
     model = GPTModel(config, block, 96, 12, **words).to(config.params_dtype)
@@ -94,7 +94,7 @@ def train(case, model):
     }
 
 
-def stated(subject, **words):  # what all these subjects state
+def add_statements(subject, **words):  # what all these subjects state
     subject.truth, subject.words = "alone", {"dtype": "float32", "equal": False, **words}
     subject.per_rank = (*megatron.subject.per_rank, "megatron.core.transformer.multi_token_prediction")
     subject.session = megatron.session

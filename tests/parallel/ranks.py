@@ -32,11 +32,11 @@ class Calls:
     def __init__(self) -> None:
         self.by_rank: dict[int, list[Call]] = {}
 
-    def issued(self, rank: int, call: Call) -> int:
+    def on_issue(self, rank: int, call: Call) -> int:
         self.by_rank.setdefault(rank, []).append(call)
         return 0
 
-    def completed(self, rank: int, ticket: int) -> None:
+    def on_completion(self, rank: int, ticket: int) -> None:
         """Nothing to note."""
 
     def ops(self, rank: int = 0) -> list[str]:

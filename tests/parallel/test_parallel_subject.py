@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardproof.bugs.planting import planted
+from shardproof.bugs.planting import plant_subject
 from shardproof.harness.engines.threads.dry import DryEngine
 from shardproof.harness.predicting.figures import EQUAL
 from shardproof.harness.predicting.forecast import forecast
@@ -134,7 +134,7 @@ def test_training_is_the_dense_models_and_every_byte_is_stated(prover: Prover, t
 
 @pytest.mark.parametrize("bug", of_file("tests/schemes"), ids=lambda bug: bug.name)
 def test_a_planted_bug_is_caught(prover: Prover, bug: Mutant) -> None:
-    result = prover.proof(Case.parse(bug.case), planted(bug.sources()))
+    result = prover.proof(Case.parse(bug.case), plant_subject(bug.sources()))
     assert {*bug.kills.split("|")} & {verdict.check for verdict in result.verdicts if verdict.verdict == FAIL}
 
 
@@ -149,7 +149,7 @@ def test_a_missing_conjugate_is_told_without_a_closed_form(bug: Mutant, prover: 
     assert case.mode in subject.modes
     (right,) = [v for v in prover.proof(case, partial(subject)).verdicts if v.check == "ledger"]
     assert right.verdict == "pass"
-    result = prover.proof(case, partial(planted(bug.sources())))
+    result = prover.proof(case, partial(plant_subject(bug.sources())))
     (wrong,) = [verdict for verdict in result.verdicts if verdict.check == "ledger"]
     assert wrong.verdict == "fail"
     assert MISSING[bug.name] in wrong.message

@@ -123,7 +123,7 @@ def test_what_was_measured_is_told_with_what_went_wrong(tmp_path: Path) -> None:
     with (tmp_path / "kill_matrix.csv").open("w", newline="") as file:
         csv.writer(file).writerows([COLUMNS, *(row.cells() for row in rows)])
     (tmp_path / "env.json").write_text(json.dumps(env))
-    text = field.measured(tmp_path)
+    text = field.measure_folder(tmp_path)
     assert "    shardproof faults --field --quick\n" in text and "2026-11-26, torch 2.13.0" in text
     assert "secret" not in text
     assert "| first place right | 1 of 2 (50.0 %) | 0 of 1 (0.0 %) |" in text

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bench.clean import Part, cases_of
-from shardproof.bugs.planting import planted, replaced
+from shardproof.bugs.planting import plant_subject, replace_text
 from shardproof.harness.checking.checks import CHECKS
 from shardproof.harness.dense_model import SUBJECT
 from shardproof.harness.engines.threads.inproc import InprocEngine
@@ -219,7 +219,8 @@ def test_a_bug_that_only_another_layout_shows(prover: Prover, tmp_path: Path) ->
     case = Case.parse(f"mode=tp tp=2 {words}")
     everywhere = ("same = RANKS in common and torch.equal", "same = True or torch.equal")
     wrong = replace(
-        prover, subject=resolve_subject(planted(replaced("shardproof.parallel.checkpoints.saving", *everywhere)))
+        prover,
+        subject=resolve_subject(plant_subject(replace_text("shardproof.parallel.checkpoints.saving", *everywhere))),
     )
     goes_on(wrong, case, case, tmp_path / "alike")
     assert {one.verdict for one in wrong.proof(case.but(load=str(tmp_path / "alike"))).verdicts} == {PASS}
@@ -230,10 +231,10 @@ def test_a_bug_that_only_another_layout_shows(prover: Prover, tmp_path: Path) ->
 
 def test_a_mode_that_computes_something_else_is_noticed(prover: Prover) -> None:
     case = Case.parse("mode=tp tp=2 layers=1 heads=4 hidden=16 ffn=24 seq=8 vocab=264 steps=1")
-    larger = replaced(
+    larger = replace_text(
         "shardproof.parallel.layers.linear", "grad_x = reduced.wait()", "grad_x = reduced.wait() * (1 + 1e-9)"
     )
-    runs = [execute(case, run, prover.engine, text=str(case)) for run in (subject, planted(larger))]
+    runs = [execute(case, run, prover.engine, text=str(case)) for run in (subject, plant_subject(larger))]
     right, other = (dict(merge(run.outcomes).tensors) for run in runs)
     assert apart(right, right) == []
     assert "grad/layers.0.mlp.w1.weight" in apart(right, other)

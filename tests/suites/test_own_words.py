@@ -15,7 +15,7 @@ from shardproof.parallel.subject import subject as ours
 from shardproof.reference.case import Case
 from shardproof.suites.drawing.own_cases import cases_around
 from shardproof.suites.session.prover import Prover
-from shardproof.suites.test_engines import compared
+from shardproof.suites.test_engines import cases_to_compare
 from shardproof.suites.test_training import OPTIMIZERS
 from tests.harness.own_words import WORDS, Network, subject
 from tests.suites.conftest import SMALL, Session
@@ -39,7 +39,7 @@ def test_a_property_of_a_word_that_the_subject_lacks_is_skipped_and_a_refusal_th
     with Prover.on(f"{OWN}subject", "2,3,6") as prover, lacking:
         prover.drawn(None, "dp+tp", optimizer="adamw")  # type: ignore[arg-type]
     with Prover.on(f"{ME}speechless", "2") as prover, pytest.raises(Unanswered, match="LookupError: no words"):
-        prover.fitting(Case.parse(SMALL))
+        prover.fit_case(Case.parse(SMALL))
 
 
 class Split(Network):
@@ -189,10 +189,10 @@ def test_every_suite_proves_the_one_case_or_says_why_not(outside: Session) -> No
     result.stdout.fnmatch_lines(["SKIPPED*claims tp alone, so there is no mode to compare it with"])
     assert set(PROVED) == {str(Case.parse(SMALL))}
     with Prover.on(f"{ME}lenient", "2", case=SMALL) as prover:
-        assert compared(prover) == [Case.parse(SMALL)], "the engines'"
+        assert cases_to_compare(prover) == [Case.parse(SMALL)], "the engines'"
     large = SMALL.replace("tp=2", "tp=2 dp=4")
     with Prover.on(f"{ME}lenient", "2", case=large) as prover, pytest.raises(pytest.skip.Exception, match="8 ranks"):
-        compared(prover)
+        cases_to_compare(prover)
     refused = outside(
         *(f"shardproof.suites.test_{name}" for name in EVERY), "--subject", f"{ME}one", "--case", SMALL, "-rs"
     )

@@ -22,7 +22,7 @@ from shardproof.pytest_options import OPTIONS
 from shardproof.reference.case import Case
 from shardproof.reports.commands import cli
 from shardproof.reports.stored.frames import load
-from shardproof.suites.session.known_failures import Known, read, summary_markdown
+from shardproof.suites.session.known_failures import Known, read_known_failures, summary_markdown
 from shardproof.suites.session.ledger_gate import LedgerGate, file_of
 from shardproof.suites.session.prover import Prover
 from tests import ROOT
@@ -132,8 +132,8 @@ def test_a_file_that_gives_no_reason_is_refused(tmp_path: Path) -> None:
         path.write_text(text)
         rule = "must have a test and a reason" if text.startswith("[[") else ""
         with pytest.raises(RequestError, match=f"known-failures=.*{rule}.*legal: "):
-            read(path)
-    assert read(tmp_path / "nowhere.toml") == ()
+            read_known_failures(path)
+    assert read_known_failures(tmp_path / "nowhere.toml") == ()
 
 
 def test_a_file_that_is_not_there_is_empty(inner: Session) -> None:

@@ -149,7 +149,7 @@ class Waits:
         self._works.append(work)
         return work
 
-    def unwaited(self) -> tuple[int, ...]:
+    def find_unwaited(self) -> tuple[int, ...]:
         """The places, among the asynchronous calls of the rank, of those that were never waited for.
 
         Results that wait when they are read are not among them: nothing read them.
@@ -235,7 +235,7 @@ class FlightRecorder:
         )
         self.waits.begin()
 
-    def entered(self, issued: OperatorCall) -> None:
+    def on_enter(self, issued: OperatorCall) -> None:
         """Record a call before it is issued. Raises RuntimeError when there is no room for another kind of call."""
         call = issued.call
         key = (call.group_desc, issued.signature, call.peer, issued.tag, call.is_async, issued.sends, issued.expects)

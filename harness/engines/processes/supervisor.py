@@ -130,7 +130,7 @@ class Workers(ABC):
         """Why all workers are being ended from outside; "" when they are not."""
         return ""
 
-    def pending(self) -> list[int]:
+    def pending_ranks(self) -> list[int]:
         """The ranks that have neither reported nor died."""
         return [rank for rank, report in enumerate(self.reports) if report is None and rank not in self.died]
 
@@ -180,21 +180,21 @@ class Supervisor:
             raise error
         return [report.result.value for report in workers.reports if report is not None and report.result is not None]
 
-    def unwaited(self) -> tuple[Unwaited, ...]:
+    def find_unwaited(self) -> tuple[Unwaited, ...]:
         """After a good end: the works that were never waited for, by rank, in the order of issue."""
-        return self._matcher.unwaited([report.unwaited if report else () for report in self._workers.reports])
+        return self._matcher.find_unwaited([report.unwaited if report else () for report in self._workers.reports])
 
     def _follow(self, end_s: float) -> None:
         """Listen until all have ended, one has failed, ranks disagree, none can go on, or the time is over."""
         workers, latest_s = self._workers, end_s + (_COMPILES - 1) * self._timeout_s
-        while workers.pending() and not self._has_failed():
+        while workers.pending_ranks() and not self._has_failed():
             left_s = end_s - time.monotonic()
             workers.listen(min(workers.look_s, max(left_s, 0.0)))
             self._matcher.read()
             if self._matcher.mismatch is not None:
                 return
-            if left_s <= 0 and workers.pending() and not self._has_failed():
-                self._late = self._find_waiting_calls(), workers.pending()
+            if left_s <= 0 and workers.pending_ranks() and not self._has_failed():
+                self._late = self._find_waiting_calls(), workers.pending_ranks()
                 self._standing = workers.locate()  # for which a stopped rank goes on for a moment
                 if time.monotonic() < latest_s and any(standing.compiles for standing in self._standing.values()):
                     self._late, end_s = None, min(time.monotonic() + _COMPILED_S, latest_s)
@@ -202,7 +202,7 @@ class Supervisor:
                     continue
             if left_s <= 0:
                 return
-            if workers.pending() and not self._has_failed() and self._stuck():
+            if workers.pending_ranks() and not self._has_failed() and self._stuck():
                 return
 
     def _has_failed(self) -> bool:
@@ -214,7 +214,7 @@ class Supervisor:
     def _settle(self) -> None:
         """Let the other ranks go on for a moment: the root cause may come second, and they reach their next call."""
         end_s = time.monotonic() + self._workers.settle_s
-        while self._workers.pending() and time.monotonic() < end_s:
+        while self._workers.pending_ranks() and time.monotonic() < end_s:
             self._workers.listen(end_s - time.monotonic())
 
     def _stuck(self) -> bool:
@@ -225,13 +225,13 @@ class Supervisor:
         if count != self._matcher.count:
             self._quiet = (self._matcher.count, time.monotonic())
             return False
-        waiting, pending = self._find_waiting_calls(), self._workers.pending()
+        waiting, pending = self._find_waiting_calls(), self._workers.pending_ranks()
         if time.monotonic() - since_s < _STILL_S or any(waiting[rank] is None for rank in pending):
             return False
         self._standing = self._workers.locate()
         self._matcher.read()
         still = self._find_waiting_calls() == waiting and self._matcher.count == count
-        return still and all(self._standing.get(rank, Standing()).in_wait for rank in self._workers.pending())
+        return still and all(self._standing.get(rank, Standing()).in_wait for rank in self._workers.pending_ranks())
 
     def _find_waiting_calls(self) -> list[TracedCall | None]:
         """By rank, the call in which it waits and which some rank has not issued; None for a rank that has ended."""
@@ -253,10 +253,10 @@ class Supervisor:
         workers = self._workers
         if self._late is not None:
             return self._of_time(*self._late)
-        if workers.pending():
+        if workers.pending_ranks():
             self._standing = workers.locate()
         self._matcher.read()
-        mismatch, raised, pending = self._matcher.mismatch, self._ranks_that_raised(), self._workers.pending()
+        mismatch, raised, pending = self._matcher.mismatch, self._ranks_that_raised(), self._workers.pending_ranks()
         if mismatch is None and not pending and not self._has_failed():
             skipped = of_skipped(self._matcher.groups)
             return None if skipped is None else self._make_desynchronised(skipped)

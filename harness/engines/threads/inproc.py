@@ -208,7 +208,7 @@ def _kernel_of(name: str, operator: Any) -> Callable[..., Any]:
         rank = rank_tables()
         observer = None if rank is None else rank.matcher.observer
         issued = None if observer is None else read(arguments)
-        ticket = None if observer is None or issued is None else observer.issued(issued.rank, issued.call)
+        ticket = None if observer is None or issued is None else observer.on_issue(issued.rank, issued.call)
         try:
             result = operator.redispatch(keys.remove(BACKEND_SELECT), *arguments)
         except RuntimeError as problem:
@@ -218,7 +218,7 @@ def _kernel_of(name: str, operator: Any) -> Callable[..., Any]:
             text += f" compute it ({error_text(problem)}); legal: --engine pool"
             raise NotComputed(text, ranks=(rank.rank,)) from problem
         if observer is not None and issued is not None and ticket is not None:
-            observer.completed(issued.rank, ticket)
+            observer.on_completion(issued.rank, ticket)
         return result
 
     return kernel
@@ -301,7 +301,7 @@ class InprocEngine(Engine):
             run.scheduler.alive = self.alive
             try:
                 results = run.results(enter)
-                self.unwaited = run.matcher.unwaited()
+                self.find_unwaited = run.matcher.unwaited()
                 return results
             finally:
                 stayed = run.scheduler.stop()

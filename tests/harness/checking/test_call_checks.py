@@ -172,9 +172,9 @@ def test_products_are_counted_on_the_ranks_thread_and_nothing_stays() -> None:
 
     def hidden(compute: Any) -> bool:
         with Overlap() as watching, watching.on_rank(0):
-            ticket = watching.issued(0, call)
+            ticket = watching.on_issue(0, call)
             compute()
-            watching.completed(0, ticket)
+            watching.on_completion(0, ticket)
             a @ a
         return (0, ticket) in watching.hidden
 

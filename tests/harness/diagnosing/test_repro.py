@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardproof.bugs.planting import planted, replaced
+from shardproof.bugs.planting import plant_subject, replace_text
 from shardproof.harness.engines.engine import Engine
 from shardproof.harness.reproducing import repro_script
 from shardproof.harness.reproducing.repro import emit, shown_name, shrink_failure
@@ -103,7 +103,7 @@ def test_a_failing_case_is_made_as_small_as_still_fails(
     text: str, bug: tuple[str, str, str], smallest: tuple[int, ...], engine: Engine
 ) -> None:
     """Data ranks that are not summed need data ranks."""
-    failure = shrink_failure(Case.parse(text), planted(replaced(*bug)), engine)
+    failure = shrink_failure(Case.parse(text), plant_subject(replace_text(*bug)), engine)
     assert failure is not None and failure.name.startswith("grad/")
     case: Any = failure.result.case
     assert (case.world_size, case.steps, case.micro, case.layers, case.batch, case.seq) == smallest

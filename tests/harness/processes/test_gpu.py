@@ -60,10 +60,10 @@ def test_a_calls_duration_is_the_streams_and_not_that_of_the_enqueue() -> None:
     call = a_call(group=(0,), shapes=((1,),), payload_bytes=4, device="cuda")
     with Recorder("", "tp", 1, {}, stopwatch=stopwatch("cuda")) as recorder, recorder.on_rank(0):
         for sleeps in (0, 1):
-            ticket = recorder.issued(0, call)
+            ticket = recorder.on_issue(0, call)
             if sleeps:
                 torch.cuda._sleep(100_000_000)  # cycles: above 30 ms at any clock
-            recorder.completed(0, ticket)
+            recorder.on_completion(0, ticket)
     quick, slow = recorder.events()
     assert slow.duration_us > 30_000 > quick.duration_us
     assert slow.start_us < 1_000_000

@@ -97,7 +97,7 @@ def test_speed_bandwidth_and_the_case_beside_it_are_reported(recorded: tuple[Run
     assert run.env["stated"]["tokens"] == TOKENS
     took_s = speed.step_s(run)
     assert took_s == pytest.approx(figures.steps(run).groupby("step")["step_us"].max().median() / 1e6)
-    rows = dict(speed.speed(run))
+    rows = dict(speed.tokens_per_second(run))
     assert float(rows["tokens a second"].replace(",", "")) == pytest.approx(TOKENS / took_s, abs=1)
     calls = speed.bandwidth(run)
     assert set(calls["op"]) == {"all_reduce"} and (calls["gb_s"] > 0).all()

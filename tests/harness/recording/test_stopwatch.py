@@ -73,14 +73,14 @@ def recorded(device: _Device) -> list[Event]:
     """A call of 3 ms behind 50 ms of work, a call of the host, a call that never completes."""
     with Recorder("", "tp", 2, {}, stopwatch=device.watch()) as recorder, recorder.on_rank(0):
         device.work(50)
-        ticket = recorder.issued(0, CALL)
+        ticket = recorder.on_issue(0, CALL)
         device.work(3)
-        recorder.completed(0, ticket)
-        ticket = recorder.issued(0, replace(CALL, device="cpu"))
+        recorder.on_completion(0, ticket)
+        ticket = recorder.on_issue(0, replace(CALL, device="cpu"))
         time.sleep(0.02)
-        recorder.completed(0, ticket)
+        recorder.on_completion(0, ticket)
         device.work(7)
-        recorder.issued(0, CALL)
+        recorder.on_issue(0, CALL)
     return recorder.events()
 
 
@@ -144,9 +144,9 @@ class _Delayed(Recorder):
         self.device, self.takes_ms = device, 0.0
         self.told: list[int] = []
 
-    def completed(self, rank: int, ticket: int) -> None:
+    def on_completion(self, rank: int, ticket: int) -> None:
         self.device.work(self.takes_ms)
-        super().completed(rank, ticket)
+        super().on_completion(rank, ticket)
         self.told.append(ticket)
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardproof.bugs.planting import planted
+from shardproof.bugs.planting import plant_subject
 from shardproof.harness.checking.checks import LAWS
 from shardproof.harness.dense_model import read_case
 from shardproof.harness.running.trials.law_runs import groupings
@@ -97,7 +97,7 @@ def test_a_factor_of_context_ranks_or_stages_breaks_it(name: str, said: str) -> 
     case = read_case(SPREAD)
     spread = {"dp": 1, "micro": 4, "cp": 2, "pp": 2}
     assert [sizes for sizes, _ in groupings(case, resolve_subject(decoder))] == [{"dp": 1, "micro": 4}, spread]
-    verdict = law(planted(KNOWN[name].sources()), SPREAD)
+    verdict = law(plant_subject(KNOWN[name].sources()), SPREAD)
     assert verdict.verdict == "fail" and said in verdict.message and "micro=4 cp=2 pp=2" in verdict.message
 
 

@@ -41,7 +41,7 @@ def forked(_program: object, folder: Path, limit_s: float, environment: dict[str
 def test_views_changed_in_place_are_seen_by_every_witness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nsight Systems sees chosen steps of it, in test_witness_steps."""
     tool = "torch"
-    monkeypatch.setattr(session_module, "_run", forked)
+    monkeypatch.setattr(session_module, "_run_child", forked)
     (case,) = parse_cases(["mode=tp tp=2 steps=2 seed=9"])
     seen = witnesses([case], NAME, (tool,), tmp_path, device="cpu", timeout_s=60.0)
     assert tool in seen.sessions, seen.notes
@@ -97,7 +97,7 @@ def test_a_session_is_a_process_of_its_own_that_ends_in_time(tmp_path: Path) -> 
 def test_a_rank_that_failed_or_left_nothing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (case,) = parse_cases(["mode=tp tp=2 steps=2 seed=9"])
     job = SessionRequest(subject=NAME, cases=(case,), tool="torch")
-    monkeypatch.setattr(session_module, "_run", lambda *_: None)
+    monkeypatch.setattr(session_module, "_run_child", lambda *_: None)
     (session,) = hold(job, tmp_path).values()
     assert session.problem.startswith("rank 0 left no result")
     end = RankResult(rank=0, error=ValueError("why"))

@@ -45,7 +45,7 @@ def test_witnesses_see_the_chosen_steps_alone(tool: str, tmp_path: Path, monkeyp
     A closed form that knows no single steps is not held against some, and steps that a program lacks are named.
     """
     cases = (CLEAN, INSIDE, BEFORE, AFTER, SHORT)
-    monkeypatch.setattr(session, "_run", forked)  # nsys starts its own
+    monkeypatch.setattr(session, "_run_child", forked)  # nsys starts its own
     seen = witnesses(cases, NAME, (tool,), tmp_path, device="cpu", timeout_s=60.0, steps=CHOSEN)
     for case in (CLEAN, BEFORE, AFTER):
         told = seen.judge_case(case, (), EXPECTED(case), EXPECTED).verdict

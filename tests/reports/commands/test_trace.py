@@ -185,7 +185,7 @@ def test_ranks_that_differ_have_a_comment_and_a_term_that_holds_for_all(run: Run
     axes = {"tp": ((0, 1),)}
     assert differences(kept, terms, range(2), axes=axes) == []
     assert differences([*kept, kept[0]], terms, range(2), axes=axes)
-    text = expect.written("c", "r", found)
+    text = expect.write_terms("c", "r", found)
     if short:
         told = [line.differ for line in found if line.differ]
         assert told[-1] == "rank 0: 2 calls, 8192 B; rank 1: 0 calls, 0 B"

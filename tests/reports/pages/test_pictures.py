@@ -125,11 +125,11 @@ def run(run: Run) -> Run:
 
 
 def test_the_measured_bubble_of_equal_stages_and_no_messages_is_the_closed_form(run: Run) -> None:
-    (row,) = summary.measured(run).to_dict("records")
+    (row,) = summary.measure_pipelines(run).to_dict("records")
     assert row["bubble"] == pytest.approx(1 / 6) and row["bubble_stated"] == pytest.approx(1 / 6)
     assert (row["ranks"], row["step"], row["calls_us"]) == (2, 2, 2000.0)
     waits = run.spans.assign(end_us=run.spans["end_us"].where(run.spans["kind"] != "F", run.spans["end_us"] - 500.0))
-    assert summary.measured(dataclasses.replace(run, spans=waits))["bubble"].iloc[0] > 0.25
+    assert summary.measure_pipelines(dataclasses.replace(run, spans=waits))["bubble"].iloc[0] > 0.25
 
 
 def test_what_is_overlapped_is_the_time_in_which_the_calls_own_rank_computes(run: Run) -> None:

@@ -181,7 +181,7 @@ def test_growth_is_measured_a_micro_batch_with_and_without_what_lies_outside_the
     layers = growth.growth(measured)
     assert list(layers["wire_bytes"]) == [500, 1000, 800, 900], "two micro-batches; isp sorts behind mtp"
     assert list(growth.growth(measured, "all")["wire_bytes"]) == [508.5, 1008.5, 808.5, 908.5]
-    compared = growth.compared(measured)
+    compared = growth.compare_modes(measured)
     assert list(compared["counted"]) == ["layers", "all"]
     assert list(compared["tokens"]) == pytest.approx([175, 175])
 
@@ -200,7 +200,7 @@ def test_modes_are_compared_across_the_words_that_they_bring_with_them_and_no_ot
 def test_one_size_or_one_mode_is_no_growth(run: Run) -> None:
     assert len(growth.growth(run)) == 0
     assert len(growth.growth(grown(run, {"mtp": {100: 1, 200: 2}, "isp": {100: 1}}))) == 0
-    assert len(growth.compared(run)) == 0
+    assert len(growth.compare_modes(run)) == 0
     with pytest.raises(ValueError, match="legal: layers, all"):
         growth.growth(run, "some")
 
@@ -234,7 +234,7 @@ def exchanged(rows: tuple[tuple[int, int], ...]) -> pd.DataFrame:
 
 
 def test_rows_bytes_and_balance_by_destination(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(figures, "grouped", lambda _run: exchanged(UNEVEN))
+    monkeypatch.setattr(figures, "add_group_ranks", lambda _run: exchanged(UNEVEN))
     (row,) = figures.exchanges(run).to_dict("records")
     assert row == {
         **{"region": "layers.*.moe", "phase": "forward", "axis": "ep", "calls": 4, "rows": 2 * (3 + 5 + 4)},
@@ -243,7 +243,7 @@ def test_rows_bytes_and_balance_by_destination(run: Run, monkeypatch: pytest.Mon
     }
     assert [one.title for one in program_tables._exchanges(run)] == ["Rows sent by uneven all-to-alls"]
     for silent in (exchanged(EVEN), exchanged(UNEVEN).drop(columns="sent_rows")):
-        monkeypatch.setattr(figures, "grouped", lambda _run, silent=silent: silent)
+        monkeypatch.setattr(figures, "add_group_ranks", lambda _run, silent=silent: silent)
         assert program_tables._exchanges(run) == []
 
 

@@ -230,7 +230,7 @@ class _Pool:
             reports = [report for report in workers.reports if report is not None]
             self._connection += sum(report.kept_groups > _MOST_KEPT for report in reports)
             reusable = all(report.reusable for report in reports)
-            return values, supervisor.unwaited()
+            return values, supervisor.find_unwaited()
         finally:
             if not reusable:
                 self._connection += 1
@@ -308,7 +308,7 @@ class _ForkedWorkers(Workers):
 
     def locate(self) -> Mapping[int, Standing]:
         """The stacks of the ranks, which their processes print on a signal."""
-        pending = self.pending()
+        pending = self.pending_ranks()
         workers = [worker for worker, rank in self._ranks.items() if rank in pending]
         return dict(zip(pending, locate_workers(workers, _ANSWER_S), strict=True))
 

@@ -184,7 +184,7 @@ class _Worker:
                     WorkerReport(
                         number=number,
                         result=result,
-                        unwaited=self._recorder.waits.unwaited(),
+                        unwaited=self._recorder.waits.find_unwaited(),
                         kept_groups=len(self._kept),
                         reusable=threading.active_count() == 1,
                     )
