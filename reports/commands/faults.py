@@ -64,7 +64,7 @@ def main(arguments: argparse.Namespace) -> int:
         raise
     finally:
         store.close()
-    _tell(killed_rows, store.path, arguments.json)
+    _print_matrix(killed_rows, store.path, arguments.json)
     if any(killed.row.survived for killed in killed_rows):
         return 1
     return 3 if any(killed.row.machine for killed in killed_rows) else 0
@@ -99,16 +99,16 @@ def _write_rows(kills: Iterable[Any], folder: Path, total: int) -> list[Any]:
         for killed in kills:
             done.append(killed)
             writer.writerow(killed.row.cells())
-            details.write(json.dumps(_detail(killed)) + "\n")
+            details.write(json.dumps(_detail_of_kill(killed)) + "\n")
             matrix.flush()
             details.flush()
             row = killed.row
             named = "held-back" if row.held_back else f"{row.name} {' '.join(row.killed_by)}".rstrip()
-            tick(len(done), total, f"mode={row.mode} {named}", _word(row))
+            tick(len(done), total, f"mode={row.mode} {named}", _word_of_row(row))
     return done
 
 
-def _detail(killed: Any) -> dict[str, str]:
+def _detail_of_kill(killed: Any) -> dict[str, str]:
     row: Kill = killed.row
     if row.held_back:
         return {"name": "held-back", "mode": row.mode, "equivalent": row.equivalent}
@@ -116,11 +116,11 @@ def _detail(killed: Any) -> dict[str, str]:
     return words | {"equivalent": row.equivalent, "unmissed": killed.unmissed}
 
 
-def _word(row: Kill) -> str:
+def _word_of_row(row: Kill) -> str:
     return "killed" if row.killed else "equivalent" if row.equivalent else "no verdict" if row.machine else "survived"
 
 
-def _tell(killed_rows: Sequence[Any], folder: Path, as_json: bool) -> None:
+def _print_matrix(killed_rows: Sequence[Any], folder: Path, as_json: bool) -> None:
     rows: list[Kill] = [killed.row for killed in killed_rows]
     unmissed = [(killed.row.mode, killed.row.name.removeprefix("drop "), killed.unmissed) for killed in killed_rows]
     unmissed = sorted(line for line in unmissed if line[-1])
@@ -132,12 +132,12 @@ def _tell(killed_rows: Sequence[Any], folder: Path, as_json: bool) -> None:
         summary = {
             "run": str(folder),
             "rows": len(rows),
-            **_shares(figures(open_rows)),
+            **_shares_as_json(figures(open_rows)),
             "survivors": [{"name": row.name, "mode": row.mode} for row in rows if row.survived],
             "checks": {check: {"kills": kills, "alone": only} for check, (kills, only, _) in alone.items()},
             "unmissed": unmissed,
         }
-        summary |= {"held_back": _shares(figures(held_rows))} if held_rows else {}
+        summary |= {"held_back": _shares_as_json(figures(held_rows))} if held_rows else {}
         print(json.dumps(summary, indent=2))
         return
     dispensable = Table(
@@ -189,13 +189,13 @@ def matrix_table(rows: Sequence[Kill]) -> Table:
     return Table(
         title="Planted bugs and the checks that kill them",
         headers=("kind", "name", "modes", "killed", "by all of", "seconds"),
-        rows=tuple(_line(kind, name, of_it) for (kind, name), of_it in sorted(by_name.items())),
+        rows=tuple(_line_of_table(kind, name, of_it) for (kind, name), of_it in sorted(by_name.items())),
         numbers=frozenset({5}),
         note="by all of: checks that failed in every mode; seconds: the slowest mode",
     )
 
 
-def _line(kind: str, name: str, rows: Sequence[Kill]) -> tuple[str, ...]:
+def _line_of_table(kind: str, name: str, rows: Sequence[Kill]) -> tuple[str, ...]:
     outcome = "equivalent" if rows[0].equivalent else f"{sum(row.killed for row in rows)} of {len(rows)}"
     always = [check for check in rows[0].killed_by if all(check in row.killed_by for row in rows)]
     modes = " ".join(sorted(row.mode for row in rows))
@@ -253,5 +253,5 @@ def figure_table(summed: Figures, title: str = "Figures") -> Table:
     )
 
 
-def _shares(summed: Figures) -> dict[str, object]:
+def _shares_as_json(summed: Figures) -> dict[str, object]:
     return {field.name: getattr(summed, field.name) for field in dataclasses.fields(summed)}

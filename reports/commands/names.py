@@ -50,14 +50,14 @@ def main(arguments: argparse.Namespace) -> int:
     subject = resolve_subject(arguments.subject, arguments.truth or "")
     case = case_of(" ".join(arguments.case), subject)
     admit((case,), "inproc")
-    found = tables(names(case, subject))
+    found = tables_of_names(names_of_truth(case, subject))
     show_words(f"{subject.name} is compared with {compared_with(truth_of(subject))}.\n{RULE}\n", sys.stdout)
     for one in found:
         show_table(one, sys.stdout)
     return 0
 
 
-def names(case: CaseLike, subject: NamedSubject) -> Mapping[str, Tensor]:
+def names_of_truth(case: CaseLike, subject: NamedSubject) -> Mapping[str, Tensor]:
     """The outcome of the truth that this subject is compared with, in the order in which training computes it.
 
     Raises RequestError when the truth cannot be computed.
@@ -71,7 +71,7 @@ def names(case: CaseLike, subject: NamedSubject) -> Mapping[str, Tensor]:
     return {name: truth[name] for name in timeline(list(truth), case.steps)}
 
 
-def tables(truth: Mapping[str, Tensor]) -> list[Table]:
+def tables_of_names(truth: Mapping[str, Tensor]) -> list[Table]:
     """Tables by kind; names that differ in the step alone are one row, the first and the last of them."""
     rows: dict[str, dict[tuple[str, ...], list[str]]] = {}
     for name, tensor in truth.items():

@@ -31,7 +31,7 @@ def main(arguments: argparse.Namespace) -> int:
     traces = select_steps(read_traces(arguments.files, arguments.rank_regex), steps)
     against = None if meant is None or case is None else compare_with_form(traces, case, meant[0].call)
     words = {"case": text} if arguments.case else {}
-    folder = write_folder(traces, Path(arguments.out), _name(arguments.files), ["read", *arguments.files], words)
+    folder = write_folder(traces, Path(arguments.out), _name_of_job(arguments.files), ["read", *arguments.files], words)
     show_run(load(folder), sys.stdout)
     print(f"{os.path.relpath(folder)}  (a run folder: show, page, trace, compare and expect take it)", file=sys.stderr)
     if against is None:
@@ -40,7 +40,7 @@ def main(arguments: argparse.Namespace) -> int:
     return 1 if against.unmeant else 0
 
 
-def _name(files: list[str]) -> str:
+def _name_of_job(files: list[str]) -> str:
     """The name of the job: that of the folder of its first trace, else of the file."""
     first = Path(files[0]).resolve()
     return first.name if first.is_dir() or len(files) == 1 else first.parent.name

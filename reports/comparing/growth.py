@@ -21,7 +21,7 @@ _VARIES = ("mode", "seq", "batch", "data", "delivery", "embedding", "head")
 _COLUMNS = ["mode", "tokens", "wire_bytes"]
 
 
-def growth(run: Run, counted: str = "layers") -> pd.DataFrame:
+def growth_of_bytes(run: Run, counted: str = "layers") -> pd.DataFrame:
     """mode, tokens, wire_bytes: the largest family of cases that differ in nothing but mode and tokens.
 
     Empty unless two modes were run at two sizes each, or when the run did not say how many tokens its cases have.
@@ -55,7 +55,7 @@ def _sent_bytes(ledger: pd.DataFrame, counted: str) -> "pd.Series[float]":
     return ranks.groupby("case").max().astype("float64")
 
 
-def crossings(growth: pd.DataFrame) -> pd.DataFrame:
+def find_crossings(growth: pd.DataFrame) -> pd.DataFrame:
     """mode, other, tokens, wire_bytes: where `mode`, dearer at first, becomes the cheaper one.
 
     Bytes are a constant plus a share of the tokens in every mode, so a straight line through a mode's points is exact
@@ -80,7 +80,7 @@ def crossings(growth: pd.DataFrame) -> pd.DataFrame:
 
 def compare_modes(run: Run) -> pd.DataFrame:
     """All crossings of a run under both ways to count: counted, mode, other, tokens, wire_bytes."""
-    crossed = [crossings(growth(run, counted)).assign(counted=counted) for counted in ("layers", "all")]
+    crossed = [find_crossings(growth_of_bytes(run, counted)).assign(counted=counted) for counted in ("layers", "all")]
     return pd.concat(crossed, ignore_index=True)[["counted", "mode", "other", "tokens", "wire_bytes"]]
 
 

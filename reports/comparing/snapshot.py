@@ -21,7 +21,7 @@ import pandas as pd
 
 from shardproof.harness.errors import RequestError
 from shardproof.reports.comparing.compared_sides import FOLDER, MARK, check_name, is_trace, side_folder
-from shardproof.reports.stored.files import RunFolderError, csv_table, is_recording, json_object, shown
+from shardproof.reports.stored.files import RunFolderError, csv_table, is_recording, json_object, shorten_path
 from shardproof.reports.stored.frames import Run, load
 
 _PLACE = ("case", "mode", "phase", "region", "op")
@@ -78,9 +78,7 @@ def snapshot(run: Run, name: str = "") -> Snapshot:
         name=name or str(run.path),
         cases=run.cases[["case", "mode", "world_size"]].astype({"case": "str", "mode": "str"}),
         events=count_events(plain),
-        times=time_by_module(
-            plain[:0] if traced else plain
-        ),  # a trace starts calls on the host and times them on the device
+        times=time_by_module(plain[:0] if traced else plain),  # a trace times calls on the device alone
         memory=run.memory.astype(MEMORY_TYPES),
         env=run.env,
         notes=run.notes,
@@ -132,11 +130,11 @@ def _fold_rows(rows: Iterable[tuple[Hashable, int]]) -> Iterator[tuple[Any, str]
     for key, numbers in found.items():
         these = tuple(sorted(numbers))
         if these not in texts:
-            texts[these] = span(these)
+            texts[these] = format_span(these)
         yield key, texts[these]
 
 
-def span(numbers: Iterable[int]) -> str:
+def format_span(numbers: Iterable[int]) -> str:
     """Whole numbers as text: "0..3", "0,2", "0..1,5"."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
@@ -147,8 +145,8 @@ def span(numbers: Iterable[int]) -> str:
     return ",".join(str(first) if first == last else f"{first}..{last}" for first, last in runs)
 
 
-def members(text: str) -> list[int]:
-    """The numbers that `span` wrote. Raises ValueError for anything else."""
+def parse_span(text: str) -> list[int]:
+    """The numbers that `format_span` wrote. Raises ValueError for anything else."""
     ends = [tuple(int(number) for number in part.split("..")) for part in text.split(",")]
     return [number for end in ends for number in range(end[0], end[-1] + 1)]
 
@@ -177,7 +175,7 @@ _TABLES: Mapping[str, Mapping[str, str]] = {
 }
 
 
-def side(name: str, folder: str = FOLDER) -> Snapshot:
+def read_side(name: str, folder: str = FOLDER) -> Snapshot:
     """Snapshot of one side: a run folder, the folder of a baseline, a baseline's name, or the file of a trace.
 
     Raises RunFolderError when there is none, RequestError for a file that is no trace.
@@ -197,7 +195,7 @@ def _of_trace(name: str) -> Snapshot:
         return snapshot(load(made), name)
 
 
-def save(kept: Snapshot, name: str, folder: str = FOLDER) -> Path:
+def save_snapshot(kept: Snapshot, name: str, folder: str = FOLDER) -> Path:
     """Store a snapshot under this name, in place of an older one; returns its folder.
 
     Raises RequestError for a run that was cut off or has no events, an illegal name, a folder that cannot be written.
@@ -224,7 +222,7 @@ def save(kept: Snapshot, name: str, folder: str = FOLDER) -> Path:
     except OSError as problem:
         reason = problem.strerror or str(problem)
         raise RequestError(
-            f"baseline={shown(path)}: cannot be written ({reason}); legal: a writable folder"
+            f"baseline={shorten_path(path)}: cannot be written ({reason}); legal: a writable folder"
         ) from problem
     return path
 
@@ -237,7 +235,7 @@ def write_events(events: pd.DataFrame, path: Path) -> None:
 
 def read_events(path: Path) -> pd.DataFrame:
     """Counted events that `write_events` stored. Raises RunFolderError when the file is torn or no such file."""
-    return _table(path, EVENT_TYPES)
+    return _read_table(path, EVENT_TYPES)
 
 
 def _read_snapshot(path: Path, name: str) -> Snapshot:
@@ -245,15 +243,15 @@ def _read_snapshot(path: Path, name: str) -> Snapshot:
     env = mark.get("env")
     if not isinstance(env, dict):
         raise RunFolderError(f"{path / MARK}: needs the object `env`; write the baseline again with --save-baseline")
-    cases, events, times, memory = (_table(path / f"{table}.csv", types) for table, types in _TABLES.items())
+    cases, events, times, memory = (_read_table(path / f"{table}.csv", types) for table, types in _TABLES.items())
     callers = {}
     if (path / _CALLERS).is_file():
-        lines = _table(path / _CALLERS, dict.fromkeys((*CALLED, "callers"), "str"))
+        lines = _read_table(path / _CALLERS, dict.fromkeys((*CALLED, "callers"), "str"))
         callers = {tuple(place): tuple(found.split()) for *place, found in lines.itertuples(index=False, name=None)}
     return Snapshot(name=name, env=env, cases=cases, events=events, times=times, memory=memory, callers=callers)
 
 
-def _table(path: Path, types: Mapping[str, str]) -> pd.DataFrame:
+def _read_table(path: Path, types: Mapping[str, str]) -> pd.DataFrame:
     """A table that must be whole: a baseline is written once, so a cut one was harmed and proves nothing."""
     again = "write the baseline again with --save-baseline"
     if not path.is_file():
@@ -266,7 +264,7 @@ def _table(path: Path, types: Mapping[str, str]) -> pd.DataFrame:
         for name in ("ranks", "steps", "microbatches"):
             if name in frame:
                 for text in frame[name].unique():
-                    members(text)
+                    parse_span(text)
     except ValueError as problem:
         raise RunFolderError(f"{path}: {name} holds {text!r}, which names no numbers; {again}") from problem
     return frame

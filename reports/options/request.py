@@ -56,10 +56,10 @@ def read_request(arguments: argparse.Namespace) -> Request | None:
     _note_unquoted(getattr(arguments, "cases", ()))
     if arguments.command == "run":
         return None if arguments.engine == LAUNCHED else build_request(arguments)
-    from shardproof.reports.options.others import check  # noqa: PLC0415
+    from shardproof.reports.options.others import check_options  # noqa: PLC0415
 
     with chdir("."):  # a subject may go elsewhere when it is imported
-        check(arguments)
+        check_options(arguments)
     return None
 
 
@@ -75,7 +75,7 @@ def build_request(arguments: argparse.Namespace) -> Request:
         truth_of(subject)  # raises for a truth that is none
         if arguments.device == "cuda" and not import_module("torch").cuda.is_available():
             raise RequestError("device=cuda: this machine offers no CUDA device; legal: --device cpu")
-        cases = given or _defaults(arguments, subject)
+        cases = given or _default_cases(arguments, subject)
         steps = profiled_steps(arguments, cases)
         _check_readable(loading_what_exists(select_admitted_cases(cases, arguments.engine)))
     most = 1 if arguments.cases else min(2, os.cpu_count() or 1)
@@ -163,15 +163,15 @@ def _check_choice(arguments: argparse.Namespace) -> None:
         check_modes(arguments.modes)
 
 
-def _defaults(arguments: argparse.Namespace, subject: NamedSubject) -> tuple[CaseLike, ...]:
-    cases = default_cases(subject, arguments.modes, arguments.deep, _checkpoint(arguments))
+def _default_cases(arguments: argparse.Namespace, subject: NamedSubject) -> tuple[CaseLike, ...]:
+    cases = default_cases(subject, arguments.modes, arguments.deep, _checkpoint_folder(arguments))
     if arguments.variant is not None:
         cases = tuple({case.mode: case for case in reversed(cases)}.values())[::-1]  # the first case of each mode
         cases = _as_variant(cases, arguments.variant, given=False)
     return with_data(cases, arguments.data)
 
 
-def _checkpoint(arguments: argparse.Namespace) -> str:
+def _checkpoint_folder(arguments: argparse.Namespace) -> str:
     """The folder that default cases save to; "" where ranks have no numbers, or a case cannot name it."""
     folder = str(Path(arguments.out, "checkpoint-of-default-cases"))
     return "" if arguments.engine == "dry" or len(folder.split()) > 1 else folder

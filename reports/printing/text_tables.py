@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from shardproof.reports.stored.summary import apart, group_headline
+from shardproof.reports.stored.summary import group_headline, split_common_words
 
 NOTHING = "-"
 _MOST_CASES = 24  # rows that are read at one glance
@@ -128,7 +128,7 @@ def table(title: str, frame: pd.DataFrame, *columns: Columns, note: str = "") ->
 
 def headline_table(headline: pd.DataFrame) -> Table:
     """The one table of a run, from `summary.headline`."""
-    shared, words = apart(headline["words"])
+    shared, words = split_common_words(headline["words"])
     frame = headline.assign(
         own_words=words,
         both_calls=_placed_calls(headline),

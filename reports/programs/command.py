@@ -25,13 +25,13 @@ def main(arguments: argparse.Namespace) -> NoReturn:
         raise RequestError("command: is missing; legal: shardproof record -- torchrun --nproc-per-node 4 train.py")
     check_startable(command)
     options = request_of(arguments, wraps=True)
-    session = new_session(arguments.out, _name(command), command, options)
+    session = new_session(arguments.out, _name_of_script(command), command, options)
     words = with_tools(command, session)
     print(f"shardproof: recording into {os.path.relpath(session.folder)}", file=sys.stderr)
     replace_by(words, environment_of(session, os.environ))
 
 
-def _name(command: list[str]) -> str:
+def _name_of_script(command: list[str]) -> str:
     """The script among the words of a command, else its first word."""
     return Path(next((word for word in command if word.endswith(".py")), command[0])).stem
 

@@ -14,14 +14,14 @@ from shardproof.harness.errors import ShardproofError
 from shardproof.harness.protocols import CaseLike
 from shardproof.harness.subject import named_axes, resolve_subject, state_terms
 from shardproof.harness.terms import closed_forms
-from shardproof.reports.programs.figures import add_group_ranks, is_traced, steps
-from shardproof.reports.programs.unlike import median
+from shardproof.reports.programs.figures import add_group_ranks, is_traced, steps_by_rank
+from shardproof.reports.programs.unlike import median_over_steps
 from shardproof.reports.stored.frames import Run
 
 
 def step_s(run: Run) -> float:
     """Seconds of a step: the median over steps of the slowest rank."""
-    return float(steps(run).groupby("step")["step_us"].max().median()) / 1e6
+    return float(steps_by_rank(run).groupby("step")["step_us"].max().median()) / 1e6
 
 
 def tokens_per_second(run: Run) -> Iterator[tuple[str, str]]:
@@ -34,7 +34,7 @@ def tokens_per_second(run: Run) -> Iterator[tuple[str, str]]:
         yield "tokens a second and rank", f"{tokens / took / max(1, run.ledger['rank'].nunique()):,.0f}"
 
 
-def bandwidth(run: Run) -> pd.DataFrame:
+def bandwidth_by_size(run: Run) -> pd.DataFrame:
     """Bandwidth of calls of known duration.
 
     op, axis, group_size, payload_bytes (of traces), calls, wire_bytes, gb_s (wire bytes over the time inside the calls,
@@ -53,7 +53,7 @@ _Kind = tuple[str, int]
 """Op and ranks of the group: a program's axes may have other names than the case's."""
 
 
-def beside(run: Run) -> tuple[pd.DataFrame, str]:
+def compare_with_case(run: Run) -> tuple[pd.DataFrame, str]:
     """op, group_size, calls, predicted_calls, payload_bytes, predicted_bytes; and why there are none, if so.
 
     Calls and bytes are those of rank 0 in the median recorded step, and in the closed form of the case.
@@ -97,5 +97,5 @@ def _recorded_calls(run: Run) -> dict[_Kind, tuple[float, float]]:
     for kind, rows in events.groupby(["op", "group_size"], observed=True):
         op, size = (str(part) for part in kind) if isinstance(kind, tuple) else ("", "0")
         each = rows.groupby("step")["payload_bytes"]
-        found[op, int(size)] = (median(each.size(), number), median(each.sum(), number))
+        found[op, int(size)] = (median_over_steps(each.size(), number), median_over_steps(each.sum(), number))
     return found

@@ -114,10 +114,10 @@ def load(run: str | Path = "runs/latest") -> Run:
     notes: list[str] = []
     env = environment_of(path, notes)
     cut: list[str] = []
-    cases = _cases(path / "cases.jsonl", cut)
-    ledger = _ledger(path, cut, traced="source" in env)
-    summary = _summary(path / "summary.csv", ledger, [] if is_recording(path) else cut)
-    records = _verdicts(path / "verdicts.jsonl", [] if is_recording(path) else cut)
+    cases = _read_cases(path / "cases.jsonl", cut)
+    ledger = _read_ledger(path, cut, traced="source" in env)
+    summary = _read_summary(path / "summary.csv", ledger, [] if is_recording(path) else cut)
+    records = _read_verdicts(path / "verdicts.jsonl", [] if is_recording(path) else cut)
     verdicts = frame_of(records)
     timings = csv_table(path / "timings.csv", {}, (), cut) if (path / "timings.csv").is_file() else pd.DataFrame()
     doubts: list[str] = []
@@ -174,7 +174,7 @@ def _with_mode(frame: pd.DataFrame, cases: pd.DataFrame) -> pd.DataFrame:
     return in_order(frame.assign(mode=[str(modes.get(case, "")) for case in frame["case"]]))
 
 
-def _cases(path: Path, notes: list[str]) -> pd.DataFrame:
+def _read_cases(path: Path, notes: list[str]) -> pd.DataFrame:
     rows = json_lines(path, ("case",), notes)
     frame = pd.DataFrame(rows)
     for name in ("case", "mode", "world_size"):
@@ -189,7 +189,7 @@ def _cases(path: Path, notes: list[str]) -> pd.DataFrame:
     return frame.drop_duplicates("case", keep="last", ignore_index=True)
 
 
-def _verdicts(path: Path, notes: list[str]) -> tuple[Verdict, ...]:
+def _read_verdicts(path: Path, notes: list[str]) -> tuple[Verdict, ...]:
     """The verdicts of a file, those of failed checks with what later rows state of them. Raises RunFolderError."""
     lines = json_lines(path, ("case", "check"), notes)
     found: dict[tuple[str, str], Verdict] = {}
@@ -232,7 +232,7 @@ def _note_torn_verdicts(lines: Sequence[dict[str, Any]], notes: list[str]) -> li
     return [Verdict(case=case, check="run", verdict=UNKNOWN, statement=f"{torn[case]}: {why}") for case in torn]
 
 
-def _ledger(path: Path, notes: list[str], *, traced: bool) -> pd.DataFrame:
+def _read_ledger(path: Path, notes: list[str], *, traced: bool) -> pd.DataFrame:
     for name in ("ledger.csv", "ledger.csv.gz"):
         if (path / name).is_file():
             packed = _of_its_world(csv_table(path / name, _PACKED_TYPES, COLUMNS, notes), path / name)
@@ -268,7 +268,7 @@ def _of_its_world(ledger: pd.DataFrame, path: Path) -> pd.DataFrame:
     return ledger
 
 
-def _summary(path: Path, ledger: pd.DataFrame, notes: list[str]) -> pd.DataFrame:
+def _read_summary(path: Path, ledger: pd.DataFrame, notes: list[str]) -> pd.DataFrame:
     summary = pd.DataFrame({name: pd.Series(dtype=kind) for name, kind in _SUMMARY_TYPES.items()})
     if path.is_file():
         summary = csv_table(path, _SUMMARY_TYPES, SUMMARY_COLUMNS, notes)

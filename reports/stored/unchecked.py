@@ -50,14 +50,14 @@ def unchecked_notes(run: Run) -> list[str]:
     """All notes, the most important first; but for undecided tensors only checks that passed have something to add."""
     every_kind = (
         _note_undecided,
-        _split,
+        _note_splits,
         _note_unreturned,
         _note_deviations,
         _of_dtype,
         _note_lower_precision,
-        _doubts,
+        _note_doubts,
         _note_groupings,
-        _rows,
+        _note_unseen_rows,
     )
     return [note for notes in every_kind for note in notes(run)]
 
@@ -79,7 +79,7 @@ def _note_undecided(run: Run) -> Iterator[str]:
         yield words.describe_undecided(kind, dict(found.most_common()), int(own["tensors"].sum()), len(own))
 
 
-def _split(run: Run) -> Iterator[str]:
+def _note_splits(run: Run) -> Iterator[str]:
     """The shares of a foreign subject's parameters that are split, the least first, and the cases that they hold in."""
     if run.env.get("request", {}).get("subject") != SUBJECT:
         shares = Counter(note.numbers[0] for _, note in _select_passed(run, NoteKind.SPLIT_SHARE))
@@ -124,7 +124,7 @@ def _note_lower_precision(run: Run) -> Iterator[str]:
     yield from (words.lower_precision(dtype, reason, count) for (dtype, reason), count in counts.items())
 
 
-def _doubts(run: Run) -> Iterator[str]:
+def _note_doubts(run: Run) -> Iterator[str]:
     """Doubts of the ledgers (harness.ledger.Event.doubts), and in how many cases."""
     found = Counter(note.reason for _, note in _select_notes(run, NoteKind.DOUBT))
     yield from (words.doubt(reason, count) for reason, count in found.items())
@@ -139,7 +139,7 @@ def _note_groupings(run: Run) -> Iterator[str]:
     yield from (words.unfinished_groupings(own, count) for own, count in unfinished.items())
 
 
-def _rows(run: Run) -> Iterator[str]:
+def _note_unseen_rows(run: Run) -> Iterator[str]:
     """Rows that no token looks up: the most frequent list, and in how many cases it is another."""
     lists = Counter(note.reason for _, note in _select_passed(run, NoteKind.UNREAD_ROWS))
     if lists:

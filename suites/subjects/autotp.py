@@ -19,9 +19,7 @@ def loss_of(case, model, step, micro, dp_rank):
     return torch.nn.functional.cross_entropy(logits, tokens[:, 1:].flatten())
 
 
-def place_shard(
-    case, model, name, tensor, tp_rank
-):  # a part of a tensor is returned with its offsets and the full shape
+def place_shard(case, model, name, tensor, tp_rank):  # a part is returned with its offsets and the full shape
     layer = model.get_submodule(name.rpartition(".")[0])
     dim = 0 if isinstance(layer, LinearLayer) else 1 if isinstance(layer, LinearAllreduce) else None
     if dim is None or case.tp == 1:

@@ -79,9 +79,7 @@ def subject(case, device):
     words = {"grad_scal_cfg": gpc.config.grad_scaler, "zero_cfg": gpc.config.hybrid_zero_optimizer}
     optimizer = HybridZeroOptimizer(adam, **words, isp_communicator=communicator)
 
-    def note_seen(
-        *_,
-    ):  # gradients are whole when it forgets them: those of the parameters that are this rank's in ZeRO-1
+    def note_seen(*_):  # gradients are whole when it forgets them: in ZeRO-1 those of this rank's parameters
         for weight, name in names.items():
             if weight.grad is not None:
                 outcome.setdefault(f"grad/{name}", place_shard(weight, weight.grad.clone()))

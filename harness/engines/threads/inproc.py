@@ -301,7 +301,7 @@ class InprocEngine(Engine):
             run.scheduler.alive = self.alive
             try:
                 results = run.results(enter)
-                self.find_unwaited = run.matcher.unwaited()
+                self.unwaited = run.matcher.find_unwaited()
                 return results
             finally:
                 stayed = run.scheduler.stop()

@@ -11,7 +11,7 @@ from shardproof.harness.checking.checks import examine
 from shardproof.harness.checking.records import Repeats
 from shardproof.harness.diagnosing.diagnosis import explanation_of
 from shardproof.harness.protocols import Shard
-from shardproof.reports.stored.failures import bugs
+from shardproof.reports.stored.failures import bugs_of_run
 from tests.harness.diagnosing.test_six_lines import LOSS, W1
 from tests.harness.noted import failed
 from tests.harness.toy_evidence import (
@@ -36,10 +36,10 @@ def test_the_largest_error_of_a_place_is_its_headline_and_other_causes_are_anoth
         failed("tp=2", "ledger", LOSS, error=3.0),
         failed("tp=4", "forward", LOSS, error=1.0, allowed=1e-9),
     ]
-    both, drift = bugs(records)
+    both, drift = bugs_of_run(records)
     assert (both.verdict.case, both.verdict.check, [*both.others]) == ("tp=2", "update", ["forward", "ledger"])
     assert (drift.verdict.check, drift.follows) == ("replicas", "")
-    assert bugs([*records, failed("tp=2", "merge", LOSS)])[0].verdict.check == "merge"  # before any number
+    assert bugs_of_run([*records, failed("tp=2", "merge", LOSS)])[0].verdict.check == "merge"  # before any number
 
 
 def test_replicas_that_rounding_sets_apart_do_not_explain_a_gross_error() -> None:

@@ -19,7 +19,7 @@ from shardproof.harness.running.store import Store
 from shardproof.harness.verdicts.facts import First
 from shardproof.harness.verdicts.verdict import Verdict
 from shardproof.reports.stored import failures
-from shardproof.reports.stored.failures import bugs, simplest_first
+from shardproof.reports.stored.failures import bugs_of_run, simplest_first
 from shardproof.reports.stored.frames import load
 from shardproof.suites.session.prover import Prover
 from tests.harness.noted import failed
@@ -211,13 +211,13 @@ def test_failures_are_grouped_by_first_place() -> None:
         Verdict(case="mode=isp", check="replicas", verdict="pass", statement=""),
         Verdict(case="mode=isp", check="ledger", verdict="unknown", statement="not decided"),
     ]
-    first, second = bugs(records)
+    first, second = bugs_of_run(records)
     assert first.verdict == records[0]
     assert first.follows == "and update, forward fail from the same first place on in 2 cases"
     assert second.follows == "and forward fails from the same first place on in 1 case"
-    named, _ = bugs([*records, failed("mode=tp tp=8", "update", HEAD)])
+    named, _ = bugs_of_run([*records, failed("mode=tp tp=8", "update", HEAD)])
     assert named.follows == "and update (2 cases), forward fail from the same first place on in 3 cases"
-    assert bugs(records[:1])[0].follows == ""
+    assert bugs_of_run(records[:1])[0].follows == ""
 
 
 def test_the_simplest_case_is_shown_first(tmp_path: Path) -> None:
@@ -236,8 +236,10 @@ def test_the_simplest_case_is_shown_first(tmp_path: Path) -> None:
     store.close()
     run = load(store.path)
     simplest = ["mode=tp tp=4", "mode=isp tp=8"]
-    assert [bug.verdict.case for bug in bugs(simplest_first(run))] == simplest
-    assert [group.verdict.case for group in failures.groups(simplest_first(run), run.path, run.ledger)] == simplest
+    assert [bug.verdict.case for bug in bugs_of_run(simplest_first(run))] == simplest
+    assert [
+        group.verdict.case for group in failures.group_by_place(simplest_first(run), run.path, run.ledger)
+    ] == simplest
 
 
 def test_a_place_that_another_test_reported_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from shardproof.parallel.subject import subject
 from shardproof.reference.case import Case
 from shardproof.reference.model.parameters import shapes
 from shardproof.reports.commands.cli import main
-from shardproof.reports.predicting.planning import LOADS, candidates, growth
+from shardproof.reports.predicting.planning import LOADS, growth_of_cases, parse_candidates
 from shardproof.suites.session.prover import Prover
 from tests.deep import deep
 from tests.harness.toy_subjects import Changed
@@ -125,7 +125,9 @@ def test_the_command_shows_stages(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_bytes_of_a_micro_batch_where_the_schedule_needs_several() -> None:
     """A single micro-batch is no interleaved pipeline: its bytes are those of a step, divided."""
-    tables = [growth([Case.parse(f"pp=2 layers=4 schedule=interleaved chunks=2 micro={n}")], subject) for n in (2, 4)]
+    tables = [
+        growth_of_cases([Case.parse(f"pp=2 layers=4 schedule=interleaved chunks=2 micro={n}")], subject) for n in (2, 4)
+    ]
     assert len(tables[0]) > 0
     assert tables[0].equals(tables[1])
 
@@ -177,9 +179,9 @@ def test_a_load_that_is_said_is_the_only_one(tmp_path: Path) -> None:
 
 def test_choices_that_cannot_be_counted_are_refused() -> None:
     words = "preset=deepseek-v3 mode=tp tp=1 dp=64 ep=64"
-    assert [one.case is not None for one in candidates(words, subject)] == [True] * 3
+    assert [one.case is not None for one in parse_candidates(words, subject)] == [True] * 3
     with pytest.raises(RequestError, match=r"routing=skewed: .* 8e\+09 choices are too many; legal: routing=equal"):
-        candidates(f"{words} routing=skewed", subject)
+        parse_candidates(f"{words} routing=skewed", subject)
 
 
 def test_stages_with_other_kinds_of_layers_are_other_stages() -> None:

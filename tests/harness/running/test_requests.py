@@ -114,7 +114,7 @@ def test_a_claimed_mode_that_no_case_can_have_is_left_out_and_named(
 def test_default_cases_save_where_a_case_can_name_the_folder_and_ranks_have_numbers(
     options: tuple[str, ...], saves: int
 ) -> None:
-    request = request_command.build_request(cli._parser().parse_args(["run", *options]))
+    request = request_command.build_request(cli._build_parser().parse_args(["run", *options]))
     assert sum(bool(getattr(case, "save", "")) for case in request.cases) == saves
 
 
@@ -122,7 +122,7 @@ def test_default_cases_save_where_a_case_can_name_the_folder_and_ranks_have_numb
     ("words", "every"), [((), 3), (("--deep",), 1), (("tp=1", "tp=2"), 1), (("--subject", f"{TOY}right"), 1)]
 )
 def test_of_our_own_subject_every_third_default_case_is_run_twice(words: tuple[str, ...], every: int) -> None:
-    request = request_command.build_request(cli._parser().parse_args(["run", *words]))
+    request = request_command.build_request(cli._build_parser().parse_args(["run", *words]))
     assert [request.repeats(case) for case in request.cases] == [n % every == 0 for n in range(len(request.cases))]
 
 

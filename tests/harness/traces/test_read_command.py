@@ -14,7 +14,7 @@ from shardproof.harness.subject import named_axes, resolve_subject, state_terms
 from shardproof.harness.terms import closed_forms
 from shardproof.harness.traces.calls import Trace
 from shardproof.harness.traces.kineto import trace_of
-from shardproof.reports.commands.expect import lines
+from shardproof.reports.commands.expect import lines_of_terms
 from shardproof.reports.pages import page
 from shardproof.reports.programs import figures
 from shardproof.reports.stored.frames import load
@@ -70,8 +70,8 @@ def test_what_a_trace_does_not_know_is_empty_in_the_ledger_and_no_zero_anywhere(
         assert f"unknown: the {name} of the only call; " in out
     assert "unknown: all calls of rank 0 of 2, which left no trace" in out
     shown = load("runs/latest")
-    assert "unknown: the payload" in page.render(shown)
-    assert [str(line.term) for line in lines(shown, "old.json")] == ['Term(op="all_reduce", calls=1)']
+    assert "unknown: the payload" in page.render_page(shown)
+    assert [str(line.term) for line in lines_of_terms(shown, "old.json")] == ['Term(op="all_reduce", calls=1)']
     assert "bytes: are not judged" in run("compare", "runs/latest", "runs/latest", "--fail", "bytes:0")[1]
 
 

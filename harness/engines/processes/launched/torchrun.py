@@ -246,7 +246,7 @@ class TorchrunEngine(Engine):
         supervisor = Supervisor(workers, request.timeout_s, self.alive)
         self.unwaited = ()
         values = supervisor.results()
-        self.find_unwaited = supervisor.unwaited()
+        self.unwaited = supervisor.find_unwaited()
         return values
 
     def _release(self) -> None:
