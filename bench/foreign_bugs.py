@@ -42,7 +42,7 @@ from shardproof.harness.checking.measuring import compare_with_truth
 from shardproof.harness.checking.records import Evidence
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.errors import RequestError, ShardproofError
-from shardproof.harness.outcome.merging import merge
+from shardproof.harness.outcome.merging import merge_outcomes
 from shardproof.harness.plain_case import PlainCase
 from shardproof.harness.protocols import CaseLike
 from shardproof.harness.running.proof import prove
@@ -177,7 +177,7 @@ def judged_edit(drawn: Drawn, chosen: Random, engine: InprocEngine, timeout_s: f
     row = replace(row, verdict=verdicts.get(wrong.verdict, PASSED), check=_failed_checks(wrong))
     if wrong.evidence is None:
         return row
-    first = {name: tensor for name, tensor in merge(start.outcomes).tensors.items() if kind_of(name) in MOVED}
+    first = {name: tensor for name, tensor in merge_outcomes(start.outcomes).tensors.items() if kind_of(name) in MOVED}
     changes = list(_changes(without.evidence, wrong.evidence, first))
     if not changes and row.verdict != FOUND:
         return replace(row, verdict=NOTHING)

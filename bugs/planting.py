@@ -1,8 +1,9 @@
 """Plants a bug from outside: our implementation is imported anew with one source file changed, beside the right one.
 
 The product's code holds no switches. `plant_subject` gives the subject of a second copy of the packages whose file was
-changed. The running process gets its own modules back before `plant_subject` returns, so right and wrong live side by side. A
-bug in `reference` moves the dense model as well: `planted_everywhere` is the second copy for truth and ranks alike.
+changed. The running process gets its own modules back before `plant_subject` returns, so right and wrong live side by
+side. A bug in `reference` moves the dense model as well: `planted_everywhere` is the second copy for truth and ranks
+alike.
 """
 
 import builtins

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardproof.harness.outcome.merging import merge
+from shardproof.harness.outcome.merging import merge_outcomes
 from shardproof.harness.protocols import CaseLike
 from shardproof.harness.running.ranks.execution import execute
 from shardproof.suites.session.prover import Prover
@@ -29,7 +29,9 @@ def outcomes(prover: Prover, case: CaseLike, modes: list[str]) -> dict[str, dict
             continue
         if prover.reason_of_refusal(alike):
             continue
-        merged = merge(execute(alike, run, prover.engine, text=str(alike), timeout_s=prover.timeout_s).outcomes)
+        merged = merge_outcomes(
+            execute(alike, run, prover.engine, text=str(alike), timeout_s=prover.timeout_s).outcomes
+        )
         assert merged.flaws == ()
         found[mode] = dict(merged.tensors)
     return found

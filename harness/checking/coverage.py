@@ -20,7 +20,7 @@ _NAMED = 5
 """Names of a kind that a message lists; the number of the others follows."""
 
 
-def coverage(run: Run, truth: Truth, claims: Claims) -> Finding:
+def check_coverage(run: Run, truth: Truth, claims: Claims) -> Finding:
     """Whether there is anything to compare, and what of the truth the subject did not return.
 
     Kinds of names ("grad", "logits") that it never returns are only listed as unchecked. Names missing inside a kind
@@ -59,16 +59,16 @@ def coverage(run: Run, truth: Truth, claims: Claims) -> Finding:
     problems = [
         *([f"{nothing}; legal: ('grad/*.bias',)"] if all_declared else ()),
         *(claims.known_differences.problems(truth.tensors) if claims.known_differences else ()),
-        *_gaps(undeclared, named),
+        *_describe_gaps(undeclared, named),
     ]
     if strange:
-        unknown = _join_names([name + _near(name, undeclared) for name in strange])
+        unknown = _join_names([name + _nearest_name(name, undeclared) for name in strange])
         problems.append(f"the truth does not know {unknown}: leave out what nobody can check, or name it as it does")
     on_purpose = [f"{len(declared)} left out on purpose"] if declared else []
     message = f"{len(comparable)} of {len(truth.tensors)} tensors of the truth were returned"
     return Finding(
         verdict=UNKNOWN if problems else PASS,
-        message="; ".join([message, *on_purpose, *problems, *_idle(truth, claims)]),
+        message="; ".join([message, *on_purpose, *problems, *_idle_patterns(truth, claims)]),
         notes=(
             *notes,
             *notes_about(not_in_truth=strange),
@@ -82,7 +82,7 @@ def _matches_any_pattern(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _gaps(missing: Sequence[str], named: set[str]) -> list[str]:
+def _describe_gaps(missing: Sequence[str], named: set[str]) -> list[str]:
     """Names missing inside a kind of which the subject returned others, a sentence a kind."""
     kinds = {kind_of(name) for name in named}
     gaps = []
@@ -96,7 +96,7 @@ def _gaps(missing: Sequence[str], named: set[str]) -> list[str]:
     return gaps
 
 
-def _idle(truth: Truth, claims: Claims) -> list[str]:
+def _idle_patterns(truth: Truth, claims: Claims) -> list[str]:
     """Patterns of what the subject declares and states that match no name of the truth."""
     names = list(truth.tensors)
     patterns = [("unchecked", pattern) for pattern in claims.declared]
@@ -104,10 +104,10 @@ def _idle(truth: Truth, claims: Claims) -> list[str]:
         ("deviates", pattern) for pattern in (claims.known_differences.sentences if claims.known_differences else ())
     ]
     idle = [(word, pattern) for word, pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
-    return [f"{word}={pattern!r} matches no name of the truth{_near(pattern, names)}" for word, pattern in idle]
+    return [f"{word}={pattern!r} matches no name of the truth{_nearest_name(pattern, names)}" for word, pattern in idle]
 
 
-def _near(name: str, names: Sequence[str]) -> str:
+def _nearest_name(name: str, names: Sequence[str]) -> str:
     return "".join(f" ({near}?)" for near in get_close_matches(name, names, n=1, cutoff=0.5))
 
 
@@ -116,13 +116,13 @@ def _join_names(names: Sequence[str]) -> str:
     return f"{', '.join(names[:_NAMED])}{more}"
 
 
-def layout(run: Run) -> Finding | None:
+def check_layout(run: Run) -> Finding | None:
     """Whether the blocks of every name make one full tensor of the truth's shape, without a gap (`merge`)."""
     flaws = [flaw for flaw in run.merged.flaws if flaw.kind != "replica conflict"]
-    return _flaws(run, flaws, "tensors merge")
+    return _judge_flaws(run, flaws, "tensors merge")
 
 
-def replicas(run: Run) -> Finding | None:
+def check_replicas(run: Run) -> Finding | None:
     """Whether everything that several ranks hold is the same on all of them, bit for bit; choices of experts are the
     check `routing`. Replicas that are furthest apart come first.
     """
@@ -131,13 +131,13 @@ def replicas(run: Run) -> Finding | None:
     spreads = {flaw.name: replica_spread(run.full_outcomes, flaw.name) for flaw in conflicts}
     furthest = max(spreads.values(), default=0.0)
     conflicts.sort(key=lambda flaw: spreads[flaw.name] < furthest)  # the furthest apart comes first
-    finding = _flaws(run, conflicts, "tensors have equal replicas")
+    finding = _judge_flaws(run, conflicts, "tensors have equal replicas")
     if finding is None or not conflicts:
         return finding
     return replace(finding, worst=apart_by(run.dtype_of(conflicts[0].name), conflicts[0].name, furthest))
 
 
-def _flaws(run: Run, flaws: list[Flaw], praise: str) -> Finding | None:
+def _judge_flaws(run: Run, flaws: list[Flaw], praise: str) -> Finding | None:
     names = run.returned
     if not names:
         return None

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from shardproof.harness.differences import Difference
 
 
-def ledger(calls: Calls, claims: Claims, truth: Truth | None = None) -> Finding | None:
+def check_ledger(calls: Calls, claims: Claims, truth: Truth | None = None) -> Finding | None:
     """Whether every rank issued exactly the expected events; without an expectation, whether the general laws hold."""
     finding = _compare_ledger(calls, claims, truth)
     if finding is None or finding.verdict != FAIL:
         return finding
-    return replace(finding, notes=(*finding.notes, *_doubts(calls)))
+    return replace(finding, notes=(*finding.notes, *_note_doubts(calls)))
 
 
 def _compare_ledger(calls: Calls, claims: Claims, truth: Truth | None) -> Finding | None:
@@ -33,21 +33,21 @@ def _compare_ledger(calls: Calls, claims: Claims, truth: Truth | None) -> Findin
     known = () if calls.ran else calls.events  # the laws speak of all members of a group
     if claims.expectation is None:
         if broken := broken_laws(known):
-            return unlawful(broken[0])
+            return report_broken_law(broken[0])
         if not calls.events and world_size > 1:
             return None
         nothing = Note(kind=NoteKind.CLOSED_FORM, reason="the subject states no expectation")
         message = f"{len(calls.events)} events obey the general laws"
-        return Finding(verdict=PASS, message=message, notes=(nothing, *_doubts(calls)))
+        return Finding(verdict=PASS, message=message, notes=(nothing, *_note_doubts(calls)))
     if not as_stated(calls.events, select_visible_terms(claims.expectation), ranks, claims.axes):
-        from shardproof.harness.differences import differences  # noqa: PLC0415
+        from shardproof.harness.differences import find_differences  # noqa: PLC0415
 
         order = module_order(calls, claims, truth)
-        if parted := differences(calls.events, claims.expectation, ranks, order, axes=claims.axes):
+        if parted := find_differences(calls.events, claims.expectation, ranks, order, axes=claims.axes):
             return _report_difference(parted, len(ranks))
     finding = _compare_expected_terms(calls, claims, claims.expectation)
     broken = broken_laws(known)
-    return unlawful(broken[0]) if broken else finding
+    return report_broken_law(broken[0]) if broken else finding
 
 
 def _compare_expected_terms(calls: Calls, claims: Claims, terms: Sequence[TermLike]) -> Finding:
@@ -57,7 +57,7 @@ def _compare_expected_terms(calls: Calls, claims: Claims, terms: Sequence[TermLi
     if not partial:
         least, most = (pick(form.complete.total() for form in forms) for pick in (min, max))
         message = f"{least if least == most else f'{least} to {most}'} events a rank, exactly as expected"
-        return Finding(verdict=PASS, message=message, notes=(*_note_carried_calls(terms), *_doubts(calls)))
+        return Finding(verdict=PASS, message=message, notes=(*_note_carried_calls(terms), *_note_doubts(calls)))
     left_out = [name for name in (*FIELDS, "calls") if any(name in term.left_out for term in partial)]
     most = max(Counter(event.rank for event in calls.events).values(), default=0)
     return Finding(
@@ -66,7 +66,7 @@ def _compare_expected_terms(calls: Calls, claims: Claims, terms: Sequence[TermLi
         notes=(
             Note(kind=NoteKind.CLOSED_FORM, reason=f"its terms leave out {', '.join(left_out)}"),
             *_note_carried_calls(terms),
-            *_doubts(calls),
+            *_note_doubts(calls),
         ),
     )
 
@@ -85,14 +85,14 @@ def _note_carried_calls(terms: Sequence[TermLike]) -> tuple[Note, ...]:
     )
 
 
-def _doubts(calls: Calls) -> tuple[Note, ...]:
+def _note_doubts(calls: Calls) -> tuple[Note, ...]:
     """Doubts of the recorder; a run of one step has its step right."""
     doubts = dict.fromkeys(doubt for event in calls.events for doubt in event.doubts)
     known = sorted(doubt for doubt in doubts if doubt != NO_UPDATE or calls.case.steps > 1)
     return tuple(Note(kind=NoteKind.DOUBT, reason=doubt) for doubt in known)
 
 
-def unlawful(first: Broken) -> Finding:
+def report_broken_law(first: Broken) -> Finding:
     """The finding on a run that breaks this law first."""
     message = f"{first.message}{first.place}"
     return Finding(verdict=FAIL, message=message, kind="law", ranks=first.ranks, phase=first.phase, region=first.region)

@@ -46,7 +46,7 @@ def check_regrouping(run: Run, truth: Truth, claims: Claims, regroupings: Regrou
             return Finding(verdict=FAIL, message=f"{flaw.name} with {other.words}: {rule}", names=(flaw.name,))
         wrong = tuple(measured for measured in _compare_groupings(run, truth, claims, other.tensors) if measured.wrong)
         if wrong:
-            return _breach(run, other, wrong, settled)
+            return _report_breach(run, other, wrong, settled)
         settled |= {} if other.problem else other.sizes
     by_design = _by_design(run, claims)
     same = ", ".join(other.words for other in regroupings.runs if not other.problem)
@@ -103,11 +103,11 @@ def _compare_rounded(run: Run, truth: Truth, name: str, other: Tensor, kind: flo
     return measure(name, other, tensor, dtype=dtype, lower=lower, controls=controls, kind=kind, summed=error)
 
 
-def _breach(run: Run, other: Regrouped, wrong: tuple[Measured, ...], settled: Mapping[str, int]) -> Finding:
+def _report_breach(run: Run, other: Regrouped, wrong: tuple[Measured, ...], settled: Mapping[str, int]) -> Finding:
     name = wrong[0].name
     known = [settled, {word: getattr(run.case, word) for word in other.sizes}]
     sizes = {word: size for word, size in other.sizes.items() if all(one.get(word) != size for one in known)}
-    ratio = _factor(run.tensors[name].double(), other.tensors[name].double(), run, sizes)
+    ratio = _describe_factor(run.tensors[name].double(), other.tensors[name].double(), run, sizes)
     return Finding(
         verdict=FAIL,
         message=f"{name} with {other.words} is {ratio} with {_sizes_here(run, other)}, though the same samples "
@@ -123,7 +123,7 @@ def _sizes_here(run: Run, other: Regrouped) -> str:
     return " ".join(f"{word}={getattr(run.case, word)}" for word in other.sizes)
 
 
-def _factor(base: Tensor, other: Tensor, run: Run, sizes: Mapping[str, int]) -> str:
+def _describe_factor(base: Tensor, other: Tensor, run: Run, sizes: Mapping[str, int]) -> str:
     """How the other grouping's tensor relates to this one's, in words: a factor is named by the size with which it
     grows, or else falls.
     """
@@ -142,7 +142,7 @@ def _factor(base: Tensor, other: Tensor, run: Run, sizes: Mapping[str, int]) -> 
     return f"{ratio:.4g} times what it is (no ratio of sizes: a mean of means, where counts of tokens differ?)"
 
 
-def truth(run: Run, truth: Truth) -> Finding:
+def check_truth(run: Run, truth: Truth) -> Finding:
     """Whether the first forward of the dense model in float32 is that in float64, but for rounding
     (harness.running.trials.law_runs).
 

@@ -10,7 +10,7 @@ from shardproof.harness.outcome.merging import Outcomes, describe_differences, s
 from shardproof.harness.verdicts.verdict import FAIL, PASS
 
 
-def determinism(run: Run, repeats: Repeats) -> Finding:
+def check_determinism(run: Run, repeats: Repeats) -> Finding:
     """Whether two runs of the case give the same bits on every rank.
 
     When the recorded run differs from an unrecorded one, two unrecorded runs decide between this check and `recording`.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.kinds import kind_of
-from shardproof.harness.checking.numeric_checks import numeric
+from shardproof.harness.checking.numeric_checks import make_numeric_check
 from shardproof.harness.checking.records import Claims, Run, Truth
 from shardproof.harness.outcome.merging import describe_differences, same_bits
 from shardproof.harness.verdicts.facts import note_unchecked, notes_about
@@ -19,7 +19,7 @@ KIND = "init"
 SIGMAS = 6.0
 _FIRST = 8
 """Numbers in the order of memory; equal by chance in two tensors of bfloat16 about once in 10^18 pairs."""
-_compared = numeric("initial_values")
+_compared = make_numeric_check("initial_values")
 
 
 def initial_values(run: Run, truth: Truth, claims: Claims) -> Finding:
@@ -35,7 +35,7 @@ def initial_values(run: Run, truth: Truth, claims: Claims) -> Finding:
     """
     names = [name for name in run.returned if kind_of(name) == KIND]
     names = [name for name in truth.tensors if name in names] or sorted(names)
-    wrong = dict([*_equal(run, names), *_find_deviating_states(run, truth, names)])
+    wrong = dict([*_find_equal_starts(run, names), *_find_deviating_states(run, truth, names)])
     if wrong:
         first = next(name for name in names if name in wrong)
         more = f"; {len(wrong) - 1} more of {len(names)} are wrong" if len(wrong) > 1 else ""
@@ -65,7 +65,7 @@ def _find_deviating_states(run: Run, truth: Truth, names: list[str]) -> Iterator
             yield name, f"has a standard deviation of {deviation:.3g}, which must be {right:.3g}"
 
 
-def _equal(run: Run, names: list[str]) -> Iterator[tuple[str, str]]:
+def _find_equal_starts(run: Run, names: list[str]) -> Iterator[tuple[str, str]]:
     """Parameters, and shards of one, that begin with the numbers of one before."""
     seen: dict[bytes, tuple[str, object]] = {}
     for name in names:

@@ -39,7 +39,7 @@ def diagnose_disagreement(
         phase=finding.phase,
         region=finding.region,
         first=First(phase=finding.phase, region=finding.region, step=step),
-        causes=(_cause(case, broken, disturbed=bool(disturbed)),),
+        causes=(_cause_of_disagreement(case, broken, disturbed=bool(disturbed)),),
     )
 
 
@@ -57,12 +57,12 @@ def failed_witnesses(
     )
 
 
-def _cause(case: CaseLike, broken: Sequence[Row], *, disturbed: bool) -> Cause:
+def _cause_of_disagreement(case: CaseLike, broken: Sequence[Row], *, disturbed: bool) -> Cause:
     if disturbed:
         return report_cause("stated", "the outcome of a run that is watched is another one", disturbed)
     if not broken:
         return report_cause("stated", f"no rank of {case.world_size} issues a collective here", case)
-    against, confirming = _sides(broken)
+    against, confirming = _split_sides(broken)
     if "recorder" in against:
         words = "on processes of their own the ranks issue other calls than on the engine that proved the case"
         return report_cause("witness", words, broken)
@@ -77,7 +77,7 @@ def _cause(case: CaseLike, broken: Sequence[Row], *, disturbed: bool) -> Cause:
     return report_cause("witness", f"{_join_witness_names(against)} alone {tell}", broken)
 
 
-def _sides(broken: Sequence[Row]) -> tuple[set[str], set[str]]:
+def _split_sides(broken: Sequence[Row]) -> tuple[set[str], set[str]]:
     """Witnesses that contradict the ledger on the first event, and those that confirm it.
 
     A sighting of one alone stands in its own row.

@@ -97,7 +97,7 @@ class Interposer:
         """Observe operators of c10d too that were registered since, by an imported library. Raises MachineError."""
         names = operator_names("c10d")
         if not names:
-            raise _blind("no operators of c10d are known")
+            raise _blindness_error("no operators of c10d are known")
         operators = {name: getattr(torch.ops.c10d, name) for name in names if name not in self._names}
         fresh = {name: overloads.default for name, overloads in operators.items() if hasattr(overloads, "default")}
         fresh = {name: operator for name, operator in fresh.items() if communicates(operator)}
@@ -138,13 +138,13 @@ class Interposer:
             result = operator.redispatch(keys.remove(BACKEND_SELECT), *arguments)
             if not call.is_async and call.op not in _UNFOLLOWED:
                 if call.device == "cpu":
-                    for work in _works(result):
+                    for work in _works_in_result(result):
                         work.wait()  # its caller waits too, which then costs nothing
                 if log is not None:
                     log.left()
                 _complete_tickets(rank, tickets)
             if call.is_async and call.device == "cuda" and call.op not in _UNFOLLOWED:
-                for work in _works(result):
+                for work in _works_in_result(result):
                     with suppress(RuntimeError):  # a backend without a future of it
                         work.get_future().add_done_callback(lambda _future: _complete_tickets(rank, tickets))
             if call.is_async and (follow := getattr(log, "follow", None)) is not None:
@@ -168,7 +168,7 @@ class Interposer:
             self._observers, self._log = watched, log
         observed = [(c.op, c.reduce_op, c.group, c.dtype, c.shapes, c.payload_bytes, c.is_async) for c in seen]
         if observed != [("all_reduce", "max", (0,), "float32", ((3,),), 12, False)]:
-            raise _blind(f"a probe all_reduce of 12 bytes was seen as {observed}")
+            raise _blindness_error(f"a probe all_reduce of 12 bytes was seen as {observed}")
 
 
 _ENTERED: ContextVar[Interposer | None] = ContextVar("shardproof_interposer", default=None)
@@ -183,7 +183,7 @@ def observe_calls(observer: Observer) -> Iterator[None]:
         yield
 
 
-def _blind(why: str) -> MachineError:
+def _blindness_error(why: str) -> MachineError:
     return MachineError(
         f"torch {torch.__version__}: the recorder of real backends would be blind: {why}. "
         f"Run on the in-process engine, or with a torch that this release was tested with ({tested_span()})"
@@ -201,7 +201,7 @@ def _record_waits(rank: int, tickets: Sequence[tuple[Observer, int]]) -> None:
         notify_waited(observer, rank, ticket)
 
 
-def _works(result: Any) -> list[dist.Work]:
+def _works_in_result(result: Any) -> list[dist.Work]:
     """The works in an operator's result."""
     parts = result if isinstance(result, tuple) else (result,)
     return [dist.Work.unbox(part) for part in parts if isinstance(part, torch.ScriptObject)]

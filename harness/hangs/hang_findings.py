@@ -9,7 +9,7 @@ _MOST = 8
 """Ranks, or findings, that are listed one by one."""
 
 
-def lines(ranks: Sequence[RankStanding], divergences: Sequence[Divergence]) -> Iterator[str]:
+def lines_of_findings(ranks: Sequence[RankStanding], divergences: Sequence[Divergence]) -> Iterator[str]:
     """The findings, the first one with the standing of its ranks; a sentence when no rank is seen to diverge."""
     silent = max((one.silent_s for one in ranks), default=0.0)
     about = f", silent for {silent:g} s" if silent else ""

@@ -71,7 +71,7 @@ class Rule:
     holds: Callable[[Fault], bool]
 
 
-def _double(*ops: str, reduce_ops: Sequence[str] = ()) -> Callable[[Fault], bool]:
+def _doubling_rule(*ops: str, reduce_ops: Sequence[str] = ()) -> Callable[[Fault], bool]:
     """Whether a fault doubles a call of these ops, and of these reduce ops where there are any."""
 
     def holds(fault: Fault) -> bool:
@@ -82,22 +82,24 @@ def _double(*ops: str, reduce_ops: Sequence[str] = ()) -> Callable[[Fault], bool
 
 
 def _in_group_of_one(fault: Fault) -> bool:
-    return fault.target.group_size == 1 and (fault.kind in {"drop", "op", "delay"} or _double("all_reduce")(fault))
+    return fault.target.group_size == 1 and (
+        fault.kind in {"drop", "op", "delay"} or _doubling_rule("all_reduce")(fault)
+    )
 
 
 RULES = (
     Rule(proof="in a group of one the rank's own data are the result, under any reduction", holds=_in_group_of_one),
     Rule(
         proof="max and min are idempotent: the result, reduced once more, is the result",
-        holds=_double("all_reduce", "reduce", "reduce_scatter", reduce_ops=("max", "min")),
+        holds=_doubling_rule("all_reduce", "reduce", "reduce_scatter", reduce_ops=("max", "min")),
     ),
     Rule(
         proof="after an average all ranks hold the same numbers, whose average they are",
-        holds=_double("all_reduce", reduce_ops=("avg",)),
+        holds=_doubling_rule("all_reduce", reduce_ops=("avg",)),
     ),
     Rule(
         proof="what is moved once more, from inputs that the call does not change, is the same",
-        holds=_double("broadcast", "all_gather", "gather", "scatter"),
+        holds=_doubling_rule("broadcast", "all_gather", "gather", "scatter"),
     ),
 )
 
@@ -142,7 +144,7 @@ _LEAST_S = 10.0
 """But on a busy machine no run is given less time."""
 
 
-def survey(
+def survey_faults(
     case: CaseLike,
     subject: Subject | NamedSubject,
     engine: Engine,
@@ -166,7 +168,7 @@ def survey(
     with one_thread():
         clean = _run_undisturbed(trial, checks)
         asked = faults_of(clean.events, case.axes) if faults is None else tuple(faults)
-        return [_result(trial, fault, clean, rules, first_only) for fault in asked]
+        return [_result_of_fault(trial, fault, clean, rules, first_only) for fault in asked]
 
 
 def unproved_collectives(results: Iterable[FaultResult]) -> list[Unproved]:
@@ -197,7 +199,7 @@ def _run_undisturbed(trial: Trial, checks: Mapping[str, Check]) -> _Undisturbed:
     """The clean run. Raises RequestError when the subject does not finish, or nothing passes."""
     clean, start_s = Disturbance(None), time.perf_counter()
     try:
-        evidence, findings = _examine_trial(_on(trial, clean), checks, first_only=False)
+        evidence, findings = _examine_trial(_intervene_on(trial, clean), checks, first_only=False)
     except ProgramError as error:
         raise RequestError(f"case {trial.text!r}: the subject does not finish undisturbed: {error.cause}") from error
     passing = {check: checks[check] for check, finding in findings.items() if finding.verdict == PASS}
@@ -212,7 +214,7 @@ def _run_undisturbed(trial: Trial, checks: Mapping[str, Check]) -> _Undisturbed:
     )
 
 
-def _on(trial: Trial, intervention: Intervention) -> Trial:
+def _intervene_on(trial: Trial, intervention: Intervention) -> Trial:
     """Trial under an intervention; what the reference computed is shared."""
     return replace(trial, engine=Intervened(trial.engine, intervention), seconds={}, problems={})
 
@@ -230,7 +232,9 @@ def _names_of_failed_checks(findings: Mapping[str, Finding]) -> tuple[str, ...]:
     return tuple(check for check, finding in findings.items() if finding.verdict == FAIL)
 
 
-def _result(trial: Trial, fault: Fault, clean: _Undisturbed, rules: Sequence[Rule], first_only: bool) -> FaultResult:
+def _result_of_fault(
+    trial: Trial, fault: Fault, clean: _Undisturbed, rules: Sequence[Rule], first_only: bool
+) -> FaultResult:
     """Try a fault."""
     start_s = time.perf_counter()
     subject: Any = trial.subject.call
@@ -247,7 +251,7 @@ def _try_fault(trial: Trial, fault: Fault, clean: _Undisturbed, first_only: bool
     disturbance, endless_s = Disturbance(fault), max(_LEAST_S, _ENDLESS * clean.seconds)
     trial = replace(trial, timeout_s=min(trial.timeout_s, endless_s))
     try:
-        evidence, findings = _examine_trial(_on(trial, disturbance), clean.checks, first_only)
+        evidence, findings = _examine_trial(_intervene_on(trial, disturbance), clean.checks, first_only)
     except ProgramError:
         return FaultResult(fault=fault, killed_by=("run",))
     except TimeLimit as error:

@@ -206,7 +206,7 @@ class Meter(DispatchMode):
         out = func.redispatch(_EXPLICIT, *args, **words) if space != "c10d" else func(*args, **words)
         self._see(out)
         if self._tickets > before and before in self._calls:
-            for handle, kept in _handles(space, out):
+            for handle, kept in _handles_of_call(space, out):
                 self._works[handle] = (before, kept)
         return out
 
@@ -248,21 +248,21 @@ class Meter(DispatchMode):
         """Parameters and gradients, while both are there."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.trained = sum(p.numel() for p in parameters)
-        self.parameter_bytes = _bytes(parameters)
+        self.parameter_bytes = _count_bytes(parameters)
         buffers = {storage_id(p.grad): p.grad.untyped_storage() for p in parameters if p.grad is not None}
         self.gradient_bytes = sum(buffer.nbytes() for buffer in buffers.values())
 
     def _after(self, optimizer: Optimizer, _args: object, _words: object) -> None:
         state = optimizer.state.items()
         kept = [x for p, of in state for x in of.values() if isinstance(x, Tensor) and x.device == p.device]
-        self.optimizer_bytes = _bytes(kept)
+        self.optimizer_bytes = _count_bytes(kept)
 
 
-def _bytes(tensors: list[Tensor]) -> int:
+def _count_bytes(tensors: list[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def _handles(space: str, out: Any) -> Iterator[tuple[int, Any]]:
+def _handles_of_call(space: str, out: Any) -> Iterator[tuple[int, Any]]:
     """By what a call will be waited for, and what must be kept so that this stays its own."""
     parts = out if isinstance(out, tuple | list) else (out,)
     for part in parts:

@@ -103,11 +103,11 @@ def compare_with_form(traces: Sequence[Trace], case: CaseLike, subject: Any) -> 
     found: dict[Unmeant, list[int]] = {}
     for trace in traces:
         rank = trace.rank or 0
-        form = closed_forms(_terms(trace, case, subject, terms), (rank,), axes)[rank]
-        kinds = [_kind(call, axes, case.world_size, compared) for call in inside[rank]]
-        for one in _unmeant(kinds, inside[rank], form, compared):
+        form = closed_forms(_terms_of_trace(trace, case, subject, terms), (rank,), axes)[rank]
+        kinds = [_kind_of_call(call, axes, case.world_size, compared) for call in inside[rank]]
+        for one in _find_unmeant(kinds, inside[rank], form, compared):
             found.setdefault(one, []).append(rank)
-    joined = sorted((replace(one, ranks=tuple(ranks)) for one, ranks in found.items()), key=_order)
+    joined = sorted((replace(one, ranks=tuple(ranks)) for one, ranks in found.items()), key=_order_of_unmeant)
     return AgainstForm(
         calls=sum(map(len, inside.values())), unmeant=tuple(joined), notes=(*notes, *more, _NEVER_COMPARED)
     )
@@ -116,7 +116,7 @@ def compare_with_form(traces: Sequence[Trace], case: CaseLike, subject: Any) -> 
 _NEVER_COMPARED = "not compared: phase, module and reduce op, which a trace does not know as a closed form states them"
 
 
-def _terms(trace: Trace, case: CaseLike, subject: Any, terms: Sequence[Term]) -> list[Any]:
+def _terms_of_trace(trace: Trace, case: CaseLike, subject: Any, terms: Sequence[Term]) -> list[Any]:
     """The closed form of the trace's steps; of the whole run where it has none."""
     if not trace.steps:
         return select_visible_terms(terms)
@@ -145,7 +145,7 @@ def _find_compared_fields(calls: Sequence[TracedCall]) -> tuple[frozenset[str], 
     return frozenset(name for name, number in lacking.items() if not number), notes
 
 
-def _kind(call: TracedCall, axes: Axes, world_size: int, compared: frozenset[str]) -> Kind:
+def _kind_of_call(call: TracedCall, axes: Axes, world_size: int, compared: frozenset[str]) -> Kind:
     axis = axis_name(call.group, call.group_desc, axes, world_size)[0] if "axis" in compared else ""
     size, payload = call.group_size, call.payload_bytes
     return Kind(
@@ -167,7 +167,7 @@ def _kind_of_key(key: EventKey, compared: frozenset[str]) -> Kind:
     )
 
 
-def _unmeant(
+def _find_unmeant(
     kinds: Sequence[Kind], calls: Sequence[TracedCall], form: ClosedForm, compared: frozenset[str]
 ) -> list[Unmeant]:
     """The differences of one rank."""
@@ -183,7 +183,7 @@ def _unmeant(
         first.setdefault(kind, _seen_at(call))
     wrong = []
     for term in form.partial:
-        wrong += _partial(term, there, surplus, compared)
+        wrong += _take_partial(term, there, surplus, compared)
     for alike in _ALIKE:
         for missing in sorted(lack):
             for extra in [kind for kind in sorted(surplus) if alike(kind) == alike(missing)]:
@@ -204,7 +204,7 @@ _ALIKE = (
 group."""
 
 
-def _partial(term: Term, there: Counter[Kind], surplus: Counter[Kind], compared: frozenset[str]) -> list[Unmeant]:
+def _take_partial(term: Term, there: Counter[Kind], surplus: Counter[Kind], compared: frozenset[str]) -> list[Unmeant]:
     """Take the calls that a term with fields left out counts from the surplus; a difference where it counts others."""
     known = ("op", *sorted(compared))
     stated_ = {name: getattr(term, name) for name in known if getattr(term, name) is not None}
@@ -243,5 +243,5 @@ def _meant_in(places: Mapping[str, int]) -> str:
     return f"meant in {first}" + (f" and {len(more)} more places" if more else "")
 
 
-def _order(one: Unmeant) -> tuple[int, str]:
+def _order_of_unmeant(one: Unmeant) -> tuple[int, str]:
     return (0 if one.found is None else 1 if one.meant is None else 2), str(one)

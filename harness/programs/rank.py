@@ -46,7 +46,7 @@ def begin(session: ProgramSession) -> None:
     Raises FileExistsError when another process has recorded as this rank, OSError when the folder cannot be written,
     MachineError when this torch cannot be observed.
     """
-    of = Recorded(case=_program(), mode=MODE, world_size=dist.get_world_size(), rank=dist.get_rank())
+    of = Recorded(case=_name_of_program(), mode=MODE, world_size=dist.get_world_size(), rank=dist.get_rank())
     boot = boot_id()
     about = {"host": socket.gethostname(), "pid": os.getpid(), "clock": boot}
     folder = Path(session.folder)
@@ -59,7 +59,7 @@ def begin(session: ProgramSession) -> None:
     RankRecorder(session, of, part, session.origin_s if boot == session.boot else time.perf_counter()).start()
 
 
-def _program() -> str:
+def _name_of_program() -> str:
     """The name of the program: its module, or its file without the folder."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     if spec is not None and spec.name:

@@ -107,10 +107,12 @@ def _last_rank(trace: Trace) -> int:
 
 def ledger_rows(trace: Trace, case: str, world_size: int, origin_us: float) -> list[Row]:
     """The rows of ledger.csv of one rank."""
-    return [_row(call, index, trace.rank or 0, case, world_size, origin_us) for index, call in enumerate(trace.calls)]
+    return [
+        _make_row(call, index, trace.rank or 0, case, world_size, origin_us) for index, call in enumerate(trace.calls)
+    ]
 
 
-def _row(call: TracedCall, index: int, rank: int, case: str, world_size: int, origin_us: float) -> Row:
+def _make_row(call: TracedCall, index: int, rank: int, case: str, world_size: int, origin_us: float) -> Row:
     size, members = call.payload_bytes, call.group_size
     sent = None if size is None or members is None else wire_bytes(call.op, size, members)
     values: Row = {
@@ -153,13 +155,17 @@ def _write_part(path: Path, trace: Trace, rows: Sequence[Row], origin_us: float)
     (path / "rank.json").write_text(json.dumps(about) + "\n", encoding="utf-8")
     columns = (*COLUMNS, "needs_gradient", "sent_rows")
     sent = [_sent_rows(call) for call in trace.calls]
-    _table(path / "ledger.csv", columns, ((*row.values(), "", text) for row, text in zip(rows, sent, strict=True)))
+    _write_table(
+        path / "ledger.csv", columns, ((*row.values(), "", text) for row, text in zip(rows, sent, strict=True))
+    )
     groups = {(str(row["axis"]), call.group) for row, call in zip(rows, trace.calls, strict=True) if call.group}
-    _table(path / "groups.csv", GROUP_COLUMNS, ((axis, " ".join(map(str, ranks))) for axis, ranks in sorted(groups)))
+    _write_table(
+        path / "groups.csv", GROUP_COLUMNS, ((axis, " ".join(map(str, ranks))) for axis, ranks in sorted(groups))
+    )
     begins = ((s.number, round(s.start_us - origin_us, 3), round(s.end_us - origin_us, 3), "") for s in trace.steps)
-    _table(path / "steps.csv", STEP_COLUMNS, begins)
+    _write_table(path / "steps.csv", STEP_COLUMNS, begins)
     device = ((s.number, s.device_us, s.compute_us, s.communication_us, s.exposed_us) for s in trace.steps)
-    _table(path / "device.csv", DEVICE_COLUMNS, (row for row in device if row[1] is not None))
+    _write_table(path / "device.csv", DEVICE_COLUMNS, (row for row in device if row[1] is not None))
     # A window of the profiler begins with a step, on every rank the same; a ring begins anywhere.
     lost = trace.lost if trace.format == FLIGHT_RECORDER else ""
     end = {"calls": len(rows), "doubts": [], "failed": "", "unwaited": [], "lost": lost}
@@ -173,7 +179,7 @@ def _sent_rows(call: TracedCall) -> str:
     return UNKNOWN if call.sizes_sent is None else "+".join(map(str, call.sizes_sent))
 
 
-def _table(path: Path, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+def _write_table(path: Path, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     with path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:  # names of others
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(columns)

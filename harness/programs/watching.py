@@ -115,9 +115,9 @@ class TrainingWatch:
             self.step()
 
     def _check(self) -> None:
-        names, wrong = _names(self._model), 0
+        names, wrong = _named_parameters(self._model), 0
         for place, (_name, parameter) in enumerate(names):
-            gradient = _local(parameter.grad) if parameter.grad is not None else None
+            gradient = _local_part(parameter.grad) if parameter.grad is not None else None
             self._gradients_seen |= gradient is not None
             if gradient is not None and not bool(torch.isfinite(gradient).all()):
                 wrong = place + 1
@@ -175,10 +175,14 @@ class TrainingWatch:
         place = names.index(parted[0])
         odd = [ranks[i] for i, one in enumerate(hashes) if one[place] != hashes[0][place]]
         tensor = copies.tensors[parted[0]]
-        error = _difference(tensor, copies.group)
-        gradient = next((p.grad for name, p in _names(self._model) if name == parted[0]), None)
+        error = _largest_difference(tensor, copies.group)
+        gradient = next((p.grad for name, p in _named_parameters(self._model) if name == parted[0]), None)
         apart = len(
-            set(map(tuple, _gather_numbers([-1 if gradient is None else bits_hash(_local(gradient))], copies.group)))
+            set(
+                map(
+                    tuple, _gather_numbers([-1 if gradient is None else bits_hash(_local_part(gradient))], copies.group)
+                )
+            )
         )
         self._report(
             "replicas",
@@ -211,18 +215,18 @@ class TrainingWatch:
         wrapped = [module for module in self._model.modules() if isinstance(module, DistributedDataParallel)]
         inside = {id(p): module.process_group for module in wrapped for p in module.parameters()}
         found: dict[str, _Copies] = {}
-        for name, parameter in _names(self._model):
-            for group in _groups(parameter, inside.get(id(parameter)), self._replicas):
+        for name, parameter in _named_parameters(self._model):
+            for group in _replica_groups(parameter, inside.get(id(parameter)), self._replicas):
                 if dist.get_world_size(group) > 1:
-                    found.setdefault(group.group_name, _Copies(group)).tensors[name] = _local(parameter)
+                    found.setdefault(group.group_name, _Copies(group)).tensors[name] = _local_part(parameter)
         return [found[name] for name in sorted(found)]
 
 
-def _names(model: nn.Module) -> list[tuple[str, Any]]:
+def _named_parameters(model: nn.Module) -> list[tuple[str, Any]]:
     return [(name.removeprefix("module."), parameter) for name, parameter in model.named_parameters()]
 
 
-def _groups(parameter: Any, wrapped: Any, stated: Sequence[Any]) -> Iterator[Any]:
+def _replica_groups(parameter: Any, wrapped: Any, stated: Sequence[Any]) -> Iterator[Any]:
     """The groups over which a parameter is replicated."""
     if not dist.is_initialized():
         return
@@ -235,7 +239,7 @@ def _groups(parameter: Any, wrapped: Any, stated: Sequence[Any]) -> Iterator[Any
         yield wrapped
 
 
-def _local(tensor: Any) -> Tensor:
+def _local_part(tensor: Any) -> Tensor:
     found: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return found.detach()
 
@@ -263,7 +267,7 @@ def _gather_numbers(numbers: Sequence[int], group: Any) -> list[list[int]]:
     return [[int(number) for number in one.tolist()] for one in all_of_them]
 
 
-def _difference(tensor: Tensor, group: Any) -> float:
+def _largest_difference(tensor: Tensor, group: Any) -> float:
     """The largest difference of a tensor from that of the first rank of its group, over all ranks of the group."""
     first = tensor.clone()
     dist.broadcast(first, dist.get_process_group_ranks(group)[0], group=group)

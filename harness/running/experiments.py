@@ -62,7 +62,7 @@ class Failed:
     def fault(self) -> tuple[Verdict, ...]:
         """The first failed verdict and those with the same causes: others are another fault."""
         failed = [verdict for verdict in self.verdicts if verdict.verdict == FAIL]
-        return tuple(verdict for verdict in failed if _fault(verdict) == _fault(self.first))
+        return tuple(verdict for verdict in failed if _fault_of_verdict(verdict) == _fault_of_verdict(self.first))
 
     @property
     def size(self) -> tuple[object, ...]:
@@ -81,7 +81,7 @@ def look_for_words(
     """
     verdicts: dict[str, tuple[Verdict, ...]] = {}
     try:
-        for found in _each(failures, request, proving, apart=apart):
+        for found in _prove_each(failures, request, proving, apart=apart):
             store.add_when(found)
             verdicts |= found
     except KeyboardInterrupt:
@@ -89,7 +89,7 @@ def look_for_words(
     return verdicts
 
 
-def _each(
+def _prove_each(
     failures: Sequence[Failed], request: Request, proving: Proving, *, apart: bool
 ) -> Iterator[dict[str, tuple[Verdict, ...]]]:
     """Yield the verdicts with their line, those of the failures of one place at a time."""
@@ -163,7 +163,7 @@ def _contradicts(case: CaseLike, found: NeededWords) -> bool:
     return any(getattr(case, one.word, None) == each.value for one in found.needed for each in one.right)
 
 
-def _fault(verdict: Verdict) -> object:
+def _fault_of_verdict(verdict: Verdict) -> object:
     """What sets the faults of one case apart."""
     return verdict.failure.fault if verdict.failure else None
 
@@ -197,10 +197,10 @@ class _Fails:
     """
 
     def __init__(self, failed: Failed, prove: Proves, end_s: float, words: Mapping[str, Any]) -> None:
-        self._checks = _checks([verdict.check for verdict in failed.fault])
-        self._reasons = {_reason(verdict) for verdict in failed.fault}
+        self._checks = _checks_to_repeat([verdict.check for verdict in failed.fault])
+        self._reasons = {_reason_of_verdict(verdict) for verdict in failed.fault}
         others = (verdict for verdict in failed.verdicts if verdict.verdict == FAIL and verdict not in failed.fault)
-        self._others = {_reason(verdict) for verdict in others}
+        self._others = {_reason_of_verdict(verdict) for verdict in others}
         self._laws = frozenset() if {verdict.check for verdict in failed.fault} <= {*LAWS} else frozenset(LAWS)
         """Checks that run other cases too, whose failure says nothing of this one alone."""
         self._prove, self._end_s, self._words = prove, end_s, words
@@ -210,9 +210,9 @@ class _Fails:
         if not result:
             return None
         failures = [verdict for verdict in result.verdicts if verdict.verdict == FAIL]
-        if any(_reason(verdict) not in self._others for verdict in failures):
+        if any(_reason_of_verdict(verdict) not in self._others for verdict in failures):
             first = Failed(case=case, verdicts=result.verdicts).first
-            return True if _reason(first) in self._reasons else None
+            return True if _reason_of_verdict(first) in self._reasons else None
         return False if failures or result.verdict == PASS else None  # another fault of the case is left
 
     def by_all_checks(self, case: CaseLike) -> Proved:
@@ -222,7 +222,7 @@ class _Fails:
             return None, ()
         failures = [verdict for verdict in result.verdicts if verdict.verdict == FAIL]
         checks = tuple(sorted({verdict.check for verdict in failures}))
-        mine = {_reason(verdict) for verdict in failures if verdict.check not in self._laws} - self._others
+        mine = {_reason_of_verdict(verdict) for verdict in failures if verdict.check not in self._laws} - self._others
         if mine:
             return (True if mine & self._reasons else None), checks
         return (False if failures or result.verdict == PASS else None), checks
@@ -242,12 +242,12 @@ class _Fails:
         return result
 
 
-def _reason(verdict: Verdict) -> tuple[str, str]:
+def _reason_of_verdict(verdict: Verdict) -> tuple[str, str]:
     """The check that failed, and how calls differ, or what was raised."""
     return verdict.check, verdict.kind
 
 
-def _checks(failed: Sequence[str]) -> Mapping[str, Check]:
+def _checks_to_repeat(failed: Sequence[str]) -> Mapping[str, Check]:
     """The checks that one run decides; those of calls where they alone failed; all where no such one did."""
     every = {**CHECKS, **LAWS}
     if failed and {*failed} <= _OF_CALLS:

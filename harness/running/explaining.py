@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 
-from shardproof.harness.checking.checks import examine
+from shardproof.harness.checking.checks import run_checks
 from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.kinds import is_state, kind_of, step_of
 from shardproof.harness.checking.records import Evidence
@@ -51,7 +51,7 @@ def with_explanations(
     """
     evidence = replace(evidence, repeats=evidence.repeats or repeat_plainly(trial, evidence.run))
     with trial.time_part("checks"):
-        context = {**examine(evidence), **findings}  # of activations too; findings made with control runs stay
+        context = {**run_checks(evidence), **findings}  # of activations too; findings made with control runs stay
     wrong = {name for finding in context.values() if finding.verdict == FAIL for name in finding.names}
     evidence = with_beginnings(trial, _with_shares(trial, evidence, wrong), wrong)
     evidence = with_drawn_numbers(trial, evidence, wrong)

@@ -145,7 +145,7 @@ def ended_by(case: CaseLike, subject: str, error: ShardproofError, options: str 
     """The result of a case without an outcome: a program that failed, or a machine."""
     from shardproof.harness.diagnosing.diagnosis import diagnose_ended_case  # noqa: PLC0415
     from shardproof.harness.diagnosing.explained import failed_run  # noqa: PLC0415
-    from shardproof.harness.diagnosing.tracebacks import whole  # noqa: PLC0415
+    from shardproof.harness.diagnosing.tracebacks import whole_traceback  # noqa: PLC0415
 
     text = case_text(case)
     machine = str(error) if isinstance(error, MachineError) else ""
@@ -164,6 +164,6 @@ def ended_by(case: CaseLike, subject: str, error: ShardproofError, options: str 
         text=text,
         verdicts=(verdict,),
         machine=machine,
-        traceback=whole(error),
+        traceback=whole_traceback(error),
         diagnoses={"run": diagnose_ended_case(error)},
     )

@@ -1,7 +1,8 @@
 """`shardproof doctor`: what this machine offers, what would be skipped here, and why.
 
-`inspect_machine` looks, `judge_machine` turns what it saw into rows; nothing is started and nothing is changed. Anything missing or
-broken is a row: a package is imported where its row is made, and the row holds what the import raises.
+`inspect_machine` looks, `judge_machine` turns what it saw into rows; nothing is started and nothing is changed.
+Anything missing or broken is a row: a package is imported where its row is made, and the row holds what the import
+raises.
 """
 
 import argparse

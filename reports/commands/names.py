@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from shardproof.harness.diagnosing.causes.places import timeline
+from shardproof.harness.diagnosing.causes.places import order_by_time
 from shardproof.harness.ledger import shape_text
 from shardproof.harness.protocols import CaseLike
 from shardproof.harness.running.engines import engine_named
@@ -68,7 +68,7 @@ def names_of_truth(case: CaseLike, subject: NamedSubject) -> Mapping[str, Tensor
             case = reference.model.self_contained(case)
         trial = Trial(case=case, subject=subject, engine=engine, reference=reference)
         truth = trial.true()
-    return {name: truth[name] for name in timeline(list(truth), case.steps)}
+    return {name: truth[name] for name in order_by_time(list(truth), case.steps)}
 
 
 def tables_of_names(truth: Mapping[str, Tensor]) -> list[Table]:

@@ -1,6 +1,6 @@
 """Options of a command, checked before anything is loaded that takes long: torch, pandas.
 
-`read(arguments)` raises for a wrong word or value of any command. The request of `shardproof run` is `build_request`: all
+`read_request` raises for a wrong word or value of any command. The request of `shardproof run` is `build_request`: all
 that needs no torch is checked first; then the subject is imported, which mostly needs it. `Request` is a class of
 `harness.running.request`.
 """

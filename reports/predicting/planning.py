@@ -159,7 +159,7 @@ def _why_countless(case: CaseLike) -> str:
 
 
 def growth_of_cases(cases: Iterable[CaseLike], subject: Subject, counted: str = "layers") -> pd.DataFrame:
-    """mode, tokens, wire_bytes of a rank in a micro-batch, by closed form, for `reports.comparing.growth.find_crossings`.
+    """mode, tokens, wire_bytes of a rank in a micro-batch, by closed form, for `growth.find_crossings`.
 
     counted="layers" leaves out all-to-alls and everything outside the layers; "all" leaves out nothing but what happens
     once a step. Empty when the subject states no closed form of all fields. Raises ValueError for another word.

@@ -15,7 +15,7 @@ from shardproof.harness.engines.threads.dry import DryEngine
 from shardproof.harness.errors import NoNumbers, NotComputed, RequestError
 from shardproof.harness.plain_case import WordError
 from shardproof.harness.predicting.figures import Forecast
-from shardproof.harness.predicting.forecast import forecast
+from shardproof.harness.predicting.forecast import forecast_case
 from shardproof.harness.protocols import CaseLike, Subject
 from shardproof.harness.subject import resolve_subject
 from shardproof.reports.comparing.growth import find_crossings
@@ -30,10 +30,10 @@ _WHOLE = ("ranks", "tokens", "calls", "payload_bytes", "wire_bytes", *_SIZES)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """A prediction of one text: `answer_in_words` in words, `rows` a candidate each, the one that needs least memory first.
+    """A prediction of one text: `answer` in words, `rows` a candidate each, the one that needs least memory first.
 
-    Cases that cannot be are the last rows. Columns: `_row_of_candidate`. `memory_gib` is the room of a rank. `states`: bytes kept of
-    every parameter where they are by formula, "" where the program's own were measured. `stages`: the stages of the
+    Cases that cannot be are the last rows. Columns: `_row_of_candidate`. `memory_gib` is the room of a rank. `states`: bytes
+    kept of each parameter where they are by formula, "" where the program's own were measured. `stages`: those of the
     pipeline of the first row that has one (reports.predicting.pipelines). `loads` and `calls`: what stages need and
     which bytes they send by the load of experts, where one is given (reports.predicting.loads). `beside`: what and how
     much the subject states beside its closed form (`subject.beside(case)`), of a single case.
@@ -108,7 +108,7 @@ def _forecast_case(
     candidate: Candidate, case: CaseLike, subject: Subject, engine: DryEngine, *, whole: bool
 ) -> Forecast:
     try:
-        return forecast(case, subject, engine, whole=whole, states=candidate.states)
+        return forecast_case(case, subject, engine, whole=whole, states=candidate.states)
     except (NoNumbers, NotComputed) as problem:
         raise RequestError(f"case {candidate.text!r}: cannot be run dry: {problem.cause}") from problem
     except WordError as problem:

@@ -128,7 +128,7 @@ _Place = tuple[str, bool, str]
 class Cell:
     """A layer in one phase: error over allowed as text, its class, the tensor, whether it is first.
 
-    `heat_of_share` is "" where nothing was compared, "ok" within the limit, and from 1 to 4 beyond it, by powers of ten.
+    `heat` is "" where nothing was compared, "ok" within the limit, and from 1 to 4 beyond it, by powers of ten.
     """
 
     text: str = ""

@@ -17,7 +17,7 @@ from shardproof.harness.diagnosing.diagnosis import Diagnosis
 from shardproof.harness.engines.engine import Engine
 from shardproof.harness.faults import Fault
 from shardproof.harness.injecting.kill_matrix import AND_MORE, MISLEADING, NO, NONE, RIGHT, YES, Kill
-from shardproof.harness.injecting.survey import UNCHANGED, UNREAD, FaultResult, survey, unproved_collectives
+from shardproof.harness.injecting.survey import UNCHANGED, UNREAD, FaultResult, survey_faults, unproved_collectives
 from shardproof.harness.protocols import CaseLike
 from shardproof.harness.running.experiments import Failed, words_needed
 from shardproof.harness.running.proof import prove
@@ -166,7 +166,7 @@ def faults_killed(
     Faults that this case leaves alive, or the same run, are run in others. Its numbers may hide them, as a count that
     is zero hides that it was not summed.
     """
-    surveyed = partial(survey, subject=subject, engine=engine, timeout_s=timeout_s)
+    surveyed = partial(survey_faults, subject=subject, engine=engine, timeout_s=timeout_s)
     results = {result.fault: (case, result) for result in surveyed(case, faults=faults)}
     for seed in _OTHER_SEEDS:
         hidden = [fault for fault, (_, result) in results.items() if result.survived or result.equivalent in _BY_BITS]

@@ -10,7 +10,7 @@ from torch import Tensor
 from shardproof.bugs.planting import plant_subject
 from shardproof.harness.engines.threads.dry import DryEngine
 from shardproof.harness.predicting.figures import EQUAL
-from shardproof.harness.predicting.forecast import forecast
+from shardproof.harness.predicting.forecast import forecast_case
 from shardproof.harness.running.result import CaseResult
 from shardproof.harness.verdicts.verdict import FAIL, PASS
 from shardproof.parallel.subject import ParallelSubject, subject
@@ -78,7 +78,7 @@ def test_less_is_saved_the_more_is_computed_again(dry: DryEngine) -> None:
     found = []
     for form in FORMS:
         case = Case.parse(f"mode=tp tp=2 layers=4 heads=4 kv_heads=2 hidden=32 seq=64 batch=3 dtype=bfloat16 {form}")
-        told = forecast(case, subject, dry)
+        told = forecast_case(case, subject, dry)
         assert told.ledger == EQUAL
         found.append(int(told.memory.saved))
     assert found == sorted(set(found), reverse=True)
@@ -89,7 +89,7 @@ def test_less_is_saved_the_more_is_computed_again(dry: DryEngine) -> None:
 def test_a_deep_model_is_measured_where_its_layers_repeat(dry: DryEngine) -> None:
     """In whole units, and behind the first layers of their own kind."""
     case = Case.parse("tp=2 heads=4 kv_heads=2 hidden=8 seq=4 recompute=full recompute_layers=2 layers=12")
-    told = forecast(case, subject, dry)
+    told = forecast_case(case, subject, dry)
     assert (told.ledger, told.depths) == (EQUAL, (6, 10))
     assert Case.parse("layers=9 recompute=full recompute_method=block recompute_layers=4").repeating_layers == (4, 1)
 

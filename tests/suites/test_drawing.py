@@ -26,7 +26,7 @@ from shardproof.bugs.planting import plant_subject, replace_text
 from shardproof.harness.checking.checks import CHECKS
 from shardproof.harness.dense_model import SUBJECT
 from shardproof.harness.engines.threads.inproc import InprocEngine
-from shardproof.harness.outcome.merging import merge
+from shardproof.harness.outcome.merging import merge_outcomes
 from shardproof.harness.plain_case import Vocabulary
 from shardproof.harness.protocols import Shard, without_saving
 from shardproof.harness.running.proof import prove
@@ -235,7 +235,7 @@ def test_a_mode_that_computes_something_else_is_noticed(prover: Prover) -> None:
         "shardproof.parallel.layers.linear", "grad_x = reduced.wait()", "grad_x = reduced.wait() * (1 + 1e-9)"
     )
     runs = [execute(case, run, prover.engine, text=str(case)) for run in (subject, plant_subject(larger))]
-    right, other = (dict(merge(run.outcomes).tensors) for run in runs)
+    right, other = (dict(merge_outcomes(run.outcomes).tensors) for run in runs)
     assert apart(right, right) == []
     assert "grad/layers.0.mlp.w1.weight" in apart(right, other)
 

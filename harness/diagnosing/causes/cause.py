@@ -84,7 +84,7 @@ class Cause:
 
 def claim_cause(id: str, words: str, *proof: Proof, follows: tuple[str, ...] = ()) -> list[Cause]:
     """The cause of this id, when its predictions hold; nothing when the numbers contradict it."""
-    _check(id)
+    _check_id(id)
     if not proof or not all(one.holds for one in proof):
         return []
     return [Cause(id=id, words=words, proof=proof, follows=follows)]
@@ -92,11 +92,11 @@ def claim_cause(id: str, words: str, *proof: Proof, follows: tuple[str, ...] = (
 
 def report_cause(id: str, words: str, what: object) -> Cause:
     """The cause of this id that something else than numbers shows: a call, a flaw, a finding, an exception."""
-    _check(id)
+    _check_id(id)
     return Cause(id=id, words=words, proof=(Seen(what=what),))
 
 
-def _check(id: str) -> None:
+def _check_id(id: str) -> None:
     """Raise ValueError for an id that is in no table."""
     if id not in CAUSES:
         raise ValueError(f"cause id={id}: is not a known cause; legal: {' '.join(CAUSES)}")

@@ -15,7 +15,9 @@ from shardproof.harness.diagnosing.causes.hypothesis import Failure, Hypothesis
 from shardproof.harness.diagnosing.causes.proofs import Explained
 
 
-def best(failure: Failure, hypotheses: Iterable[Hypothesis], left_out: frozenset[str] = frozenset()) -> list[Cause]:
+def select_best(
+    failure: Failure, hypotheses: Iterable[Hypothesis], left_out: frozenset[str] = frozenset()
+) -> list[Cause]:
     """The causes of the hypothesis that explains most; those of others of its rank are alternatives.
 
     `left_out` are ids of causes that do not count.
@@ -23,12 +25,12 @@ def best(failure: Failure, hypotheses: Iterable[Hypothesis], left_out: frozenset
     tried = [one.causes(failure) for one in hypotheses if failure.kind in one.kinds]
     counted = [[cause for cause in causes if cause.id not in left_out] for causes in tried]
     found = [causes for causes in (within_limits(failure.evidence, causes) for causes in counted) if causes]
-    top = max((_rank(failure, causes[0]) for causes in found), default=None)
-    alternatives = [cause for causes in found if _rank(failure, causes[0]) == top for cause in causes]
+    top = max((_rank_of_cause(failure, causes[0]) for causes in found), default=None)
+    alternatives = [cause for causes in found if _rank_of_cause(failure, causes[0]) == top for cause in causes]
     return [*{(cause.id, cause.words): cause for cause in alternatives}.values()]
 
 
-def _rank(failure: Failure, cause: Cause) -> tuple[bool, int, int]:
+def _rank_of_cause(failure: Failure, cause: Cause) -> tuple[bool, int, int]:
     explained = cause.explains & set(failure.numbers)
     return failure.first in explained, len(explained), -cause.fitted
 

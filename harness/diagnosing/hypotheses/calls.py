@@ -2,7 +2,7 @@
 
 import torch
 
-from shardproof.harness.checking.call_checks import lists_text, strays
+from shardproof.harness.checking.call_checks import find_strays, lists_text
 from shardproof.harness.checking.measures.kinds import kind_of
 from shardproof.harness.checking.records import Run, Search
 from shardproof.harness.diagnosing.causes.cause import Cause, report_cause
@@ -27,7 +27,7 @@ _COUNTED = {
 def over_other_ranks(failure: Failure) -> list[Cause]:
     """The first axis whose calls ran over ranks that it does not have, with the rank lists seen and the legal ones."""
     evidence = failure.evidence
-    stray_calls = strays(evidence.run.calls, evidence.claims)
+    stray_calls = find_strays(evidence.run.calls, evidence.claims)
     if not stray_calls:
         return []
     axis = stray_calls[0].axis
@@ -126,7 +126,7 @@ def guess_unused_parameters(failure: Failure) -> list[Cause]:
     evidence = failure.evidence
     names = [name for name in evidence.truth.tensors if kind_of(name) == "grad"]
     run, search = evidence.run, evidence.search
-    lost = [n for n in names if n not in run.returned and _stays(run, search, n.removeprefix("grad/"))]
+    lost = [n for n in names if n not in run.returned and _stays_unchanged(run, search, n.removeprefix("grad/"))]
     if not lost or run.returned.isdisjoint(names):
         return []
     listed = f"{', '.join(lost[:3])}{' ...' * (len(lost) > 3)}"
@@ -139,6 +139,6 @@ def unused_before_sums(failure: Failure) -> list[Cause]:
     return guess_unused_parameters(failure) if failure.kind in _AFTER_GRADIENTS else []
 
 
-def _stays(run: Run, search: Search, parameter: str) -> bool:
+def _stays_unchanged(run: Run, search: Search, parameter: str) -> bool:
     value, start = run.tensors.get(f"param/{parameter}"), search.shares.get(f"start/{parameter}")
     return value is not None and start is not None and torch.equal(value.double(), start.double())

@@ -100,7 +100,7 @@ def _counted_otherwise(
     for rank, norm in own.items():
         yield f"it is the norm of rank {rank}'s own parts", norm
     total = sum(squares.values())
-    for what, names in _groups(evidence, [*squares]).items():
+    for what, names in _groups_of_gradients(evidence, [*squares]).items():
         square = sum(squares[name] for name in names)
         for axis, size in by_size({**axes, **world}):
             often = f"{size} times, and {axis}={size}" if what.startswith("grad/") else f"once a rank, {axis}={size}"
@@ -115,7 +115,7 @@ def _counted_otherwise(
         yield f"it adds up what {axis} ranks hold, replicas too", math.hypot(*(own[r] for r in ranks if r in own))
 
 
-def _groups(evidence: Evidence, names: Sequence[str]) -> dict[str, frozenset[str]]:
+def _groups_of_gradients(evidence: Evidence, names: Sequence[str]) -> dict[str, frozenset[str]]:
     """Gradients that code may count alike, in words: by who holds what of them, one by one, by name, by dims."""
     whole = {name for name in names if held_whole(evidence.run, name)}
     groups = {

@@ -43,8 +43,12 @@ def from_patterns(
     x, t, is_guess = value.double(), truth.double(), partial(Explained, value=value, truth=truth, names=(name,))
     words = "it is zero throughout"
     zero = [] if is_count(x, t) else claim_cause("zero", words, is_guess(guess=torch.zeros_like(t), left=0.0))
-    moved = (_guess_moved_parts(x, t, axes, is_guess), _flat(t, axes, is_guess), _guess_transposed_dims(t, is_guess))
-    return list(itertools.islice(itertools.chain(zero, _stale(x, t, others, is_guess), *moved), 1))
+    moved = (
+        _guess_moved_parts(x, t, axes, is_guess),
+        _guess_flat_parts(t, axes, is_guess),
+        _guess_transposed_dims(t, is_guess),
+    )
+    return list(itertools.islice(itertools.chain(zero, _guess_stale_values(x, t, others, is_guess), *moved), 1))
 
 
 def is_count(x: Tensor, t: Tensor) -> bool:
@@ -53,7 +57,7 @@ def is_count(x: Tensor, t: Tensor) -> bool:
     return t.numel() == 1 and bool((both == both.round()).all()) and float(both.abs().max()) < _COUNTED
 
 
-def same(value: Tensor, truth: Tensor) -> bool:
+def is_same(value: Tensor, truth: Tensor) -> bool:
     """Whether a tensor is right as far as these patterns look."""
     error = float((value.double() - truth.double()).norm())
     return error <= CLOSE * float(truth.double().norm())
@@ -63,7 +67,7 @@ _Guess = partial[Explained]
 """Takes what a wrong tensor may be as `guess`."""
 
 
-def _stale(x: Tensor, t: Tensor, others: Mapping[str, Tensor], is_guess: _Guess) -> Iterator[Cause]:
+def _guess_stale_values(x: Tensor, t: Tensor, others: Mapping[str, Tensor], is_guess: _Guess) -> Iterator[Cause]:
     for name, other in others.items():
         if other.shape == x.shape and not torch.equal(other.double(), t):
             words = f"it equals {name} of the dense model"
@@ -80,14 +84,14 @@ def _guess_moved_parts(x: Tensor, t: Tensor, axes: Mapping[str, int], is_guess: 
             for shift in range(1, size):
                 words = f"along dim {dim} it is shifted by {shift} of {size} shards ({axis})"
                 yield from claim_cause("other_part", words, is_guess(guess=t.roll(shift * width, dim), fitted=1))
-            if (order := _order(x, t, dim, width)) is not None:
+            if (order := _find_order(x, t, dim, width)) is not None:
                 words = f"along dim {dim} the {size} shards of {axis} are in another order"
                 yield from claim_cause(
                     "other_part", words, is_guess(guess=_reorder_blocks(t, dim, width, order), fitted=size)
                 )
             yield from _guess_copied_parts(x, t, dim, axis, size, is_guess)
     for dim in range(t.dim()):
-        if (order := _order(x, t, dim, 1)) is not None:
+        if (order := _find_order(x, t, dim, 1)) is not None:
             words = f"along dim {dim} it holds the right rows in another order"
             yield from claim_cause(
                 "permuted", words, is_guess(guess=_reorder_blocks(t, dim, 1, order), fitted=len(order))
@@ -125,7 +129,7 @@ def _guess_transposed_dims(t: Tensor, is_guess: _Guess) -> Iterator[Cause]:
             )
 
 
-def _flat(t: Tensor, axes: Mapping[str, int], is_guess: _Guess) -> Iterator[Cause]:
+def _guess_flat_parts(t: Tensor, axes: Mapping[str, int], is_guess: _Guess) -> Iterator[Cause]:
     """Parts along an inner dim, put end to end in memory instead of side by side: as they were gathered or scattered.
 
     Data ranks are stacked along dim 0, and each has a memory of its own.
@@ -144,7 +148,7 @@ def _flat(t: Tensor, axes: Mapping[str, int], is_guess: _Guess) -> Iterator[Caus
                     yield from claim_cause("permuted", words, is_guess(guess=guess, fitted=1))
 
 
-def _order(x: Tensor, t: Tensor, dim: int, width: int) -> Tensor | None:
+def _find_order(x: Tensor, t: Tensor, dim: int, width: int) -> Tensor | None:
     """The block of the truth that stands at each place along `dim`, in blocks of `width`, each used once.
 
     None where it would mean nothing: most blocks are like others.

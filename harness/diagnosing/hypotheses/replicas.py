@@ -18,7 +18,7 @@ from shardproof.harness.diagnosing.causes.proofs import (
     Explained,
     Near,
     NotFinite,
-    independent,
+    count_independent,
     share_left,
 )
 from shardproof.harness.diagnosing.hypotheses.patterns import NOT_FINITE
@@ -41,7 +41,7 @@ def from_replicas(failure: Failure) -> list[Cause]:
     sizes = {name: float(evidence.truth.tensors[name].double().norm()) for name in torn}
     for name in torn:
         truth, blocks = evidence.truth.tensors[name], blocks_of(evidence.run, name)
-        causes = _not_finite(blocks, truth, name) or _drift(blocks, truth, name)
+        causes = _not_finite(blocks, truth, name) or _guess_drift(blocks, truth, name)
         causes = causes or never_reduced(blocks, truth, axes, name)
         if causes or sizes[name] > LITTLE * max(sizes.values()):
             return causes
@@ -65,7 +65,7 @@ def never_reduced(blocks: Mapping[int, Sequence[Block]], truth: Tensor, axes: Ax
             Explained,
             value=value,
             truth=true,
-            left=share_left(local) if independent([true]) >= FEWEST_OF_A_FACTOR else _NEAR,
+            left=share_left(local) if count_independent([true]) >= FEWEST_OF_A_FACTOR else _NEAR,
             names=(name,),
         )
         words = f"the ranks' values add up to the truth over {over}: each holds one partial sum, never reduced"
@@ -96,7 +96,7 @@ def _not_finite(blocks: Mapping[int, Sequence[Block]], truth: Tensor, name: str)
     return claim_cause("nan", words, *(NotFinite(value=local, truth=truth, names=(name,)) for local in bad.values()))
 
 
-def _drift(blocks: Mapping[int, Sequence[Block]], truth: Tensor, name: str) -> list[Cause]:
+def _guess_drift(blocks: Mapping[int, Sequence[Block]], truth: Tensor, name: str) -> list[Cause]:
     """Whether replicas that differ all are right but for their last bits."""
     words = "every rank's is right but for its last bits"
     parts = [(block.local, block.part_of(truth)) for of in blocks.values() for block in of if block.local.numel()]

@@ -58,7 +58,7 @@ def _part_as_whole(failure: Failure) -> list[Cause]:
     return []
 
 
-def usual(failure: Failure) -> list[Cause]:
+def guess_usual_causes(failure: Failure) -> list[Cause]:
     """The statement of the first failed check of these; of overlap, where no number is wrong either."""
     failed = [check for check in _select_failed_checks(failure, _USUAL) if check != "overlap" or not failure.numbers]
     return [report_cause("stated", _USUAL[check], failure.findings[check]) for check in failed[:1]]
@@ -77,7 +77,7 @@ def rounded_on_ranks(failure: Failure) -> list[Cause]:
     return [report_cause("shorter_dtype", words, island)] if island else []
 
 
-def beginnings(failure: Failure) -> list[Cause]:
+def guess_wrong_beginnings(failure: Failure) -> list[Cause]:
     """Samples, or initial values, of the ranks that are others than those of the truth, or of each other."""
     samples, start = failure.evidence.search.other_samples, failure.evidence.search.other_start
     known = [("other_samples", samples), ("other_start", start)]

@@ -43,7 +43,7 @@ def from_shares(evidence: Evidence, wrong: Sequence[str], before: str = "") -> l
         near = max(CLOSE, *(share_left(torch.empty(0, dtype=dtype)) for dtype in dtypes))
         if fit is None:
             return _own_in_part(evidence, whole)
-        if _alike(fit[0].flatten(), near):
+        if _are_alike(fit[0].flatten(), near):
             return []
         return _of_weights(fit[0], tokens, fit[1], *_of_activation(evidence.run, evidence.truth, fit[0], before))
     return _by_rank(evidence, names, tokens)
@@ -92,7 +92,7 @@ def _by_rank(evidence: Evidence, names: Sequence[str], tokens: Tensor) -> list[C
     rows = {rank: place_of_rank(evidence.claims.axes, "dp", rank) for rank in weights}
     own = torch.stack([w.mean() * tokens[rows[rank]].sum() for rank, w in weights.items()])
     scales = torch.stack([w.mean() for w in weights.values()])
-    if all(_alike(w.flatten()) for w in weights.values()) and _alike(own) and not _alike(scales):
+    if all(_are_alike(w.flatten()) for w in weights.values()) and _are_alike(own) and not _are_alike(scales):
         return claim_cause("unequal_shares", OWN_TOKENS, fit)
     others = [torch.cat([w[: rows[rank]], w[rows[rank] + 1 :]]) for rank, w in weights.items()]
     if len(tokens) > 1 and all(bool((other.abs() < CLOSE).all()) for other in others):
@@ -133,13 +133,13 @@ def _fit_weights(truth: Truth, search: Search, parts: Sequence[Part]) -> tuple[T
     return None
 
 
-def _alike(values: Tensor, near: float = CLOSE) -> bool:
+def _are_alike(values: Tensor, near: float = CLOSE) -> bool:
     return bool((values - values.mean()).abs().max() <= near * values.abs().max())
 
 
 def _of_weights(weights: Tensor, tokens: Tensor, *fit: Explained) -> list[Cause]:
     """Causes of weights [dp, micro] other than 1; nothing when all are alike, which is a factor's case."""
-    if _alike(weights.flatten()):
+    if _are_alike(weights.flatten()):
         return []
     missing = weights.abs() < CLOSE
     if bool(missing.all(1).any()):
@@ -154,17 +154,17 @@ def _of_weights(weights: Tensor, tokens: Tensor, *fit: Explained) -> list[Cause]
         words = "some micro-batches of some data ranks are missing in it"
     elif _by_own_tokens(weights, tokens):
         words = "every micro-batch is divided by its own tokens, not by those of the step"
-    elif all(_alike(row) for row in weights) and _by_own_tokens(weights.mean(1), tokens.sum(1)):
+    elif all(_are_alike(row) for row in weights) and _by_own_tokens(weights.mean(1), tokens.sum(1)):
         words = OWN_TOKENS
     return claim_cause("unequal_shares", words, *fit)
 
 
 def _by_own_tokens(weights: Tensor, tokens: Tensor) -> bool:
     """Whether each part was divided by its own tokens, and then summed, or averaged over the parts."""
-    return _alike((weights * tokens).flatten())
+    return _are_alike((weights * tokens).flatten())
 
 
-def _sums(failure: Failure) -> list[Cause]:
+def _guess_sums(failure: Failure) -> list[Cause]:
     """Causes in the sums of the wrong gradients; of all of them first, where ranks disagree on the first wrong one."""
     evidence, wrong = failure.evidence, failure.of_kind("grad")
     every = [name for name in evidence.truth.tensors if kind_of(name) == "grad"] if failure.torn else []
@@ -174,7 +174,7 @@ def _sums(failure: Failure) -> list[Cause]:
 HYPOTHESES = (
     Hypothesis(
         predicts="every gradient is a sum of micro-batches and data ranks that count otherwise",
-        causes=_sums,
+        causes=_guess_sums,
         kinds=frozenset({"loss", OF_TOKENS, "act_grad", "grad"}),
     ),
 )

@@ -16,8 +16,21 @@ from operator import attrgetter
 
 from shardproof.harness.checking.measures.many_tensors import kind_rms
 from shardproof.harness.checking.records import Located
-from shardproof.harness.diagnosing.placing.alignments import AGREES, DIFFERS, UNKNOWN, Factors, Fit, TrueTensor, fit
-from shardproof.harness.diagnosing.placing.counterparts import as_declared, plainly, same_modules, stages
+from shardproof.harness.diagnosing.placing.alignments import (
+    AGREES,
+    DIFFERS,
+    UNKNOWN,
+    Factors,
+    Fit,
+    TrueTensor,
+    fit_parts,
+)
+from shardproof.harness.diagnosing.placing.counterparts import (
+    as_declared,
+    as_plain_tensors,
+    same_modules,
+    stages_of_ranks,
+)
 from shardproof.harness.ledger import Event
 from shardproof.harness.protocols import Axes
 from shardproof.harness.recording.capturing.module_calls import ModuleCalls, TensorCopy
@@ -229,7 +242,7 @@ class _Search:
     def _targets(self, of: _Tensors) -> dict[str, TrueTensor]:
         """Path of the truth -> its tensors, for modules all of whose calls could be read."""
         calls_of_all = (self._of.truth, *self._of.controls)
-        runs = [{path: plainly(tensors) for path, tensors in of(calls).items()} for calls in calls_of_all]
+        runs = [{path: as_plain_tensors(tensors) for path, tensors in of(calls).items()} for calls in calls_of_all]
         truth = {path: calls for path, calls in runs[0].items() if calls}
         rms = kind_rms(
             {f"it/{path}/{number}": call for path, calls in truth.items() for number, call in enumerate(calls)}
@@ -256,9 +269,9 @@ class _Search:
         parts, axes = as_declared(by_rank), self._of.axes
         if parts is None:
             return Fit(state=DIFFERS)
-        fitted = fit(parts, target, axes, scaled=scaled, factors=factors)
-        for stage in stages(parts, axes) if fitted.state == DIFFERS else ():
+        fitted = fit_parts(parts, target, axes, scaled=scaled, factors=factors)
+        for stage in stages_of_ranks(parts, axes) if fitted.state == DIFFERS else ():
             # Stages of a pipeline count their layers from 0 each: one of them is the truth's.
-            of_stage = fit(stage, target, axes, scaled=scaled, factors=factors)
+            of_stage = fit_parts(stage, target, axes, scaled=scaled, factors=factors)
             fitted = of_stage if of_stage.state == AGREES else fitted
         return fitted

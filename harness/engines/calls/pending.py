@@ -214,7 +214,7 @@ def position_in_call(call: IssuedCall, state: str, caller: str, stack: tuple[str
         op=call.signature.op,
         number=call.number,
         group=call.group.label,
-        detail=_detail(call),
+        detail=_detail_of_call(call),
         caller=caller,
         stack=stack,
     )
@@ -292,7 +292,7 @@ def _missing_ranks(call: IssuedCall) -> list[int]:
     return [rank for rank in ranks if rank != call.rank]
 
 
-def _detail(call: IssuedCall) -> str:
+def _detail_of_call(call: IssuedCall) -> str:
     if not isinstance(call.event, PendingMessage):
         return describe_signature(call.signature)
     peer = "any rank" if call.event.peer == ANY else f"rank {call.group.ranks[call.event.peer]}"

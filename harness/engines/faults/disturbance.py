@@ -82,7 +82,7 @@ def poison_like(tensor: Tensor) -> Tensor:
 def _double_outputs(done: CompletedCall) -> list[Sequence[Tensor]]:
     """Outputs by rank: the call made again on its result; where shapes forbid that, a reduced result counts twice."""
     in_place, exchanges = done.combine in _IN_PLACE, done.combine in _EXCHANGES
-    if in_place or (exchanges and all(map(_repeatable, done.kept))):
+    if in_place or (exchanges and all(map(_is_repeatable, done.kept))):
         again = []
         for mine, outputs in zip(done.kept, done.outputs, strict=True):
             results = copy_tensors(outputs)
@@ -101,7 +101,7 @@ _IN_PLACE = (arithmetic.all_reduce, arithmetic.reduce, arithmetic.broadcast)
 _EXCHANGES = (arithmetic.all_to_all, arithmetic.all_to_all_single)
 
 
-def _repeatable(mine: Operands) -> bool:
+def _is_repeatable(mine: Operands) -> bool:
     """Whether the outputs of an exchange could be its inputs."""
     shapes = [tensor.shape for tensor in mine.outputs], [tensor.shape for tensor in mine.inputs]
     return shapes[0] == shapes[1] and mine.output_rows == mine.input_rows

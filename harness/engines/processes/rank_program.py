@@ -121,7 +121,7 @@ def result_of(program: Program, args: tuple[Any, ...], rank: int) -> RankResult:
         place = place_raised(error.__traceback__)
         return RankResult(
             rank=rank,
-            error=_portable(error, rank),
+            error=_as_portable_error(error, rank),
             detail=error_text(error),
             caller=place,
             behind=what_led_to(error),
@@ -130,7 +130,7 @@ def result_of(program: Program, args: tuple[Any, ...], rank: int) -> RankResult:
     return RankResult(rank=rank, value=value, at_s=time.monotonic())
 
 
-def _portable(error: BaseException, rank: int) -> BaseException:
+def _as_portable_error(error: BaseException, rank: int) -> BaseException:
     """The exception, or a RuntimeError of the same text if it cannot be pickled; its traceback as a note."""
     lines = "".join(traceback.format_exception(error)).rstrip()
     try:

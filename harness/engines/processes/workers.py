@@ -103,7 +103,7 @@ class Worker:
             words = (inherited, other, _Memory(self.memory), leads, target, words)
             self.process = start.Process(target=_live, args=words, name="MainProcess")  # as programs find it elsewhere
             try:
-                with nullcontext() if forks else replace_attribute(spawn, "get_preparation_data", _preparation):
+                with nullcontext() if forks else replace_attribute(spawn, "get_preparation_data", _preparation_words):
                     self.process.start()
             except BaseException:
                 self._release()
@@ -190,7 +190,7 @@ def receive(workers: Mapping[Worker, Key], limit_s: float | None) -> Iterator[tu
         yield key, message if message is not None else worker.end() or _GONE
 
 
-def _preparation(name: str) -> dict[str, object]:
+def _preparation_words(name: str) -> dict[str, object]:
     """Words of multiprocessing for a fresh process; nothing of `__main__`, which may be a script without a guard."""
     return {"name": name, "sys_path": [*sys.path], "dir": os.getcwd()}
 

@@ -72,11 +72,11 @@ class DryEngine(Engine):
         with one_thread(), meta_device(), ExitStack() as watching:
             if observers:
                 watching.enter_context(Interposer(*observers))
-            return [_result(request, rank) for rank in ranks]
+            return [_result_of_rank(request, rank) for rank in ranks]
 
 
-def _result(request: RunRequest, rank: int) -> Any:
-    """Result of one rank's program, run in a thread of its own. Raises TimeLimit, or what `_failure` makes."""
+def _result_of_rank(request: RunRequest, rank: int) -> Any:
+    """Result of one rank's program, run in a thread of its own. Raises TimeLimit, or what `_failure_of_rank` makes."""
     world_size, timeout_s = request.world_size, request.timeout_s
     results: list[Any] = []
     errors: list[BaseException] = []
@@ -99,7 +99,7 @@ def _result(request: RunRequest, rank: int) -> Any:
         raise TimeLimit(text, ranks=(rank,), positions=(position,), abandoned=stayed)
     thread.end()
     if errors:
-        raise _failure(errors[0], rank, world_size) from errors[0]
+        raise _failure_of_rank(errors[0], rank, world_size) from errors[0]
     return results[0]
 
 
@@ -134,7 +134,7 @@ def _in_world(request: RunRequest, rank: int) -> Any:
             sys.excepthook = hook  # torch puts one before it that prefixes every line with the rank, each time
 
 
-def _failure(error: BaseException, rank: int, world_size: int) -> NoNumbers | NotComputed | RankRaised:
+def _failure_of_rank(error: BaseException, rank: int, world_size: int) -> NoNumbers | NotComputed | RankRaised:
     """The error of the run for an error of a rank: it read a number, or it raised."""
     if isinstance(error, NotComputed):
         return error

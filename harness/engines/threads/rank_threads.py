@@ -123,7 +123,7 @@ class RankThread:
             _wait_for_the_waking_thread()
             # No variable holds the dict: the traceback of an exception keeps this frame longer than the thread, and
             # DTensor's caches, which lie in the dict, abort the process when they outlive their thread.
-            born = _traces(_thread_dict()) if _shows_thread_locals(_thread_dict()) else None
+            born = _state_of_thread(_thread_dict()) if _shows_thread_locals(_thread_dict()) else None
             while not self._interrupted:
                 self._given.acquire()
                 if self._job is None:
@@ -134,7 +134,7 @@ class RankThread:
                     last = contextvars.Context().run(self._job)
                 finally:
                     self._job = None
-                    self.reusable = not self._interrupted and _traces(_thread_dict()) == born
+                    self.reusable = not self._interrupted and _state_of_thread(_thread_dict()) == born
                     self._ended.release()
                 last()
 
@@ -212,7 +212,7 @@ def _shows_thread_locals(own: dict[Any, Any]) -> bool:
     return len(own) == before + 1
 
 
-def _traces(own: dict[Any, Any]) -> tuple[Any, ...]:
+def _state_of_thread(own: dict[Any, Any]) -> tuple[Any, ...]:
     """State that a program can leave behind in a thread: Python's thread-locals and torch's switches.
 
     Autocast and inference mode show in the dispatch keys. Py_Repr is Python's own.

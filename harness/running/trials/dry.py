@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import cast
 
-from shardproof.harness.checking.call_checks import order
-from shardproof.harness.checking.checks import CHECKS, examine, select_checks_by_need
+from shardproof.harness.checking.call_checks import check_order
+from shardproof.harness.checking.checks import CHECKS, run_checks, select_checks_by_need
 from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.records import Calls, Claims, DryRun, Evidence, Run, Truth, merged_outcomes
 from shardproof.harness.engines.engine import Unwaited
@@ -44,7 +44,7 @@ def check_dry_run(trial: Trial) -> tuple[Evidence, dict[str, Finding]]:
         dry=DryRun(memory=_memory(run), notes=notes),
     )
     with trial.time_part("checks"):
-        return evidence, examine(evidence, {**CHECKS, "order": order})
+        return evidence, run_checks(evidence, {**CHECKS, "order": check_order})
 
 
 def _name_unwaited_call(rank: DryRank, event: Event) -> Unwaited:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from shardproof.harness.checking.measures.distance import distance, real
+from shardproof.harness.checking.measures.distance import as_float64, distance
 from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS, kind_of, step_of
 from shardproof.harness.checking.measures.measured import Measured, epsilon
 from shardproof.harness.checking.measures.tolerance import CONTROL_FACTOR, FLOOR_EPSILONS, LEAP
@@ -18,7 +18,7 @@ from shardproof.harness.checking.measuring import INITIAL, ROUNDING
 from shardproof.harness.checking.records import Regrouped, Regroupings, Truth
 from shardproof.harness.errors import ProgramError, RequestError
 from shardproof.harness.mesh_axes import SAME_SAMPLES
-from shardproof.harness.outcome.merging import merge
+from shardproof.harness.outcome.merging import merge_outcomes
 from shardproof.harness.protocols import CaseLike, without_saving
 from shardproof.harness.running.trials.trial import Trial
 from shardproof.harness.running.truth.control_modes import PERTURBED
@@ -54,7 +54,7 @@ def _run_grouping(trial: Trial, sizes: dict[str, int], case: CaseLike) -> Regrou
             run = trial.run(trial.subject.call, case, name=trial.subject.address)
     except ProgramError as error:
         return Regrouped(sizes=sizes, problem=error.cause)
-    merged = merge(run.outcomes)
+    merged = merge_outcomes(run.outcomes)
     return Regrouped(sizes=sizes, tensors=merged.tensors, flaws=merged.flaws)
 
 
@@ -216,5 +216,5 @@ def _theory(truth: Mapping[str, Tensor]) -> float:
 
 def _mostly(value: Tensor, truth: Tensor, allowed: float) -> bool:
     """Whether most elements are off by more than this, and not only those of some rows."""
-    gap, size = (real(value) - real(truth)).abs(), float(real(truth).square().mean().sqrt())
+    gap, size = (as_float64(value) - as_float64(truth)).abs(), float(as_float64(truth).square().mean().sqrt())
     return truth.numel() < _MANY or float((gap > allowed * size).double().mean()) > 0.5

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardproof.harness.checking.checks import LAWS, Check, examine
+from shardproof.harness.checking.checks import LAWS, Check, run_checks
 from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS, is_state, kind_of, step_of
 from shardproof.harness.checking.measures.measured import Measured, epsilon
@@ -176,7 +176,7 @@ def _by_effect(trial: Trial, found: Found, checks: Mapping[str, Check], dtypes: 
         run=replace(evidence.run, lower=LowerPrecision(dtype=max(dtypes, key=epsilon), names=names)),
         truth=replace(evidence.truth, controls=controls),
     )
-    return seen, {**findings, **examine(seen, again)}
+    return seen, {**findings, **run_checks(seen, again)}
 
 
 def _effect(

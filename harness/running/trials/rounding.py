@@ -20,13 +20,13 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from shardproof.harness.checking.checks import LAWS, Check, examine
+from shardproof.harness.checking.checks import LAWS, Check, run_checks
 from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.distance import distance
 from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS, is_state, kind_of, step_of
 from shardproof.harness.checking.measures.measured import Measured
 from shardproof.harness.checking.measures.tolerance import CONTROL_FACTOR, FLOAT64_CEILING, Controlled
-from shardproof.harness.checking.measuring import compare_with_truth, movement, sizes_of
+from shardproof.harness.checking.measuring import compare_with_truth, movement_of, sizes_of
 from shardproof.harness.checking.records import Evidence, Run, Truth
 from shardproof.harness.running.trials.law_runs import with_first_forward
 from shardproof.harness.running.trials.lower_precision import (
@@ -158,7 +158,7 @@ def shed_large_controls(trial: Trial, run: Run, truth: Truth) -> Truth:
     parameters = [name for name in truth.tensors if kind_of(name) in _OF_PARAMETERS]
     kinds = {} if distances else sizes_of(run, truth, parameters)
     for name in names & truth.tensors.keys():
-        moved = movement(run, truth, name)
+        moved = movement_of(run, truth, name)
         true, found = truth.tensors[name], [control[name] for control in runs if name in control]
         if moved is not None:
             true, found = moved.truth, list(moved.controls)
@@ -209,7 +209,7 @@ def _judge(trial: Trial, evidence: Evidence, checks: Mapping[str, Check], findin
         truth = step_from_states(trial, run, evidence.truth)
         evidence = replace(evidence, truth=with_first_forward(trial, truth) if "truth" in checks else truth)
         findings = None
-    findings = findings or examine(evidence, checks)
+    findings = findings or run_checks(evidence, checks)
     wrong = wrong_of(findings)
     if may_be_rounding(trial, run, wrong):
         evidence = replace(evidence, truth=shed_large_controls(trial, run, evidence.truth))
@@ -251,4 +251,4 @@ def _judge_again(
     numbers = {name: checks[name] for name in findings if name in NUMERIC_KINDS or name in LAWS}
     if evidence.truth.controls.distances:
         numbers = {name: check for name, check in numbers.items() if findings[name].wrong}
-    return {**findings, **examine(evidence, numbers)}
+    return {**findings, **run_checks(evidence, numbers)}

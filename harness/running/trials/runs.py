@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
-from shardproof.harness.checking.checks import CHECKS, Check, examine, select_checks_by_need
+from shardproof.harness.checking.checks import CHECKS, Check, run_checks, select_checks_by_need
 from shardproof.harness.checking.finding import Finding
-from shardproof.harness.checking.measures.kinds import comparable, kind_of
+from shardproof.harness.checking.measures.kinds import kind_of, select_comparable
 from shardproof.harness.checking.records import Calls, Claims, Evidence, Repeats, Run, Truth, merged_outcomes
 from shardproof.harness.checking.repeats import same_outcomes
 from shardproof.harness.errors import ShardproofError
-from shardproof.harness.outcome.merging import Merged, Outcomes, against, held_once
+from shardproof.harness.outcome.merging import Merged, Outcomes, held_once, match_truth
 from shardproof.harness.protocols import Axes, TermLike
 from shardproof.harness.running.trials.trial import Trial
 from shardproof.harness.subject import Unanswered, deviations, left_out, orders, state_terms, stated_deviations
@@ -77,8 +77,8 @@ def record_case(trial: Trial, *, repeat: bool = False, compare: bool = True) -> 
         trial.true()  # a case that the dense model refuses is refused, whatever its ranks do
         raise
     true = trial.true()
-    compared = comparable(true, evidence.run.outcomes)
-    run = replace(evidence.run, merged=against(evidence.run.merged, true))
+    compared = select_comparable(true, evidence.run.outcomes)
+    run = replace(evidence.run, merged=match_truth(evidence.run.merged, true))
     return replace(evidence, run=run, truth=replace(evidence.truth, tensors=compared, initial=trial.initial(compared)))
 
 
@@ -138,7 +138,7 @@ def _record(trial: Trial, truth: Mapping[str, Tensor], kinds: Sequence[str], *, 
     if run.problem:
         trial.problems["activations"] = run.problem
     captured = _add_masks(run.captured, masks, truth if own else None)
-    compared = comparable(truth, returned)
+    compared = select_comparable(truth, returned)
     model = trial.reference.model
     declared: tuple[str, ...] = ask_subject(trial, "coverage", lambda: left_out(trial.subject), ())
     merged = merged_outcomes(returned, captured, truth)
@@ -214,9 +214,9 @@ def judge_case(
     """
     findings = None
     if not select_checks_by_need(checks, Truth):
-        return evidence, examine(evidence, checks)
+        return evidence, run_checks(evidence, checks)
     if evidence.truth.unmergeable or evidence.run.dtype == "float64":
-        findings = examine(evidence, checks)
+        findings = run_checks(evidence, checks)
         if evidence.truth.unmergeable or not any(finding.wrong for finding in findings.values()):
             return evidence, findings
     from shardproof.harness.running.trials.rounding import recheck  # noqa: PLC0415

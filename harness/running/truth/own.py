@@ -25,7 +25,7 @@ from shardproof.harness.engines.engine import Engine
 from shardproof.harness.errors import ProgramError, RequestError
 from shardproof.harness.mesh_axes import AXES, EXPERT_AXES
 from shardproof.harness.outcome.blocks import localize
-from shardproof.harness.outcome.merging import merge
+from shardproof.harness.outcome.merging import merge_outcomes
 from shardproof.harness.protocols import CaseLike, Subject, Value, case_text, without_saving
 from shardproof.harness.recording.capturing.drawn_values import (
     Draw,
@@ -128,7 +128,7 @@ class OwnTruth:
                 torch.manual_seed(case.seed)
                 with DropoutProbe(self._joint(given)) as probe, FirstValues() as first:
                     tensors = dense(case, device)
-                merged = merge([localize(tensors)]).tensors
+                merged = merge_outcomes([localize(tensors)]).tensors
                 return {**merged, **first.found}, taken_out(probe.found)[1]
 
         return answer_question("truth", outcome)
@@ -154,7 +154,7 @@ class OwnTruth:
                 f"case {case_text(one)!r}: {rule}: {problem.cause}; legal: --truth MODULE:OBJECT"
             ) from problem
         outcome, draws = taken_out(run.outcomes[0])
-        tensors = merge([outcome]).tensors
+        tensors = merge_outcomes([outcome]).tensors
         return (tensors if in_own_words(case) else _by_data_rank(tensors, case)), draws
 
     def with_masks(self, given: Mapping[str, Tensor] | None) -> WithMasks:

@@ -16,7 +16,7 @@ import torch
 from shardproof.harness.checking.measures.measured import FLOAT64_ALLOWED, Measured
 from shardproof.harness.checking.measures.tolerance import FLOAT64_CEILING, measure
 from shardproof.harness.checking.measuring import compare_with_truth
-from shardproof.harness.checking.numeric_checks import numeric
+from shardproof.harness.checking.numeric_checks import make_numeric_check
 from shardproof.harness.running.result import CaseResult
 from shardproof.harness.running.trials import rounding
 from shardproof.harness.running.trials.trial import Reference, decoder
@@ -164,6 +164,6 @@ def test_the_side_of_an_element_within_rounding_of_zero_is_no_failure_and_a_fact
     merged = found.run.merged
     doubled = dataclasses.replace(merged, tensors={**merged.tensors, name: 2 * merged.tensors[name]})
     run = dataclasses.replace(found.run, merged=doubled)
-    gradients = numeric("parameter_gradients")(run, found.truth, found.claims)
+    gradients = make_numeric_check("parameter_gradients")(run, found.truth, found.claims)
     assert gradients is not None and gradients.verdict == FAIL
     assert name in gradients.names

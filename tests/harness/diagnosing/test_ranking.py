@@ -12,7 +12,7 @@ from shardproof.harness.diagnosing import rank_causes
 from shardproof.harness.diagnosing.causes.cause import Cause, claim_cause  # noqa: F401  (the example of a page uses it)
 from shardproof.harness.diagnosing.causes.hypothesis import Failure, Hypothesis, of_values
 from shardproof.harness.diagnosing.causes.proofs import Explained
-from shardproof.harness.diagnosing.causes.ranking import best
+from shardproof.harness.diagnosing.causes.ranking import select_best
 from tests import ROOT
 from tests.harness.toy_evidence import case, drawn, planted, truth
 
@@ -33,7 +33,7 @@ def toy(id: str, names: Sequence[str], fitted: int = 0, kinds: frozenset[str] = 
 
 def told(*hypotheses: Hypothesis) -> list[str]:
     failure = failure_of({W1: 2 * RIGHT[W1], W2: 2 * RIGHT[W2]})
-    answers = [best(failure, order) for order in (hypotheses, hypotheses[::-1])]
+    answers = [select_best(failure, order) for order in (hypotheses, hypotheses[::-1])]
     assert {cause.id for cause in answers[0]} == {cause.id for cause in answers[1]}
     return [cause.id for cause in answers[0]]
 
@@ -55,7 +55,7 @@ def test_a_cause_that_leaves_more_than_the_check_allows_makes_room_for_another()
     assert nearly, "it explains nearly all of the error"
     everything = Hypothesis(predicts="twice the truth", causes=lambda _: nearly, kinds=GRADIENTS)
     failure = failure_of({W1: value, W2: 2 * RIGHT[W2]})
-    assert [cause.id for cause in best(failure, (everything, toy("stale", [W1])))] == ["stale"]
+    assert [cause.id for cause in select_best(failure, (everything, toy("stale", [W1])))] == ["stale"]
 
 
 def _nan_in_one_shard() -> dict[str, Tensor]:
@@ -111,7 +111,7 @@ def test_the_example_of_the_page_on_design_finds_its_cause() -> None:
     (code,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "NEGATED" in block)
     made = {**globals(), "of_values": of_values}
     exec(code, made)  # noqa: S102  (a page of this project)
-    (cause,) = best(failure_of({W1: -RIGHT[W1], W2: -RIGHT[W2]}), [made["NEGATED"]])
+    (cause,) = select_best(failure_of({W1: -RIGHT[W1], W2: -RIGHT[W2]}), [made["NEGATED"]])
     assert cause.id == "constant_factor" and cause.explains == {W1, W2}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shardproof.harness.checking.checks import examine
+from shardproof.harness.checking.checks import run_checks
 from shardproof.harness.checking.records import Evidence
 from shardproof.harness.diagnosing.diagnosis import diagnose_ended_case, explanation_of
 from shardproof.harness.diagnosing.explained import failed_run, repeat_command
@@ -95,7 +95,7 @@ def test_a_case_without_an_outcome_in_six_lines(error: Any, what: str, why: str,
 
 def test_every_failure_has_six_labelled_lines() -> None:
     seen = planted({name: tensor + 1 for name, tensor in truth().items()})
-    failed = [name for name, finding in examine(seen).items() if finding.verdict == "fail"]
+    failed = [name for name, finding in run_checks(seen).items() if finding.verdict == "fail"]
     assert len(failed) == 9
     for check in failed:
         labels = [line.split(":")[0] for line in told_by(seen, check)]
@@ -131,7 +131,7 @@ OF_BIAS, FIRST, SECOND = "grad/layers.0.mlp.w2.bias", "act/layers.0.mlp.w1", "ac
 
 
 def beside(seen: Evidence) -> tuple[str, ...]:
-    return explanation_of(seen, examine(seen)).first.beside
+    return explanation_of(seen, run_checks(seen)).first.beside
 
 
 def wrong_on(ranks: Collection[int], text: str = "mode=tp tp=2 dp=2 seq=16", name: str = OF_BIAS) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from shardproof.harness.errors import RequestError
 from shardproof.harness.plain_case import Vocabulary
 from shardproof.harness.predicting.dry_run import dry_run
 from shardproof.harness.predicting.figures import EQUAL, mixed_adamw
-from shardproof.harness.predicting.forecast import forecast
+from shardproof.harness.predicting.forecast import forecast_case
 from shardproof.harness.protocols import CaseLike
 from shardproof.harness.running.ranks.capacity import admit
 from shardproof.parallel.subject import subject
@@ -52,7 +52,7 @@ TINY = "family=llama hidden=32 heads=4 kv_heads=2 ffn=32 vocab=64 seq=8 dtype=bf
 )
 def test_a_forecast_from_three_micro_batches_and_two_depths_is_the_whole_step(words: str, dry: DryEngine) -> None:
     case = Case.parse(f"{TINY} {words}")
-    one = forecast(case, subject, dry)
+    one = forecast_case(case, subject, dry)
     (itself,) = dry_run(case.but(steps=1), subject, dry, (0,), text="")
     assert (one.ledger, one.depths) == (EQUAL, (3, 5) if case.layers > 5 else ())
     assert one.flops == pytest.approx(itself.flops, rel=1e-9)
@@ -68,7 +68,7 @@ def test_a_program_that_shows_no_backward_is_measured_whole(dry: DryEngine) -> N
             dist.all_reduce(weight @ weight)
         return {}
 
-    one = forecast(Case.parse(f"{TINY} mode=tp tp=2 layers=1 micro=7"), forwards, dry)
+    one = forecast_case(Case.parse(f"{TINY} mode=tp tp=2 layers=1 micro=7"), forwards, dry)
     assert one.flops == 7 * 2 * 8**3 and not one.stages
 
 
@@ -88,7 +88,7 @@ def test_a_program_of_other_backwards_at_another_depth_is_refused(capsys: pytest
 
 def test_memory_is_never_less_than_that_of_the_run_itself(dry: DryEngine) -> None:
     case = Case.parse(f"{TINY} mode=tp-sp tp=2 dp=3 layers=6 micro=2 steps=2 optimizer=adamw")
-    memory = forecast(case, subject, dry).memory
+    memory = forecast_case(case, subject, dry).memory
     (itself,) = dry_run(case, subject, dry, (0,), text="")
     assert memory.parameters == pytest.approx(itself.parameter_bytes)
     assert memory.gradients == pytest.approx(itself.gradient_bytes)
@@ -103,7 +103,7 @@ def test_memory_is_never_less_than_that_of_the_run_itself(dry: DryEngine) -> Non
 def test_flops_are_those_of_all_micro_batches_whoever_talks(words: str, dry: DryEngine) -> None:
     """Two layers have 3 x 2 FLOPs a weight of a product and token, and 14 a pair of tokens and feature."""
     case = Case.parse(f"{TINY} {words} layers=2 micro=3")
-    one = forecast(case, subject, dry)
+    one = forecast_case(case, subject, dry)
     products = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 32) + 64 * 32
     flops = 3 * (6 * products * case.tokens + 14 * 2 * case.batch * 8**2 * 32) / case.tp
     assert one.flops == flops

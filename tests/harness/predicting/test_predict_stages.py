@@ -17,7 +17,7 @@ from shardproof.harness.engines.threads.dry import DryEngine
 from shardproof.harness.errors import NotComputed, RequestError
 from shardproof.harness.predicting.dry_run import dry_run
 from shardproof.harness.predicting.figures import EQUAL, Traffic
-from shardproof.harness.predicting.forecast import forecast
+from shardproof.harness.predicting.forecast import forecast_case
 from shardproof.parallel.communication.expectation import CompleteTerm
 from shardproof.parallel.communication.schedules import Program
 from shardproof.parallel.pipeline import CasePipeline
@@ -51,7 +51,7 @@ def test_bytes_are_those_of_the_recorded_run_and_memory_of_every_stage_run_whole
     """Forecast from one rank of each kind of stage and few micro-batches; run whole, every stage in its own order."""
     case = Case.parse(f"{SIZES} {words}")
     events = prover.proof(case, subject).events
-    stages = forecast(case, subject, dry).stages
+    stages = forecast_case(case, subject, dry).stages
     run = dry_run(case, subject, dry, stage_ranks(case), text="")
     assert [stage.ledger for stage in stages] == [EQUAL] * case.pp
     for stage, itself in zip(stages, run, strict=True):
@@ -90,7 +90,7 @@ def _halved(case: Case) -> Iterator[CompleteTerm]:
 
 def test_a_wrong_stages_bytes_are_found_at_that_stage(dry: DryEngine) -> None:
     case = Case.parse(f"{SIZES} {CASES[1]}")
-    one = forecast(case, Changed(subject, expected=_halved), dry)
+    one = forecast_case(case, Changed(subject, expected=_halved), dry)
     found = [stage.index for stage in one.stages if stage.ledger != EQUAL]
     assert found == [1] and one.ledger.startswith("differs: ") and "over pp" in one.ledger
 
@@ -98,7 +98,7 @@ def test_a_wrong_stages_bytes_are_found_at_that_stage(dry: DryEngine) -> None:
 def test_a_rank_that_does_not_follow_its_program_is_named(dry: DryEngine) -> None:
     case = Case.parse(f"{SIZES} mode=tp tp=1 pp=2 micro=3")
     with pytest.raises(NotComputed, match="issued 6 messages between stages .* program has 8 and 8"):
-        forecast(case, Changed(subject, pipeline=lambda case: _Longer(case=case)), dry)
+        forecast_case(case, Changed(subject, pipeline=lambda case: _Longer(case=case)), dry)
 
 
 def test_a_subject_that_says_nothing_of_its_stages_is_refused(dry: DryEngine) -> None:
@@ -106,7 +106,7 @@ def test_a_subject_that_says_nothing_of_its_stages_is_refused(dry: DryEngine) ->
         return subject(case, device)
 
     with pytest.raises(RequestError, match="pp=2: .* attribute pipeline, .*; legal: pp=1"):
-        forecast(Case.parse("pp=2 micro=3"), silent, dry)
+        forecast_case(Case.parse("pp=2 micro=3"), silent, dry)
 
 
 def test_the_command_shows_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -195,7 +195,7 @@ def test_deep_stages_are_no_line_where_a_short_one_would_have_other_kinds_of_lay
     """The second of two stages has one dense layer and 15 with experts; with six layers each it would have none."""
     words = "mode=tp tp=1 dp=2 ep=2 pp=2 layers=18 first_layers=2 dense_layers=3 experts=4 routing=equal micro=2"
     case = Case.parse(f"{words} positions=rope hidden=16 heads=2 kv_heads=2 ffn=24 expert_ffn=8 vocab=16 seq=8")
-    stages = forecast(case, subject, dry).stages
+    stages = forecast_case(case, subject, dry).stages
     itself = dry_run(case.but(steps=1), subject, dry, (0, 2), text="")
     assert [stage.memory.parameters for stage in stages] == [rank.parameter_bytes for rank in itself]
     assert [stage.flops for stage in stages] == [rank.flops for rank in itself]
@@ -205,7 +205,7 @@ def test_a_deep_model_with_dense_layers_is_a_line_behind_them(dry: DryEngine) ->
     """Three first layers have no experts; what is held and computed is exactly that of the whole model."""
     words = "layers=16 recompute=full recompute_layers=2"
     case = Case.parse(f"mode=tp tp=1 dp=2 ep=2 dense_layers=3 experts=4 routing=equal positions=rope micro=1 {words}")
-    made = forecast(case, subject, dry)
+    made = forecast_case(case, subject, dry)
     (itself,) = dry_run(case.but(steps=1), subject, dry, (0,), text="")
     assert made.depths and made.depths[1] < case.layers and made.ledger == EQUAL
     assert (made.memory.parameters, made.flops) == (itself.parameter_bytes, itself.flops)

@@ -16,7 +16,7 @@ import shardproof
 from shardproof.harness.engines.threads.dry import DryEngine
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.errors import RequestError
-from shardproof.harness.injecting.survey import UNREAD, survey
+from shardproof.harness.injecting.survey import UNREAD, survey_faults
 from shardproof.harness.plain_case import Vocabulary, WordError
 from shardproof.harness.recording.capturing.operator_probes import NarrowProbe, Probed
 from shardproof.harness.running.ranks.execution import execute
@@ -109,7 +109,7 @@ def test_the_session_surrounds_the_ranks_and_the_truth(engine: InprocEngine) -> 
         assert failed(proved(Inside(), "tp=2", dry)) == set()
     given = resolve_subject(Inside())
     execute(case_of("tp=2", given), Probed(given, NarrowProbe), engine, text="tp=2", record=False)
-    tried = survey(Vocabulary.of(own_words.WORDS).parse("tp=2 micro=1 steps=1"), Inside(), engine)
+    tried = survey_faults(Vocabulary.of(own_words.WORDS).parse("tp=2 micro=1 steps=1"), Inside(), engine)
     assert UNREAD in {found.equivalent for found in tried} and outside == []
 
 

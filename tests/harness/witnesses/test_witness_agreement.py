@@ -74,9 +74,8 @@ def test_groups_come_from_the_mesh_and_agreement_is_told_with_its_size() -> None
     assert found.verdict == PASS
     assert found.message == "ledger, torch, nsys, closed_form agree on 16 events of 4 ranks"
     vague = [replace(s, groups=((0, 1), (2, 3), (0, 2), (1, 3)), payload_bytes=UNKNOWN, phase="") for s in LEDGER]
-    found = judge_agreement(
-        agreement(LEDGER, {"torch": vague})
-    )  # what a witness leaves open is not compared but counted
+    # what a witness leaves open is not compared but counted
+    found = judge_agreement(agreement(LEDGER, {"torch": vague}))
     assert (found.verdict, reasons_of(found)) == (PASS, ["48 fields that torch does not tell"])
 
 

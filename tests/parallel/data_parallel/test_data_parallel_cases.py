@@ -15,7 +15,7 @@ from shardproof.bugs.anchors import source_of
 from shardproof.bugs.planting import plant_subject
 from shardproof.harness.engines.threads.dry import DryEngine
 from shardproof.harness.predicting.figures import EQUAL, mixed_adamw
-from shardproof.harness.predicting.forecast import forecast
+from shardproof.harness.predicting.forecast import forecast_case
 from shardproof.harness.recording.measures import SavedActivations
 from shardproof.harness.verdicts.verdict import FAIL, PASS
 from shardproof.parallel.communication.layout import local_shape
@@ -110,7 +110,7 @@ def test_memory_by_part_and_a_peak_that_falls_with_every_stage(dry: DryEngine) -
     of_bucket = sum(min(slot.end, own) - slot.start for slot in bucket.slots if slot.start < own)  # no padding
     peaks = []
     for zero, part in enumerate((whole, of_bucket, whole // 4, whole // 4)):  # four divides every number of rows
-        told = forecast(case.but(zero=zero), subject, dry, states=mixed_adamw("bfloat16"))
+        told = forecast_case(case.but(zero=zero), subject, dry, states=mixed_adamw("bfloat16"))
         kept = part if zero > 1 else whole
         assert told.ledger == EQUAL
         assert (told.memory.parameters, told.memory.gradients) == (2 * kept, 4 * kept), zero

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from shardproof import run as run_cases
 from shardproof.harness.checking.checks import CHECKS
-from shardproof.harness.differences import differences
+from shardproof.harness.differences import find_differences
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.protocols import TermLike
 from shardproof.harness.running.proof import prove
@@ -183,8 +183,8 @@ def test_ranks_that_differ_have_a_comment_and_a_term_that_holds_for_all(run: Run
         if event.rank == 0 or event.op != "reduce_scatter"
     ]
     axes = {"tp": ((0, 1),)}
-    assert differences(kept, terms, range(2), axes=axes) == []
-    assert differences([*kept, kept[0]], terms, range(2), axes=axes)
+    assert find_differences(kept, terms, range(2), axes=axes) == []
+    assert find_differences([*kept, kept[0]], terms, range(2), axes=axes)
     text = expect.write_terms("c", "r", found)
     if short:
         told = [line.differ for line in found if line.differ]
