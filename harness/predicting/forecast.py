@@ -270,7 +270,7 @@ def on_the_line(drawn: Sequence[tuple[float, MeasuredStage]]) -> MeasuredStage:
 
 
 def _turning_points(rank: DryRank, computations: int) -> list[int]:
-    """As `_ends_of_computations` without messages: where backward begins and ends; empty for others than `computations`."""
+    """As `_ends_of_computations` without messages: where backward begins and ends; empty for other `computations`."""
     turns = [at for at, stretch in enumerate(rank.stretches, 1) if stretch.then in (TO_BACKWARD, TO_FORWARD)]
     turns += [len(rank.stretches)] * (len(turns) == computations - 1)
     return [*turns, len(rank.stretches)] if len(turns) == computations else []

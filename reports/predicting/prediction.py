@@ -32,11 +32,11 @@ _WHOLE = ("ranks", "tokens", "calls", "payload_bytes", "wire_bytes", *_SIZES)
 class Prediction:
     """A prediction of one text: `answer` in words, `rows` a candidate each, the one that needs least memory first.
 
-    Cases that cannot be are the last rows. Columns: `_row_of_candidate`. `memory_gib` is the room of a rank. `states`: bytes
-    kept of each parameter where they are by formula, "" where the program's own were measured. `stages`: those of the
-    pipeline of the first row that has one (reports.predicting.pipelines). `loads` and `calls`: what stages need and
-    which bytes they send by the load of experts, where one is given (reports.predicting.loads). `beside`: what and how
-    much the subject states beside its closed form (`subject.beside(case)`), of a single case.
+    Cases that cannot be are the last rows. Columns: `_row_of_candidate`. `memory_gib` is the room of a rank.
+    `states`: bytes kept of each parameter where they are by formula, "" where the program's own were measured.
+    `stages`: those of the pipeline of the first row that has one (reports.predicting.pipelines). `loads` and `calls`:
+    what stages need and which bytes they send by the load of experts, where one is given (reports.predicting.loads).
+    `beside`: what and how much the subject states beside its closed form (`subject.beside(case)`), of a single case.
     """
 
     text: str
