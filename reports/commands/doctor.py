@@ -116,8 +116,8 @@ def _torch_note(version: str) -> str:
     lookup = import_module("shardproof.harness.torch_internals.lookup")
     import_module("shardproof.harness.torch_internals.autograd")  # a torch that is there in part shows
     if _parse_release(version) < lookup.TESTED[0]:
-        return f"too old: {lookup.untested(version)}"
-    return str(lookup.untested(version)) or f"tested with {lookup.tested_span()}"
+        return f"too old: {lookup.untested_note(version)}"
+    return str(lookup.untested_note(version)) or f"tested with {lookup.tested_span()}"
 
 
 def _is_tool_listening() -> bool:
