@@ -70,7 +70,7 @@ class Part:
     timeout_s: float = 300.0
     foreign: bool = False
 
-    def drawn(self) -> list[Drawn]:
+    def draw_cases(self) -> list[Drawn]:
         """Every case of this part with its subject; modes, or foreign subjects, take turns."""
         if self.foreign:
             share = self.cases // self.parts + (self.number <= self.cases % self.parts)
@@ -121,7 +121,7 @@ def campaign(part: Part) -> Iterator[tuple[Campaign, list[Alarm]]]:
     start_s = time.perf_counter()
     refused = unjudged = alarms = undecided = 0
     with InprocEngine() as engine:
-        for number, drawn in enumerate(part.drawn(), start=1):
+        for number, drawn in enumerate(part.draw_cases(), start=1):
             alarms_or_none = _alarms(drawn, part.timeout_s, engine)
             alarms_of_case = alarms_or_none or []
             lost = sum(one.verdict == UNJUDGED for one in alarms_of_case)

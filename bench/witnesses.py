@@ -130,7 +130,7 @@ def _rank(rank: int, folder: Path, rounds: int, witnesses: Sequence[str]) -> Non
         spent: dict[str, list[Pair]] = {name: [] for name in ("off", *witnesses)}
         for _ in range(rounds):
             for name, pairs in spent.items():
-                pairs.append(_spent(step, partial(_watch_body, name, rank, case), once=name == ONCE))
+                pairs.append(_measure_seconds(step, partial(_watch_body, name, rank, case), once=name == ONCE))
         left = {"spent": spent, "events": _events(step, rank, case)}
     (folder / f"{rank}.json").write_text(json.dumps(left), encoding="utf-8")
 
@@ -142,7 +142,9 @@ def _events(step: Callable[[], None], rank: int, case: Case) -> int:
     return len(recorder.events())
 
 
-def _spent(step: Callable[[], None], watched: Callable[[], AbstractContextManager[None]], *, once: bool) -> Pair:
+def _measure_seconds(
+    step: Callable[[], None], watched: Callable[[], AbstractContextManager[None]], *, once: bool
+) -> Pair:
     """Seconds of STEPS steps under a witness, after one that is not timed; of one that bears a single forward, each
     under a new one."""
     if once:

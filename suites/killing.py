@@ -170,7 +170,7 @@ def plan_disturbed(
     With `only` those of this case; with `dtype` of the usual cases in it.
     """
     plans, known = [], set[str]()
-    for case in [only] if only else _shown(subject, mode, quick, dtype):
+    for case in [only] if only else _cases_to_disturb(subject, mode, quick, dtype):
         events = execute(case, subject.call, engine, text=case_text(case), timeout_s=timeout_s).events
         faults = [fault for fault in faults_of(events, case.axes) if str(fault) not in known]
         known |= {str(fault) for fault in faults}
@@ -179,7 +179,7 @@ def plan_disturbed(
     return plans
 
 
-def _shown(subject: NamedSubject, mode: str, quick: bool, dtype: str) -> list[CaseLike]:
+def _cases_to_disturb(subject: NamedSubject, mode: str, quick: bool, dtype: str) -> list[CaseLike]:
     """The cases of a mode whose collectives are disturbed: those that the subject names, else some that it takes."""
     if (own := own_cases(subject)) is not None:
         taken = [case for case in own if case.mode == mode and not refusal(case, subject)]

@@ -33,7 +33,7 @@ WORLDS = (2, 3, 4)
 """World sizes to draw from: real processes share the machine's cores."""
 
 
-def drawn(
+def draw_cases(
     count: int, first_seed: int = 0, subject: str = SUBJECT, worlds: Sequence[int] = WORLDS, **fixed: Any
 ) -> list[Case]:
     """`count` cases, the same for the same seed, in equal shares for all modes of the subject; with these words."""
@@ -58,11 +58,13 @@ def differences(case: CaseLike, subject: str | NamedSubject, engines: Mapping[st
             differing.append(f"{name}: {error}")
     first, *others = results.items()
     for name, result in others:
-        differing += [f"{name} against {first[0]}: {words}" for words in unlike(first[1], result, dry=name == "dry")]
+        differing += [
+            f"{name} against {first[0]}: {words}" for words in describe_differences(first[1], result, dry=name == "dry")
+        ]
     return differing
 
 
-def unlike(one: CaseResult, other: CaseResult, *, dry: bool = False) -> Iterator[str]:
+def describe_differences(one: CaseResult, other: CaseResult, *, dry: bool = False) -> Iterator[str]:
     """In which words two results of a case differ. `dry`: the other has some of the checks and ranks only."""
     verdicts, theirs = _verdicts(one), _verdicts(other)
     if dry:
@@ -123,7 +125,7 @@ def cases_to_compare(prover: Prover) -> list[CaseLike]:
     if not worlds:
         pytest.skip(f"worlds {prover.worlds}: none that real processes run here; legal: --worlds 2,3")
     fixed = SMALL if quick else {}
-    found = drawn(min(4, examples) if quick else 100, 0, prover.subject.name, worlds, **fixed)
+    found = draw_cases(min(4, examples) if quick else 100, 0, prover.subject.name, worlds, **fixed)
     near = [prover.fit_case(case, **fixed) for case in found]
     taken = dict.fromkeys(case for case in near if case is not None and case.world_size <= largest)
     if not taken:

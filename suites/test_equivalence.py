@@ -55,7 +55,7 @@ def test_all_modes_compute_the_same(prover: Prover, data: st.DataObject) -> None
     if len(modes) == 1:
         pytest.skip(f"{prover.subject.name} claims {modes[0]} alone, so there is no mode to compare it with")
     mode = "tp-sp" if "tp-sp" in modes else modes[0]
-    case = prover.drawn(
+    case = prover.draw_case(
         data, mode, where_known={"delivery": "tensors", "packed": False}
     )  # packs are delivered otherwise
     by_mode = outcomes(prover, case, modes)

@@ -104,7 +104,7 @@ def subject(case, device):
     optimizer = torch.optim.SGD(buckets.parts, lr=0.2, momentum=0.5)
 
     def return_shards(kind, of):
-        for p, t in buckets.gathered(of):
+        for p, t in buckets.gather_buckets(of):
             n = names[p]
             at = [tp_rank * wide if SPLIT.get(n) == dim else 0 for dim in range(t.dim())]
             out[f"{kind}/{n}"] = Shard(t.clone(), tuple(at), tuple(full[n].shape))
@@ -121,14 +121,14 @@ def subject(case, device):
         if step == 0:
             return_shards("grad", lambda part: part.grad)
         squares = torch.zeros((), dtype=dtype)
-        for p, g in buckets.gathered(lambda part: part.grad):
+        for p, g in buckets.gather_buckets(lambda part: part.grad):
             squares += g.square().sum() / (1 if names[p] in SPLIT else case.tp)
         dist.all_reduce(squares, group=tp)
         out[f"grad_norm/{step}"] = squares.sqrt()
         for part in buckets.parts:
             part.grad *= clip(squares.sqrt())
         optimizer.step()
-        for p, t in buckets.gathered(lambda part: part.detach()):
+        for p, t in buckets.gather_buckets(lambda part: part.detach()):
             p.data.copy_(t)
             p.grad = None
     return_shards("param", lambda part: part.detach())

@@ -42,7 +42,7 @@ class CallLog(Protocol):
     def on_enter(self, issued: OperatorCall) -> None:
         """A call is about to be issued."""
 
-    def left(self) -> None:
+    def on_exit(self) -> None:
         """The call entered last, a synchronous one, is complete."""
 
 
@@ -141,7 +141,7 @@ class Interposer:
                     for work in _works_in_result(result):
                         work.wait()  # its caller waits too, which then costs nothing
                 if log is not None:
-                    log.left()
+                    log.on_exit()
                 _complete_tickets(rank, tickets)
             if call.is_async and call.device == "cuda" and call.op not in _UNFOLLOWED:
                 for work in _works_in_result(result):

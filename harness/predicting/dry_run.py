@@ -108,11 +108,11 @@ class _Live:
         self.now_bytes += size
         self._peak_bytes = max(self._peak_bytes, self.now_bytes)
 
-        def gone(_reference: object) -> None:
+        def on_drop(_reference: object) -> None:
             del self._known[key]
             self.now_bytes -= size
 
-        self._known[key] = weakref.ref(storage, gone)
+        self._known[key] = weakref.ref(storage, on_drop)
 
 
 class Meter(DispatchMode):

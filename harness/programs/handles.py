@@ -40,7 +40,7 @@ class Handles:
     def follow(self, work: Any, place: Place) -> None:
         """Follow a work that is about to be given to the program, in this thread."""
         self._local.newest = work  # nobody else holds it yet
-        self._open[id(work)] = place, weakref.ref(work, partial(self._gone, id(work)))
+        self._open[id(work)] = place, weakref.ref(work, partial(self._on_drop, id(work)))
 
     def release_last(self) -> None:
         """The program has what was followed last in this thread, or has dropped it."""
@@ -55,7 +55,7 @@ class Handles:
     def _note_wait(self, work: int) -> None:
         self._open.pop(work, None)
 
-    def _gone(self, work: int, _reference: object) -> None:
+    def _on_drop(self, work: int, _reference: object) -> None:
         if (found := self._open.pop(work, None)) is not None:
             self.dropped[found[0]] += 1
 

@@ -123,7 +123,7 @@ class RankRecorder:
         self._local.issued = issued
         self._local.given = is_given(issued, sys._getframe(1).f_back)  # a thread of autograd has no more
 
-    def left(self) -> None:
+    def on_exit(self) -> None:
         """The call entered last is complete."""
 
     def follow(self, work: Any, outputs: Sequence[Any], waited: Callable[[], None]) -> Any:

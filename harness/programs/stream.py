@@ -94,7 +94,7 @@ class EventStream:
         self._axes = AxisNames({}, self.of.world_size)
 
     def feed(self, plain: tuple[Any, ...], issued: OperatorCall | None) -> PastCall | None:
-        """Take an observation (harness.recording.observations.read); of a call also what its operator was given.
+        """Take an observation (`observations.read_observation`); of a call also what its operator was given.
 
         Returns a call whose step is recorded.
         """

@@ -176,7 +176,7 @@ class Attribution:
         self._since = "stepped"
         self._stepped_since, self._backward_since = True, False
 
-    def _left(self, lane: Lane, seen: Left) -> None:
+    def _on_leave(self, lane: Lane, seen: Left) -> None:
         frame = lane.frames.pop()
         if frame.counts:
             self._since = "forward"
@@ -300,7 +300,7 @@ class Attribution:
 
 _FEED: dict[type, Callable[[Attribution, Lane, Any], None]] = {
     Entered: Attribution._on_enter,
-    Left: Attribution._left,
+    Left: Attribution._on_leave,
     Arrived: Attribution._on_arrival,
     Ended: Attribution._on_end,
     Stepping: Attribution._on_step_begin,

@@ -153,9 +153,9 @@ class Paths:
                 self._follow(parameter, self._of_parameter)
 
     def _follow(self, known: Any, table: dict[int, str]) -> None:
-        self._alive.setdefault(id(known), weakref.ref(known, partial(self._gone, id(known), table)))
+        self._alive.setdefault(id(known), weakref.ref(known, partial(self._on_drop, id(known), table)))
 
-    def _gone(self, known: int, table: dict[int, str], _reference: object) -> None:
+    def _on_drop(self, known: int, table: dict[int, str], _reference: object) -> None:
         table.pop(known, None)
         self._alive.pop(known, None)
 

@@ -9,8 +9,8 @@
 | rank       | JSON: rank, pid ... and number of calls  | rank     | -             | mark, first and last    |
 
 A collective's category is its op and the global ranks of its group, "all_reduce 0,1": a range holds but one number.
-With `waiting` ranges nothing is drawn but in the stretch of `drawn`, between whose marks a rank's calls are counted. A
-step's range begins with its first forward and ends with its optimizer step. The stretch after a backward or a step has
+With `waiting` ranges nothing is drawn but in the stretch of `draw_rank`, between whose marks a rank's calls are counted.
+A step's range begins with its first forward and ends with its optimizer step. The stretch after a backward or a step has
 no phase yet, since it follows from later events (harness.recording.attribution), so no phase range covers it. An async
 collective is a mark, because no range may claim a time that is not measured.
 """
@@ -100,11 +100,11 @@ class Ranges:
     def on_rank(self, rank: int, **facts: Any) -> Iterator[None]:
         """While this rank's program runs; all of it is drawn, unless the ranges are waiting."""
         self._facts[rank] = {"rank": rank, "pid": os.getpid(), **facts}
-        with nullcontext() if self._waiting else self.drawn(rank):
+        with nullcontext() if self._waiting else self.draw_rank(rank):
             yield
 
     @contextmanager
-    def drawn(self, rank: int) -> Iterator[None]:
+    def draw_rank(self, rank: int) -> Iterator[None]:
         """Open with a mark that says which rank this is, close what is open and end with its number of calls."""
         drawing = self._ranks.setdefault(rank, _Drawing(self._domain))
         drawing.mark("rank", self._facts[rank])

@@ -277,7 +277,7 @@ def running_node() -> int:
 
 
 class Watch:
-    """Passes every observation of every rank to `emit(rank)`, a function that takes plain tuples (observations.read).
+    """Passes every observation of every rank to `emit(rank)`, a function that takes plain tuples (`read_observation`).
 
     `on_output(lane, module, output)`, when given, gets the output of every module call before its Left is emitted, and
     `on_input(lane, module, args, kwargs)` what it is called with after its Entered. With `ends`, the end of every

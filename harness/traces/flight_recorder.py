@@ -64,7 +64,7 @@ def trace_of(dump: Mapping[str, Any], source: str) -> Trace:
         raise ValueError(f"it is of rank {rank} in a world of {world_size} ranks")
     calls = [_trace_call(those, groups.get(name, ())) for name, those in _calls(entries)]
     backend = text(entries[0]["profiling_name"]).partition(":")[0] if entries else ""
-    lost = _lost(entries)
+    lost = _missing_before_first(entries)
     if lost and calls and (calls[0].members or calls[0].shapes is None):
         del calls[0]  # some of its members may be lost too
     return Trace(
@@ -94,7 +94,7 @@ def _check_all_recorded(entries: Sequence[Entry]) -> None:
         raise ValueError("it has active calls alone, so which others were issued is not known (onlyActive=False has)")
 
 
-def _lost(entries: Sequence[Entry]) -> str:
+def _missing_before_first(entries: Sequence[Entry]) -> str:
     """What is missing before the first entry; "" where that is the first call of the rank."""
     dropped = number(entries[0].get("record_id", 0)) if entries else 0
     if dropped:

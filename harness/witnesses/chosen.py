@@ -98,7 +98,7 @@ def terms_of(
     every, summed = tuple(terms), list[Term]()
     for at in [dict(at) for at in dict.fromkeys(tuple(sorted(_at(term).items())) for term in (*every, *short))]:
         whole, one = (closed_form(term for term in some if _at(term) == at) for some in (every, short))
-        if untold := _unlike(whole, one, case.steps):
+        if untold := _unequal_terms(whole, one, case.steps):
             return None, f"the closed form does not tell which step has what: {untold}"
         summed += [Term(**asdict(line), calls=n * len(steps), at=at) for line, n in one.complete.items()]
         summed += [term.times(len(steps)) for term in one.partial]
@@ -109,7 +109,7 @@ def _at(term: TermLike) -> dict[str, int]:
     return dict(getattr(term, "at", {}))
 
 
-def _unlike(whole: ClosedForm, single: ClosedForm, steps: int) -> str:
+def _unequal_terms(whole: ClosedForm, single: ClosedForm, steps: int) -> str:
     """Terms that a run of all steps does not have as many times as there are steps, "" when it has all."""
     for line in (*whole.complete, *single.complete):
         all_steps, one_step = whole.complete[line], single.complete[line]

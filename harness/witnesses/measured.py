@@ -206,7 +206,7 @@ def _run_watched(rank: int, tool: str, program: _Program, folder: Path) -> tuple
                 there.enter_context(trace)
             else:
                 there.enter_context(capture_range(device))
-                there.enter_context(ranges.drawn(rank))
+                there.enter_context(ranges.draw_rank(rank))
             yield
         seen = range(first, recorder.calls(rank))
 

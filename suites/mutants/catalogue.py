@@ -97,22 +97,22 @@ _SEED = 20251121
 
 
 @cache  # a hundred suites and modes, asked for in turn
-def _drawn(mode: str, fixed: tuple[tuple[str, Any], ...]) -> tuple[Case, ...]:
+def _draw_property(mode: str, fixed: tuple[tuple[str, Any], ...]) -> tuple[Case, ...]:
     found = draw_samples(cases(mode, **dict(fixed)), PROFILES["default"], _SEED)
     return tuple(sorted(dict.fromkeys(found), key=work))
 
 
-def drawn(mode: str, fixed: Words) -> tuple[Case, ...]:
+def draw_property(mode: str, fixed: Words) -> tuple[Case, ...]:
     """The cases of one property in the profile `default`, smallest first; `fixed` words are the property's own."""
-    return _drawn(mode, tuple(sorted(fixed.items())))
+    return _draw_property(mode, tuple(sorted(fixed.items())))
 
 
 def cases_showing(mutant: Mutant, mode: str, dtype: str = "") -> tuple[Case, ...]:
     """The drawn cases of this mode that can show the mutant; of `dtype`, unless it shows in others alone."""
     if not dtype:
-        return tuple(case for case in drawn(mode, mutant.suite) if mutant.shows(case))
+        return tuple(case for case in draw_property(mode, mutant.suite) if mutant.shows(case))
     try:
-        cases_of_dtype = drawn(mode, {"dtype": dtype, **mutant.suite})
+        cases_of_dtype = draw_property(mode, {"dtype": dtype, **mutant.suite})
     except CaseError:  # its property is about words that need another dtype
         cases_of_dtype = ()
     return tuple(case for case in cases_of_dtype if mutant.shows(case)) or cases_showing(mutant, mode)

@@ -45,10 +45,10 @@ def read_known_failures(path: Path) -> tuple[Known, ...]:
     entries = content.get("failure", [])
     if set(content) - {"failure"} or not isinstance(entries, list):
         raise RequestError(f"known-failures={path}: holds {', '.join(content)}, must hold [[failure]] only; {_LEGAL}")
-    return tuple(_known(path, entry) for entry in entries)
+    return tuple(_parse_known(path, entry) for entry in entries)
 
 
-def _known(path: Path, entry: object) -> Known:
+def _parse_known(path: Path, entry: object) -> Known:
     words = entry if isinstance(entry, dict) else {}
     if set(words) != {"test", "reason"} or not all(isinstance(word, str) and word.strip() for word in words.values()):
         raise RequestError(f"known-failures={path}: {entry!r} must have a test and a reason, nothing else; {_LEGAL}")

@@ -96,7 +96,7 @@ class Prover:
             if store:
                 store.close()
 
-    def drawn(
+    def draw_case(
         self, data: st.DataObject, mode: str, *, where_known: Mapping[str, Any] = MappingProxyType({}), **fixed: Any
     ) -> Any:
         """The case to prove: `only`, or one drawn of this mode with these `fixed` words, as the subject takes it.

@@ -24,7 +24,7 @@ SHAPES |= {f"moe.experts.{number}.0.weight": (12, WIDTH) for number in range(EXP
 SHAPES |= {f"moe.experts.{number}.2.weight": (WIDTH, 12) for number in range(EXPERTS)}
 
 
-def drawn(case):  # the whole weights, the same on every rank
+def draw_weights(case):  # the whole weights, the same on every rank
     draws = torch.Generator().manual_seed(case.seed)
     whole = {name: torch.randn(shape, generator=draws, dtype=torch.float64) for name, shape in SHAPES.items()}
     return {name: (weight * 0.4).to(getattr(torch, case.dtype)) for name, weight in whole.items()}
@@ -38,7 +38,7 @@ def sample(case, step, micro, dp_rank):
 
 
 def truth(case, device):
-    w, outcome = {name: weight.requires_grad_() for name, weight in drawn(case).items()}, {}
+    w, outcome = {name: weight.requires_grad_() for name, weight in draw_weights(case).items()}, {}
     optimizer = torch.optim.SGD(w.values(), lr=0.1)
     for step in range(case.steps):
         optimizer.zero_grad()
@@ -93,7 +93,7 @@ def place_shard(name, tensor):  # an expert is whole where it is
 
 
 def subject(case, device):
-    network, whole, outcome = Network(case).to(getattr(torch, case.dtype)), drawn(case), {}
+    network, whole, outcome = Network(case).to(getattr(torch, case.dtype)), draw_weights(case), {}
     for name, weight in name_parameters(case, network):
         weight.data.copy_(whole[name])
     groups = split_params({"params": list(network.parameters()), "name": "all"})
@@ -110,9 +110,7 @@ def subject(case, device):
             outcome |= {f"grad/{name}": place_shard(name, safe_get_full_grad(weight).clone()) for name, weight in found}
             engine.step()
         torch.distributed.all_reduce(total)
-    return outcome | {
-        f"param/{name}": place_shard(name, weight.detach()) for name, weight in name_parameters(case, network)
-    }
+    return outcome | {f"param/{name}": place_shard(name, p.detach()) for name, p in name_parameters(case, network)}
 
 
 subject.truth, subject.per_rank = truth, plain.subject.per_rank

@@ -11,7 +11,7 @@ from torch.nn import functional
 from shardproof.suites.subjects.mcore_training import (
     LocalNorm,
     add_statements,
-    drawn,
+    draw_weight,
     micro_batch,
     start,
     train,
@@ -42,7 +42,7 @@ def dense(case):  # its parameters, under Megatron's names
     shapes |= {f"mtp.layers.{number}.eh_proj.weight": (24, 48) for number in range(case.heads)}
     shapes |= {"embedding.word_embeddings.weight": (96, 24), "embedding.position_embeddings.weight": (12, 24)}
     shapes |= {"output_layer.weight": (96, 24)}
-    return {name: drawn(case, name, shape).requires_grad_() for name, shape in shapes.items()}
+    return {name: draw_weight(case, name, shape).requires_grad_() for name, shape in shapes.items()}
 
 
 def losses(case, w, tokens):  # of the next tokens, and of those that each head predicts

@@ -25,7 +25,7 @@ PLAIN: dict[str, Any] = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "use_c
 PLAIN |= dict.fromkeys(("init_method", "output_layer_init_method", "embedding_init_method"), torch.nn.init.zeros_)
 
 
-def drawn(case, name, shape):  # the full weight of this name, the same on every rank and for every layout
+def draw_weight(case, name, shape):  # the full weight of this name, the same on every rank and for every layout
     draws = torch.Generator().manual_seed(case.seed + zlib.crc32(name.encode()))
     return (torch.randn(shape, generator=draws) * 0.2).to(getattr(torch, case.dtype))
 
@@ -61,7 +61,7 @@ def wrap_model(case, config, layer, **words):  # a GPTModel of these layers, who
     for name, weight in weights(model):
         for part in parts(model, name, weight, weight.data):
             here = tuple(slice(first, first + size) for first, size in zip(part.offsets, part.local.shape, strict=True))
-            part.local.copy_(drawn(case, name, part.global_shape)[here])
+            part.local.copy_(draw_weight(case, name, part.global_shape)[here])
     return distributed.DistributedDataParallel(config, distributed.DistributedDataParallelConfig(), model)
 
 

@@ -103,7 +103,7 @@ def _ten_draws(prover: Prover, mode: str) -> list[Any]:
     @settings(max_examples=10, database=None, phases=(Phase.generate,))
     @given(data=st.data())
     def draw(data: st.DataObject) -> None:
-        drawn.append(prover.drawn(data, mode))
+        drawn.append(prover.draw_case(data, mode))
 
     draw()
     return drawn

@@ -37,7 +37,7 @@ def test_every_suite_passes(outside: Session) -> None:
 def test_a_property_of_a_word_that_the_subject_lacks_is_skipped_and_a_refusal_that_raises_is_not() -> None:
     lacking = pytest.raises(pytest.skip.Exception, match="cases of .*:subject have no word optimizer")
     with Prover.on(f"{OWN}subject", "2,3,6") as prover, lacking:
-        prover.drawn(None, "dp+tp", optimizer="adamw")  # type: ignore[arg-type]
+        prover.draw_case(None, "dp+tp", optimizer="adamw")  # type: ignore[arg-type]
     with Prover.on(f"{ME}speechless", "2") as prover, pytest.raises(Unanswered, match="LookupError: no words"):
         prover.fit_case(Case.parse(SMALL))
 
@@ -103,7 +103,7 @@ def test_of_a_word_with_legal_values_these_alone_are_drawn_and_a_property_of_ano
     assert {case.steps for case in drawn} == {2, 4} and {case.act for case in drawn} == {"relu", "tanh"}
     foreign = pytest.raises(pytest.skip.Exception, match="cannot have steps=1: is none of its values; legal: 2.4")
     with Prover.on(f"{ME}few", "4") as prover, foreign:
-        prover.drawn(None, "dp+tp", steps=1)  # type: ignore[arg-type]
+        prover.draw_case(None, "dp+tp", steps=1)  # type: ignore[arg-type]
 
 
 class Drawing(Network):
@@ -162,7 +162,7 @@ def test_a_subject_of_one_architecture_is_proved_on_its_default_cases() -> None:
         @settings(max_examples=12, database=None, phases=(Phase.generate,))
         @given(data=st.data())
         def draw(data: st.DataObject) -> None:
-            drawn.append(prover.drawn(data, "tp", where_known=data.draw(st.sampled_from(OPTIMIZERS))))
+            drawn.append(prover.draw_case(data, "tp", where_known=data.draw(st.sampled_from(OPTIMIZERS))))
 
         draw()
     assert {(case.heads, case.hidden, case.dp) for case in drawn} == {(8, 64, 1)}

@@ -246,7 +246,7 @@ class FlightRecorder:
         key = (group, ranks, "", MAKES_GROUP, -1, 0, True, (), ())
         self._write(key, issued_at(sys._getframe(1)), is_async=True)
 
-    def left(self) -> None:
+    def on_exit(self) -> None:
         """The synchronous call entered last is complete."""
         self._put(_INSIDE, 0)
 

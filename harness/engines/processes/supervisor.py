@@ -202,7 +202,7 @@ class Supervisor:
                     continue
             if left_s <= 0:
                 return
-            if workers.pending_ranks() and not self._has_failed() and self._stuck():
+            if workers.pending_ranks() and not self._has_failed() and self._is_stuck():
                 return
 
     def _has_failed(self) -> bool:
@@ -217,7 +217,7 @@ class Supervisor:
         while self._workers.pending_ranks() and time.monotonic() < end_s:
             self._workers.listen(end_s - time.monotonic())
 
-    def _stuck(self) -> bool:
+    def _is_stuck(self) -> bool:
         """Whether provably no rank can go on; examined when no rank has issued a call for a while."""
         self._workers.refresh()
         self._matcher.read()

@@ -214,12 +214,12 @@ class NarrowProbe(DispatchMode):
             for leaf in returned:  # computed in the case's dtype for as long as their storage lives
                 if leaf.dtype in self._narrow and not self._is_computed(leaf):
                     key = storage_id(leaf)
-                    gone = functools.partial(self._gone, key)
+                    gone = functools.partial(self._on_drop, key)
                     self._computed[key] = weakref.ref(leaf.untyped_storage(), gone)
         return result
 
     def _is_computed(self, tensor: Tensor) -> bool:
         return storage_id(tensor) in self._computed
 
-    def _gone(self, key: int, _reference: object) -> None:
+    def _on_drop(self, key: int, _reference: object) -> None:
         del self._computed[key]

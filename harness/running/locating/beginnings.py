@@ -190,7 +190,7 @@ class _Begun:
 
 def _other_start(ranks: Outcomes, truth: Truth) -> str:
     """The first parameter that begins on a rank as another part of itself, or with other numbers, in words."""
-    found, initial = list(_begun(ranks)), truth.initial
+    found, initial = list(_find_first_values(ranks)), truth.initial
     known = [one for one in found if one.name in initial and initial[one.name].shape == one.block.global_shape]
     right = [(one.rank, one.name, one.block.part_of(initial[one.name])) for one in known]
     wrong = [  # a value that belongs to another parameter is not this one's, whose own was not seen
@@ -212,7 +212,7 @@ def _other_start(ranks: Outcomes, truth: Truth) -> str:
     return ""
 
 
-def _begun(ranks: Outcomes) -> Iterator[_Begun]:
+def _find_first_values(ranks: Outcomes) -> Iterator[_Begun]:
     """The first values of parameters of which a rank returns one part."""
     for rank, outcome in enumerate(ranks):
         single = {name: blocks[0] for name, blocks in outcome.items() if len(blocks) == 1}

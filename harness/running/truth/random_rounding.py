@@ -108,7 +108,7 @@ class RandomRounding(DispatchMode):
         if name in PRODUCTS or name in _SUMS:
             args = self._terms_moved(name, args)
         if self._leaving:
-            args = self._left(operator, args, kwargs)
+            args = self._move_arguments(operator, args, kwargs)
         result = self._note_product(name, self.compute(operator, args, kwargs))
         self._remember(result)
         if self._leaving and not exact and operator.namespace == "aten":
@@ -189,7 +189,7 @@ class RandomRounding(DispatchMode):
         moved = (x * (1 + unit * part)).to(x.dtype)
         return moved.where(x != x.round(), x)  # whole numbers and infinities stay
 
-    def _left(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
+    def _move_arguments(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
         """The arguments, numbers of the dtypes of `units` moved in the wider dtype of what they are computed to."""
         given = any(isinstance(x, Tensor) and x.dtype in self._units for x in leaves(args))
         if not given:
