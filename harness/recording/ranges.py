@@ -9,10 +9,10 @@
 | rank       | JSON: rank, pid ... and number of calls  | rank     | -             | mark, first and last    |
 
 A collective's category is its op and the global ranks of its group, "all_reduce 0,1": a range holds but one number.
-With `waiting` ranges nothing is drawn but in the stretch of `draw_rank`, between whose marks a rank's calls are counted.
-A step's range begins with its first forward and ends with its optimizer step. The stretch after a backward or a step has
-no phase yet, since it follows from later events (harness.recording.attribution), so no phase range covers it. An async
-collective is a mark, because no range may claim a time that is not measured.
+With `waiting` ranges nothing is drawn but in the stretch of `draw_rank`, between whose marks a rank's calls are
+counted. A step's range begins with its first forward and ends with its optimizer step. The stretch after a backward or
+a step has no phase yet, since it follows from later events (harness.recording.attribution), so no phase range covers
+it. An async collective is a mark, because no range may claim a time that is not measured.
 """
 
 import importlib.metadata
