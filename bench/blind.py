@@ -39,7 +39,7 @@ from shardproof.harness.mesh_axes import SLICES
 from shardproof.harness.running.experiments import Failed, words_needed
 from shardproof.harness.running.proof import prove
 from shardproof.harness.running.result import CaseResult
-from shardproof.harness.subject import NamedSubject, named
+from shardproof.harness.subject import NamedSubject, resolve_subject
 from shardproof.harness.verdicts.verdict import FAIL, PASS
 from shardproof.harness.verdicts.words import when_line
 from shardproof.reference.case import Case
@@ -131,24 +131,24 @@ def in_order(checkpoint: str) -> list[Case]:
     return sorted(cases, key=lambda case: (simple[case], bool(case.load)))
 
 
-def measured(bug: Mutant, engine: InprocEngine) -> dict[str, object]:
+def measure_bug(bug: Mutant, engine: InprocEngine) -> dict[str, object]:
     """The row of one bug."""
     row: dict[str, object] = dict.fromkeys(COLUMNS.split(), "")
     row |= {"name": bug.name, "killed": False, "wrong": bug.wrong}
     row["needed"] = f"{bug.condition} modes={'|'.join(bug.modes)}"
     start_s = time.monotonic()
     with bug.subject() as planted, tempfile.TemporaryDirectory() as folder:
-        subject = named(planted)
+        subject = resolve_subject(planted)
         twice = default_cases(checkpoint=f"{folder}/checkpoint")[::REPEATED]
         for case in in_order(f"{folder}/checkpoint"):
             result = prove(case, subject, engine, timeout_s=_TIMEOUT_S, repeat=case in twice)
             if result.verdict == FAIL:
-                row |= _failed(bug, result) | _when(bug, result, subject, engine)
+                row |= _failure_columns(bug, result) | _when_columns(bug, result, subject, engine)
                 break
     return row | {"seconds": round(time.monotonic() - start_s, 1)}
 
 
-def _failed(bug: Mutant, result: CaseResult) -> dict[str, object]:
+def _failure_columns(bug: Mutant, result: CaseResult) -> dict[str, object]:
     """Columns of the failure itself."""
     diagnosis = result.diagnosis
     failed = [verdict for verdict in result.verdicts if verdict.verdict == FAIL]
@@ -164,17 +164,17 @@ def _failed(bug: Mutant, result: CaseResult) -> dict[str, object]:
     }
 
 
-def _when(bug: Mutant, result: CaseResult, subject: NamedSubject, engine: InprocEngine) -> dict[str, object]:
+def _when_columns(bug: Mutant, result: CaseResult, subject: NamedSubject, engine: InprocEngine) -> dict[str, object]:
     """Columns of the words that the failure needs, each of whose statements is run again."""
     failed = Failed(case=result.case, verdicts=result.verdicts)
     again = partial(prove, subject=subject, engine=engine, explain=False)
     found = words_needed(failed, subject, again, time.monotonic() + _WHEN_S)
     line = when_line(found.when)
     wrong = false_statements(line, lambda text: again(Case.parse(text), timeout_s=_TIMEOUT_S))
-    return {"when_right": _judged(bug, found), "when_true": "no" if wrong else "yes", "when": line}
+    return {"when_right": _judge_words(bug, found), "when_true": "no" if wrong else "yes", "when": line}
 
 
-def _judged(bug: Mutant, found: NeededWords) -> str:
+def _judge_words(bug: Mutant, found: NeededWords) -> str:
     """Whether the line names exactly the words that the bug needs, "yes" or "no".
 
     "none" is for a line that names none, unless the bug needs none and every word was tried.
@@ -190,11 +190,11 @@ def _judged(bug: Mutant, found: NeededWords) -> str:
     allowed = {word for word in words if getattr(case, word) == getattr(Case(), word)}
     allowed |= {word for derived in asked & {*_DERIVED} for word in _DERIVED[derived]}
     allowed |= {"mode"} if {*bug.modes} != {*MODES} else set()
-    named = all(word in words or _implied(word, words, case, condition) for word in needed)
+    named = all(word in words or _is_implied(word, words, case, condition) for word in needed)
     return "yes" if words - allowed <= needed and named and holds(condition, case) else "no"
 
 
-def _implied(word: str, words: set[str], case: Case, condition: str) -> bool:
+def _is_implied(word: str, words: set[str], case: Case, condition: str) -> bool:
     """Whether the case language has no case with these words as they are that breaks the condition by this word."""
     fixed = {each: getattr(case, each) for each in words}
     others = (repair_words(words_of(case), {**fixed, word: value}, domains()) for value in domains().get(word, ()))
@@ -216,7 +216,7 @@ def main(words: Sequence[str]) -> int:
         table.writeheader()
         rows = []
         for bug in _BUGS[asked.bugs][number - 1 :: parts]:
-            rows.append(measured(bug, engine))
+            rows.append(measure_bug(bug, engine))
             table.writerow(rows[-1])
             file.flush()
     killed = [row for row in rows if row["killed"]]

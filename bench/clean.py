@@ -36,7 +36,7 @@ from shardproof.harness.engines.threads.rank_threads import resident_bytes
 from shardproof.harness.errors import RequestError, ShardproofError
 from shardproof.harness.interpreter import COLLECTED_AFTER
 from shardproof.harness.running.proof import prove
-from shardproof.harness.subject import named
+from shardproof.harness.subject import resolve_subject
 from shardproof.harness.verdicts.verdict import UNKNOWN
 from shardproof.reference.case import Case
 from shardproof.reference.features import PARTS
@@ -70,13 +70,13 @@ class Part:
     timeout_s: float = 300.0
     foreign: bool = False
 
-    def drawn(self) -> list[Drawn]:
+    def draw_cases(self) -> list[Drawn]:
         """Every case of this part with its subject; modes, or foreign subjects, take turns."""
         if self.foreign:
             share = self.cases // self.parts + (self.number <= self.cases % self.parts)
             return drawn_cases(share, self.first_seed * 1000 + self.number, dtype=self.dtype)
         of_modes = [cases_of(mode, share, self) for mode, share in self.shares().items()]
-        subject = named(self.subject)
+        subject = resolve_subject(self.subject)
         return [Drawn(subject, case) for turn in zip_longest(*of_modes) for case in turn if case]
 
     def shares(self) -> dict[str, int]:
@@ -121,7 +121,7 @@ def campaign(part: Part) -> Iterator[tuple[Campaign, list[Alarm]]]:
     start_s = time.perf_counter()
     refused = unjudged = alarms = undecided = 0
     with InprocEngine() as engine:
-        for number, drawn in enumerate(part.drawn(), start=1):
+        for number, drawn in enumerate(part.draw_cases(), start=1):
             alarms_or_none = _alarms(drawn, part.timeout_s, engine)
             alarms_of_case = alarms_or_none or []
             lost = sum(one.verdict == UNJUDGED for one in alarms_of_case)
@@ -175,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     try:
         part = _part(asked)
-        so_far = _written(part, Path(asked.out))
+        so_far = _write_part(part, Path(asked.out))
     except RequestError as error:
         print(f"bench.clean: {error}", file=sys.stderr)
         return error.exit_status
@@ -185,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if so_far.alarms else 0
 
 
-def _written(part: Part, out: Path) -> Campaign:
+def _write_part(part: Part, out: Path) -> Campaign:
     """The part, run; its row and its alarms are on disk after every case."""
     out.mkdir(parents=True, exist_ok=True)
     kind = ["foreign"] if part.foreign else []

@@ -158,7 +158,7 @@ class Search:
             found |= self.pairs.pairs_of(words)
         return found
 
-    def changed(self, words: Words, fixed: Words) -> Words | None:
+    def propose_case(self, words: Words, fixed: Words) -> Words | None:
         """The case with these words that the rules propose, None without one."""
         found = repair_words(words, fixed, self.values, _problem)
         if not found:
@@ -169,14 +169,14 @@ class Search:
 
     def _near(self, fixed: Words) -> Words | None:
         sources = self.random.sample(self.known, min(_NEAR, len(self.known)))
-        return next(filter(None, (self.changed(words, fixed) for words in sources)), None)
+        return next(filter(None, (self.propose_case(words, fixed) for words in sources)), None)
 
     def worth(self, words: Words, missing: NDArray[np.float32]) -> float:
         """How many missing pairs a case holds for what it costs."""
         vector = self.pairs.vector(words)
         return float(vector @ (missing @ vector)) / cost(words)
 
-    def climbed(self, words: Words, missing: NDArray[np.float32]) -> tuple[float, Words]:
+    def climb_words(self, words: Words, missing: NDArray[np.float32]) -> tuple[float, Words]:
         """The case with single words changed, as long as that is worth more; and its worth."""
         worth, better = self.worth(words, missing), True
         while better:
@@ -190,7 +190,7 @@ class Search:
                     by_level.get((change[0], words[change[0]]), 0) - by_level.get(change, 0) - noise[change]
                 ),
             )
-            tried = (self.changed(words, {word: value}) for word, value in order[:_TRIED])
+            tried = (self.propose_case(words, {word: value}) for word, value in order[:_TRIED])
             found = max(
                 ((self.worth(other, missing), n, other) for n, other in enumerate(tried) if other), default=None
             )
@@ -199,7 +199,7 @@ class Search:
                 worth, _, words = found
         return worth, words
 
-    def completed(self, cases: Sequence[Words]) -> list[Words]:
+    def complete_pairs(self, cases: Sequence[Words]) -> list[Words]:
         """The cases and more of them, until no pair is missing that a known case can hold."""
         cases = list(cases)
         missing = (self.wanted & ~self._union(cases)).astype(np.float32)
@@ -208,7 +208,7 @@ class Search:
             starts = [*filter(None, (self._near(self.pairs.words(*pair)) for pair in pairs))]
             some = self.random.sample(self.known, min(_NEAR, len(self.known)))
             starts += sorted(some, key=lambda words: -self.worth(words, missing))[:2]
-            worth, best = max((self.climbed(words, missing) for words in starts), key=lambda found: found[0])
+            worth, best = max((self.climb_words(words, missing) for words in starts), key=lambda found: found[0])
             if not worth:
                 holding = [words for words in self.known if self.worth(words, missing)]
                 if not holding:
@@ -240,7 +240,7 @@ class Search:
         for place in sorted(range(len(cases)), key=lambda place: cost(cases[place]), reverse=True):
             for word, value in [(one, value) for one in _CHANGED for value in self.values[one]]:
                 words = cases[place]
-                other = self.changed(words, {word: value}) if words[word] != value else None
+                other = self.propose_case(words, {word: value}) if words[word] != value else None
                 if other and cost(other) < cost(words):
                     gone, come = self.pairs.pairs_of(words), self.pairs.pairs_of(other)
                     if not (self.wanted & gone & ~come & (times < 2)).any():
@@ -254,7 +254,7 @@ class Search:
         alone = [int((self.wanted & self.pairs.pairs_of(words) & (times < 2)).sum()) / cost(words) for words in cases]
         order = sorted(range(len(cases)), key=lambda place: alone[place] * (0.3 + self.random.random()))
         out = {*order[:count]} if self.random.random() < 0.6 else {*self.random.sample(range(len(cases)), count)}
-        new = self.completed([words for place, words in enumerate(cases) if place not in out])
+        new = self.complete_pairs([words for place, words in enumerate(cases) if place not in out])
         lost = (self.wanted & self._union(cases) & ~self._union(new)).any()
         return cases if lost or sum(map(cost, new)) > sum(map(cost, cases)) else new
 
@@ -268,7 +268,7 @@ def main() -> int:
     end = time.monotonic() + asked.seconds
     kept, before = ([words_of(case) for case in lines()[section]] for section in ("recipes", "pairs"))
     search = Search(kept, [words for words in (*before, *kept) if not _problem(words)], asked.seed)
-    cases = search.plainer(search.completed([words for words in before if not _problem(words)]))
+    cases = search.plainer(search.complete_pairs([words for words in before if not _problem(words)]))
     by_hand = FILE.read_text(encoding="utf-8").partition("\npairs:\n")[0]
     for number in range(10**9):
         new = sorted({line_of(Case(**words)) for words in cases})

@@ -33,22 +33,22 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bench import foreign
-from bench.foreign_edits import Planted, drawn_edit, planting
+from bench.foreign_edits import Planted, drawn_edit, plant_edits
 from shardproof.harness.checking.measures.kinds import kind_of
 from shardproof.harness.checking.measures.many_tensors import kind_rms
 from shardproof.harness.checking.measures.measured import FLOAT64_ALLOWED, SCALE_SHARE
 from shardproof.harness.checking.measures.tolerance import CONTROL_FACTOR, FLOOR_EPSILONS, OWN_EPSILONS
-from shardproof.harness.checking.measuring import compared
+from shardproof.harness.checking.measuring import compare_with_truth
 from shardproof.harness.checking.records import Evidence
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.errors import RequestError, ShardproofError
-from shardproof.harness.outcome.merging import merge
+from shardproof.harness.outcome.merging import merge_outcomes
 from shardproof.harness.plain_case import PlainCase
 from shardproof.harness.protocols import CaseLike
 from shardproof.harness.running.proof import prove
 from shardproof.harness.running.ranks.execution import execute
 from shardproof.harness.running.result import CaseResult
-from shardproof.harness.subject import NamedSubject, claims, named, refusal
+from shardproof.harness.subject import NamedSubject, claims, refusal, resolve_subject
 from shardproof.harness.verdicts.verdict import FAIL, UNKNOWN
 from shardproof.suites.drawing.own_cases import cases_around
 from shardproof.suites.drawing.profiles import draw_samples
@@ -69,7 +69,7 @@ def subject_of(name: str) -> NamedSubject:
     """The foreign subject of this module. Raises RequestError where there is none."""
     if name not in SUBJECTS:
         raise RequestError(f"subject={name}: is no foreign subject; legal: {', '.join(SUBJECTS)}")
-    return named(f"{foreign.__name__}.{name}:subject")
+    return resolve_subject(f"{foreign.__name__}.{name}:subject")
 
 
 def drawn_cases(count: int, first_seed: int = 0, names: Sequence[str] = SUBJECTS, dtype: str = "any") -> list[Drawn]:
@@ -151,7 +151,7 @@ class Row(Change):
 
 def campaign(edits: int, first_seed: int, names: Sequence[str], dtype: str, timeout_s: float) -> Iterator[Row]:
     """A row for every edit, subject by subject in turn."""
-    with InprocEngine() as engine, planting():
+    with InprocEngine() as engine, plant_edits():
         for number, drawn in enumerate(drawn_cases(edits * len(names), first_seed, names, dtype)):
             start_s = time.perf_counter()
             row = judged_edit(drawn, Random(f"{first_seed} {number}"), engine, timeout_s)
@@ -166,7 +166,7 @@ def judged_edit(drawn: Drawn, chosen: Random, engine: InprocEngine, timeout_s: f
     try:
         without = prove(case, Planted(drawn.subject).named, engine, timeout_s=timeout_s, explain=False)
         if without.verdict == FAIL or without.evidence is None:
-            return replace(row, check=_failed(without))
+            return replace(row, check=_failed_checks(without))
         start = execute(case, still, engine, record=False, timeout_s=timeout_s)
         edit = drawn_edit(still.counts, case.dtype, chosen)
         row = replace(row, edit=str(edit))
@@ -174,10 +174,10 @@ def judged_edit(drawn: Drawn, chosen: Random, engine: InprocEngine, timeout_s: f
     except ShardproofError as error:
         return replace(row, check=f"run: {error}"[:200])
     verdicts = {FAIL: FOUND, UNKNOWN: UNDECIDED}
-    row = replace(row, verdict=verdicts.get(wrong.verdict, PASSED), check=_failed(wrong))
+    row = replace(row, verdict=verdicts.get(wrong.verdict, PASSED), check=_failed_checks(wrong))
     if wrong.evidence is None:
         return row
-    first = {name: tensor for name, tensor in merge(start.outcomes).tensors.items() if kind_of(name) in MOVED}
+    first = {name: tensor for name, tensor in merge_outcomes(start.outcomes).tensors.items() if kind_of(name) in MOVED}
     changes = list(_changes(without.evidence, wrong.evidence, first))
     if not changes and row.verdict != FOUND:
         return replace(row, verdict=NOTHING)
@@ -185,7 +185,7 @@ def judged_edit(drawn: Drawn, chosen: Random, engine: InprocEngine, timeout_s: f
     return replace(row, **asdict(_with_limit(most, wrong.evidence)))
 
 
-def _failed(result: CaseResult) -> str:
+def _failed_checks(result: CaseResult) -> str:
     return ", ".join(each.check for each in result.verdicts if each.verdict == FAIL)
 
 
@@ -246,7 +246,7 @@ def _with_limit(one: Change, wrong: Evidence) -> Change:
     if not one.tensor or one.by == "exact":
         return one
     size = kind_rms(wrong.truth.tensors).get(kind_of(one.tensor), 0.0)
-    found = compared(wrong.run, wrong.truth, one.tensor, size)
+    found = compare_with_truth(wrong.run, wrong.truth, one.tensor, size)
     return replace(
         one, error=found.error, limit=found.allowed, measure=found.measure, decided=found.decidable or found.zero
     )

@@ -155,11 +155,11 @@ class _Numbered:
 
 
 @contextmanager
-def planting() -> Iterator[None]:
+def plant_edits() -> Iterator[None]:
     """A context in which planted subjects have their edits; programs of other threads are left alone."""
     before = register_optimizer_step_pre_hook(_before_step)
     behind = register_optimizer_step_post_hook(_behind_step)
-    stands_in = {name: _edited(name, getattr(dist, name)) for name in COLLECTIVES}
+    stands_in = {name: _edit_function(name, getattr(dist, name)) for name in COLLECTIVES}
     try:
         with patch.dict(vars(dist), stands_in), patch.object(Tensor, "backward", _backward(Tensor.backward)):
             yield
@@ -183,12 +183,12 @@ def drawn_edit(counts: Mapping[int, Counts], dtype: str, chosen: Random) -> Edit
     raise ValueError("the subject has no point at which an edit could be planted; legal: one with an optimizer")
 
 
-def _stepped(optimizer: Optimizer) -> list[Tensor]:
+def _stepped_parameters(optimizer: Optimizer) -> list[Tensor]:
     """Parameters that this step moves."""
     return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
-def _chosen(of: Sequence[Tensor], share: float) -> Tensor:
+def _choose_part(of: Sequence[Tensor], share: float) -> Tensor:
     return of[int(share * len(of))]
 
 
@@ -207,11 +207,11 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     rank = _rank()
     if rank is None:
         return
-    moved = _stepped(optimizer)
+    moved = _stepped_parameters(optimizer)
     rank.back = [(p, p.detach().clone()) for p in moved] if rank.frozen else []
     if not rank.here("step") or not moved or rank.edit is None:
         return
-    edit, one = rank.edit, _chosen(moved, rank.edit.share)
+    edit, one = rank.edit, _choose_part(moved, rank.edit.share)
     if "gradient" in edit.what and one.grad is not None:
         one.grad = one.grad.to_dense() if one.grad.is_sparse else one.grad
         _times(one.grad, edit)
@@ -238,15 +238,15 @@ def _behind_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for number, group in enumerate(optimizer.param_groups):
             group["lr"] = group["lr"] / rank.group[str(number)]
     rank.back, rank.group = [], {}
-    states = [optimizer.state[p] for p in _stepped(optimizer) if p in optimizer.state]
+    states = [optimizer.state[p] for p in _stepped_parameters(optimizer) if p in optimizer.state]
     counted = [state["step"] for state in states if isinstance(state.get("step"), Tensor)]
     kept = [
         value for state in states for name, value in sorted(state.items()) if isinstance(value, Tensor) and value.dim()
     ]
     if counted and rank.here("counted step") and rank.edit is not None:
-        _chosen(counted, rank.edit.share).add_(1)
+        _choose_part(counted, rank.edit.share).add_(1)
     if kept and rank.here("kept step") and rank.edit is not None:
-        _chosen(kept, rank.edit.share).mul_(1 + rank.edit.size)
+        _choose_part(kept, rank.edit.share).mul_(1 + rank.edit.size)
 
 
 def _backward(real: Callable[..., None]) -> Callable[..., None]:
@@ -262,7 +262,7 @@ def _backward(real: Callable[..., None]) -> Callable[..., None]:
     return backward
 
 
-def _edited(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+def _edit_function(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
     def collective(*args: Any, **kwargs: Any) -> Any:
         rank = _rank()
         if rank is None or not args:
@@ -279,7 +279,7 @@ def _edited(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
             for one, old in zip(given, before, strict=False):
                 one.detach().copy_(old)
             if multiplies:
-                _times(_chosen(given, rank.edit.share).detach(), rank.edit)
+                _times(_choose_part(given, rank.edit.share).detach(), rank.edit)
         return work
 
     return collective

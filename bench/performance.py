@@ -34,7 +34,7 @@ from rich.table import Table
 
 from bench.peers import PEERS, Peer
 from bench.proof_costs import further_case, one_case, real_widths, recorded_step
-from bench.witnesses import measured
+from bench.witnesses import measure_costs
 from bench.workload import (
     Sizes,
     data,
@@ -135,13 +135,13 @@ def _recorder_row(engine: InprocEngine, rounds: int) -> Row:
     full, (x, dy) = weights(sizes), data(sizes)
     recorder = Recorder("", "", 2, {"tp": ((0, 1),)})
 
-    def recorded(rank: int) -> object:
+    def record_rank(rank: int) -> object:
         with recorder.on_rank(rank):
             return rank_program(rank, 2, sizes, full, x, dy)
 
     def on() -> None:
         with recorder:
-            engine.run(recorded, world_size=2, observer=recorder)
+            engine.run(record_rank, world_size=2, observer=recorder)
 
     def off() -> None:
         engine.run(rank_program, 2, sizes, full, x, dy, world_size=2)
@@ -179,7 +179,7 @@ def _example_rows(engine: InprocEngine, world_size: int, rounds: int, spawns: in
 
 def _witness_rows(rounds: int) -> list[Row]:
     """Cost of each witness in a step at two ranks on gloo: by the clock, and by CPU time beside it."""
-    costs, missing = measured(rounds)
+    costs, missing = measure_costs(rounds)
     if missing:
         Console(stderr=True).print(f"no row for nsys: {missing}")
     return [

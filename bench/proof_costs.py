@@ -53,14 +53,14 @@ with InprocEngine() as engine:
 
 def one_case(rounds: int) -> tuple[float, float]:
     """CPU seconds of `shardproof run` of one case on 2 ranks, and its ratio to `import torch`."""
-    best = _best({"import": _IMPORT, "case": _run("mode=tp tp=2")}, rounds)
+    best = _best({"import": _IMPORT, "case": _words_of_run("mode=tp tp=2")}, rounds)
     return best["case"], best["case"] / best["import"]
 
 
 def further_case(rounds: int) -> float:
     """CPU seconds of every further case of a run."""
     few = [f"mode={mode} tp=2 micro=3" for mode in MODES if not MODES[mode].uneven]
-    best = _best({"one": _run(few[0]), "six": _run(*few)}, rounds)
+    best = _best({"one": _words_of_run(few[0]), "six": _words_of_run(*few)}, rounds)
     return (best["six"] - best["one"]) / (len(few) - 1)
 
 
@@ -69,8 +69,8 @@ def real_widths() -> tuple[float, float]:
     tiny = "mode=tp tp=2 layers=1 hidden=16 heads=2 ffn=16 seq=8"
     best = _best(
         {
-            "start": _run(tiny),
-            "proof": _run(REAL_WIDTHS),
+            "start": _words_of_run(tiny),
+            "proof": _words_of_run(REAL_WIDTHS),
             "no ranks": ("-c", re.sub("    engine.run.*", "    pass", _RANKS)),
             "ranks": ("-c", _RANKS),
         },
@@ -80,7 +80,7 @@ def real_widths() -> tuple[float, float]:
     return proof, proof / (best["ranks"] - best["no ranks"])
 
 
-def _run(*cases: str) -> tuple[str, ...]:
+def _words_of_run(*cases: str) -> tuple[str, ...]:
     return ("-m", "shardproof", "run", "--out", tempfile.mkdtemp(), *cases)
 
 
@@ -112,7 +112,7 @@ def recorded_step(pairs: int) -> tuple[float, Interval]:
     return float(np.median(on)), ratio_of_medians(off, on)
 
 
-def _training() -> Callable[[], None]:
+def _make_training_step() -> Callable[[], None]:
     """Step of the program."""
     layer = nn.TransformerEncoderLayer(HIDDEN, HEADS, 4 * HIDDEN, batch_first=True, dropout=0.0)
     stack = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
@@ -138,7 +138,7 @@ def main(pairs: int) -> None:
         )
         of = Recorded(case="bert-small", mode="program", world_size=1, rank=0)
         recorder = RankRecorder(session, of, Part(Path(folder), 0, {}), session.origin_s)
-        step = _training()
+        step = _make_training_step()
         seconds: dict[str, list[float]] = {"off": [], "on": []}
         for pair in range(pairs + 2):
             for name in ("off", "on") if pair % 2 else ("on", "off"):

@@ -30,7 +30,7 @@ Results = Mapping[str, pd.DataFrame]
 """Results of one commit: the tables of _KEYS, and `error`, the errors behind the verdicts."""
 
 
-def drawn(count: int, first_seed: int) -> list[str]:
+def draw_cases(count: int, first_seed: int) -> list[str]:
     """Legal cases in any word, `count` of them, as texts; the same for the same seed."""
     shares = {mode: count // len(MODES) + (place < count % len(MODES)) for place, mode in enumerate(MODES)}
     cases = [case for mode, share in shares.items() for case in draw_samples(every_word(mode), share, first_seed)]
@@ -56,10 +56,10 @@ def results(tree: Path, texts: list[str], work: Path) -> Results:
     ended = subprocess.run([*command, *texts], cwd=tree, env=environment, capture_output=True, text=True, check=False)
     if not (work / "runs/latest").exists():
         raise SystemExit(f"{tree}: no run folder; exit {ended.returncode}\n{ended.stdout}\n{ended.stderr}")
-    return read(work)
+    return read_results(work)
 
 
-def read(work: Path) -> Results:
+def read_results(work: Path) -> Results:
     """Tables that `results` wrote; how often an outcome was computed does not count."""
     verdicts = pd.read_json(work / "runs/latest/verdicts.jsonl", lines=True, dtype=False)
     verdicts = verdicts[verdicts["verdict"].notna()].copy()  # later rows add to failures
@@ -102,7 +102,7 @@ def main() -> int:
     options = parser.parse_args()
     base, work, failed = Path(options.base).resolve(), Path(options.work).resolve(), 0
     default = results(base, [], work / "base-default")["outcome"]["case"]
-    texts = {"default": list(dict.fromkeys(default)), "drawn": drawn(options.cases, options.seed)}
+    texts = {"default": list(dict.fromkeys(default)), "drawn": draw_cases(options.cases, options.seed)}
     for name, cases in texts.items():
         one, other = (results(tree, cases, work / f"{side}-{name}") for side, tree in (("base", base), ("ours", ROOT)))
         apart = differences(one, other)

@@ -57,7 +57,7 @@ def _reason(skip: ElementTree.Element) -> str:
 def skipped_everywhere(reports: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
     """Every test that has run in no report, with its reasons, unless one of them is of `NOWHERE`."""
     ran = {test for tests in reports for test, reason in tests.items() if not reason}
-    ran |= {place for test in ran for place in _enclosing(test.partition("::")[0])}
+    ran |= {place for test in ran for place in _enclosing_places(test.partition("::")[0])}
     left: dict[str, list[str]] = {}
     for tests in reports:
         for test in tests.keys() - ran:
@@ -65,7 +65,7 @@ def skipped_everywhere(reports: Sequence[Mapping[str, str]]) -> dict[str, list[s
     return {test: list(dict.fromkeys(left[test])) for test in sorted(left) if not _is_nowhere(left[test])}
 
 
-def _enclosing(place: str) -> Iterable[str]:
+def _enclosing_places(place: str) -> Iterable[str]:
     """A place and all that it lies in: the class of a test, its module, packages."""
     words = place.split(".")
     return (".".join(words[:end]) for end in range(1, len(words) + 1))

@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from shardproof.harness.subject import case_of, named
+from shardproof.harness.subject import case_of, resolve_subject
 
 
 def opinion(text: str) -> str:
@@ -26,7 +26,7 @@ def opinion(text: str) -> str:
     titan: Any = importlib.import_module("shardproof.suites.subjects.torchtitan")
     annotated: Any = importlib.import_module("torchtitan.distributed.spmd_types").annotate_input_spmd_types
 
-    def typed(case: Any, model: Any, _dp_ranks: Any, dims: Any) -> dict[str, Any]:
+    def type_case(case: Any, model: Any, _dp_ranks: Any, dims: Any) -> dict[str, Any]:
         tokens = torch.randint(titan.VOCAB, (2, titan.LENGTH + 1))
         inputs, labels = tokens[:, :-1].clone(), tokens[:, 1:].clone()
         more = {"positions": torch.arange(titan.LENGTH).expand(2, -1)}
@@ -38,10 +38,10 @@ def opinion(text: str) -> str:
             loss.backward()
         return {}
 
-    case = case_of(text, named("shardproof.suites.subjects.torchtitan:subject"))
+    case = case_of(text, resolve_subject("shardproof.suites.subjects.torchtitan:subject"))
     dist.init_process_group("fake", rank=0, world_size=case.world_size)
     try:
-        with titan.session(), mock.patch.object(titan, "train", typed):
+        with titan.session(), mock.patch.object(titan, "train", type_case):
             titan.subject(case, torch.device("cpu"))
     except Exception as error:  # whatever the checker raises is its opinion
         return f"{type(error).__name__}: {error}"

@@ -196,7 +196,7 @@ def interpreter(system: System, folder: Path) -> tuple[str, str]:
     return own, subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def run(group: Sequence[Cell], stored: dict[tuple[str, ...], Ledger], python: str) -> Iterator[Seen]:
+def run_cells(group: Sequence[Cell], stored: dict[tuple[str, ...], Ledger], python: str) -> Iterator[Seen]:
     """Cells of one subject, engine and expectation by one command; those that pass beside others that do not, again."""
     first, words = group[0], [cell.case for cell in group]
     with tempfile.TemporaryDirectory() as folder:
@@ -222,7 +222,7 @@ def run(group: Sequence[Cell], stored: dict[tuple[str, ...], Ledger], python: st
         else:
             yield judge_cell(cell, row, [one for one in verdicts if one["case"] == row["case"]], stored.get(key(cell)))
     if again:
-        yield from run(again, stored, python)
+        yield from run_cells(again, stored, python)
 
 
 def judge_cell(cell: Cell, row: dict[str, Any], verdicts: Sequence[dict[str, Any]], stored: Ledger | None) -> Seen:
@@ -331,7 +331,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         began_s = time.monotonic()
         mine = [cell for cell in chosen if cell.system == system]
         for _, group in groupby(sorted(mine, key=sorting), sorting):
-            for one in run(list(group), stored, python):
+            for one in run_cells(list(group), stored, python):
                 seen.append(one)
                 print(f"{system.name}: {' '.join(key(one.cell)[1:])}: {one.result} {one.why}".rstrip(), flush=True)
         took[system] = (version_or_reason, time.monotonic() - began_s)

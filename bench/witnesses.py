@@ -71,7 +71,7 @@ class Cost:
     cpu_us: float
 
 
-def measured(rounds: int) -> tuple[list[Cost], str]:
+def measure_costs(rounds: int) -> tuple[list[Cost], str]:
     """The costs, nsys among them, or why it is not."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -130,7 +130,7 @@ def _rank(rank: int, folder: Path, rounds: int, witnesses: Sequence[str]) -> Non
         spent: dict[str, list[Pair]] = {name: [] for name in ("off", *witnesses)}
         for _ in range(rounds):
             for name, pairs in spent.items():
-                pairs.append(_spent(step, partial(_watched, name, rank, case), once=name == ONCE))
+                pairs.append(_measure_seconds(step, partial(_watch_body, name, rank, case), once=name == ONCE))
         left = {"spent": spent, "events": _events(step, rank, case)}
     (folder / f"{rank}.json").write_text(json.dumps(left), encoding="utf-8")
 
@@ -142,7 +142,9 @@ def _events(step: Callable[[], None], rank: int, case: Case) -> int:
     return len(recorder.events())
 
 
-def _spent(step: Callable[[], None], watched: Callable[[], AbstractContextManager[None]], *, once: bool) -> Pair:
+def _measure_seconds(
+    step: Callable[[], None], watched: Callable[[], AbstractContextManager[None]], *, once: bool
+) -> Pair:
     """Seconds of STEPS steps under a witness, after one that is not timed; of one that bears a single forward, each
     under a new one."""
     if once:
@@ -183,7 +185,7 @@ def micro_batch(case: Case) -> Callable[[], None]:
 
 
 @contextmanager
-def _watched(name: str, rank: int, case: Case) -> Iterator[None]:
+def _watch_body(name: str, rank: int, case: Case) -> Iterator[None]:
     """The witness of this name around the body."""
     with ExitStack() as watching:
         if name == RECORDING:

@@ -182,7 +182,7 @@ def _error(rank: int, world_size: int, seed: int) -> float:
     return _apart(rank_program(rank, world_size, sizes, full, x, dy), truth, rank, world_size)
 
 
-def _spawned(rank: int, world_size: int, store: str, seed: int, allowed: float) -> None:
+def _run_spawned(rank: int, world_size: int, store: str, seed: int, allowed: float) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=LIMIT_S)
@@ -199,7 +199,7 @@ def spawned_example(world_size: int, seed: int, allowed: float) -> float:
     with tempfile.TemporaryDirectory() as folder:
         start_s = time.perf_counter()
         arguments = (world_size, f"{folder}/store", seed, allowed)
-        ranks = spawn(_spawned, args=arguments, nprocs=world_size, join=False)
+        ranks = spawn(_run_spawned, args=arguments, nprocs=world_size, join=False)
         try:
             while not ranks.join(timeout=1.0):
                 if time.perf_counter() - start_s > LIMIT_S:

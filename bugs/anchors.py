@@ -20,19 +20,19 @@ class AnchorLost(ValueError):
     """A bug whose lines are nowhere, or in several places."""
 
 
-def changed(name: str, changes: tuple[Change, ...]) -> dict[str, str]:
+def change_sources(name: str, changes: tuple[Change, ...]) -> dict[str, str]:
     """Module -> its source with all of these changes. Raises AnchorLost, which names the bug and the place."""
     texts: dict[str, str] = {}
     for change in changes:
         try:
-            at = found(change, texts)
+            at = find_change(change, texts)
         except AnchorLost as lost:
             raise AnchorLost(f"{name}: {lost}") from None
-        texts[at.module] = applied(texts.get(at.module) or source_of(at.module), at)
+        texts[at.module] = apply_change(texts.get(at.module) or source_of(at.module), at)
     return texts
 
 
-def found(change: Change, texts: dict[str, str] | None = None, *, renamed: bool = False) -> Change:
+def find_change(change: Change, texts: dict[str, str] | None = None, *, renamed: bool = False) -> Change:
     """The change at its place of today: where it says, else in the one function of that name that has the lines.
 
     With `renamed` it is the one function of any name. `texts` are sources changed already. Raises AnchorLost.
@@ -63,7 +63,7 @@ def package_of(module: str) -> str:
     return ".".join(parts[: 2 if parts[0] == "shardproof" else 1])
 
 
-def applied(text: str, change: Change) -> str:
+def apply_change(text: str, change: Change) -> str:
     """The source with this change. The lines must be there once."""
     (start, end), *_ = _occurrences(text, change)
     line = text[text.rfind("\n", 0, start) + 1 : start]

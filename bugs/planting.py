@@ -1,8 +1,9 @@
 """Plants a bug from outside: our implementation is imported anew with one source file changed, beside the right one.
 
-The product's code holds no switches. `planted` gives the subject of a second copy of the packages whose file was
-changed. The running process gets its own modules back before `planted` returns, so right and wrong live side by side. A
-bug in `reference` moves the dense model as well: `planted_everywhere` is the second copy for truth and ranks alike.
+The product's code holds no switches. `plant_subject` gives the subject of a second copy of the packages whose file was
+changed. The running process gets its own modules back before `plant_subject` returns, so right and wrong live side by
+side. A bug in `reference` moves the dense model as well: `planted_everywhere` is the second copy for truth and ranks
+alike.
 """
 
 import builtins
@@ -16,7 +17,7 @@ from contextlib import contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
 
-from shardproof.bugs.anchors import changed, package_of, source_of
+from shardproof.bugs.anchors import change_sources, package_of, source_of
 from shardproof.bugs.record import Change
 
 Subject = Callable[..., Any]
@@ -25,7 +26,7 @@ _ONE_AT_A_TIME = threading.RLock()
 """Ranks that are threads share their modules."""
 
 
-def replaced(module: str, old: str, new: str) -> dict[str, str]:
+def replace_text(module: str, old: str, new: str) -> dict[str, str]:
     """The changed source of a module in which the one occurrence of `old` reads `new`, letter by letter if it can be.
 
     Raises AnchorLost, a ValueError, when it does not occur once.
@@ -33,7 +34,7 @@ def replaced(module: str, old: str, new: str) -> dict[str, str]:
     text = source_of(module)
     if text.count(old) == 1:
         return {module: text.replace(old, new)}
-    return changed(module, (Change(module=module, old=old, new=new),))
+    return change_sources(module, (Change(module=module, old=old, new=new),))
 
 
 class _Copy(importlib.abc.MetaPathFinder):
@@ -45,7 +46,7 @@ class _Copy(importlib.abc.MetaPathFinder):
         self._is_found = False
 
     @contextmanager
-    def found(self) -> Iterator[None]:
+    def import_copy(self) -> Iterator[None]:
         """Inside, names of these packages are modules of the copy; afterwards those of the first copy again."""
         if self._is_found:
             yield
@@ -90,7 +91,7 @@ class _Copy(importlib.abc.MetaPathFinder):
 
     def _statement(self, name: str, *words: Any, **more: Any) -> Any:
         """Statement `import` in code of the copy."""
-        with self.found() if self._has(name) else nullcontext():
+        with self.import_copy() if self._has(name) else nullcontext():
             return builtins.__import__(name, *words, **more)
 
 
@@ -119,7 +120,7 @@ def planted_module(sources: Mapping[str, str], module: str) -> ModuleType:
 
     Only the packages that hold a changed module, and the module's own, are imported anew.
     """
-    with _Copy(sorted({package_of(name) for name in [*sources, module]}), sources).found():
+    with _Copy(sorted({package_of(name) for name in [*sources, module]}), sources).import_copy():
         return importlib.import_module(module)
 
 
@@ -131,11 +132,11 @@ def planted_everywhere(
 
     Copies have the dense model and our subject.
     """
-    with _Copy(packages, sources).found():
+    with _Copy(packages, sources).import_copy():
         yield
 
 
-def planted(sources: Mapping[str, str], subject: str = "shardproof.parallel.subject:subject") -> Subject:
+def plant_subject(sources: Mapping[str, str], subject: str = "shardproof.parallel.subject:subject") -> Subject:
     """The subject as it is when these modules have these sources."""
     module, _, name = subject.partition(":")
     built: Subject = getattr(planted_module(sources, module), name)

@@ -80,7 +80,7 @@ def files(folder: str) -> list[Path]:
     return sorted((FOLDER / folder).glob("*.txt"))
 
 
-def read(path: Path, kind: type[B], groups: Mapping[str, Sequence[str]]) -> tuple[B, ...]:
+def read_bugs(path: Path, kind: type[B], groups: Mapping[str, Sequence[str]]) -> tuple[B, ...]:
     """The bugs of a file. `groups`: name -> modes; "every" are those of a bug that states none.
 
     Raises ValueError for a line that cannot be read.
@@ -102,7 +102,7 @@ def records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             head, _, text = line.partition(" ")
             if head == "let":
                 key, _, value = text.partition(" = ")
-                names[key] = _named(value, names)
+                names[key] = _expand_names(value, names)
             elif line == "defaults":
                 fields = defaults = {}
             elif head.endswith(":") and text:
@@ -129,7 +129,7 @@ def _logical(path: Path) -> Iterator[tuple[int, str]]:
         yield first, pending
 
 
-def _named(text: str, names: Mapping[str, str]) -> str:
+def _expand_names(text: str, names: Mapping[str, str]) -> str:
     """Words in which the names of a file stand for what they mean."""
     return " ".join(names.get(word, word) for word in text.split())
 
@@ -152,7 +152,7 @@ def _field(fields: dict[str, Any], line: str, names: Mapping[str, str]) -> bool:
         fields[head] = text
     elif head in _KEYS:
         key = ""
-        for word in _named(line, names).split():
+        for word in _expand_names(line, names).split():
             if word == "|":
                 continue
             if word in _KEYS:

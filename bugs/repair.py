@@ -10,26 +10,26 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardproof.bugs.anchors import AnchorLost, applied, found, source_of
-from shardproof.bugs.record import FOLDER, Bug, read
+from shardproof.bugs.anchors import AnchorLost, apply_change, find_change, source_of
+from shardproof.bugs.record import FOLDER, Bug, read_bugs
 
 _HELD_BACK = "a bug that is held back"
 """Name that replaces the name and lines of such a bug in messages."""
 
 
-def moved(bug: Bug) -> dict[str, str]:
+def find_moved_places(bug: Bug) -> dict[str, str]:
     """Stated place -> place of today, for the changes that are elsewhere. Raises AnchorLost, which names the bug."""
     places: dict[str, str] = {}
     texts: dict[str, str] = {}
     for change in bug.changes:
         try:
-            now = found(change, texts)
+            now = find_change(change, texts)
         except AnchorLost:
             try:
-                now = found(change, texts, renamed=True)
+                now = find_change(change, texts, renamed=True)
             except AnchorLost as lost:
                 raise AnchorLost(f"{bug.name}: {lost}") from None
-        texts[now.module] = applied(texts.get(now.module) or source_of(now.module), now)
+        texts[now.module] = apply_change(texts.get(now.module) or source_of(now.module), now)
         if str(now) != str(change):
             places[str(change)] = str(now)
     return places
@@ -41,21 +41,21 @@ def main(arguments: Sequence[str], folder: Path = FOLDER) -> int:
     for path in sorted(folder.rglob("*.txt")):
         places: dict[str, dict[str, str]] = {}
         kept = "held_back" in path.parts
-        for bug in read(path, Bug, {}):
+        for bug in read_bugs(path, Bug, {}):
             try:
-                places[bug.name] = moved(bug)
+                places[bug.name] = find_moved_places(bug)
             except AnchorLost as problem:
                 lost += 1
                 print(f"{path.name}: {_HELD_BACK if kept else problem}", file=sys.stderr)
         if any(places.values()) and "--dry-run" not in arguments:
-            path.write_text(_rewritten(path.read_text(encoding="utf-8"), places), encoding="utf-8")
+            path.write_text(_rewrite_places(path.read_text(encoding="utf-8"), places), encoding="utf-8")
         for name, of_bug in places.items():
             for old, new in of_bug.items():
                 print(f"{path.name}: {_HELD_BACK if kept else name}: {old} is now {new}")
     return int(lost > 0)
 
 
-def _rewritten(text: str, places: dict[str, dict[str, str]]) -> str:
+def _rewrite_places(text: str, places: dict[str, dict[str, str]]) -> str:
     lines, name = [], ""
     for line in text.splitlines():
         if line and not line.startswith((" ", "#")):

@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from shardproof.harness.ledger import BACKWARD, PHASES, Event
 from shardproof.harness.protocols import Axes, TermLike
-from shardproof.harness.terms import FIELDS, EventKey, Term, closed_forms, key_of, visible
+from shardproof.harness.terms import FIELDS, EventKey, Term, closed_forms, key_of, select_visible_terms
 
 _LISTED = 3
 """Places of counted events that a message lists."""
@@ -65,7 +65,7 @@ class Difference:
         return f"{self.kind} event in {place} ({times}): {self.line}"
 
 
-def differences(
+def find_differences(
     events: Iterable[Event],
     terms: Iterable[TermLike],
     ranks: Iterable[int],
@@ -84,21 +84,21 @@ def differences(
         found.setdefault(event.rank, Counter())[line] += 1
         callers.setdefault(line, event.caller)
     parted: dict[Difference, list[int]] = {}
-    forms = closed_forms(visible(terms), found, axes)
+    forms = closed_forms(select_visible_terms(terms), found, axes)
     for rank, lines in found.items():
         form = forms[rank]
         surplus = lines - form.complete
         if form.partial:
-            for line in [line for line in surplus if line not in form.complete and form.counting(line)]:
+            for line in [line for line in surplus if line not in form.complete and form.find_counting_terms(line)]:
                 del surplus[line]
-        parts = _parts(surplus, form.complete - lines, callers)
+        parts = _pair_lines(surplus, form.complete - lines, callers)
         for term in form.partial:
-            parts = _counted(parts, term, lines, callers)
+            parts = _count_term(parts, term, lines, callers)
         for difference in parts:
             parted.setdefault(difference, []).append(rank)
     joined = [replace(difference, ranks=tuple(who)) for difference, who in parted.items()]
     places = {module: place for place, module in enumerate(order)}
-    return sorted(joined, key=lambda difference: _when(difference.line, places))
+    return sorted(joined, key=lambda difference: _order_of_line(difference.line, places))
 
 
 def but_for_bytes(parted: Sequence[Difference], regions: Collection[str]) -> list[Difference]:
@@ -115,7 +115,9 @@ def but_for_bytes(parted: Sequence[Difference], regions: Collection[str]) -> lis
     return [one for one in parted if {call(key) for key in (one.found, one.expected) if key} - other_rows]
 
 
-def _parts(surplus: Counter[EventKey], lack: Counter[EventKey], callers: Mapping[EventKey, str]) -> list[Difference]:
+def _pair_lines(
+    surplus: Counter[EventKey], lack: Counter[EventKey], callers: Mapping[EventKey, str]
+) -> list[Difference]:
     """Surplus and lacking lines of one rank, joined where one stands in the other's place."""
     parts = []
     for same in (attrgetter("site"), attrgetter("place"), str):
@@ -131,7 +133,7 @@ def _parts(surplus: Counter[EventKey], lack: Counter[EventKey], callers: Mapping
     return parts
 
 
-def _counted(
+def _count_term(
     parts: Sequence[Difference], term: Term, lines: Counter[EventKey], callers: Mapping[EventKey, str]
 ) -> list[Difference]:
     """The differences of one rank with what this term counts there; extra events stand for those that it lacks."""
@@ -142,7 +144,7 @@ def _counted(
         return list(parts)
     found = f"{calls} call{'s' if calls > 1 else ''}, {total} B" if calls else "none"
     kept, wrong = list(parts), []
-    while lack > 0 and (extra := _instead(kept, term)):
+    while lack > 0 and (extra := _find_substitute(kept, term)):
         assert extra.found is not None  # it is an extra event
         legal = replace(extra.found, **{name: getattr(term, name) for name in term.stated if name in FIELDS})
         taken = min(lack, extra.calls)
@@ -152,7 +154,7 @@ def _counted(
         lack -= taken
     if wrong and not lack:
         return kept + wrong
-    line = _common(term, matched)
+    line = _common_fields(term, matched)
     return [
         *kept,
         *wrong,
@@ -161,12 +163,12 @@ def _counted(
             found=line if lack <= 0 else None,
             calls=abs(lack),
             ranks=(),
-            term=f"{term}, found {found}{_places(matched, callers)}",
+            term=f"{term}, found {found}{_places_of_calls(matched, callers)}",
         ),
     ]
 
 
-def _instead(parts: Iterable[Difference], term: Term) -> Difference | None:
+def _find_substitute(parts: Iterable[Difference], term: Term) -> Difference | None:
     """The extra event that is most like those which this term counts; None when none has anything of them."""
 
     def alike(part: Difference) -> int:
@@ -176,7 +178,7 @@ def _instead(parts: Iterable[Difference], term: Term) -> Difference | None:
     return max(filter(alike, extra), key=alike, default=None)
 
 
-def _common(term: Term, matched: Iterable[EventKey]) -> EventKey:
+def _common_fields(term: Term, matched: Iterable[EventKey]) -> EventKey:
     """Common fields of these events, or of those that the term counts; "" and 0 for the rest."""
     shared = {name: {getattr(line, name) for line in matched} for name in FIELDS}
     known = {name: values.pop() for name, values in shared.items() if len(values) == 1}
@@ -184,7 +186,7 @@ def _common(term: Term, matched: Iterable[EventKey]) -> EventKey:
     return replace(blank, **known, **{n: getattr(term, n) for n in term.stated if n in FIELDS and n not in known})
 
 
-def _places(matched: Counter[EventKey], callers: Mapping[EventKey, str]) -> str:
+def _places_of_calls(matched: Counter[EventKey], callers: Mapping[EventKey, str]) -> str:
     """Where the first of these calls were issued; "" when there are none."""
     by_place: Counter[str] = Counter()
     for line, calls in matched.items():
@@ -194,7 +196,7 @@ def _places(matched: Counter[EventKey], callers: Mapping[EventKey, str]) -> str:
     return f": {', '.join(places[:_LISTED])}{more}" if places else ""
 
 
-def _when(line: EventKey, places: Mapping[str, int]) -> tuple[int, int]:
+def _order_of_line(line: EventKey, places: Mapping[str, int]) -> tuple[int, int]:
     """Sort key: phase, then module; backward phases meet the modules in reverse."""
     last = len(places)
     place = places.get(line.region, last)

@@ -160,7 +160,9 @@ def _other_groups(target: Target, axes: Mapping[str, Partition]) -> dict[str, Pa
     found: dict[str, Partition] = {}
 
     def others(groups: Partition) -> bool:
-        return _meant(target, groups) not in [_meant(target, known) for known in (own, *found.values())]
+        return _comparable_groups(target, groups) not in [
+            _comparable_groups(target, known) for known in (own, *found.values())
+        ]
 
     for name, groups in known.items():
         sizes = {len(ranks) for ranks in groups}
@@ -176,6 +178,6 @@ def _other_groups(target: Target, axes: Mapping[str, Partition]) -> dict[str, Pa
     return found | ({name: made} if others(made) else {})
 
 
-def _meant(target: Target, groups: Partition) -> frozenset[object]:
+def _comparable_groups(target: Target, groups: Partition) -> frozenset[object]:
     """Partitions are distinguished by the order within a group too, but for sums, which are the same in any order."""
     return frozenset(map(frozenset, groups)) if target.op == "all_reduce" else frozenset(groups)

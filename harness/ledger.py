@@ -72,21 +72,21 @@ class Call:
 class Observer(Protocol):
     """Observer of the calls of the ranks: the recorder, a fault injector's log, a test.
 
-    A method waited(rank, ticket), where there is one, is called at the first wait for an asynchronous call.
+    A method on_wait(rank, ticket), where there is one, is called at the first wait for an asynchronous call.
     """
 
-    def issued(self, rank: int, call: Call) -> int:
-        """A rank is about to issue this call; the ticket returned comes back in `completed`."""
+    def on_issue(self, rank: int, call: Call) -> int:
+        """A rank is about to issue this call; the ticket returned comes back in `on_completion`."""
         ...
 
-    def completed(self, rank: int, ticket: int) -> None:
+    def on_completion(self, rank: int, ticket: int) -> None:
         """The call behind the ticket has completed on this rank: its wait returned; on a GPU, in the current stream."""
         ...
 
 
 def notify_waited(observer: Observer, rank: int, ticket: int) -> None:
     """Notify an observer that has a method for it that the program waits for this asynchronous call."""
-    if (notify := getattr(observer, "waited", None)) is not None:
+    if (notify := getattr(observer, "on_wait", None)) is not None:
         notify(rank, ticket)
 
 
@@ -136,7 +136,7 @@ REPEATABLE = tuple(name for name in COLUMNS if name not in {"start_us", "duratio
 """The columns that are equal in every run of a case, on every engine and in every release."""
 
 
-def unmapped(events: Iterable[Event]) -> str:
+def name_unmapped_operators(events: Iterable[Event]) -> str:
     """The operators of torch whose op is `other`, by name: "c10d::shuffle_, c10d::swap_"; "" when there are none."""
     return ", ".join(dict.fromkeys(event.operator for event in events if event.op == OTHER))
 

@@ -33,7 +33,7 @@ class WordError(ValueError):
     """A word that no case can have: names the word, the value, the rule and a legal value."""
 
     def __init__(self, key: str, value: object, rule: str, legal: object) -> None:
-        super().__init__(f"{key}={_written(value)}: {rule}; legal: {legal}")
+        super().__init__(f"{key}={_write_value(value)}: {rule}; legal: {legal}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Vocabulary:
             key, equals, value = word.partition("=")
             if not equals:
                 raise WordError(word, "", "must be a word and its value", "tp=2")
-            stated[key] = self._read(key, value)
+            stated[key] = self._read_word(key, value)
         return self.case(stated)
 
     def case(self, stated: Mapping[str, Word], *, any_dtype: bool = False) -> "PlainCase":
@@ -100,9 +100,9 @@ class Vocabulary:
 
     def foreign(self, key: str, value: Word) -> WordError:
         """The error of a value that is none of those of its word."""
-        return WordError(key, value, "is none of its values", "|".join(map(_written, dict(self.words)[key])))
+        return WordError(key, value, "is none of its values", "|".join(map(_write_value, dict(self.words)[key])))
 
-    def _read(self, key: str, text: str) -> Word:
+    def _read_word(self, key: str, text: str) -> Word:
         known = dict(self.words)
         if key not in known:
             raise WordError(key, text, "is no word of this subject's cases", " ".join(known))
@@ -245,7 +245,7 @@ class PlainCase:
 
     def __str__(self) -> str:
         defaults = self.defaults
-        words = [f"{key}={_written(value)}" for key, value in self.values if value != defaults[key]]
+        words = [f"{key}={_write_value(value)}" for key, value in self.values if value != defaults[key]]
         return " ".join(words) or f"{AXES[0]}={dict(self.values)[AXES[0]]}"
 
 
@@ -287,5 +287,5 @@ def _require_bounds(key: str, value: Word) -> None:
         raise WordError(key, value, f"must be at most {most}", f"{key}={most}")
 
 
-def _written(value: object) -> str:
+def _write_value(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)

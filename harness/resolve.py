@@ -27,21 +27,21 @@ def resolve(name: str) -> object:
     RequestError for a malformed name, a module that is missing or fails on import, or a missing attribute.
     """
     module_name, colon, path = name.partition(":")
-    if reason := _misspelt(module_name, path, colon):
+    if reason := _why_misspelt(module_name, path, colon):
         raise RequestError(f"name {name!r}: {reason}")
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
-    module = _module(name, module_name)
+    module = _import_module(name, module_name)
     found: object = module
     for part in path.split("."):
         if not hasattr(found, part):
-            alternative = _alternative(found, part, module_name)
+            alternative = _propose_alternative(found, part, module_name)
             raise RequestError(f"name {name!r}: {module_name} has no {part!r}; {alternative}")
         found = getattr(found, part)
     return found
 
 
-def _misspelt(module_name: str, path: str, colon: str = ":") -> str:
+def _why_misspelt(module_name: str, path: str, colon: str = ":") -> str:
     """Why this is no name of an object, with what to type; "" where it is one. Nothing is imported."""
     if module_name.endswith(".py"):
         return _of_file(Path(module_name), path)
@@ -52,7 +52,7 @@ def _misspelt(module_name: str, path: str, colon: str = ":") -> str:
             legal = f"rename it to {other} and write {other}:{path or 'subject'}"
             return f"{part!r} {why}, which no name of a Python module may; legal: {legal}"
     if not path or not all(part.isidentifier() for part in [*module_name.split("."), *path.split(".")]):
-        callables = [] if colon else _callables(Path(f"{module_name.replace('.', '/')}.py"))
+        callables = [] if colon else _list_callables(Path(f"{module_name.replace('.', '/')}.py"))
         legal = f"{module_name}:{callables[0]}" if callables else "shardproof.parallel.subject:subject"
         return f"must be written module:object; legal: {legal}"
     return ""
@@ -66,15 +66,15 @@ def _of_file(file: Path, path: str) -> str:
     inside = Path(os.path.relpath(file))
     if (parts := inside.with_suffix("").parts)[0] == os.pardir or file.is_absolute():
         rule, parts = f"{rule}, in the folder of the file ({file.resolve().parent})", (file.stem,)
-    if reason := _misspelt(".".join(parts), path or "subject"):
+    if reason := _why_misspelt(".".join(parts), path or "subject"):
         return reason
-    module, callables = ".".join(parts), _callables(file)
+    module, callables = ".".join(parts), _list_callables(file)
     names = [path] if path in callables else callables
     others = f"; it defines {', '.join(names[:_MOST])}" if len(names) > 1 else ""
     return f"{rule}; legal: {module}:{names[0] if names else 'subject'}{others if names else f'; {_EMPTY}'}"
 
 
-def _callables(file: Path) -> list[str]:
+def _list_callables(file: Path) -> list[str]:
     """The names that a file seems to define for use as a subject, likely ones first: read and not run."""
     try:
         body = ast.parse(file.read_text(encoding="utf-8")).body
@@ -93,7 +93,7 @@ def _callables(file: Path) -> list[str]:
     return [*dict.fromkeys(name for name in (*likely, *called, *defined) if not name.startswith("_"))]
 
 
-def _alternative(target: object, part: str, module_name: str) -> str:
+def _propose_alternative(target: object, part: str, module_name: str) -> str:
     """A name that would have been legal: the closest of the module's own, rather than of what it imports."""
     words = {word: getattr(target, word) for word in dir(target) if not word.startswith("_")}
     own = [
@@ -105,11 +105,11 @@ def _alternative(target: object, part: str, module_name: str) -> str:
     return f"legal: {module_name}:{close[0]}" if close else _EMPTY
 
 
-def _module(name: str, module_name: str) -> ModuleType:
+def _import_module(name: str, module_name: str) -> ModuleType:
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as problem:
-        if _lacks(problem, module_name):
+        if _is_missing(problem, module_name):
             where = "the working directory and the installed packages"
             raise RequestError(f"name {name!r}: there is no module {problem.name!r} in {where}") from problem
         advice = install_text(problem)
@@ -121,6 +121,6 @@ def _module(name: str, module_name: str) -> ModuleType:
         raise RequestError(f"name {name!r}: {module_name} fails on import: {error_text(problem)}") from problem
 
 
-def _lacks(problem: ModuleNotFoundError, module_name: str) -> bool:
+def _is_missing(problem: ModuleNotFoundError, module_name: str) -> bool:
     """Whether it is this module that is missing, or a package of it."""
     return f"{module_name}.".startswith(f"{problem.name}.")

@@ -24,7 +24,7 @@ def new_run_folder(out: Path, name: str) -> Path:
     A new `out` gets a `.gitignore`, so that runs stay out of the user's repository.
     """
     stem = f"{datetime.datetime.now().strftime('%Y%m%d-%H%M%S')}-{safe_name(name)}"
-    with writing(out):
+    with guard_writing(out):
         is_new = not out.exists()
         out.mkdir(parents=True, exist_ok=True)
         if is_new:
@@ -55,7 +55,7 @@ def safe_name(name: str) -> str:
 
 
 @contextmanager
-def writing(out: Path) -> Iterator[None]:
+def guard_writing(out: Path) -> Iterator[None]:
     """Write the run folder inside. Raises RequestError with the folder and the reason where that cannot be.
 
     A disk that is full, or fails, is the machine's failure: MachineError.

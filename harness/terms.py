@@ -140,18 +140,18 @@ class ClosedForm:
     complete: Counter[EventKey]
     partial: tuple[Term, ...]
 
-    def counting(self, line: EventKey) -> list[EventKey | Term]:
+    def find_counting_terms(self, line: EventKey) -> list[EventKey | Term]:
         """Keys and terms that count this event: its own key when a complete term states it, and partial terms."""
         own: list[EventKey | Term] = [line] if line in self.complete else []
         return own + [term for term in self.partial if term.matches(line)]
 
 
-def visible(terms: Iterable[TermLike]) -> list[TermLike]:
+def select_visible_terms(terms: Iterable[TermLike]) -> list[TermLike]:
     """The terms whose calls a recorder sees."""
-    return [term for term in terms if not unseen([term])]
+    return [term for term in terms if not select_unseen_terms([term])]
 
 
-def unseen(terms: Iterable[TermLike]) -> list[Term]:
+def select_unseen_terms(terms: Iterable[TermLike]) -> list[Term]:
     """The terms whose calls no recorder sees."""
     return [term for term in terms if isinstance(term, Term) and term.carrier != CARRIERS[0]]
 
@@ -198,13 +198,13 @@ def closed_form(terms: Iterable[TermLike]) -> ClosedForm:
     for term in terms:
         if isinstance(term, Term) and not {*FIELDS, "calls"}.issubset(term.stated):
             pattern = tuple(getattr(term, name) for name in FIELDS)
-            partial[pattern] = _added(partial[pattern], term) if pattern in partial else term
+            partial[pattern] = _add_terms(partial[pattern], term) if pattern in partial else term
         else:
             complete[key_of(term)] += term.calls or 0
     return ClosedForm(complete=complete, partial=tuple(partial.values()))
 
 
-def _added(one: Term, other: Term) -> Term:
+def _add_terms(one: Term, other: Term) -> Term:
     """Both as one term; a number that only one of them states is that of both."""
 
     def both(mine: int | None, theirs: int | None) -> int | None:

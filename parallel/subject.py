@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shardproof.bugs.anchors import changed
-from shardproof.bugs.planting import planted
+from shardproof.bugs.anchors import change_sources
+from shardproof.bugs.planting import plant_subject
 from shardproof.parallel.communication.expectation import CompleteTerm, terms
 from shardproof.parallel.communication.layout import Box, pieces, rows
 from shardproof.parallel.communication.mesh import Mesh, coordinates
@@ -56,7 +56,7 @@ def _with_variant(variant: str) -> Any:
 def _plant(variant: str) -> Any:
     from shardproof.reference.case.variants import VARIANTS  # noqa: PLC0415  (reads the file of variants)
 
-    return planted(changed(variant, VARIANTS[variant].changes))
+    return plant_subject(change_sources(variant, VARIANTS[variant].changes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from shardproof.harness.running.engines import engine_named
 from shardproof.harness.running.request import Request
 from shardproof.harness.running.result import CaseResult
 from shardproof.harness.running.run_result import RunResult
-from shardproof.harness.subject import case_of, cases_of, named
+from shardproof.harness.subject import case_of, cases_of, resolve_subject
 
 
 def prove(
@@ -36,7 +36,7 @@ def prove(
     is written. Raises RequestError when the case, the subject or the engine is wrong; whatever the subject does wrong
     is a failed verdict.
     """
-    given = named(subject, truth)
+    given = resolve_subject(subject, truth)
     known = case_of(case, given) if isinstance(case, str) else case
     with engine_named(engine) if isinstance(engine, str) else nullcontext(engine) as opened:
         return proof.prove(known, given, opened, device=device, timeout_s=timeout_s)
@@ -57,8 +57,8 @@ def run(
     `result.path` is the folder, for `load` and `shardproof show`; `result.exit_status` that of `shardproof run`. Raises
     RequestError before anything runs when a case, the subject, the engine or the folder is wrong.
     """
-    given = named(subject, truth)
-    return running.run(
+    given = resolve_subject(subject, truth)
+    return running.run_request(
         Request(
             cases=cases_of(cases, given),
             subject=given,

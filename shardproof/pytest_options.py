@@ -73,7 +73,7 @@ def are_added(config: pytest.Config) -> bool:
     return any(hasattr(config.option, option.dest) for option in OPTIONS)
 
 
-def given(config: pytest.Config) -> bool:
+def has_our_options(config: pytest.Config) -> bool:
     """Whether one of our options is on the command line."""
     return any(config.getoption(option.dest, None) for option in OPTIONS)
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from shardproof.pytest_options import ENGINE_OPENED, OPTIONS, add_options, are_added, given, option_value
+from shardproof.pytest_options import ENGINE_OPENED, OPTIONS, add_options, are_added, has_our_options, option_value
 
 SUITES = Path(__file__).parent / "suites"
 
@@ -32,11 +32,11 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
         elif option.twin:
             parser.addini(option.dest, option.about, default=option.default)
     config: Any = pluginmanager.get_plugin("pytestconfig")
-    if _named(config):
+    if _names_suites(config):
         add_options(parser)
 
 
-def _named(config: pytest.Config) -> bool:
+def _names_suites(config: pytest.Config) -> bool:
     """Whether this session names the suites as modules."""
     known = config.known_args_namespace
     return bool(known.pyargs) and any(names_suites(word) for word in known.file_or_dir)
@@ -90,7 +90,7 @@ def pytest_configure(config: pytest.Config) -> None:
         from shardproof.suites.drawing.profiles import register  # noqa: PLC0415  (only for those who name a profile)
 
         register()
-    if _found_late(config) or given(config):
+    if _found_late(config) or has_our_options(config):
         from shardproof.suites.session.request import check  # noqa: PLC0415  (only where the suites are asked for)
 
         check(config)
@@ -108,7 +108,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 def _found_late(config: pytest.Config) -> bool:
     """Whether pytest finds the conftest of the suites only while it collects, as where they are named by module."""
     late = config.pluginmanager.get_plugin(str(SUITES / "conftest.py")) is None
-    return late and are_added(config) and _named(config)
+    return late and are_added(config) and _names_suites(config)
 
 
 @pytest.hookimpl(optionalhook=True)

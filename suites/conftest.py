@@ -121,7 +121,7 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
                 item.add_marker(pytest.mark.skip(reason=reason))
     if path := option_path(config, "known_failures"):
         claimed = claims(subject_of(config)).modes
-        known_failures.mark(session, items, known_failures.read(path), claimed, _modes(config))
+        known_failures.mark(session, items, known_failures.read_known_failures(path), claimed, _modes(config))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -31,7 +31,7 @@ from shardproof.harness.reproducing.repro import emit
 from shardproof.harness.running.engines import engine_named
 from shardproof.harness.running.ranks.capacity import admit
 from shardproof.harness.running.ranks.execution import execute
-from shardproof.harness.subject import NamedSubject, claims, named, own_cases, refusal
+from shardproof.harness.subject import NamedSubject, claims, own_cases, refusal, resolve_subject
 from shardproof.reference.case import Case
 from shardproof.suites.mutants.catalogue import HELD_BACK, MUTANTS, VARIANT_ROWS, Mutant, cases_showing
 from shardproof.suites.mutants.field import FIELD, in_field
@@ -170,7 +170,7 @@ def plan_disturbed(
     With `only` those of this case; with `dtype` of the usual cases in it.
     """
     plans, known = [], set[str]()
-    for case in [only] if only else _shown(subject, mode, quick, dtype):
+    for case in [only] if only else _cases_to_disturb(subject, mode, quick, dtype):
         events = execute(case, subject.call, engine, text=case_text(case), timeout_s=timeout_s).events
         faults = [fault for fault in faults_of(events, case.axes) if str(fault) not in known]
         known |= {str(fault) for fault in faults}
@@ -179,7 +179,7 @@ def plan_disturbed(
     return plans
 
 
-def _shown(subject: NamedSubject, mode: str, quick: bool, dtype: str) -> list[CaseLike]:
+def _cases_to_disturb(subject: NamedSubject, mode: str, quick: bool, dtype: str) -> list[CaseLike]:
     """The cases of a mode whose collectives are disturbed: those that the subject names, else some that it takes."""
     if (own := own_cases(subject)) is not None:
         taken = [case for case in own if case.mode == mode and not refusal(case, subject)]
@@ -210,7 +210,7 @@ def run_kills(plans: Sequence[KillPlan], subject: NamedSubject, *, processes: in
     if processes == 1:
         with engine_named("inproc") as engine:
             for plan in plans:
-                yield from _killed(plan, subject, engine)
+                yield from _kill_faults(plan, subject, engine)
         return
     # Not forked from this process: a fork would copy locks that the threads of an engine hold.
     server, target = ForkServer(hash_seed(0)), partial(_serve_plans, sent=pickle.dumps(subject))
@@ -245,7 +245,7 @@ def _serve_plans(pipe: Connection, _memory: int, *, sent: bytes) -> None:
         while True:
             plan = pickle.loads(pipe.recv_bytes())
             try:
-                answer: object = _killed(plan, pickle.loads(sent), engine)
+                answer: object = _kill_faults(plan, pickle.loads(sent), engine)
             except ShardproofError as error:
                 answer = error
             except Exception:  # whatever importing a user's module raises
@@ -253,7 +253,7 @@ def _serve_plans(pipe: Connection, _memory: int, *, sent: bytes) -> None:
             pipe.send(answer)
 
 
-def _killed(plan: KillPlan, subject: NamedSubject, engine: Engine) -> list[Killed]:
+def _kill_faults(plan: KillPlan, subject: NamedSubject, engine: Engine) -> list[Killed]:
     if plan.case is not None:
         return faults_killed(plan.case, plan.faults, subject, engine, plan.timeout_s)
     return [mutant_killed(_ROWS[plan.name], plan.mode, engine, plan.timeout_s, plan.dtype, twin=plan.twin)]
@@ -341,7 +341,9 @@ def _script(row: Mutant, engine: Engine) -> str:
     sources = row.sources()
     cases = (case for mode in row.modes for case in cases_showing(row, mode)[:2])
     with row.subject() as subject:
-        given = NamedSubject(name=SUBJECT, call=named(subject).call, address=SUBJECT if subject == SUBJECT else "")
+        given = NamedSubject(
+            name=SUBJECT, call=resolve_subject(subject).call, address=SUBJECT if subject == SUBJECT else ""
+        )
         for case in itertools.islice(cases, _TRIES):
             if text := emit(case, given, engine, planted=sources):
                 return text.replace('"""', f'"""{row.name}: {row.stands_for}\n\n{_diff(sources)}\n', 1)

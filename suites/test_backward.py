@@ -12,5 +12,5 @@ EXAMPLES = max(1, 3 * settings().max_examples // 8)
 @settings(max_examples=EXAMPLES)
 @given(data=st.data())
 def test_activations_and_gradients(prover: Prover, mode: str, data: st.DataObject) -> None:
-    case = prover.drawn(data, mode, steps=1)  # the outcome holds those of the first step
+    case = prover.draw_case(data, mode, steps=1)  # the outcome holds those of the first step
     prover.holds(case, "coverage", "merge", "activations", "activation_gradients", "parameter_gradients")

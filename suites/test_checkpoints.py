@@ -24,7 +24,7 @@ def test_training_goes_on_at_another_layout(
     folder = tmp_path_factory.mktemp("checkpoint") / "saved"
     words = {"optimizer": data.draw(st.sampled_from(("adamw", "sgd")), label="optimizer"), "lr": 0.01}
     words |= {"bias_rate": 0.0}  # a checkpoint holds no biases of routers
-    case = prover.drawn(data, mode, where_known=words, steps=1)
+    case = prover.draw_case(data, mode, where_known=words, steps=1)
     if lacking := [word for word in ("save", "load") if not hasattr(case, word)]:
         pytest.skip(f"cases of {prover.subject.name} have no word {lacking[0]}")
     chosen = Random(data.draw(st.integers(0, 2**16), label="layout"))

@@ -12,4 +12,4 @@ EXAMPLES = max(1, settings().max_examples // 4)
 @settings(max_examples=EXAMPLES)
 @given(data=st.data())
 def test_the_ledger_is_the_closed_form_and_parallelism_happened(prover: Prover, mode: str, data: st.DataObject) -> None:
-    prover.holds(prover.drawn(data, mode, steps=2), "ledger", "groups", "parallelism")
+    prover.holds(prover.draw_case(data, mode, steps=2), "ledger", "groups", "parallelism")

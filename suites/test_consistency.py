@@ -16,5 +16,5 @@ EXAMPLES = max(1, 3 * settings().max_examples // 8)
 def test_replicas_agree_runs_repeat_and_asynchronous_calls_are_hidden(
     prover: Prover, mode: str, data: st.DataObject
 ) -> None:
-    case = prover.drawn(data, mode, steps=2, where_known={"overlap": True, "micro": 2})
+    case = prover.draw_case(data, mode, steps=2, where_known={"overlap": True, "micro": 2})
     prover.holds(case, "merge", "replicas", "determinism", "recording", "waits", "overlap")

@@ -33,7 +33,7 @@ WORLDS = (2, 3, 4)
 """World sizes to draw from: real processes share the machine's cores."""
 
 
-def drawn(
+def draw_cases(
     count: int, first_seed: int = 0, subject: str = SUBJECT, worlds: Sequence[int] = WORLDS, **fixed: Any
 ) -> list[Case]:
     """`count` cases, the same for the same seed, in equal shares for all modes of the subject; with these words."""
@@ -58,11 +58,13 @@ def differences(case: CaseLike, subject: str | NamedSubject, engines: Mapping[st
             differing.append(f"{name}: {error}")
     first, *others = results.items()
     for name, result in others:
-        differing += [f"{name} against {first[0]}: {words}" for words in unlike(first[1], result, dry=name == "dry")]
+        differing += [
+            f"{name} against {first[0]}: {words}" for words in describe_differences(first[1], result, dry=name == "dry")
+        ]
     return differing
 
 
-def unlike(one: CaseResult, other: CaseResult, *, dry: bool = False) -> Iterator[str]:
+def describe_differences(one: CaseResult, other: CaseResult, *, dry: bool = False) -> Iterator[str]:
     """In which words two results of a case differ. `dry`: the other has some of the checks and ranks only."""
     verdicts, theirs = _verdicts(one), _verdicts(other)
     if dry:
@@ -106,7 +108,7 @@ LARGEST_WORLD = 4
 """Ranks that are processes at the same time."""
 
 
-def compared(prover: Prover) -> list[CaseLike]:
+def cases_to_compare(prover: Prover) -> list[CaseLike]:
     """The cases to compare, as the subject takes them; skips the test, with the reason, where there is none."""
     examples = settings().max_examples
     quick = examples <= PROFILES["quick"]
@@ -114,33 +116,33 @@ def compared(prover: Prover) -> list[CaseLike]:
     if (only := prover.only) is not None:
         if only.world_size > LARGEST_WORLD:
             pytest.skip(f"case {only}: has {only.world_size} ranks, and here {LARGEST_WORLD} are processes at most")
-        if reason := prover.refused(only):
+        if reason := prover.reason_of_refusal(only):
             pytest.skip(reason)
         return [only]
     if (own := own_cases(prover.subject)) is not None:
-        return _taken(prover, [case for case in own if case.world_size <= LARGEST_WORLD], len(own))
+        return _taken_cases(prover, [case for case in own if case.world_size <= LARGEST_WORLD], len(own))
     worlds = tuple(world for world in prover.worlds if world <= largest)
     if not worlds:
         pytest.skip(f"worlds {prover.worlds}: none that real processes run here; legal: --worlds 2,3")
     fixed = SMALL if quick else {}
-    found = drawn(min(4, examples) if quick else 100, 0, prover.subject.name, worlds, **fixed)
-    near = [prover.fitting(case, **fixed) for case in found]
+    found = draw_cases(min(4, examples) if quick else 100, 0, prover.subject.name, worlds, **fixed)
+    near = [prover.fit_case(case, **fixed) for case in found]
     taken = dict.fromkeys(case for case in near if case is not None and case.world_size <= largest)
     if not taken:
         pytest.skip(f"{prover.subject.name} takes none of {len(found)} drawn cases; the last: {prover.refusals[-1]}")
     return list(taken)
 
 
-def _taken(prover: Prover, named: list[CaseLike], of: int) -> list[CaseLike]:
+def _taken_cases(prover: Prover, named: list[CaseLike], of: int) -> list[CaseLike]:
     """Cases that a subject names and that it takes too; skips the test where there is none."""
-    taken = [case for case in named if not prover.refused(case)]
+    taken = [case for case in named if not prover.reason_of_refusal(case)]
     if not taken:
         pytest.skip(f"{prover.subject.name} names {of} cases, none that it takes on at most {LARGEST_WORLD} ranks")
     return taken
 
 
 def test_every_engine_says_the_same(prover: Prover) -> None:
-    found = compared(prover)
+    found = cases_to_compare(prover)
     with InprocEngine() as inproc, PoolEngine() as pool, DryEngine() as dry:
         engines: dict[str, Engine] = {"inproc": inproc, "pool": pool}
         if prover.subject.name == SUBJECT:

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardproof.harness.outcome.merging import merge
+from shardproof.harness.outcome.merging import merge_outcomes
 from shardproof.harness.protocols import CaseLike
 from shardproof.harness.running.ranks.execution import execute
 from shardproof.suites.session.prover import Prover
@@ -27,9 +27,11 @@ def outcomes(prover: Prover, case: CaseLike, modes: list[str]) -> dict[str, dict
             alike = case.but(mode=mode)
         except ValueError:  # CaseLike.but of a word that this mode does not know: such cases are drawn for others
             continue
-        if prover.refused(alike):
+        if prover.reason_of_refusal(alike):
             continue
-        merged = merge(execute(alike, run, prover.engine, text=str(alike), timeout_s=prover.timeout_s).outcomes)
+        merged = merge_outcomes(
+            execute(alike, run, prover.engine, text=str(alike), timeout_s=prover.timeout_s).outcomes
+        )
         assert merged.flaws == ()
         found[mode] = dict(merged.tensors)
     return found
@@ -53,7 +55,7 @@ def test_all_modes_compute_the_same(prover: Prover, data: st.DataObject) -> None
     if len(modes) == 1:
         pytest.skip(f"{prover.subject.name} claims {modes[0]} alone, so there is no mode to compare it with")
     mode = "tp-sp" if "tp-sp" in modes else modes[0]
-    case = prover.drawn(
+    case = prover.draw_case(
         data, mode, where_known={"delivery": "tensors", "packed": False}
     )  # packs are delivered otherwise
     by_mode = outcomes(prover, case, modes)

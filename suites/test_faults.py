@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from shardproof.harness.verdicts.words import labelled
+from shardproof.harness.verdicts.words import label_lines
 from shardproof.suites.killing import Collective
 from shardproof.suites.mutants.kill_rows import Killed, faults_killed
 from shardproof.suites.session.prover import Prover
@@ -40,4 +40,4 @@ def _six_lines(collective: Collective, missed: Sequence[Killed], subject: str) -
         "causes": next(unmissed, "no check depends on its data: a blind spot, or what is returned is not checked"),
         "repeat": f'{suite} --subject {subject} --case "{collective.case}"',
     }
-    return "\n".join(labelled(lines))
+    return "\n".join(label_lines(lines))

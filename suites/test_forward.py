@@ -12,5 +12,5 @@ EXAMPLES = max(1, settings().max_examples // 4)
 @settings(max_examples=EXAMPLES)
 @given(data=st.data())
 def test_losses_and_logits(prover: Prover, mode: str, data: st.DataObject) -> None:
-    case = prover.drawn(data, mode, steps=2)  # the second shows what the first has changed
+    case = prover.draw_case(data, mode, steps=2)  # the second shows what the first has changed
     prover.holds(case, "merge", "tokens", "forward")

@@ -22,7 +22,7 @@ def test_no_schedule_changes_a_bit(prover: Prover, mode: str, data: st.DataObjec
     if not getattr(prover.engine, "takes_interventions", False):
         pytest.skip(f"engine {prover.engine.name} has the machine's schedule: legal: inproc")
     layers = data.draw(st.integers(2, 3), label="layers")  # what one layer leaves in flight, the next one meets
-    case = prover.drawn(data, mode, steps=1, where_known={"layers": layers, "micro": 2})
+    case = prover.draw_case(data, mode, steps=1, where_known={"layers": layers, "micro": 2})
     schedule = data.draw(schedules(), label="schedule")
     subject: Any = prover.subject.call
     engines = prover.engine, Explored(prover.engine, schedule)

@@ -23,7 +23,7 @@ def test_the_same_batch_gives_the_same_step(prover: Prover, mode: str, data: st.
     exact: dict[str, Any] = {} if own and all(most_exact(one, prover.subject) for one in own) else {"dtype": "float64"}
     row = 48 if mode in MODES and MODES[mode].sequence else 8  # two context ranks cut it, whatever tp is drawn
     divided = {"layers": 2, "seq": row} if data.draw(st.booleans(), label="context ranks and stages") else {}
-    case = prover.drawn(data, mode, where_known=divided, steps=1, **exact)
+    case = prover.draw_case(data, mode, where_known=divided, steps=1, **exact)
     if not hasattr(case, "dp"):
         pytest.skip(f"cases of {prover.subject.name} have no data axis (no word dp)")
     if own is not None and not any(getattr(one, "dp", 1) > 1 for one in own):

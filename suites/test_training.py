@@ -21,5 +21,5 @@ COMMUNICATION = ("ledger", "groups", "parallelism")
 def test_steps_of_the_optimizer(prover: Prover, mode: str, data: st.DataObject) -> None:
     words = data.draw(st.sampled_from(OPTIMIZERS), label="optimizer, clip and lr")
     words = words | {"steps": data.draw(st.sampled_from((2, 2, 2, 3)), label="steps")}
-    case = prover.drawn(data, mode, where_known=words)  # without these words: the subject's own optimizer
+    case = prover.draw_case(data, mode, where_known=words)  # without these words: the subject's own optimizer
     prover.holds(case, "merge", "tokens", "forward", "update", "gradient_norm", *COMMUNICATION)

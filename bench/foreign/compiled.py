@@ -31,7 +31,7 @@ class SumGradients(torch.autograd.Function):
         return collectives.wait_tensor(collectives.all_reduce(grad, "sum", ctx.group)), None
 
 
-def hidden(x, up, bias):
+def hidden_layer(x, up, bias):
     return torch.nn.functional.gelu(x @ up + bias) * torch.sigmoid(x @ up)
 
 
@@ -40,7 +40,7 @@ def distance(y, x):
 
 
 def subject(case, device):
-    compiled = {f: torch.compile(f, backend=case.backend) for f in (hidden, distance)}
+    compiled = {f: torch.compile(f, backend=case.backend) for f in (hidden_layer, distance)}
     mesh = dist.init_device_mesh("cpu", (case.dp, case.tp), mesh_dim_names=("dp", "tp"))
     tp, dp, rank, many = mesh.get_group("tp"), mesh.get_group("dp"), mesh.get_local_rank("tp"), case.inner // case.tp
     shapes = {"up": (case.width, case.inner), "bias": (case.inner,), "down": (case.inner, case.width)}
@@ -51,7 +51,7 @@ def subject(case, device):
         p[name] = torch.nn.Parameter(value.narrow(cut[name], rank * many, many).clone())
     optimizer, out = torch.optim.Adadelta(p.values(), lr=0.5), {}
 
-    def returned(kind, of):
+    def return_shards(kind, of):
         for name, value in p.items():
             at = tuple(rank * many if dim == cut[name] else 0 for dim in range(value.dim()))
             out[f"{kind}/{name}"] = Shard(of(value).clone(), at, shapes[name])
@@ -67,7 +67,7 @@ def subject(case, device):
                 ]
             )
             x = x.to(total.dtype)
-            h = compiled[hidden](SumGradients.apply(x, tp), p["up"], p["bias"])
+            h = compiled[hidden_layer](SumGradients.apply(x, tp), p["up"], p["bias"])
             loss = compiled[distance](SumOverRanks.apply(h @ p["down"], tp), x) / (case.micro * case.dp)
             loss.backward()
             total += loss.detach()
@@ -75,10 +75,10 @@ def subject(case, device):
             dist.all_reduce(t, group=dp)
         out[f"loss/{step}"] = total
         if step == 0:
-            returned("grad", lambda value: value.grad)
+            return_shards("grad", lambda value: value.grad)
         optimizer.step()
         optimizer.zero_grad()
-    returned("param", lambda value: value.detach())
+    return_shards("param", lambda value: value.detach())
     return out
 
 

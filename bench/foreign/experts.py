@@ -114,7 +114,7 @@ def subject(case, device):
     p = {n: torch.nn.Parameter(t) for n, t in p.items()}
     optimizer, out = torch.optim.AdamW(p.values(), lr=0.01), {}
 
-    def named(kind, name, t):
+    def name_shard(kind, name, t):
         whole = name == "router"
         return {f"{kind}/{name}": t if whole else Shard(t, (first,) + (0,) * (t.dim() - 1), tuple(full[name].shape))}
 
@@ -132,10 +132,10 @@ def subject(case, device):
             dist.all_reduce(tensor)
         out |= {f"loss/{step}": total, f"load/{step}": load}
         for n, t in p.items():
-            out |= named("grad", n, t.grad.clone()) if step == 0 else {}
+            out |= name_shard("grad", n, t.grad.clone()) if step == 0 else {}
         optimizer.step()
     for n, t in p.items():
-        out |= named("param", n, t.detach())
+        out |= name_shard("param", n, t.detach())
     return out
 
 

@@ -39,7 +39,7 @@ def samples(case, step, micro, rank, dtype):
     return torch.stack(pairs, 1).to(dtype)
 
 
-def cut(block, flat):
+def cut_block(block, flat):
     parts, at = {}, 0
     for name, shape in block.items():
         size = torch.Size(shape).numel()
@@ -65,7 +65,7 @@ class Unshard(torch.autograd.Function):
 def whole(block, share):
     out = share.new_empty(share.numel() * dist.get_world_size())
     dist.all_gather_into_tensor(out, share.contiguous())
-    return {name: part.clone() for name, part in cut(block, out).items()}
+    return {name: part.clone() for name, part in cut_block(block, out).items()}
 
 
 def subject(case, device):
@@ -78,7 +78,7 @@ def subject(case, device):
     adam = torch.optim.AdamW(shares, lr=LR, weight_decay=DECAY)
 
     def once(share, block, x):
-        return forward(cut(block, Unshard.apply(share, dtype)), x)
+        return forward(cut_block(block, Unshard.apply(share, dtype)), x)
 
     for step in range(case.steps):
         total = torch.zeros((), dtype=dtype)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy, layer_norm, scaled_dot_product_attention
 
 
-def packed(case, step, micro, rank):
+def pack_rows(case, step, micro, rank):
     """Tokens, labels (-1: none), documents (0: padding), positions, each [rows, length]."""
     rows = []
     for number in case.samples(step, micro, rank, case.rows):
@@ -70,7 +70,7 @@ def steps(case, ranks, here, gather, add):
     p, out = {name: torch.nn.Parameter(value) for name, value in fresh(case)}, {}
     optimizer = torch.optim.AdamW(p.values(), lr=0.005, amsgrad=True)
     for step in range(case.steps):
-        batches = [packed(case, step, micro, rank) for micro in range(case.micro) for rank in ranks]
+        batches = [pack_rows(case, step, micro, rank) for micro in range(case.micro) for rank in ranks]
         count = add(sum((labels[:, here] >= 0).sum() for _, labels, _, _ in batches))
         total = torch.zeros((), dtype=p["norm"].dtype)
         for tokens, labels, documents, positions in batches:

@@ -110,14 +110,14 @@ def subject(case, device):
         dist.all_reduce(loss)  # zero on all stages but the last
         out[f"loss/{step}"] = loss
         if step == 0:
-            out.update((f"grad/{n}", staged(p.grad.clone())) for n, p in mine.named_parameters())
+            out.update((f"grad/{n}", stage_tensor(p.grad.clone())) for n, p in mine.named_parameters())
         opt.step()
         opt.zero_grad()
-    out.update((f"param/{n}", staged(p.detach())) for n, p in mine.named_parameters())
+    out.update((f"param/{n}", stage_tensor(p.detach())) for n, p in mine.named_parameters())
     return out
 
 
-def staged(tensor):  # by this stage alone
+def stage_tensor(tensor):  # by this stage alone
     return Shard(tensor, (0,) * tensor.dim(), tuple(tensor.shape))
 
 

@@ -16,15 +16,15 @@ class Pass(torch.autograd.Function):  # to the next rank; its gradient comes bac
     @staticmethod
     def forward(ctx, both, group, before, behind):
         ctx.rest = group, before, behind
-        return _sent(both, group, before, behind)
+        return _send_around(both, group, before, behind)
 
     @staticmethod
     def backward(ctx, grad):
         group, before, behind = ctx.rest
-        return _sent(grad, group, behind, before), None, None, None
+        return _send_around(grad, group, behind, before), None, None, None
 
 
-def _sent(tensor, group, source, target):
+def _send_around(tensor, group, source, target):
     out = torch.empty_like(tensor, memory_format=torch.contiguous_format)
     todo = [dist.P2POp(dist.isend, tensor.contiguous(), target, group), dist.P2POp(dist.irecv, out, source, group)]
     for work in dist.batch_isend_irecv(todo):
@@ -32,7 +32,7 @@ def _sent(tensor, group, source, target):
     return out
 
 
-def drawn(seed, *shape):
+def draw_normal(seed, *shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed % 2**62), dtype=torch.float64)
 
 
@@ -42,13 +42,15 @@ def start(case, dtype):
         "wo": (case.inner, case.width),
         "bias": (case.width,),
     }
-    make = {n: drawn(case.seed * 17 + i, *shapes[n]) * scale.get(n, case.width**-0.5) for i, n in enumerate(NAMES)}
+    make = {
+        n: draw_normal(case.seed * 17 + i, *shapes[n]) * scale.get(n, case.width**-0.5) for i, n in enumerate(NAMES)
+    }
     return [make[n].to(dtype).requires_grad_() for n in NAMES]
 
 
 def data(case, step, micro, dp_rank, dtype):
     numbers = list(case.samples(step, micro, dp_rank, case.rows))
-    x = torch.stack([drawn(10**7 + n + case.seed, case.length, case.width) for n in numbers]).to(dtype)
+    x = torch.stack([draw_normal(10**7 + n + case.seed, case.length, case.width) for n in numbers]).to(dtype)
     length = torch.tensor([case.length - n * 7 % 5 for n in numbers])  # of each row; behind it nothing counts
     return x, torch.arange(case.length) < length[:, None]
 

@@ -49,7 +49,7 @@ class Layer(nn.Module):
         return x + self.out(y.flatten(2))
 
 
-def made(case, group=None):
+def make_model(case, group=None):
     model = Layer(case, group)
     for i, (_, p) in enumerate(sorted(model.named_parameters())):
         noise = torch.randn(
@@ -59,7 +59,7 @@ def made(case, group=None):
     return model
 
 
-def run(case, model, data_ranks, cp_rank=0):
+def run_step(case, model, data_ranks, cp_rank=0):
     out, cp = {}, 1 if model.group is None else case.cp
     opt = torch.optim.Adam(model.parameters(), lr=3e-3)
     tokens = case.length // cp
@@ -97,10 +97,10 @@ def run(case, model, data_ranks, cp_rank=0):
 
 def subject(case, device):
     mesh = dist.init_device_mesh("cpu", (case.dp, case.cp), mesh_dim_names=("dp", "cp"))
-    model = made(case, mesh.get_group("cp"))
-    return run(case, model, [mesh.get_local_rank("dp")], mesh.get_local_rank("cp"))
+    model = make_model(case, mesh.get_group("cp"))
+    return run_step(case, model, [mesh.get_local_rank("dp")], mesh.get_local_rank("cp"))
 
 
-subject.truth = lambda case, device: run(case, made(case), range(case.dp))
+subject.truth = lambda case, device: run_step(case, make_model(case), range(case.dp))
 subject.words = {"width": (9, 15, 50), "heads": (6, 12), "head_dim": (5, 4), "length": (12, 36), "rows": (2, 3)}
 subject.cases = ("cp=2 dp=2", "cp=3", "cp=3 dp=2", "cp=2 dp=3")

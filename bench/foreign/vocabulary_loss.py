@@ -36,7 +36,7 @@ def text(case, step, micro, dp):
     return torch.stack(x), torch.stack(y)
 
 
-def counted(case, step):
+def count_tokens(case, step):
     sets = [text(case, step, m, d)[1] for m in range(case.micro) for d in range(case.dp)]
     return sum(int((y != IGNORED).sum()) for y in sets)
 
@@ -98,7 +98,7 @@ def subject(case, device):
         out[f"{kind}/body"] = c.detach().clone()
 
     for step in range(case.steps):
-        n, total = counted(case, step), torch.zeros((), dtype=emb.dtype)
+        n, total = count_tokens(case, step), torch.zeros((), dtype=emb.dtype)
         for micro in range(case.micro):
             x, y = text(case, step, micro, d)
             mine = (x >= lo) & (x < hi)
@@ -125,7 +125,7 @@ def truth(case, device):
     emb, bias, body = params
     opt, out = torch.optim.Adamax(params, lr=0.02), {}
     for step in range(case.steps):
-        n = counted(case, step)
+        n = count_tokens(case, step)
         xs, ys = zip(*(text(case, step, m, d) for m in range(case.micro) for d in range(case.dp)), strict=True)
         h = torch.tanh(emb[torch.cat(xs)] @ body)
         logits = h @ emb.t() + bias

@@ -41,7 +41,7 @@ class Buckets:
         for work, _ in works:
             work.wait()
 
-    def gathered(self, of):
+    def gather_buckets(self, of):
         for ps, part in zip(self.lists, self.parts, strict=True):
             whole = torch.empty(part.numel() * self.n, dtype=part.dtype)
             dist.all_gather_into_tensor(whole, of(part).contiguous(), group=self.group)
@@ -103,8 +103,8 @@ def subject(case, device):
     buckets, out = Buckets(list(w.values()), dp), {}
     optimizer = torch.optim.SGD(buckets.parts, lr=0.2, momentum=0.5)
 
-    def returned(kind, of):
-        for p, t in buckets.gathered(of):
+    def return_shards(kind, of):
+        for p, t in buckets.gather_buckets(of):
             n = names[p]
             at = [tp_rank * wide if SPLIT.get(n) == dim else 0 for dim in range(t.dim())]
             out[f"{kind}/{n}"] = Shard(t.clone(), tuple(at), tuple(full[n].shape))
@@ -119,19 +119,19 @@ def subject(case, device):
         dist.all_reduce(total, group=dp)
         out[f"loss/{step}"] = total
         if step == 0:
-            returned("grad", lambda part: part.grad)
+            return_shards("grad", lambda part: part.grad)
         squares = torch.zeros((), dtype=dtype)
-        for p, g in buckets.gathered(lambda part: part.grad):
+        for p, g in buckets.gather_buckets(lambda part: part.grad):
             squares += g.square().sum() / (1 if names[p] in SPLIT else case.tp)
         dist.all_reduce(squares, group=tp)
         out[f"grad_norm/{step}"] = squares.sqrt()
         for part in buckets.parts:
             part.grad *= clip(squares.sqrt())
         optimizer.step()
-        for p, t in buckets.gathered(lambda part: part.detach()):
+        for p, t in buckets.gather_buckets(lambda part: part.detach()):
             p.data.copy_(t)
             p.grad = None
-    returned("param", lambda part: part.detach())
+    return_shards("param", lambda part: part.detach())
     return out
 
 

@@ -8,19 +8,19 @@ from operator import attrgetter
 
 from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.laws import group_events, same_sequence
-from shardproof.harness.checking.ledger_checks import unlawful
+from shardproof.harness.checking.ledger_checks import report_broken_law
 from shardproof.harness.checking.records import Calls, Claims, DryRun, Run
 from shardproof.harness.errors import ranks_text
 from shardproof.harness.ledger import Event
 from shardproof.harness.mesh_axes import split_axes
 from shardproof.harness.outcome.merging import Outcomes
 from shardproof.harness.protocols import Axes
-from shardproof.harness.terms import EventKey, Term, closed_forms, key_of, visible
-from shardproof.harness.verdicts.facts import Note, NoteKind, unchecked
+from shardproof.harness.terms import EventKey, Term, closed_forms, key_of, select_visible_terms
+from shardproof.harness.verdicts.facts import Note, NoteKind, note_unchecked
 from shardproof.harness.verdicts.verdict import FAIL, PASS
 
 
-def groups(calls: Calls, claims: Claims) -> Finding | None:
+def check_groups(calls: Calls, claims: Claims) -> Finding | None:
     """Whether the group of every event is a rank list of its axis.
 
     The axis of an event is the name that the program gave its group ("wp", DeviceMesh's "mesh_wp"). The ledger compares
@@ -32,18 +32,18 @@ def groups(calls: Calls, claims: Claims) -> Finding | None:
     if not calls.events:
         return None
     axes = {event.axis for event in calls.events}
-    unnamed = axes - _legal(claims.axes, axes).keys() - {"world"}
-    notes = unchecked(
+    unnamed = axes - _legal_groups(claims.axes, axes).keys() - {"world"}
+    notes = note_unchecked(
         *(f"group {axis}: no axis of the case or of subject.axes(case) has this name" for axis in sorted(unnamed))
     )
-    stray = strays(calls, claims)
+    stray = find_strays(calls, claims)
     if not stray:
         named = ", ".join(sorted(axes - unnamed)) or "no axis"
         message = f"every group named {named} is a rank list of its axis"
         return Finding(verdict=PASS, message=message, notes=notes)
     first = stray[0]
     axis, ran = first.axis, [event.group for event in stray if event.axis == first.axis]
-    rule = f"are no rank lists of axis {axis}: {lists_text(_legal(claims.axes, axes)[axis])}"
+    rule = f"are no rank lists of axis {axis}: {lists_text(_legal_groups(claims.axes, axes)[axis])}"
     legal = "the groups of these ranks, or subject.axes(case) that states another rank order"
     return Finding(
         verdict=FAIL,
@@ -56,21 +56,24 @@ def groups(calls: Calls, claims: Claims) -> Finding | None:
     )
 
 
-def strays(calls: Calls, claims: Claims) -> Sequence[Event]:
+def find_strays(calls: Calls, claims: Claims) -> Sequence[Event]:
     """The events whose group is no rank list of the axis that it is named after, by call index and rank."""
     axes = {event.axis for event in calls.events}
-    legal = {axis: {frozenset(ranks) for ranks in lists} for axis, lists in _legal(claims.axes, axes).items()}
+    legal = {axis: {frozenset(ranks) for ranks in lists} for axis, lists in _legal_groups(claims.axes, axes).items()}
     stray = [event for event in calls.events if event.axis in legal and frozenset(event.group) not in legal[event.axis]]
     return sorted(stray, key=lambda event: (event.call_index, event.rank))
 
 
-def _legal(axes: Axes, names: Iterable[str]) -> dict[str, tuple[tuple[int, ...], ...]]:
+def _legal_groups(axes: Axes, names: Iterable[str]) -> dict[str, tuple[tuple[int, ...], ...]]:
     """The rank lists of every axis of the case and of those of these names that join some, such as "dp_cp"."""
     joint = {name: name.split("_") for name in names if name not in axes}
-    return {**axes, **{name: _joined(axes, parts) for name, parts in joint.items() if set(parts) <= axes.keys()}}
+    return {
+        **axes,
+        **{name: _connected_ranks(axes, parts) for name, parts in joint.items() if set(parts) <= axes.keys()},
+    }
 
 
-def _joined(axes: Axes, parts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+def _connected_ranks(axes: Axes, parts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     """The connected components of the rank lists of these axes, as rank lists."""
     joined: list[set[int]] = []
     for ranks in itertools.chain.from_iterable(axes[part] for part in parts):
@@ -86,13 +89,13 @@ def lists_text(lists: Iterable[Sequence[int]]) -> str:
     return " ".join(texts[:4]) + (f" and {len(texts) - 4} more" if len(texts) > 4 else "")
 
 
-def order(calls: Calls, dry: DryRun) -> Finding:
+def check_order(calls: Calls, dry: DryRun) -> Finding:
     """Whether ranks that share a group issue the same calls in it in the same order, and which ranks are alike.
 
     Ranks that compute numbers end in an error of the engine where they do not.
     """
     if broken := same_sequence(group_events(calls.events), calls.ran):
-        return unlawful(broken[0])
+        return report_broken_law(broken[0])
     sequences: dict[tuple[str, ...], list[int]] = {}
     ordered = sorted(calls.events, key=attrgetter("rank", "call_index"))
     for rank, events in itertools.groupby(ordered, key=attrgetter("rank")):
@@ -104,7 +107,7 @@ def order(calls: Calls, dry: DryRun) -> Finding:
     return Finding(verdict=PASS, message=message, notes=dry.notes)
 
 
-def waits(calls: Calls) -> Finding | None:
+def check_waits(calls: Calls) -> Finding | None:
     """Whether every asynchronous call was waited for: one that never was may be used before it is complete.
 
     The result of a functional collective waits when it is read, so one that was never waited for was never read.
@@ -120,7 +123,7 @@ def waits(calls: Calls) -> Finding | None:
     return Finding(verdict=FAIL, message=message, kind=f"{first.op} not waited for", ranks=ranks)
 
 
-def overlap(calls: Calls, claims: Claims) -> Finding | None:
+def check_overlap(calls: Calls, claims: Claims) -> Finding | None:
     """Whether as many calls as promised are hidden on every rank; a missing call is reported by the ledger check.
 
     A term with `hidden=True` promises that each of its calls is asynchronous and that a product is computed between its
@@ -130,10 +133,12 @@ def overlap(calls: Calls, claims: Claims) -> Finding | None:
     hidden = [term for term in claims.expectation or () if getattr(term, "hidden", False)]
     if not hidden or calls.hidden is None:
         return None
-    forms = closed_forms(visible(hidden), {*calls.ranks, *(event.rank for event in calls.events)}, claims.axes)
+    forms = closed_forms(
+        select_visible_terms(hidden), {*calls.ranks, *(event.rank for event in calls.events)}, claims.axes
+    )
     issued: dict[tuple[int, EventKey | Term], list[Event]] = defaultdict(list)
     for event in calls.events:
-        for counting in forms[event.rank].counting(key_of(event)):
+        for counting in forms[event.rank].find_counting_terms(key_of(event)):
             issued[event.rank, counting].append(event)
     promised: dict[int, Counter[EventKey | Term]] = {}
     for rank, form in forms.items():
@@ -165,7 +170,7 @@ def overlap(calls: Calls, claims: Claims) -> Finding | None:
     )
 
 
-def parallelism(run: Run, claims: Claims) -> Finding | None:
+def check_parallelism(run: Run, claims: Claims) -> Finding | None:
     """Whether the case really ran in parallel: every rank talked, and ranks hold less than the full tensors.
 
     Guards against a split that splits nothing: every number is right then, and nothing is parallel (ColossalAI #5903).
@@ -182,14 +187,16 @@ def parallelism(run: Run, claims: Claims) -> Finding | None:
         whom = "no rank" if not talked else f"not rank {', '.join(map(str, silent))}"
         message = f"{whom} sent or received anything in a mesh of {mesh}"
         return Finding(verdict=FAIL, message=message, ranks=silent if talked else ())
-    sharded = _sharded(run.outcomes)
+    sharded = _find_sharded_names(run.outcomes)
     whole = f"{len(talked)} of {len(run.outcomes)} ranks talk over {mesh}"
     share = split_share(run.outcomes)
     notes = (Note(kind=NoteKind.SPLIT_SHARE, numbers=(share,)),) if share else ()
     if ("wp" if "wp" in run.case.axes else "tp") not in split:  # beside wp, tp splits the sequence alone
         return Finding(verdict=PASS, message=f"{whole}; no axis of it splits weights", notes=notes)
     if not sharded:
-        return Finding(verdict=PASS, message=whole, notes=unchecked("local shapes: every tensor was returned in full"))
+        return Finding(
+            verdict=PASS, message=whole, notes=note_unchecked("local shapes: every tensor was returned in full")
+        )
     if not any(sharded.values()):
         message = f"every rank holds the full tensor of all {len(sharded)} shards in a mesh of {mesh}"
         return Finding(verdict=FAIL, message=message, names=tuple(sharded))
@@ -217,7 +224,7 @@ def split_share(outcomes: Outcomes) -> int | None:
     return None
 
 
-def _sharded(outcomes: Outcomes) -> dict[str, bool]:
+def _find_sharded_names(outcomes: Outcomes) -> dict[str, bool]:
     """Names returned as shards -> whether every rank holds less than the full tensor."""
     smaller: dict[str, bool] = {}
     for outcome in outcomes:

@@ -20,7 +20,7 @@ _NAMED = 5
 """Names of a kind that a message lists; the number of the others follows."""
 
 
-def coverage(run: Run, truth: Truth, claims: Claims) -> Finding:
+def check_coverage(run: Run, truth: Truth, claims: Claims) -> Finding:
     """Whether there is anything to compare, and what of the truth the subject did not return.
 
     Kinds of names ("grad", "logits") that it never returns are only listed as unchecked. Names missing inside a kind
@@ -30,7 +30,7 @@ def coverage(run: Run, truth: Truth, claims: Claims) -> Finding:
     returned = run.returned
     comparable = [name for name in truth.tensors if name in returned]
     missing = [name for name in truth.tensors if name not in returned]
-    declared = {name for name in missing if _matched(name, claims.declared)}
+    declared = {name for name in missing if _matches_any_pattern(name, claims.declared)}
     strange = tuple(sorted(returned - set(truth.tensors)))
     kinds = {kind_of(name) for name in returned}
     unreturned = Counter(kind_of(name) for name in missing if name not in truth.from_ranks)
@@ -54,21 +54,21 @@ def coverage(run: Run, truth: Truth, claims: Claims) -> Finding:
         strange = tuple(name for name in strange if kind_of(name) != ROUTING)
     made = never_made(truth.tensors, strange)  # the check of the update speaks of these
     strange = tuple(name for name in strange if name not in made)
-    all_declared = all(_matched(name, claims.declared) for name in truth.tensors)
+    all_declared = all(_matches_any_pattern(name, claims.declared) for name in truth.tensors)
     nothing = f"unchecked={claims.declared} declares every name of the truth, so it says nothing"
     problems = [
         *([f"{nothing}; legal: ('grad/*.bias',)"] if all_declared else ()),
         *(claims.known_differences.problems(truth.tensors) if claims.known_differences else ()),
-        *_gaps(undeclared, named),
+        *_describe_gaps(undeclared, named),
     ]
     if strange:
-        unknown = _listed([name + _near(name, undeclared) for name in strange])
+        unknown = _join_names([name + _nearest_name(name, undeclared) for name in strange])
         problems.append(f"the truth does not know {unknown}: leave out what nobody can check, or name it as it does")
     on_purpose = [f"{len(declared)} left out on purpose"] if declared else []
     message = f"{len(comparable)} of {len(truth.tensors)} tensors of the truth were returned"
     return Finding(
         verdict=UNKNOWN if problems else PASS,
-        message="; ".join([message, *on_purpose, *problems, *_idle(truth, claims)]),
+        message="; ".join([message, *on_purpose, *problems, *_idle_patterns(truth, claims)]),
         notes=(
             *notes,
             *notes_about(not_in_truth=strange),
@@ -78,11 +78,11 @@ def coverage(run: Run, truth: Truth, claims: Claims) -> Finding:
     )
 
 
-def _matched(name: str, patterns: Sequence[str]) -> bool:
+def _matches_any_pattern(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _gaps(missing: Sequence[str], named: set[str]) -> list[str]:
+def _describe_gaps(missing: Sequence[str], named: set[str]) -> list[str]:
     """Names missing inside a kind of which the subject returned others, a sentence a kind."""
     kinds = {kind_of(name) for name in named}
     gaps = []
@@ -90,13 +90,13 @@ def _gaps(missing: Sequence[str], named: set[str]) -> list[str]:
         gap = [name for name in missing if kind_of(name) == kind]
         if kind in kinds:
             gaps.append(
-                f"{_listed(gap)} {'is' if len(gap) == 1 else 'are'} missing beside other {kind}/ names: return "
+                f"{_join_names(gap)} {'is' if len(gap) == 1 else 'are'} missing beside other {kind}/ names: return "
                 f"{'it' if len(gap) == 1 else 'them'}, or declare what is left out as subject.unchecked = ({gap[0]!r},)"
             )
     return gaps
 
 
-def _idle(truth: Truth, claims: Claims) -> list[str]:
+def _idle_patterns(truth: Truth, claims: Claims) -> list[str]:
     """Patterns of what the subject declares and states that match no name of the truth."""
     names = list(truth.tensors)
     patterns = [("unchecked", pattern) for pattern in claims.declared]
@@ -104,25 +104,25 @@ def _idle(truth: Truth, claims: Claims) -> list[str]:
         ("deviates", pattern) for pattern in (claims.known_differences.sentences if claims.known_differences else ())
     ]
     idle = [(word, pattern) for word, pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
-    return [f"{word}={pattern!r} matches no name of the truth{_near(pattern, names)}" for word, pattern in idle]
+    return [f"{word}={pattern!r} matches no name of the truth{_nearest_name(pattern, names)}" for word, pattern in idle]
 
 
-def _near(name: str, names: Sequence[str]) -> str:
+def _nearest_name(name: str, names: Sequence[str]) -> str:
     return "".join(f" ({near}?)" for near in get_close_matches(name, names, n=1, cutoff=0.5))
 
 
-def _listed(names: Sequence[str]) -> str:
+def _join_names(names: Sequence[str]) -> str:
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return f"{', '.join(names[:_NAMED])}{more}"
 
 
-def layout(run: Run) -> Finding | None:
+def check_layout(run: Run) -> Finding | None:
     """Whether the blocks of every name make one full tensor of the truth's shape, without a gap (`merge`)."""
     flaws = [flaw for flaw in run.merged.flaws if flaw.kind != "replica conflict"]
-    return _flaws(run, flaws, "tensors merge")
+    return _judge_flaws(run, flaws, "tensors merge")
 
 
-def replicas(run: Run) -> Finding | None:
+def check_replicas(run: Run) -> Finding | None:
     """Whether everything that several ranks hold is the same on all of them, bit for bit; choices of experts are the
     check `routing`. Replicas that are furthest apart come first.
     """
@@ -131,13 +131,13 @@ def replicas(run: Run) -> Finding | None:
     spreads = {flaw.name: replica_spread(run.full_outcomes, flaw.name) for flaw in conflicts}
     furthest = max(spreads.values(), default=0.0)
     conflicts.sort(key=lambda flaw: spreads[flaw.name] < furthest)  # the furthest apart comes first
-    finding = _flaws(run, conflicts, "tensors have equal replicas")
+    finding = _judge_flaws(run, conflicts, "tensors have equal replicas")
     if finding is None or not conflicts:
         return finding
     return replace(finding, worst=apart_by(run.dtype_of(conflicts[0].name), conflicts[0].name, furthest))
 
 
-def _flaws(run: Run, flaws: list[Flaw], praise: str) -> Finding | None:
+def _judge_flaws(run: Run, flaws: list[Flaw], praise: str) -> Finding | None:
     names = run.returned
     if not names:
         return None

@@ -57,7 +57,7 @@ def broken_laws(events: Iterable[Event]) -> list[Broken]:
     groups = group_events(events)
     broken = same_sequence(groups, {rank for _axis, ranks in groups for rank in ranks})
     for (axis, ranks), by_rank in groups.items():
-        broken += _received(axis, ranks, by_rank)
+        broken += _check_received_bytes(axis, ranks, by_rank)
     if any(event.phase in (*BACKWARD, "grad_sync") for event in events):
         wide = [event for event in events if event.group_size > 1]
         asked = list(_asked_for(wide))
@@ -77,12 +77,12 @@ def same_sequence(groups: Groups, ranks: Iterable[int]) -> list[Broken]:
         alike = [list(map(_ARGUMENTS, one)) for one in own.values()]
         if any(one != alike[0] for one in alike):  # else there is nothing to find, and most groups are so
             for rank, issued in own.items():
-                calls[rank][axis, group, ""] = {number: _call(event) for number, event in enumerate(issued)}
+                calls[rank][axis, group, ""] = {number: _as_group_call(event) for number, event in enumerate(issued)}
     known = [
         RankCalls(rank=rank, calls=own, last={name: len(by) - 1 for name, by in own.items()}, ended="ended", whole=True)
         for rank, own in calls.items()
     ]
-    return [_broken(found) for found in find_divergences(known, first=0)]
+    return [_as_broken_law(found) for found in find_divergences(known, first=0)]
 
 
 def group_events(events: Iterable[Event]) -> Groups:
@@ -94,7 +94,7 @@ def group_events(events: Iterable[Event]) -> Groups:
     return groups
 
 
-def _call(event: Event) -> GroupCall:
+def _as_group_call(event: Event) -> GroupCall:
     """The call of an event, whose shapes need not agree where its bytes do."""
     return GroupCall(
         Signature(event.op, NOT_KNOWN, event.reduce_op, NOT_KNOWN, event.dtype, NOT_KNOWN),
@@ -106,21 +106,21 @@ def _call(event: Event) -> GroupCall:
     )
 
 
-def _broken(found: Divergence) -> Broken:
+def _as_broken_law(found: Divergence) -> Broken:
     call = found.calls.get(found.ranks[-1], found.call)
     phase, region, *_ = call.place if call is not None else ("", "")
     return Broken(message=found.text, ranks=found.ranks, phase=str(phase), region=str(region), tells_place=True)
 
 
-def _received(axis: str, ranks: Group, by_rank: Mapping[int, Sequence[Event]]) -> list[Broken]:
+def _check_received_bytes(axis: str, ranks: Group, by_rank: Mapping[int, Sequence[Event]]) -> list[Broken]:
     moved = {op: [e for rank in ranks for e in by_rank.get(rank, ()) if e.op == op] for op in _POINT_TO_POINT}
     sent, received = (Counter((e.dtype, e.payload_bytes) for e in moved[op]) for op in _POINT_TO_POINT)
     if sent == received:
         return []
     event = (moved["send"] or moved["recv"])[0]
     message = (
-        f"{axis} group {list(ranks)} sends {sent.total()} messages of {_total(moved['send'])} B and receives "
-        f"{received.total()} of {_total(moved['recv'])} B"
+        f"{axis} group {list(ranks)} sends {sent.total()} messages of {_total_bytes(moved['send'])} B and receives "
+        f"{received.total()} of {_total_bytes(moved['recv'])} B"
     )
     return [Broken(message=message, ranks=ranks, phase=event.phase, region=event.region, caller=event.caller)]
 
@@ -136,11 +136,11 @@ def _exchanged_back(events: Sequence[Event], asked: Sequence[Event]) -> list[Bro
         own, must = ([e for e in some if e.axis == axis] for some in (moved, must_move))
         back = [e for e in own if e.phase == "backward"]
         may = [e for e in own if e.phase not in BACKWARD]
-        for there, wrong in ((must, _fewer(back, must)), (may, _fewer(may, back))):
+        for there, wrong in ((must, _are_fewer(back, must)), (may, _are_fewer(may, back))):
             if wrong:
                 message = (
-                    f"{len(there)} all-to-alls of {_total(there)} B over {axis} go forward and {len(back)} of "
-                    f"{_total(back)} B backward: each must have its conjugate"
+                    f"{len(there)} all-to-alls of {_total_bytes(there)} B over {axis} go forward and {len(back)} of "
+                    f"{_total_bytes(back)} B backward: each must have its conjugate"
                 )
                 more = Counter(event.region for event in there) - Counter(event.region for event in back)
                 last = next((event for event in reversed(there) if event.region in more), None)
@@ -152,38 +152,38 @@ def _exchanged_back(events: Sequence[Event], asked: Sequence[Event]) -> list[Bro
 def _asked_for(events: Sequence[Event]) -> Iterator[Event]:
     """Calls in the forward of a module whose gradient must come back; of two passes each call once."""
     asked = [event for event in events if event.needs_gradient]
-    first = Counter((event.rank, _kind(event)) for event in asked if event.phase == "forward")
+    first = Counter((event.rank, _kind_of_call(event)) for event in asked if event.phase == "forward")
     for event in asked:
-        call = event.rank, _kind(event)
+        call = event.rank, _kind_of_call(event)
         if event.phase == "forward" or (event.phase == AGAIN and not first[call]):
             yield event
         elif event.phase == AGAIN:
             first[call] -= 1
 
 
-def _fewer(some: Sequence[Event], others: Sequence[Event]) -> bool:
-    return len(some) < len(others) or _total(some) < _total(others)
+def _are_fewer(some: Sequence[Event], others: Sequence[Event]) -> bool:
+    return len(some) < len(others) or _total_bytes(some) < _total_bytes(others)
 
 
 def _gathered_back(events: Sequence[Event], asked: Sequence[Event]) -> list[Broken]:
     """A reduce-scatter forward cuts a sum: every term's gradient is the whole one, which must be gathered."""
     there = [e for e in asked if e.op == "reduce_scatter"]
     back = [e for e in events if (e.phase, e.op) == ("backward", "all_gather")]
-    lacking = Counter(map(_kind, there)) - Counter(map(_kind, back))
+    lacking = Counter(map(_kind_of_call, there)) - Counter(map(_kind_of_call, back))
     broken = []
     for (region, axis, dtype, payload_bytes), calls in reversed(lacking.items()):
         message = (
             f"{calls} reduce_scatters of {payload_bytes} B {dtype} over {axis} in forward of {region or 'no module'} "
             "have no all_gather of their gradients in its backward"
         )
-        of_kind = (event.caller for event in there if _kind(event) == (region, axis, dtype, payload_bytes))
+        of_kind = (event.caller for event in there if _kind_of_call(event) == (region, axis, dtype, payload_bytes))
         broken.append(Broken(message=message, ranks=(), phase="backward", region=region, caller=next(of_kind, "")))
     return broken
 
 
-def _kind(event: Event) -> tuple[str, str, str, int]:
+def _kind_of_call(event: Event) -> tuple[str, str, str, int]:
     return event.region, event.axis, event.dtype, event.payload_bytes
 
 
-def _total(events: Sequence[Event]) -> int:
+def _total_bytes(events: Sequence[Event]) -> int:
     return sum(event.payload_bytes for event in events)

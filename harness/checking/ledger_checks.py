@@ -8,56 +8,56 @@ from typing import TYPE_CHECKING
 from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.laws import Broken, broken_laws
 from shardproof.harness.checking.records import Calls, Claims, Truth
-from shardproof.harness.ledger import NO_UPDATE, OTHER, Event, unmapped
+from shardproof.harness.ledger import NO_UPDATE, OTHER, Event, name_unmapped_operators
 from shardproof.harness.protocols import TermLike
-from shardproof.harness.terms import FIELDS, as_stated, closed_forms, unseen, visible
-from shardproof.harness.verdicts.facts import Note, NoteKind, Worst, unchecked
+from shardproof.harness.terms import FIELDS, as_stated, closed_forms, select_unseen_terms, select_visible_terms
+from shardproof.harness.verdicts.facts import Note, NoteKind, Worst, note_unchecked
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 
 if TYPE_CHECKING:
     from shardproof.harness.differences import Difference
 
 
-def ledger(calls: Calls, claims: Claims, truth: Truth | None = None) -> Finding | None:
+def check_ledger(calls: Calls, claims: Claims, truth: Truth | None = None) -> Finding | None:
     """Whether every rank issued exactly the expected events; without an expectation, whether the general laws hold."""
-    finding = _compared(calls, claims, truth)
+    finding = _compare_ledger(calls, claims, truth)
     if finding is None or finding.verdict != FAIL:
         return finding
-    return replace(finding, notes=(*finding.notes, *_doubts(calls)))
+    return replace(finding, notes=(*finding.notes, *_note_doubts(calls)))
 
 
-def _compared(calls: Calls, claims: Claims, truth: Truth | None) -> Finding | None:
-    if names := unmapped(calls.events):
-        return _unmapped(names, [event for event in calls.events if event.op == OTHER])
+def _compare_ledger(calls: Calls, claims: Claims, truth: Truth | None) -> Finding | None:
+    if names := name_unmapped_operators(calls.events):
+        return _find_unmapped_operators(names, [event for event in calls.events if event.op == OTHER])
     world_size, ranks = calls.case.world_size, calls.ranks
     known = () if calls.ran else calls.events  # the laws speak of all members of a group
     if claims.expectation is None:
         if broken := broken_laws(known):
-            return unlawful(broken[0])
+            return report_broken_law(broken[0])
         if not calls.events and world_size > 1:
             return None
         nothing = Note(kind=NoteKind.CLOSED_FORM, reason="the subject states no expectation")
         message = f"{len(calls.events)} events obey the general laws"
-        return Finding(verdict=PASS, message=message, notes=(nothing, *_doubts(calls)))
-    if not as_stated(calls.events, visible(claims.expectation), ranks, claims.axes):
-        from shardproof.harness.differences import differences  # noqa: PLC0415
+        return Finding(verdict=PASS, message=message, notes=(nothing, *_note_doubts(calls)))
+    if not as_stated(calls.events, select_visible_terms(claims.expectation), ranks, claims.axes):
+        from shardproof.harness.differences import find_differences  # noqa: PLC0415
 
         order = module_order(calls, claims, truth)
-        if parted := differences(calls.events, claims.expectation, ranks, order, axes=claims.axes):
-            return _parted(parted, len(ranks))
-    finding = _expected(calls, claims, claims.expectation)
+        if parted := find_differences(calls.events, claims.expectation, ranks, order, axes=claims.axes):
+            return _report_difference(parted, len(ranks))
+    finding = _compare_expected_terms(calls, claims, claims.expectation)
     broken = broken_laws(known)
-    return unlawful(broken[0]) if broken else finding
+    return report_broken_law(broken[0]) if broken else finding
 
 
-def _expected(calls: Calls, claims: Claims, terms: Sequence[TermLike]) -> Finding:
+def _compare_expected_terms(calls: Calls, claims: Claims, terms: Sequence[TermLike]) -> Finding:
     """The finding on a ledger that is as these terms state; what they leave out is unchecked."""
-    forms = closed_forms(visible(terms), calls.ranks, claims.axes).values()
+    forms = closed_forms(select_visible_terms(terms), calls.ranks, claims.axes).values()
     partial = [term for form in forms for term in form.partial]
     if not partial:
         least, most = (pick(form.complete.total() for form in forms) for pick in (min, max))
         message = f"{least if least == most else f'{least} to {most}'} events a rank, exactly as expected"
-        return Finding(verdict=PASS, message=message, notes=(*_carried(terms), *_doubts(calls)))
+        return Finding(verdict=PASS, message=message, notes=(*_note_carried_calls(terms), *_note_doubts(calls)))
     left_out = [name for name in (*FIELDS, "calls") if any(name in term.left_out for term in partial)]
     most = max(Counter(event.rank for event in calls.events).values(), default=0)
     return Finding(
@@ -65,18 +65,18 @@ def _expected(calls: Calls, claims: Claims, terms: Sequence[TermLike]) -> Findin
         message=f"{most} events a rank, as the closed form states",
         notes=(
             Note(kind=NoteKind.CLOSED_FORM, reason=f"its terms leave out {', '.join(left_out)}"),
-            *_carried(terms),
-            *_doubts(calls),
+            *_note_carried_calls(terms),
+            *_note_doubts(calls),
         ),
     )
 
 
-def _carried(terms: Sequence[TermLike]) -> tuple[Note, ...]:
+def _note_carried_calls(terms: Sequence[TermLike]) -> tuple[Note, ...]:
     """The expected calls that no recorder sees, by what carries them."""
     calls: dict[tuple[str, str], list[int | None]] = defaultdict(list)
-    for term in unseen(terms):
+    for term in select_unseen_terms(terms):
         calls[term.carrier, f"{term.op or 'call'} over {term.axis or 'any axis'}"].append(term.calls)
-    return unchecked(
+    return note_unchecked(
         *(
             f"{'any number of' if None in numbers else sum(filter(None, numbers))} {what}, expected and carried by "
             f"{carrier}, which no recorder sees"
@@ -85,20 +85,20 @@ def _carried(terms: Sequence[TermLike]) -> tuple[Note, ...]:
     )
 
 
-def _doubts(calls: Calls) -> tuple[Note, ...]:
+def _note_doubts(calls: Calls) -> tuple[Note, ...]:
     """Doubts of the recorder; a run of one step has its step right."""
     doubts = dict.fromkeys(doubt for event in calls.events for doubt in event.doubts)
     known = sorted(doubt for doubt in doubts if doubt != NO_UPDATE or calls.case.steps > 1)
     return tuple(Note(kind=NoteKind.DOUBT, reason=doubt) for doubt in known)
 
 
-def unlawful(first: Broken) -> Finding:
+def report_broken_law(first: Broken) -> Finding:
     """The finding on a run that breaks this law first."""
     message = f"{first.message}{first.place}"
     return Finding(verdict=FAIL, message=message, kind="law", ranks=first.ranks, phase=first.phase, region=first.region)
 
 
-def _unmapped(names: str, events: Sequence[Event]) -> Finding:
+def _find_unmapped_operators(names: str, events: Sequence[Event]) -> Finding:
     """The finding on a run that issued operators of torch that are not known here."""
     first = events[0]
     calls = f"{len(events)} call{'s' if len(events) > 1 else ''}, the first at {first.caller or 'no user line'}"
@@ -106,13 +106,13 @@ def _unmapped(names: str, events: Sequence[Event]) -> Finding:
     return Finding(
         verdict=UNKNOWN,
         message=f"operator {names} of torch is not known to this release of shardproof ({calls}): {why}",
-        notes=unchecked("the ledger"),
+        notes=note_unchecked("the ledger"),
         phase=first.phase,
         region=first.region,
     )
 
 
-def _parted(parted: "Sequence[Difference]", ranks_run: int) -> Finding:
+def _report_difference(parted: "Sequence[Difference]", ranks_run: int) -> Finding:
     first = parted[0]
     more = f"; {len(parted) - 1} more lines differ" if len(parted) > 1 else ""
     ranks = () if len(first.ranks) == ranks_run else first.ranks

@@ -26,11 +26,11 @@ from torch import Tensor
 
 from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.kinds import kind_of
-from shardproof.harness.checking.numeric_checks import numeric
+from shardproof.harness.checking.numeric_checks import make_numeric_check
 from shardproof.harness.checking.records import Claims, Run, Truth
 from shardproof.harness.mesh_axes import pipelines
 from shardproof.harness.outcome.blocks import Block
-from shardproof.harness.verdicts.facts import unchecked
+from shardproof.harness.verdicts.facts import note_unchecked
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 
 ALARM = 1e-9
@@ -65,12 +65,12 @@ def hypergeometric(both: int, total: int, first: int, second: int) -> float:
 
 
 def _two_sided(count: int, least: int, most: int, log_term: Callable[[int], float]) -> float:
-    below = _tail(count, -1, least, log_term)
-    above = _tail(count, 1, most, log_term)
+    below = _sum_tail(count, -1, least, log_term)
+    above = _sum_tail(count, 1, most, log_term)
     return min(1.0, 2 * min(below, above))
 
 
-def _tail(start: int, way: int, end: int, log_term: Callable[[int], float]) -> float:
+def _sum_tail(start: int, way: int, end: int, log_term: Callable[[int], float]) -> float:
     """The sum of the terms from `start` to `end`, this way; 1 where it has passed half of everything."""
     total, before = 0.0, -1.0
     for k in range(start, end + way, way):
@@ -92,7 +92,7 @@ KIND = "mask"
 _SHARES = ".shares"
 _ALL_PAIRS = 8
 """Ranks up to which each is tested with every other one, beyond it with the next one alone."""
-_compared = numeric("masks")
+_compared = make_numeric_check("masks")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,7 @@ class _Test:
     words: str
 
 
-def masks(run: Run, truth: Truth, claims: Claims) -> Finding:
+def check_masks(run: Run, truth: Truth, claims: Claims) -> Finding:
     """Whether dropout kept what it should, of masks that ranks returned."""
     names = [name for name in run.returned if kind_of(name) == KIND]
     names = [name for name in truth.tensors if name in names] or sorted(names)
@@ -134,9 +134,9 @@ def masks(run: Run, truth: Truth, claims: Claims) -> Finding:
         wrong_names = tuple(dict.fromkeys(test.name for test in broken))
         return Finding(verdict=FAIL, message=message, names=wrong_names, ranks=first.ranks)
     small = sum(test.least >= limit for test in tests)
-    notes = unchecked(f"{small} of {len(tests)} tests of masks, too small to show anything") if small else ()
-    if any(_rate(run, name) is None for name in names):
-        notes += unchecked("the rate of dropout, which the case does not say")
+    notes = note_unchecked(f"{small} of {len(tests)} tests of masks, too small to show anything") if small else ()
+    if any(_rate_of_mask(run, name) is None for name in names):
+        notes += note_unchecked("the rate of dropout, which the case does not say")
     tested = f"{len(tests)} exact tests of {len(names)} masks find none improbable"
     if known is None:
         verdict = UNKNOWN if small == len(tests) else PASS
@@ -144,7 +144,7 @@ def masks(run: Run, truth: Truth, claims: Claims) -> Finding:
     return replace(known, message=f"{known.message}; {tested}", notes=(*known.notes, *notes))
 
 
-def _rate(run: Run, name: str) -> float | None:
+def _rate_of_mask(run: Run, name: str) -> float | None:
     """The share that is dropped there by the words of the case, or as it was drawn; None where neither is known."""
     if run.mask_draws:
         return run.mask_draws.rates[name]
@@ -152,7 +152,7 @@ def _rate(run: Run, name: str) -> float | None:
     return rate
 
 
-def holders(run: Run, name: str) -> dict[int, Sequence[Block]]:
+def holders_of_mask(run: Run, name: str) -> dict[int, Sequence[Block]]:
     """Rank -> its blocks, for each different part of the mask that some rank holds."""
     found: dict[tuple[object, ...], int] = {}
     outcomes = run.full_outcomes
@@ -162,16 +162,16 @@ def holders(run: Run, name: str) -> dict[int, Sequence[Block]]:
     return {rank: outcomes[rank][name] for rank in found.values()}
 
 
-def flat(blocks: Sequence[Block]) -> Tensor:
+def flatten_blocks(blocks: Sequence[Block]) -> Tensor:
     """The elements of a rank's blocks, one after the other."""
     return torch.cat([block.local.flatten() for block in blocks])
 
 
 def _of_one(run: Run, name: str) -> Iterator[_Test]:
     """Rates, shards and consecutive draws of one mask."""
-    by_rank, rate = holders(run, name), _rate(run, name)
+    by_rank, rate = holders_of_mask(run, name), _rate_of_mask(run, name)
     for rank, blocks in by_rank.items():
-        mask = flat(blocks)
+        mask = flatten_blocks(blocks)
         kept, total = int(mask.sum()), mask.numel()
         if rate is not None:
             words = f"{name} keeps {kept} of {total} elements on rank {rank}, and its rate of dropout is {rate:g}"
@@ -182,8 +182,12 @@ def _of_one(run: Run, name: str) -> Iterator[_Test]:
     for one_rank, other_rank in pairs:
         if same_samples(by_rank[one_rank], by_rank[other_rank]):
             what = f"ranks {one_rank} and {other_rank}, which hold different shards,"
-            yield from _independent(
-                name, (one_rank, other_rank), flat(by_rank[one_rank]), flat(by_rank[other_rank]), what
+            yield from _test_independence(
+                name,
+                (one_rank, other_rank),
+                flatten_blocks(by_rank[one_rank]),
+                flatten_blocks(by_rank[other_rank]),
+                what,
             )
 
 
@@ -211,10 +215,10 @@ def _of_draws(run: Run, claims: Claims, names: Sequence[str]) -> Iterator[_Test]
             draws = [(f"{what} (draw {number})", mask) for number, (what, mask) in enumerate(drawn)]
             keys = [(what, mask.contiguous().numpy().tobytes()) for what, mask in draws]
             twice = ((seen[key], what) for what, key in keys if seen.setdefault(key, what) is not what)
-            yield _repeated(drawn, ranks, *next(twice, ("", "")))
+            yield _test_equality_of_masks(drawn, ranks, *next(twice, ("", "")))
 
 
-def _repeated(drawn: Sequence[tuple[str, Tensor]], ranks: tuple[int, ...], one: str, other: str) -> _Test:
+def _test_equality_of_masks(drawn: Sequence[tuple[str, Tensor]], ranks: tuple[int, ...], one: str, other: str) -> _Test:
     """How probable it is that any two of these masks are equal, if each element is drawn by itself."""
     kept = sum(float(mask.double().mean()) for _, mask in drawn) / len(drawn)
     total, pairs = drawn[0][1].numel(), len(drawn) * (len(drawn) - 1) / 2
@@ -228,7 +232,7 @@ def _repeated(drawn: Sequence[tuple[str, Tensor]], ranks: tuple[int, ...], one: 
     )
 
 
-def _independent(name: str, ranks: tuple[int, ...], one: Tensor, other: Tensor, what: str) -> Iterator[_Test]:
+def _test_independence(name: str, ranks: tuple[int, ...], one: Tensor, other: Tensor, what: str) -> Iterator[_Test]:
     """The test of two masks; none for different shapes."""
     if one.shape != other.shape or not one.numel():
         return

@@ -24,30 +24,30 @@ from shardproof.harness.checking.records import Run, Truth
 _MEANS, _SQUARES = "exp_avg_after", "exp_avg_sq_after"
 
 
-def compared(run: Run, truth: Truth, name: str, kind: float) -> Measured:
+def compare_with_truth(run: Run, truth: Truth, name: str, kind: float) -> Measured:
     """Compare a merged tensor with the truth, by all that is known of rounding; `kind` is the rms of its kind.
 
-    Of a parameter the movement is compared (`movement`), where it is known.
+    Of a parameter the movement is compared (`movement_of`), where it is known.
 
     Where a control run overflows in a step, nothing of that step decides: an overflow is a matter of rounding. In lower
     precision rounding alone may change half of the gradients' norm, or of their mean. Then a few control runs do not
     bound the optimizer's results: LEAP times as much is allowed, and its square of their squares. A sum over tokens in
     an accumulator as narrow as a 16-bit dtype is allowed only where the tensor is wrong for a wider one.
     """
-    wide, narrow = summed(run, truth, name), summed(run, truth, name, narrow=True)
-    result = _measured(run, truth, name, kind, wide)
+    wide, narrow = theoretical_error_of_sums(run, truth, name), theoretical_error_of_sums(run, truth, name, narrow=True)
+    result = _measure_tensor(run, truth, name, kind, wide)
     if not result.right and narrow > wide:
-        result = _measured(run, truth, name, kind, narrow)
+        result = _measure_tensor(run, truth, name, kind, narrow)
     if result.right:
         return result
-    if _overflowed(run, truth, name):
+    if _has_overflow(run, truth, name):
         return replace(result, allowed=math.inf, decidable=False)
     leap = LEAP ** (2 if kind_of(name) == _SQUARES else 1)
-    return replace(result, allowed=leap * result.allowed, decidable=False) if _leaps(run, truth, name) else result
+    return replace(result, allowed=leap * result.allowed, decidable=False) if _takes_leaps(run, truth, name) else result
 
 
-def _measured(run: Run, truth: Truth, name: str, kind: float, summed_error: float) -> Measured:
-    moved, slack = movement(run, truth, name), truth.controls.adam_bound.get(name)
+def _measure_tensor(run: Run, truth: Truth, name: str, kind: float, summed_error: float) -> Measured:
+    moved, slack = movement_of(run, truth, name), truth.controls.adam_bound.get(name)
     value, true = run.tensors[name], truth.tensors[name]
     controls: Sequence[Tensor] = [control[name] for control in truth.controls.runs if name in control]
     amplified: Sequence[Tensor] = [control[name] for control in truth.controls.amplified if name in control]
@@ -73,7 +73,7 @@ def _measured(run: Run, truth: Truth, name: str, kind: float, summed_error: floa
     )
 
 
-def summed(run: Run, truth: Truth, name: str, *, narrow: bool = False) -> float:
+def theoretical_error_of_sums(run: Run, truth: Truth, name: str, *, narrow: bool = False) -> float:
     """The relative error that a tensor has in theory because its tokens are added up (see error_of_sums)."""
     kind = kind_of(name)
     if kind not in OVER_TOKENS or (kind in MOVED and not _is_moved(run, truth, name)):
@@ -82,7 +82,7 @@ def summed(run: Run, truth: Truth, name: str, *, narrow: bool = False) -> float:
     return error_of_sums(kind, tokens_of(truth.tensors, run.case.micro), unit, narrow=narrow)
 
 
-def _leaps(run: Run, truth: Truth, name: str) -> bool:
+def _takes_leaps(run: Run, truth: Truth, name: str) -> bool:
     """Whether the optimizer made a tensor, in lower precision, of gradients that rounding alone changes by half."""
     kind, _, place = name.partition("/")
     if kind not in NUMERIC_KINDS["update"] or run.dtype == "float64":
@@ -90,11 +90,11 @@ def _leaps(run: Run, truth: Truth, name: str) -> bool:
     step = run.case.steps - 1 if kind == "param" else step_of(name)
     made_of = (f"grad_norm/{step}", *((f"{_MEANS}/{place}",) if kind == _SQUARES else ()))
     known = [source for source in made_of if source in truth.tensors and source in run.tensors]
-    sources = (compared(run, truth, source, 0.0) for source in known)
+    sources = (compare_with_truth(run, truth, source, 0.0) for source in known)
     return any(source.right and not source.decidable for source in sources)
 
 
-def _overflowed(run: Run, truth: Truth, name: str) -> bool:
+def _has_overflow(run: Run, truth: Truth, name: str) -> bool:
     """Whether a loss or gradient norm of a control run is not finite, in the step of this tensor or before it."""
     whole = {"act": 0, "act_grad": 0, "grad": 0, "param": run.case.steps - 1, "saved": run.case.steps - 1}
     last = whole.get(kind_of(name), step_of(name))
@@ -147,13 +147,13 @@ def tokens_of(truth: Mapping[str, Tensor], micro: int) -> int:
     `micro` is the number of micro-batches of a step: activations are those of the first one.
     """
     counted = [int(truth["tokens/0"])] if "tokens/0" in truth else []
-    counted += [_rows(truth["logits/0"])] if "logits/0" in truth else []
+    counted += [_count_rows(truth["logits/0"])] if "logits/0" in truth else []
     if not counted:
-        counted = [micro * _rows(x) for name, x in truth.items() if name.startswith("act/") and x.dim() in (2, 3)]
+        counted = [micro * _count_rows(x) for name, x in truth.items() if name.startswith("act/") and x.dim() in (2, 3)]
     return max(counted, default=1)
 
 
-def _rows(x_TE: Tensor) -> int:
+def _count_rows(x_TE: Tensor) -> int:
     return math.prod(x_TE.shape[:-1])
 
 
@@ -178,25 +178,25 @@ class Movement:
     slack: Tensor
 
 
-def movement(run: Run, truth: Truth, name: str) -> Movement | None:
+def movement_of(run: Run, truth: Truth, name: str) -> Movement | None:
     """The movement that made this tensor; None for other kinds, and where the value before it is not known."""
     values = run.tensors
-    started = _before(run, truth, name, truth.tensors)
-    own = _before(run, truth, name, values)
+    started = _value_before(run, truth, name, truth.tensors)
+    own = _value_before(run, truth, name, values)
     if started is None or not _is_moved(run, truth, name):
         return None
     true = truth.tensors[name].double()
     moved, unit = true - started.double(), epsilon(stored_dtype(run, values.get(name, true)))
-    controls = _moves(run, truth, name, truth.controls.runs)
+    controls = _movements_in_runs(run, truth, name, truth.controls.runs)
     still = torch.stack([moved, *controls]).eq(0).all(0)  # what no run moves is not stored anew
-    slack = true.abs() * ~still * (unit * _steps(run, truth, name))
-    if own is not None and not _returned(run, truth, name):  # ranks may begin with values in the case's dtype, or not
+    slack = true.abs() * ~still * (unit * _count_steps(run, truth, name))
+    if own is not None and not _returns_each_step(run, truth, name):  # ranks may begin in the case's dtype
         slack += (own.double() - own.to(getattr(torch, run.case.dtype)).double()).abs()
     return Movement(
         truth=moved,
         value=values[name].double() - own.double() if name in values and own is not None else None,
         controls=controls,
-        amplified=_moves(run, truth, name, truth.controls.amplified),
+        amplified=_movements_in_runs(run, truth, name, truth.controls.amplified),
         slack=slack,
     )
 
@@ -204,14 +204,14 @@ def movement(run: Run, truth: Truth, name: str) -> Movement | None:
 def _is_moved(run: Run, truth: Truth, name: str) -> bool:
     """Whether the value before is known, of the truth and of what the ranks returned."""
     values = run.tensors
-    known = _before(run, truth, name, truth.tensors) is not None
-    return known and (name not in values or _before(run, truth, name, values) is not None)
+    known = _value_before(run, truth, name, truth.tensors) is not None
+    return known and (name not in values or _value_before(run, truth, name, values) is not None)
 
 
 def sizes_of(run: Run, truth: Truth, names: Iterable[str] | None = None) -> dict[str, float]:
     """The rms of each kind of these names of the truth (all), of movements where these are known."""
     names, tensors = truth.tensors if names is None else list(names), truth.tensors
-    started = {name: before for name in names if (before := _before(run, truth, name, tensors)) is not None}
+    started = {name: before for name in names if (before := _value_before(run, truth, name, tensors)) is not None}
     sizes = kind_rms({name: tensors[name] for name in names if name not in started})
     squares: dict[str, list[tuple[float, int]]] = {}
     for name, before in started.items():  # one at a time: all together would be another model in memory
@@ -230,52 +230,52 @@ def stored_dtype(run: Run, tensor: Tensor) -> str:
     return case if torch.equal(narrow.to(tensor.dtype), tensor) else own
 
 
-def _steps(run: Run, truth: Truth, name: str) -> int:
+def _count_steps(run: Run, truth: Truth, name: str) -> int:
     """Over how many steps the movement goes."""
-    return 1 if _returned(run, truth, name) else max(_step(run, name), 0) + 1
+    return 1 if _returns_each_step(run, truth, name) else max(_step_of_name(run, name), 0) + 1
 
 
-def _step(run: Run, name: str) -> int:
+def _step_of_name(run: Run, name: str) -> int:
     return run.case.steps - 1 if kind_of(name) == "param" else step_of(name)
 
 
-def _parameter(name: str) -> str:
+def _parameter_of_name(name: str) -> str:
     place = name.partition("/")[2]
     return place if kind_of(name) == "param" else place.partition("/")[2]
 
 
-def _earlier(run: Run, name: str) -> str:
+def _earlier_name(run: Run, name: str) -> str:
     """The name of this parameter's value before the step."""
-    return f"param_after/{_step(run, name) - 1}/{_parameter(name)}"
+    return f"param_after/{_step_of_name(run, name) - 1}/{_parameter_of_name(name)}"
 
 
-def _moves(run: Run, truth: Truth, name: str, runs: Sequence[Mapping[str, Tensor]]) -> tuple[Tensor, ...]:
+def _movements_in_runs(run: Run, truth: Truth, name: str, runs: Sequence[Mapping[str, Tensor]]) -> tuple[Tensor, ...]:
     """The movements in these runs, of those that have both values."""
-    pairs = [(outcome[name], _before(run, truth, name, outcome)) for outcome in runs if name in outcome]
+    pairs = [(outcome[name], _value_before(run, truth, name, outcome)) for outcome in runs if name in outcome]
     return tuple(after.double() - before.double() for after, before in pairs if before is not None)
 
 
-def _returned(run: Run, truth: Truth, name: str) -> bool:
+def _returns_each_step(run: Run, truth: Truth, name: str) -> bool:
     """Whether the value before the step is one that is returned after each step."""
-    return _step(run, name) > 0 and _earlier(run, name) in truth.tensors
+    return _step_of_name(run, name) > 0 and _earlier_name(run, name) in truth.tensors
 
 
-def _before(run: Run, truth: Truth, name: str, outcome: Mapping[str, Tensor]) -> Tensor | None:
+def _value_before(run: Run, truth: Truth, name: str, outcome: Mapping[str, Tensor]) -> Tensor | None:
     """The value of a parameter before the step that made `name`, in this outcome; None for other kinds."""
     if kind_of(name) not in MOVED or truth.tensors[name].numel() > _LARGEST:
         return None
-    earlier, parameter = _earlier(run, name), _parameter(name)
-    if _returned(run, truth, name):
+    earlier, parameter = _earlier_name(run, name), _parameter_of_name(name)
+    if _returns_each_step(run, truth, name):
         return (truth.controls.states or {}).get(earlier, outcome.get(earlier))
-    if _step(run, name) > 0 and kind_of(name) != "param":
+    if _step_of_name(run, name) > 0 and kind_of(name) != "param":
         return None
-    before = _likely(outcome.get(INITIAL + parameter), truth.initial.get(parameter), run.case.dtype)
+    before = _likely_start(outcome.get(INITIAL + parameter), truth.initial.get(parameter), run.case.dtype)
     if outcome is run.tensors and truth.controls.runs:
-        before = _rounded(truth.controls.runs[0].get(INITIAL + parameter), before, run.case.dtype)
+        before = _find_rounded_start(truth.controls.runs[0].get(INITIAL + parameter), before, run.case.dtype)
     return before if before is not None and before.shape == truth.tensors[name].shape else None
 
 
-def _likely(control: Tensor | None, true: Tensor | None, dtype: str) -> Tensor | None:
+def _likely_start(control: Tensor | None, true: Tensor | None, dtype: str) -> Tensor | None:
     """The value with which a control run began, where rounding explains its distance from the truth's; else this."""
     if control is None or true is None or control.shape != true.shape:
         return true
@@ -283,7 +283,7 @@ def _likely(control: Tensor | None, true: Tensor | None, dtype: str) -> Tensor |
     return control if apart <= CONTROL_FACTOR * epsilon(dtype) * float(true.double().norm()) else true
 
 
-def _rounded(control: Tensor | None, before: Tensor | None, dtype: str) -> Tensor | None:
+def _find_rounded_start(control: Tensor | None, before: Tensor | None, dtype: str) -> Tensor | None:
     """The value with which a control run began, where it is one of the case's dtype: ranks begin with the same."""
     kept = control is not None and torch.equal(control.to(getattr(torch, dtype)).to(control.dtype), control)
     return control if kept else before

@@ -8,7 +8,7 @@ from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.kinds import KIND_WORDS, NUMERIC_KINDS, kind_of, never_made
 from shardproof.harness.checking.measures.many_tensors import BLOCK, measured_together
 from shardproof.harness.checking.measures.measured import Measured
-from shardproof.harness.checking.measuring import movement, sizes_of
+from shardproof.harness.checking.measuring import movement_of, sizes_of
 from shardproof.harness.checking.records import Claims, Run, Truth
 from shardproof.harness.verdicts.facts import Counts, Note, NoteKind, Worst, noted_names, notes_about
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
@@ -26,7 +26,7 @@ _REST = "forward"
 _KINDS = frozenset(kind for kinds in NUMERIC_KINDS.values() for kind in kinds)
 
 
-def numeric(check: str) -> Callable[[Run, Truth, Claims], Finding | None]:
+def make_numeric_check(check: str) -> Callable[[Run, Truth, Claims], Finding | None]:
     """The check of this name: a comparison of its kinds; its finding is None when none were returned."""
     kinds = NUMERIC_KINDS[check]
 
@@ -36,12 +36,12 @@ def numeric(check: str) -> Callable[[Run, Truth, Claims], Finding | None]:
 
     def compare(run: Run, truth: Truth, claims: Claims) -> Finding | None:
         returned = {name for name in run.returned if belongs(name)}
-        return _compare(run, truth, claims, returned, belongs) if returned else None
+        return _compare_kinds(run, truth, claims, returned, belongs) if returned else None
 
     return compare
 
 
-def _compare(
+def _compare_kinds(
     run: Run, truth: Truth, claims: Claims, returned: Set[str], belongs: Callable[[str], bool]
 ) -> Finding | None:
     expected = [name for name in truth.tensors if belongs(name)]
@@ -56,19 +56,19 @@ def _compare(
         flawed=tuple(name for name in absent if name in flawed),
         not_in_truth=tuple(sorted(returned - set(expected))),
     )
-    results = _measured(run, truth, known, expected)
+    results = _measure_tensors(run, truth, known, expected)
     if claims.known_differences:
         results, by_design = claims.known_differences.apart(results)
         notes += by_design
     kinds = {kind_of(name) for name in returned}
-    decided = Counter(kind_of(name) for name in (*(m.name for m in results if _decided(m)), *flawed))
+    decided = Counter(kind_of(name) for name in (*(m.name for m in results if _is_decisive(m)), *flawed))
     unjudged = noted_names(notes, *_UNJUDGED)
     of = Counter(kind_of(name) for name in (*(m.name for m in results), *unjudged))
     counts = {kind: (decided[kind], count) for kind, count in of.items() if kind in kinds}
-    return replace(_with_each_kind(_judged(results, notes), counts, results), decided=counts)
+    return replace(_with_each_kind(_judge_measures(results, notes), counts, results), decided=counts)
 
 
-def _measured(run: Run, truth: Truth, names: Sequence[str], expected: Sequence[str]) -> list[Measured]:
+def _measure_tensors(run: Run, truth: Truth, names: Sequence[str], expected: Sequence[str]) -> list[Measured]:
     """These merged tensors compared with the truth; all `expected` names give the rms of each kind.
 
     float64 tensors without a control run, relu flip or Adam's bound have float64's own limits and are compared at once.
@@ -79,7 +79,7 @@ def _measured(run: Run, truth: Truth, names: Sequence[str], expected: Sequence[s
         known = {*truth.controls.adam_bound, *run.lower.names}.union(*truth.controls.runs, *truth.controls.relu_flips)
         values = {name: run.tensors[name] for name in names if name not in known}
         moves = {
-            n: move for n in values if values[n].numel() <= BLOCK and (move := movement(run, truth, n)) is not None
+            n: move for n in values if values[n].numel() <= BLOCK and (move := movement_of(run, truth, n)) is not None
         }
         values |= {name: move.value for name, move in moves.items() if move.value is not None}
         true = {**truth.tensors, **{name: move.truth for name, move in moves.items()}}
@@ -87,15 +87,15 @@ def _measured(run: Run, truth: Truth, names: Sequence[str], expected: Sequence[s
         together = {name: one for name, one in together.items() if one.right or name not in moves}  # slack is not in it
     if all(name in together for name in names):
         return [together[name] for name in names]
-    from shardproof.harness.checking.measuring import compared  # noqa: PLC0415
+    from shardproof.harness.checking.measuring import compare_with_truth  # noqa: PLC0415
 
-    return [together.get(name) or compared(run, truth, name, sizes.get(kind_of(name), 0.0)) for name in names]
-
-
-_counts = numeric("tokens")
+    return [together.get(name) or compare_with_truth(run, truth, name, sizes.get(kind_of(name), 0.0)) for name in names]
 
 
-def tokens(run: Run, truth: Truth, claims: Claims) -> Finding | None:
+_counts = make_numeric_check("tokens")
+
+
+def check_tokens(run: Run, truth: Truth, claims: Claims) -> Finding | None:
     """Whether every step counts as many tokens as the dense model, exactly: the number that its mean divides by."""
     finding = _counts(run, truth, claims)
     if finding is None or finding.verdict != FAIL or finding.worst is None:
@@ -105,10 +105,10 @@ def tokens(run: Run, truth: Truth, claims: Claims) -> Finding | None:
     return replace(finding, message=f"{name} is {counted}, and the dense model counts {must}")
 
 
-_states = numeric("update")
+_states = make_numeric_check("update")
 
 
-def update(run: Run, truth: Truth, claims: Claims) -> Finding | None:
+def check_update(run: Run, truth: Truth, claims: Claims) -> Finding | None:
     """Whether parameters and states after a step are the dense model's; of a step that it skips there are no new ones.
 
     Values of states that the truth lacks are not looked at: that an optimizer made them is what is wrong.
@@ -130,7 +130,7 @@ def update(run: Run, truth: Truth, claims: Claims) -> Finding | None:
     return replace(finding, verdict=FAIL, message=message, names=names, notes=notes, decided=decided)
 
 
-def _decided(measured: Measured) -> bool:
+def _is_decisive(measured: Measured) -> bool:
     """Whether the numbers decide: beyond its limits, or within limits that admit no half of it."""
     return measured.wrong or (measured.right and (measured.decidable or measured.zero))
 
@@ -139,27 +139,28 @@ def _with_each_kind(finding: Finding, counts: Mapping[str, Counts], measured: Se
     """The finding, unknown instead of passed where a kind that was returned has no tensor that is decided."""
     totals: Counter[str] = Counter()
     for kind, (decided, _) in counts.items():
-        totals[called(kind)] += decided
+        totals[name_of_kind(kind)] += decided
     empty = [kind for kind, decided in totals.items() if not decided and kind in _KIND_NAMES]
     if finding.verdict != PASS or not empty:
         return finding
-    names = [name for name in noted_names(finding.notes) if called(kind_of(name)) == empty[0]]
-    lost = any(m.right and called(kind_of(m.name)) == empty[0] for m in measured)
-    deviates = any(called(kind_of(name)) == empty[0] for name in noted_names(finding.notes, NoteKind.DEVIATES))
-    message = f"no tensor of the {empty[0]} could be compared: {_why(lost=lost, deviates=deviates)}; first: {names[0]}"
+    names = [name for name in noted_names(finding.notes) if name_of_kind(kind_of(name)) == empty[0]]
+    lost = any(m.right and name_of_kind(kind_of(m.name)) == empty[0] for m in measured)
+    deviates = any(name_of_kind(kind_of(name)) == empty[0] for name in noted_names(finding.notes, NoteKind.DEVIATES))
+    why = _why_undecided(lost=lost, deviates=deviates)
+    message = f"no tensor of the {empty[0]} could be compared: {why}; first: {names[0]}"
     return replace(finding, verdict=UNKNOWN, message=message)
 
 
-def _why(*, lost: bool, deviates: bool) -> str:
+def _why_undecided(*, lost: bool, deviates: bool) -> str:
     """Why no tensor of a kind is decided; `lost`: rounding explains what one of them holds."""
     return _ROUNDING if lost else "every one deviates as stated" if deviates else _UNMERGED
 
 
-def _judged(measured: Sequence[Measured], notes: tuple[Note, ...]) -> Finding:
+def _judge_measures(measured: Sequence[Measured], notes: tuple[Note, ...]) -> Finding:
     wrong = tuple(m for m in measured if m.wrong)
     overflowing = [m.name for m in measured if m.overflows]
-    lost = [m.name for m in measured if m.right and not _decided(m)] + overflowing
-    proved = [m for m in measured if m.right and _decided(m)]
+    lost = [m.name for m in measured if m.right and not _is_decisive(m)] + overflowing
+    proved = [m for m in measured if m.right and _is_decisive(m)]
     loose = [Note(kind=NoteKind.LOOSE, names=(m.name,), numbers=(m.loose, m.elements)) for m in proved if m.loose]
     unseen = (*notes, *notes_about(undecided=tuple(lost)), *loose)
     if wrong:
@@ -175,14 +176,14 @@ def _judged(measured: Sequence[Measured], notes: tuple[Note, ...]) -> Finding:
     if overflowing:
         return Finding(verdict=UNKNOWN, message=f"{overflowing[0]} {_OVERFLOWS}", notes=unseen)
     if not proved:
-        why = _why(lost=bool(lost), deviates=bool(noted_names(notes, NoteKind.DEVIATES)))
+        why = _why_undecided(lost=bool(lost), deviates=bool(noted_names(notes, NoteKind.DEVIATES)))
         return Finding(verdict=UNKNOWN, message=f"no tensor of this kind could be compared: {why}", notes=unseen)
     closest = worst_of(proved)
     message = f"{len(proved)} tensors agree; {closest.name} came closest to its limit"
     return Finding(verdict=PASS, message=message, worst=as_worst(closest), notes=unseen)
 
 
-def called(kind: str) -> str:
+def name_of_kind(kind: str) -> str:
     """A kind of name in words: "gradients" of "grad", "loss" of "loss"."""
     return KIND_WORDS.get(kind, kind)
 

@@ -9,7 +9,7 @@
     DryRun        what only a run without numbers can say
     Search        what was looked for behind a failure; no check reads it
 
-A check names in its signature those that it reads, and `checks.examine` hands them over. `Evidence` is all of them.
+A check names in its signature those that it reads, and `checks.run_checks` hands them over. `Evidence` is all of them.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.measured import Measured
 from shardproof.harness.engines.engine import Unwaited
 from shardproof.harness.ledger import Event
-from shardproof.harness.outcome.merging import Flaw, Merged, Outcomes, against, merge
+from shardproof.harness.outcome.merging import Flaw, Merged, Outcomes, match_truth, merge_outcomes
 from shardproof.harness.protocols import Axes, CaseLike, TermLike
 from shardproof.harness.verdicts.facts import Note
 
@@ -320,4 +320,4 @@ def merged_outcomes(
     both = [{**from_outside, **mine} for mine, from_outside in zip(outcomes, captured, strict=False)]
     outside = frozenset[str]().union(*captured)
     kept = {name: tensor for name, tensor in (known or {}).items() if name not in outside}
-    return against(merge(both or outcomes, kept), truth)
+    return match_truth(merge_outcomes(both or outcomes, kept), truth)

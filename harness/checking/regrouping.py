@@ -21,7 +21,7 @@ from shardproof.harness.checking.measures.many_tensors import kind_rms
 from shardproof.harness.checking.measures.measured import Measured, epsilon
 from shardproof.harness.checking.measures.stated_deviations import notes_on
 from shardproof.harness.checking.measures.tolerance import FLOAT64_CEILING, measure
-from shardproof.harness.checking.measuring import summed
+from shardproof.harness.checking.measuring import theoretical_error_of_sums
 from shardproof.harness.checking.numeric_checks import as_worst
 from shardproof.harness.checking.records import Claims, Regrouped, Regroupings, Run, Truth
 from shardproof.harness.verdicts.facts import Note, NoteKind
@@ -37,16 +37,16 @@ _EPSILONS = 64.0
 """Or this many epsilons of a lower precision."""
 
 
-def regrouping(run: Run, truth: Truth, claims: Claims, regroupings: Regroupings) -> Finding:
+def check_regrouping(run: Run, truth: Truth, claims: Claims, regroupings: Regroupings) -> Finding:
     """Whether the step is the same in every other grouping that was run."""
     settled: dict[str, int] = {}  # sizes with which the step was the same
     for other in regroupings.runs:
         if flaw := next((flaw for flaw in other.flaws if flaw.name in run.tensors), None):
             rule = f"{flaw.message} ({flaw.kind}), which is whole with {_sizes_here(run, other)}"
             return Finding(verdict=FAIL, message=f"{flaw.name} with {other.words}: {rule}", names=(flaw.name,))
-        wrong = tuple(measured for measured in _compared(run, truth, claims, other.tensors) if measured.wrong)
+        wrong = tuple(measured for measured in _compare_groupings(run, truth, claims, other.tensors) if measured.wrong)
         if wrong:
-            return _breach(run, other, wrong, settled)
+            return _report_breach(run, other, wrong, settled)
         settled |= {} if other.problem else other.sizes
     by_design = _by_design(run, claims)
     same = ", ".join(other.words for other in regroupings.runs if not other.problem)
@@ -67,10 +67,10 @@ def regrouping(run: Run, truth: Truth, claims: Claims, regroupings: Regroupings)
 def _by_design(run: Run, claims: Claims) -> dict[str, str]:
     """The names that deviate as the subject states, each with its sentence."""
     stated = claims.known_differences
-    return {name: stated.sentence(name) for name in run.tensors if stated.unjudged(name)} if stated else {}
+    return {name: stated.sentence(name) for name in run.tensors if stated.deviates_unapplied(name)} if stated else {}
 
 
-def _compared(run: Run, truth: Truth, claims: Claims, other: Mapping[str, Tensor]) -> Iterator[Measured]:
+def _compare_groupings(run: Run, truth: Truth, claims: Claims, other: Mapping[str, Tensor]) -> Iterator[Measured]:
     exact = run.dtype == "float64"
     base, by_design = run.tensors, _by_design(run, claims)
     sizes = kind_rms(base)
@@ -81,7 +81,7 @@ def _compared(run: Run, truth: Truth, claims: Claims, other: Mapping[str, Tensor
             continue
         lower = name in run.lower.names
         if first and (lower or not exact):
-            yield _rounded(run, truth, name, other[name], sizes.get(kind, 0.0))
+            yield _compare_rounded(run, truth, name, other[name], sizes.get(kind, 0.0))
         elif lower:
             continue
         elif first or (kind in _LATER and exact):
@@ -90,7 +90,7 @@ def _compared(run: Run, truth: Truth, claims: Claims, other: Mapping[str, Tensor
                 yield found
 
 
-def _rounded(run: Run, truth: Truth, name: str, other: Tensor, kind: float) -> Measured:
+def _compare_rounded(run: Run, truth: Truth, name: str, other: Tensor, kind: float) -> Measured:
     """Two tensors in lower precision, each within what control runs allow around one truth."""
     dtype, lower = run.dtype, run.lower.dtype if name in run.lower.names else ""
     if not other.is_floating_point():
@@ -99,15 +99,15 @@ def _rounded(run: Run, truth: Truth, name: str, other: Tensor, kind: float) -> M
     controls = []
     if true is not None and true.shape == tensor.shape:
         controls = [tensor + 2 * (control[name] - true) for control in truth.controls.runs if name in control]
-    error = 2 * summed(run, truth, name, narrow=True)
+    error = 2 * theoretical_error_of_sums(run, truth, name, narrow=True)
     return measure(name, other, tensor, dtype=dtype, lower=lower, controls=controls, kind=kind, summed=error)
 
 
-def _breach(run: Run, other: Regrouped, wrong: tuple[Measured, ...], settled: Mapping[str, int]) -> Finding:
+def _report_breach(run: Run, other: Regrouped, wrong: tuple[Measured, ...], settled: Mapping[str, int]) -> Finding:
     name = wrong[0].name
     known = [settled, {word: getattr(run.case, word) for word in other.sizes}]
     sizes = {word: size for word, size in other.sizes.items() if all(one.get(word) != size for one in known)}
-    ratio = _factor(run.tensors[name].double(), other.tensors[name].double(), run, sizes)
+    ratio = _describe_factor(run.tensors[name].double(), other.tensors[name].double(), run, sizes)
     return Finding(
         verdict=FAIL,
         message=f"{name} with {other.words} is {ratio} with {_sizes_here(run, other)}, though the same samples "
@@ -123,7 +123,7 @@ def _sizes_here(run: Run, other: Regrouped) -> str:
     return " ".join(f"{word}={getattr(run.case, word)}" for word in other.sizes)
 
 
-def _factor(base: Tensor, other: Tensor, run: Run, sizes: Mapping[str, int]) -> str:
+def _describe_factor(base: Tensor, other: Tensor, run: Run, sizes: Mapping[str, int]) -> str:
     """How the other grouping's tensor relates to this one's, in words: a factor is named by the size with which it
     grows, or else falls.
     """
@@ -142,7 +142,7 @@ def _factor(base: Tensor, other: Tensor, run: Run, sizes: Mapping[str, int]) -> 
     return f"{ratio:.4g} times what it is (no ratio of sizes: a mean of means, where counts of tokens differ?)"
 
 
-def truth(run: Run, truth: Truth) -> Finding:
+def check_truth(run: Run, truth: Truth) -> Finding:
     """Whether the first forward of the dense model in float32 is that in float64, but for rounding
     (harness.running.trials.law_runs).
 

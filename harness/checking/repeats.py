@@ -6,24 +6,24 @@ from itertools import zip_longest
 from shardproof.harness.checking.finding import Finding, apart_by
 from shardproof.harness.checking.measures.spreads import run_spreads
 from shardproof.harness.checking.records import Repeats, Run
-from shardproof.harness.outcome.merging import Outcomes, differing, same_bits
+from shardproof.harness.outcome.merging import Outcomes, describe_differences, same_bits
 from shardproof.harness.verdicts.verdict import FAIL, PASS
 
 
-def determinism(run: Run, repeats: Repeats) -> Finding:
+def check_determinism(run: Run, repeats: Repeats) -> Finding:
     """Whether two runs of the case give the same bits on every rank.
 
     When the recorded run differs from an unrecorded one, two unrecorded runs decide between this check and `recording`.
     """
-    return _repeated(run, repeats, blame_recording=False, praise="runs agree in every bit")
+    return _compare_repeats(run, repeats, blame_recording=False, praise="runs agree in every bit")
 
 
-def recording(run: Run, repeats: Repeats) -> Finding:
+def check_recording(run: Run, repeats: Repeats) -> Finding:
     """Whether the recorded run gives the same bits as an unrecorded one."""
-    return _repeated(run, repeats, blame_recording=True, praise="recording changes no bit")
+    return _compare_repeats(run, repeats, blame_recording=True, praise="recording changes no bit")
 
 
-def _repeated(run: Run, repeats: Repeats, *, blame_recording: bool, praise: str) -> Finding:
+def _compare_repeats(run: Run, repeats: Repeats, *, blame_recording: bool, praise: str) -> Finding:
     plain, *again = repeats.runs
     difference = _first_difference(run.outcomes, plain)
     steady = bool(again) and all(_first_difference(plain, other) is None for other in again)
@@ -63,5 +63,5 @@ def _first_difference(first: Outcomes, second: Outcomes) -> tuple[str, int, str]
                 if a is None or b is None or a.offsets != b.offsets:
                     return name, rank, "its blocks lie in other places"
                 if not same_bits(a.local, b.local):
-                    return name, rank, differing(a.local, b.local)
+                    return name, rank, describe_differences(a.local, b.local)
     return None

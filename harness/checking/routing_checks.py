@@ -16,18 +16,18 @@ from torch import Tensor
 
 from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.kinds import kind_of
-from shardproof.harness.checking.numeric_checks import numeric
+from shardproof.harness.checking.numeric_checks import make_numeric_check
 from shardproof.harness.checking.records import Claims, Run, Truth
 from shardproof.harness.errors import ranks_text
 from shardproof.harness.outcome.merging import same_bits
-from shardproof.harness.verdicts.facts import notes_about, unchecked
+from shardproof.harness.verdicts.facts import note_unchecked, notes_about
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 
 KIND = "routing"
-_compared = numeric(KIND)
+_compared = make_numeric_check(KIND)
 
 
-def routing(run: Run, truth: Truth, claims: Claims) -> Finding | None:
+def check_routing(run: Run, truth: Truth, claims: Claims) -> Finding | None:
     """Whether every token goes to the experts that it must go to, by the maps that ranks returned."""
     names = [name for name in run.returned if kind_of(name) == KIND]
     names = [name for name in truth.tensors if name in names] or sorted(names)
@@ -36,9 +36,9 @@ def routing(run: Run, truth: Truth, claims: Claims) -> Finding | None:
     if wrong:
         more = f"; {len(wrong) - 1} more of {len(names)} maps differ" if len(wrong) > 1 else ""
         ranks = parted[wrong[0]].ranks
-        return Finding(verdict=FAIL, message=_message(run, wrong[0], ranks) + more, names=wrong, ranks=ranks)
+        return Finding(verdict=FAIL, message=_describe_choices(run, wrong[0], ranks) + more, names=wrong, ranks=ranks)
     whole = [name for name in names if name in run.tensors]
-    loads = _load(run, whole)
+    loads = _describe_load(run, whole)
     if any(kind_of(name) == KIND for name in truth.tensors):
         found = _compared(run, truth, claims)
         return found if found is None or found.verdict != PASS else replace(found, message=found.message + loads)
@@ -50,23 +50,23 @@ def routing(run: Run, truth: Truth, claims: Claims) -> Finding | None:
         message = "no rank holds a copy of another one's map, and the truth has none to compare them with"
         return Finding(verdict=UNKNOWN, message=message, notes=notes_about(undecided=alone))
     message = f"{len(names) - len(alone)} maps are equal on all ranks that hold the same tokens{loads}"
-    notes = (*notes_about(undecided=alone), *unchecked("choices themselves: the truth has no maps"))
+    notes = (*notes_about(undecided=alone), *note_unchecked("choices themselves: the truth has no maps"))
     return Finding(verdict=PASS, message=message, notes=notes)
 
 
-def _message(run: Run, name: str, ranks: Sequence[int]) -> str:
+def _describe_choices(run: Run, name: str, ranks: Sequence[int]) -> str:
     """Choices of the first of these ranks other than those of the first rank that holds the same tokens."""
     rank, others = ranks[0], f"rank {ranks_text(ranks)} {'parts' if len(ranks) == 1 else 'part'}"
     holders = [(other, block) for other, outcome in enumerate(run.full_outcomes) for block in outcome.get(name, ())]
     for mine in run.full_outcomes[rank][name]:
         first, theirs = next((other, block) for other, block in holders if block.region == mine.region)
         if not same_bits(mine.local, theirs.local):
-            parted = _parted(mine.local, theirs.local, rank, first)
+            parted = _describe_moved_tokens(mine.local, theirs.local, rank, first)
             return f"{name}: {parted}; {others} from rank {first}, which holds the same tokens"
     raise AssertionError(f"{name}: no block of rank {rank} differs")  # the flaw says that one does
 
 
-def _parted(mine: Tensor, theirs: Tensor, rank: int, first: int) -> str:
+def _describe_moved_tokens(mine: Tensor, theirs: Tensor, rank: int, first: int) -> str:
     """How many tokens go elsewhere, and where the first of them does."""
     if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
         return f"rank {rank} returns a map of another form than rank {first}"
@@ -79,12 +79,12 @@ def _parted(mine: Tensor, theirs: Tensor, rank: int, first: int) -> str:
     return f"rank {rank} sends {int(elsewhere.sum())} of {elsewhere.numel()} tokens to other experts: {token}"
 
 
-def rows(whole: Tensor) -> Tensor:
+def count_rows(whole: Tensor) -> Tensor:
     """Rows of every expert, int64 [experts], of a map [.., experts]."""
     return (whole != 0).reshape(-1, whole.shape[-1]).sum(0)
 
 
-def balance(rows_E: Tensor) -> float:
+def balance_of_rows(rows_E: Tensor) -> float:
     """Rows of the busiest expert over the mean; 1 where no token goes anywhere."""
     mean = float(rows_E.double().mean())
     return float(rows_E.max()) / mean if mean else 1.0
@@ -98,15 +98,17 @@ def load_rows(case: str, run: Run) -> Iterator[tuple[object, ...]]:
     for name in sorted(name for name in run.tensors if kind_of(name) == KIND):
         _, step, module = [*name.split("/", 2), ""][:3]
         whole = run.tensors[name]
-        for expert, count in enumerate(rows(whole).tolist() if whole.dim() else ()):
+        for expert, count in enumerate(count_rows(whole).tolist() if whole.dim() else ()):
             yield case, step, module, expert, count
 
 
-def _load(run: Run, names: Sequence[str]) -> str:
+def _describe_load(run: Run, names: Sequence[str]) -> str:
     """The busiest expert of all maps, in words behind others."""
-    counted = {name: rows(run.tensors[name]) for name in names if run.tensors[name].dim()}
+    counted = {name: count_rows(run.tensors[name]) for name in names if run.tensors[name].dim()}
     if not counted:
         return ""
-    name = max(counted, key=lambda one: balance(counted[one]))
+    name = max(counted, key=lambda one: balance_of_rows(counted[one]))
     busiest = int(torch.argmax(counted[name]))
-    return f"; busiest: expert {busiest} of {name.partition('/')[2]}, {balance(counted[name]):.3g} times the mean"
+    return (
+        f"; busiest: expert {busiest} of {name.partition('/')[2]}, {balance_of_rows(counted[name]):.3g} times the mean"
+    )

@@ -9,17 +9,17 @@ from torch import Tensor
 
 from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.kinds import kind_of
-from shardproof.harness.checking.numeric_checks import numeric
+from shardproof.harness.checking.numeric_checks import make_numeric_check
 from shardproof.harness.checking.records import Claims, Run, Truth
-from shardproof.harness.outcome.merging import differing, same_bits
-from shardproof.harness.verdicts.facts import notes_about, unchecked
+from shardproof.harness.outcome.merging import describe_differences, same_bits
+from shardproof.harness.verdicts.facts import note_unchecked, notes_about
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 
 KIND = "init"
 SIGMAS = 6.0
 _FIRST = 8
 """Numbers in the order of memory; equal by chance in two tensors of bfloat16 about once in 10^18 pairs."""
-_compared = numeric("initial_values")
+_compared = make_numeric_check("initial_values")
 
 
 def initial_values(run: Run, truth: Truth, claims: Claims) -> Finding:
@@ -35,7 +35,7 @@ def initial_values(run: Run, truth: Truth, claims: Claims) -> Finding:
     """
     names = [name for name in run.returned if kind_of(name) == KIND]
     names = [name for name in truth.tensors if name in names] or sorted(names)
-    wrong = dict([*_equal(run, names), *_deviating(run, truth, names)])
+    wrong = dict([*_find_equal_starts(run, names), *_find_deviating_states(run, truth, names)])
     if wrong:
         first = next(name for name in names if name in wrong)
         more = f"; {len(wrong) - 1} more of {len(names)} are wrong" if len(wrong) > 1 else ""
@@ -43,7 +43,7 @@ def initial_values(run: Run, truth: Truth, claims: Claims) -> Finding:
         return Finding(verdict=FAIL, message=f"{first} {wrong[first]}{more}", names=ordered)
     stated = sum(name.partition("/")[2] in truth.init_std for name in names)
     words = f"{stated} of {len(names)} parameters begin with the right deviations, and no two alike"
-    notes = () if stated else unchecked("deviations of initial values, which nothing states")
+    notes = () if stated else note_unchecked("deviations of initial values, which nothing states")
     known = None if set(names) & set(truth.from_ranks) else _compared(run, truth, claims)
     if known is None:
         return Finding(verdict=PASS, message=f"{words}; the dense model was given them", notes=notes)
@@ -52,7 +52,7 @@ def initial_values(run: Run, truth: Truth, claims: Claims) -> Finding:
     return replace(known, message=f"{known.message}; {words}", notes=(*known.notes, *notes))
 
 
-def _deviating(run: Run, truth: Truth, names: list[str]) -> Iterator[tuple[str, str]]:
+def _find_deviating_states(run: Run, truth: Truth, names: list[str]) -> Iterator[tuple[str, str]]:
     for name in names:
         value, right = run.tensors.get(name), truth.init_std.get(name.partition("/")[2])
         if value is None or right is None:
@@ -65,7 +65,7 @@ def _deviating(run: Run, truth: Truth, names: list[str]) -> Iterator[tuple[str, 
             yield name, f"has a standard deviation of {deviation:.3g}, which must be {right:.3g}"
 
 
-def _equal(run: Run, names: list[str]) -> Iterator[tuple[str, str]]:
+def _find_equal_starts(run: Run, names: list[str]) -> Iterator[tuple[str, str]]:
     """Parameters, and shards of one, that begin with the numbers of one before."""
     seen: dict[bytes, tuple[str, object]] = {}
     for name in names:
@@ -94,7 +94,7 @@ _COUNTS = ("steps", "step_after", "loss_scale")
 """Kinds of saved/ that are counts."""
 
 
-def saved(run: Run, truth: Truth) -> Finding:
+def check_saved_state(run: Run, truth: Truth) -> Finding:
     """Whether the files of a checkpoint hold (`saved/<name>`), bit for bit, what the ranks hold under that name.
 
     They are full tensors, read by another reader than the one that loads them where there is one. Tensors of ranks are
@@ -113,7 +113,7 @@ def saved(run: Run, truth: Truth) -> Finding:
     if wrong:
         files, must = known[wrong[0]]
         whose = "the ranks" if wrong[0].partition("/")[2] in merged else "the truth"
-        message = f"{wrong[0]}: the files of the checkpoint and {whose} differ {differing(files, must)}"
+        message = f"{wrong[0]}: the files of the checkpoint and {whose} differ {describe_differences(files, must)}"
         return Finding(verdict=FAIL, message=message, notes=unseen, names=tuple(wrong))
     if not known:
         return Finding(verdict=UNKNOWN, message="the ranks returned nothing that was saved", notes=unseen)

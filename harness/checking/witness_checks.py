@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from shardproof.harness.checking.finding import Finding
-from shardproof.harness.verdicts.facts import Worst, unchecked
+from shardproof.harness.verdicts.facts import Worst, note_unchecked
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 from shardproof.harness.witnesses.agreement import Agreement
 from shardproof.harness.witnesses.session import Session
@@ -12,7 +12,7 @@ from shardproof.harness.witnesses.session import Session
 CHECK = "witnesses"
 
 
-def finding(agreed: Agreement, steps: str = "") -> Finding:
+def judge_agreement(agreed: Agreement, steps: str = "") -> Finding:
     """The verdict: a failure names the first event on which the witnesses part; nothing seen at all is no agreement.
 
     `steps` are the chosen ones as they were requested, "" for all.
@@ -37,21 +37,23 @@ def finding(agreed: Agreement, steps: str = "") -> Finding:
         )
     left = [f"{count} fields that {witness} does not tell" for witness, count in agreed.open_fields.items() if count]
     message = f"{names} agree on {len(agreed.rows)} events of {ranks} ranks{within}"
-    return Finding(verdict=PASS, message=message, notes=unchecked(*left))
+    return Finding(verdict=PASS, message=message, notes=note_unchecked(*left))
 
 
-def qualified(found: Finding, sessions: Mapping[str, Session], untold: str) -> Finding:
+def qualify_finding(found: Finding, sessions: Mapping[str, Session], untold: str) -> Finding:
     """A finding that is no failure, with what could not be checked: a missing tool leaves it open."""
     if untold:
         message = f"{found.message}; the closed form was not asked: {untold}"
-        found = replace(found, message=message, notes=(*found.notes, *unchecked("closed form of the chosen steps")))
+        found = replace(
+            found, message=message, notes=(*found.notes, *note_unchecked("closed form of the chosen steps"))
+        )
     problems = tuple(f"{tool}: {session.problem}" for tool, session in sessions.items() if session.problem)
     if not problems:
         return found
     return replace(found, verdict=UNKNOWN, message=f"{found.message}; {'; '.join(problems)}")
 
 
-def undisturbed(found: Finding, sessions: Mapping[str, Session]) -> Finding:
+def check_undisturbed(found: Finding, sessions: Mapping[str, Session]) -> Finding:
     """A witness that changes a bit of the outcome is a failure, whatever it saw."""
     for tool, session in sessions.items():
         if session.disturbed:
@@ -61,7 +63,7 @@ def undisturbed(found: Finding, sessions: Mapping[str, Session]) -> Finding:
     return found
 
 
-def unseen(sessions: Mapping[str, Session], notes: Sequence[str]) -> str:
+def explain_empty_sessions(sessions: Mapping[str, Session], notes: Sequence[str]) -> str:
     """The message of a case of which no session recorded anything: the reasons of the sessions, or the notes."""
     reasons = [session.problem for session in sessions.values()] or [
         note for note in notes if note.startswith("witness ")

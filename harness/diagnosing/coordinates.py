@@ -20,7 +20,8 @@ def ranks_in_words(evidence: Evidence, name: str) -> str:
         alike = [other for other in evidence.truth.tensors if kind_of(other) == kind_of(name)]
         bad, good = ranks_apart(evidence.run, evidence.truth, alike)
     if bad and not good and (empty := _empty_ranks(evidence.run, name)):
-        return f"wrong on rank{'s' * (len(bad) > 1)} {ranks_text(sorted(bad))}; {_holding(empty)} no element of it"
+        place = f"wrong on rank{'s' * (len(bad) > 1)} {ranks_text(sorted(bad))}"
+        return f"{place}; {_describe_holders(empty)} no element of it"
     if not bad or not good:
         return ""
     axes = {axis: evidence.claims.axes[axis] for axis in split_axes(evidence.run.case) if axis in evidence.claims.axes}
@@ -38,7 +39,7 @@ def _empty_ranks(run: Run, name: str) -> list[int]:
     return [rank for rank, blocks in blocks_of(run, name).items() if not any(block.local.numel() for block in blocks)]
 
 
-def _holding(ranks: Sequence[int]) -> str:
+def _describe_holders(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]} holds" if len(ranks) == 1 else f"ranks {ranks_text(ranks)} hold"
 
 

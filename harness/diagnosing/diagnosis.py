@@ -14,14 +14,14 @@ from shardproof.harness.checking.ledger_checks import module_order
 from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS, kind_of
 from shardproof.harness.checking.measures.spreads import replica_spread
 from shardproof.harness.checking.records import Evidence, Run, Truth
-from shardproof.harness.diagnosing.causes.cause import Cause, reported
+from shardproof.harness.diagnosing.causes.cause import Cause, report_cause
 from shardproof.harness.diagnosing.causes.hypothesis import Failure
-from shardproof.harness.diagnosing.causes.places import comparable, place_of, timeline, wrong_ranks
+from shardproof.harness.diagnosing.causes.places import is_comparable, order_by_time, place_of, wrong_ranks
 from shardproof.harness.diagnosing.causes.proofs import last_bits
 from shardproof.harness.diagnosing.first_place import first_place
-from shardproof.harness.diagnosing.hints import agreement
-from shardproof.harness.diagnosing.rank_causes import likely
-from shardproof.harness.differences import Difference, but_for_bytes, differences
+from shardproof.harness.diagnosing.hints import find_agreement
+from shardproof.harness.diagnosing.rank_causes import likely_causes
+from shardproof.harness.differences import Difference, but_for_bytes, find_differences
 from shardproof.harness.errors import Desynchronised, ProgramError, RankCrashed, ShardproofError, Stalled, TimeLimit
 from shardproof.harness.verdicts.facts import Agreement, First, noted_names
 from shardproof.harness.verdicts.verdict import FAIL
@@ -110,18 +110,18 @@ def explanation_of(evidence: Evidence, findings: Mapping[str, Finding]) -> Expla
     first = first_place(evidence, wrong, parted, next(iter(laws), None))
     call_first = parted is not None and first.step < 0
     known_names = (name for name in wrong if name in evidence.truth.tensors)
-    numbers = [name for name in known_names if comparable(evidence.run, evidence.truth, name)]
+    numbers = [name for name in known_names if is_comparable(evidence.run, evidence.truth, name)]
     failure = Failure(
         evidence=evidence, wrong=wrong, numbers=numbers, findings=findings, parted=parted, call_first=call_first
     )
-    causes = likely(failure)
+    causes = likely_causes(failure)
     agreed = Agreement()
     if not causes:
-        agreed = agreement(evidence.run, evidence.truth, wrong, _undecided(evidence.truth, findings))
+        agreed = find_agreement(evidence.run, evidence.truth, wrong, _find_undecided_names(evidence.truth, findings))
     return Explanation(first=first, causes=causes, agreement=agreed)
 
 
-def _undecided(truth: Truth, findings: Mapping[str, Finding]) -> set[str]:
+def _find_undecided_names(truth: Truth, findings: Mapping[str, Finding]) -> set[str]:
     """Names of the truth of which no check says whether they are right."""
     compared = {kind for check, kinds in NUMERIC_KINDS.items() if check in findings for kind in kinds}
     noted = {name for finding in findings.values() for name in noted_names(finding.notes)}
@@ -132,7 +132,7 @@ def wrong_names(run: Run, truth: Truth, findings: Mapping[str, Finding]) -> list
     """The names that failed checks found wrong, in the order in which training computes them."""
     names = {name for finding in findings.values() if finding.verdict == FAIL for name in finding.names}
     known = [*truth.tensors, *sorted(names - set(truth.tensors))]
-    return [name for name in timeline(known, run.case.steps) if name in names]
+    return [name for name in order_by_time(known, run.case.steps) if name in names]
 
 
 def diagnose(
@@ -158,7 +158,7 @@ def diagnose(
     )
 
 
-def ended(error: ShardproofError) -> Diagnosis:
+def diagnose_ended_case(error: ShardproofError) -> Diagnosis:
     """Diagnose a case that ended without an outcome."""
     if isinstance(error, Desynchronised):
         known = "desynchronised"
@@ -172,7 +172,7 @@ def ended(error: ShardproofError) -> Diagnosis:
         known, words = "raised", "the subject raised: the line above says where each rank stood"
     else:
         known, words = "machine", "the time was up" if isinstance(error, TimeLimit) else "the machine failed"
-    ranks, causes = tuple(getattr(error, "ranks", ())), (reported(known, words, error),)
+    ranks, causes = tuple(getattr(error, "ranks", ())), (report_cause(known, words, error),)
     return Diagnosis(check="run", ranks=ranks, first=First(), causes=causes)
 
 
@@ -183,7 +183,7 @@ def _first_difference(evidence: Evidence, wrong: Sequence[str]) -> Difference | 
     """
     if evidence.claims.expectation is None:
         return None
-    parted = differences(
+    parted = find_differences(
         evidence.run.calls.events,
         evidence.claims.expectation,
         evidence.run.calls.ranks,

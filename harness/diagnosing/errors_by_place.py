@@ -6,9 +6,9 @@ Errors and limits are ratios (harness.checking.measures.tolerance). The last row
 """
 
 from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS, kind_of
-from shardproof.harness.checking.measuring import compared, sizes_of
+from shardproof.harness.checking.measuring import compare_with_truth, sizes_of
 from shardproof.harness.checking.records import Run, Truth
-from shardproof.harness.diagnosing.causes.places import place_of, timeline
+from shardproof.harness.diagnosing.causes.places import order_by_time, place_of
 from shardproof.harness.verdicts.facts import First
 
 ERROR_COLUMNS = ("case", "name", "step", "phase", "region", "error", "allowed", "first")
@@ -21,8 +21,8 @@ def error_rows(run: Run, truth: Truth, text: str, first: First) -> list[tuple[ob
     known = [name for name in truth.tensors if name in run.tensors and kind_of(name) in _KINDS]
     sizes = sizes_of(run, truth, [name for name in truth.tensors if kind_of(name) in _KINDS])
     rows: list[tuple[object, ...]] = []
-    for name in timeline(known, steps):
-        place, measured = place_of(name, steps), compared(run, truth, name, sizes.get(kind_of(name), 0.0))
+    for name in order_by_time(known, steps):
+        place, measured = place_of(name, steps), compare_with_truth(run, truth, name, sizes.get(kind_of(name), 0.0))
         rows.append((text, name, place.step, place.phase, place.module, measured.error, measured.allowed, ""))
     if first.phase:
         rows.append((text, "", max(first.step, 0), first.phase, first.region, 0.0, 0.0, "yes"))

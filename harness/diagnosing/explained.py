@@ -5,8 +5,8 @@ import shlex
 from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.measured import epsilon
 from shardproof.harness.checking.records import Run
-from shardproof.harness.diagnosing.diagnosis import Diagnosis, ended
-from shardproof.harness.diagnosing.tracebacks import last_frames, whole
+from shardproof.harness.diagnosing.diagnosis import Diagnosis, diagnose_ended_case
+from shardproof.harness.diagnosing.tracebacks import last_frames, whole_traceback
 from shardproof.harness.errors import MachineError, ShardproofError
 from shardproof.harness.protocols import CaseLike, case_text
 from shardproof.harness.verdicts.facts import End, FailedCheck, LikelyCause, Where, WrongTensor
@@ -63,6 +63,8 @@ def failed_run(case: CaseLike, subject: str, error: ShardproofError, options: st
     return FailedCheck(
         where=Where(mode=case.mode, world_size=case.world_size),
         repeat=repeat_command(case, subject, options),
-        causes=likely_causes(ended(error)),
-        end=End(machine=isinstance(error, MachineError), lines=tuple(lines), frames=last_frames(whole(error))),
+        causes=likely_causes(diagnose_ended_case(error)),
+        end=End(
+            machine=isinstance(error, MachineError), lines=tuple(lines), frames=last_frames(whole_traceback(error))
+        ),
     )

@@ -1,6 +1,6 @@
 """The first place where it went wrong: phase, module and step, from wrong tensors and from the ledger.
 
-The kind of the first wrong name in the order of training (`causes.places.timeline`) gives the place:
+The kind of the first wrong name in the order of training (`causes.places.order_by_time`) gives the place:
 
     act/M          module M, forward: its inputs came earlier and were right
     logits/s       another micro-batch than the captured one, or step s
@@ -24,7 +24,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from shardproof.harness.checking.call_checks import strays
+from shardproof.harness.checking.call_checks import find_strays
 from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.laws import Broken
 from shardproof.harness.checking.ledger_checks import module_order
@@ -53,10 +53,10 @@ def first_place(
         name, phase, region = wrong[0] if wrong else "", _issued_in(parted), parted.line.region
         if phase == "grad_sync" and not region and kind_of(name) == "grad":
             # sums over ranks belong to no module, what was not summed does
-            region = _owner(evidence.run, evidence.truth, [name])
+            region = _owner_of_gradient(evidence.run, evidence.truth, [name])
         return First(phase=phase, region=region, name=name, event=event)
-    if (stray := next(iter(strays(evidence.run.calls, evidence.claims)), None)) and (
-        shown is None or _order(stray.phase) <= _order(shown.phase)
+    if (stray := next(iter(find_strays(evidence.run.calls, evidence.claims)), None)) and (
+        shown is None or _order_of_phase(stray.phase) <= _order_of_phase(shown.phase)
     ):
         call = f"{stray.op} named {stray.axis} over the ranks {sorted(stray.group)} at {stray.caller}"
         return First(
@@ -65,7 +65,9 @@ def first_place(
     if law is not None:
         event = f"{law.message}{law.place}"
         summed = shown is not None and shown.name.startswith("grad/")  # compared after grad_sync
-        if shown is None or (not shown.note and _order(law.phase) <= _order("grad_sync" if summed else shown.phase)):
+        if shown is None or (
+            not shown.note and _order_of_phase(law.phase) <= _order_of_phase("grad_sync" if summed else shown.phase)
+        ):
             return First(phase=law.phase, region=law.region, name=wrong[0] if wrong else "", event=event)
     if shown is not None:
         return replace(shown, event=event)
@@ -97,10 +99,10 @@ def _call_comes_first(evidence: Evidence, parted: Difference, shown: First) -> b
     """Whether what the ledger shows comes before what the tensors show, or at the same place."""
     if shown.step:  # a difference counts whole runs, so it may be of step 0
         return True
-    call, tensor = _order(_issued_in(parted)), _order(shown.phase)
+    call, tensor = _order_of_phase(_issued_in(parted)), _order_of_phase(shown.phase)
     if call != tensor or parted.line.phase not in ("forward", "backward"):
         # A parameter gradient is compared after grad_sync, so a call up to grad_sync comes before it.
-        return call <= (_order("grad_sync") if shown.name.startswith("grad/") else tensor)
+        return call <= (_order_of_phase("grad_sync") if shown.name.startswith("grad/") else tensor)
     modules = module_order(evidence.run.calls, evidence.claims, evidence.truth)
     order = {module: place for place, module in enumerate(modules)}
     mine, theirs = (order.get(region, len(order)) for region in (parted.line.region, shown.region))
@@ -109,7 +111,7 @@ def _call_comes_first(evidence: Evidence, parted: Difference, shown: First) -> b
     return mine <= theirs if parted.line.phase == "forward" else mine >= theirs
 
 
-def _order(phase: str) -> int:
+def _order_of_phase(phase: str) -> int:
     phase = "backward" if phase in BACKWARD else phase
     return PHASES.index(phase) if phase in PHASES else len(PHASES)
 
@@ -135,7 +137,7 @@ def _shown_by(evidence: Evidence, wrong: Sequence[str]) -> First:
     if kind == "param" or is_state(name):
         others = {_NUMBER.sub("", place_of(other, 1).module) for other in wrong}
         region = region if len(others) == 1 else ""  # the same module of several layers is that module
-    beside = (ranks_in_words(evidence, name), between(evidence.run, evidence.truth, name, wrong))
+    beside = (ranks_in_words(evidence, name), name_surrounding_modules(evidence.run, evidence.truth, name, wrong))
     return First(phase=phase, region=region, step=step, name=name, beside=(*filter(None, beside), *ended))
 
 
@@ -175,10 +177,10 @@ def _gradient_place(run: Run, truth: Truth, wrong: Sequence[str]) -> tuple[str, 
     torn = {flaw.name for flaw in run.merged.flaws if flaw.kind == "replica conflict"}
     synced_alike = set(bad) <= whole < set(known) and (len({place_of(name, 1).module for name in bad}) > 1)
     synced = len(bad) == len(known) > 1 or synced_alike or bad[0] in torn
-    return "grad_sync" if synced else "backward", _owner(run, truth, bad)
+    return "grad_sync" if synced else "backward", _owner_of_gradient(run, truth, bad)
 
 
-def _owner(run: Run, truth: Truth, bad: Sequence[str]) -> str:
+def _owner_of_gradient(run: Run, truth: Truth, bad: Sequence[str]) -> str:
     """The module that computes the first of these gradients, in the order of backward.
 
     A module without parameters of its own may use those of the first one (a head tied to the embedding). Its addition
@@ -187,13 +189,17 @@ def _owner(run: Run, truth: Truth, bad: Sequence[str]) -> str:
     modules = [name.removeprefix("act/") for name in truth.tensors if name.startswith("act/")]
     leaves = [module for module in modules if not any(other.startswith(f"{module}.") for other in modules)]
     borrowers = [leaf for leaf in leaves if not any(name.startswith(f"grad/{leaf}.") for name in truth.tensors)]
-    lent = [name for name in bad if leaves and name.startswith(f"grad/{leaves[0]}.") and _everywhere(run, truth, name)]
+    lent = [
+        name
+        for name in bad
+        if leaves and name.startswith(f"grad/{leaves[0]}.") and _is_wrong_everywhere(run, truth, name)
+    ]
     if borrowers and lent:
         return borrowers[-1]
     return place_of(bad[0], 1).module
 
 
-def _everywhere(run: Run, truth: Truth, name: str) -> bool:
+def _is_wrong_everywhere(run: Run, truth: Truth, name: str) -> bool:
     """Whether every row of this gradient is wrong."""
     value, true = run.tensors.get(name), truth.tensors[name]
     if value is None or true.dim() < 2:
@@ -206,7 +212,7 @@ _CORES: Mapping[str, str] = {"attention": "the attention core", "mlp": "the acti
 """Last word of a module -> what its own code computes between two linears."""
 
 
-def between(run: Run, truth: Truth, name: str, wrong: Collection[str]) -> str:
+def name_surrounding_modules(run: Run, truth: Truth, name: str, wrong: Collection[str]) -> str:
     """The two modules around the unnamed code that computes the first wrong activation, or gradient of an activation.
 
     The first module's value is right, the second's wrong; "" where a named module computes the wrong value.

@@ -8,7 +8,7 @@ from shardproof.harness.checking.records import Run, Truth
 from shardproof.harness.verdicts.facts import Agreement, Counts
 
 
-def agreement(run: Run, truth: Truth, wrong: Sequence[str], undecided: Collection[str] = ()) -> Agreement:
+def find_agreement(run: Run, truth: Truth, wrong: Sequence[str], undecided: Collection[str] = ()) -> Agreement:
     """Which tensors agree with the truth and which do not, by kinds; names that no check decides are in neither."""
     bad = [name for name in wrong if name in truth.tensors]
     good = {*run.tensors} & {*truth.tensors} - {*wrong} - {*undecided}

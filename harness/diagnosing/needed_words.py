@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from shardproof.harness.diagnosing.tried_words import OutOfTime, combined
+from shardproof.harness.diagnosing.tried_words import OutOfTime, combine_words
 from shardproof.harness.diagnosing.words_text import Change, Needed, NeededWords, Right
 from shardproof.harness.protocols import CaseLike
 
@@ -36,7 +36,7 @@ def needed_words(case: CaseLike, domains: Mapping[str, Sequence[Any]], fails: Fa
     search = _Search(case, domains, fails)
     with suppress(OutOfTime):
         search.run()
-        if kept := search.contradicting():
+        if kept := search.find_contradicting_words():
             search.run(kept)
     return search.result()
 
@@ -64,7 +64,7 @@ class _Search:
             self.simplify_each()  # what was not legal or not wrong may be so beside plainer words
         self.decide()
 
-    def contradicting(self) -> set[str]:
+    def find_contradicting_words(self) -> set[str]:
         """Words of which the plainest case is right with the value of the failing case: other words matter to it."""
         return {word for word in self._domains if self._own(word) in self._runs(word, False)}
 
@@ -82,14 +82,14 @@ class _Search:
     def simplify_first(self, changes: Sequence[Change]) -> None:
         """Make these changes if the case is legal and still fails."""
         changes = [(word, value) for word, value in changes if value != getattr(self.case, word)]
-        other, made = self._changed(changes)
-        if made and self._failing(other):
+        other, made = self._apply_changes(changes)
+        if made and self._case_fails(other):
             self.case = other
 
     def simplify(self, changes: Sequence[Change]) -> None:
         """Make each of these changes with which the case still fails."""
-        other, made = self._changed(changes)
-        if made and self._failing(other):
+        other, made = self._apply_changes(changes)
+        if made and self._case_fails(other):
             self.case = other
         elif len(made) > 1:
             half = len(made) // 2
@@ -109,7 +109,7 @@ class _Search:
             for value in self._others(word) if _is_ordered(word, mine) else values[:1]:
                 with suppress(ValueError, TypeError):  # no legal case
                     other = self._with(self.case, word, value)
-                    if value != mine and self._failing(other):
+                    if value != mine and self._case_fails(other):
                         self.case = other
                         break
         return self.case is not before
@@ -128,12 +128,12 @@ class _Search:
         if "mode" in plain:
             self._decide_one("mode")
         right = [word for word in words if self._right(word)]
-        self._combine(right, lambda case: self._failing(case, self._failed.world_size))
+        self._combine(right, lambda case: self._case_fails(case, self._failed.world_size))
 
     def _decide_many(self, changes: Sequence[Change]) -> None:
         """Find the changes that make the case pass, in halves."""
-        other, made = self._changed(changes)
-        if len(made) > 1 and self._failing(other):
+        other, made = self._apply_changes(changes)
+        if len(made) > 1 and self._case_fails(other):
             self._tried |= {word for word, _ in made}
         elif len(made) > 1:
             half = len(made) // 2
@@ -153,9 +153,9 @@ class _Search:
         for value in dict.fromkeys((*self._others(word), self._own(word))):
             with suppress(ValueError, TypeError):  # no legal case
                 other = self._with(self.case, word, value)
-                found = self._failing(other, self._failed.world_size if value == self._own(word) else 0)
+                found = self._case_fails(other, self._failed.world_size if value == self._own(word) else 0)
                 for control in self._controls(word, other) if found is False else ():
-                    self._failing(control)
+                    self._case_fails(control)
         self._tried.add(word)
 
     def _own(self, word: str) -> Any:
@@ -166,13 +166,13 @@ class _Search:
 
         None where a rule changes them together.
         """
-        along = {one: getattr(other, one) for one in sorted(self._differing(other) - {word})}
+        along = {one: getattr(other, one) for one in sorted(self._find_differing_words(other) - {word})}
         found = []
         for changes in [*({one: value} for one, value in along.items()), along]:
             with suppress(ValueError, TypeError):  # no legal case
                 control = self._with(self.case, *next(iter(changes.items()))) if len(changes) == 1 else None
                 control = control or self.case.but(**changes)
-                if word not in self._differing(control) != set():
+                if word not in self._find_differing_words(control) != set():
                     found.append(control)
         return found
 
@@ -194,7 +194,7 @@ class _Search:
         for value in self._runs(word, False):
             other = self._with(self.case, word, value)
             if all(self._known.get(str(control)) for control in self._controls(word, other)):
-                further = sorted(self._differing(other) - {word})
+                further = sorted(self._find_differing_words(other) - {word})
                 found.append(Right(value=value, further=tuple((one, getattr(other, one)) for one in further)))
         return found
 
@@ -206,7 +206,7 @@ class _Search:
         A word is left out where the value that it has in the failing case is none of them.
         """
         first = {word: getattr(self.case, word) for word in words}
-        found = combined(
+        found = combine_words(
             first, {word: self._runs(word, True) for word in words}, lambda words: failing(self._but(words))
         )
         return {word: values for word, values in found.items() if self._own(word) in values}
@@ -217,7 +217,7 @@ class _Search:
             return self.case.but(**words)
         return None
 
-    def _failing(self, case: CaseLike | None, most_ranks: int = 0) -> bool | None:
+    def _case_fails(self, case: CaseLike | None, most_ranks: int = 0) -> bool | None:
         """Whether it fails; None for one of more ranks than the plainest case, unless more are allowed."""
         if case is None or case.world_size > max(most_ranks, self.case.world_size):
             return None
@@ -226,7 +226,7 @@ class _Search:
             self._known[text] = self._fails(case)
         return self._known[text]
 
-    def _changed(self, changes: Sequence[Change]) -> tuple[CaseLike, list[Change]]:
+    def _apply_changes(self, changes: Sequence[Change]) -> tuple[CaseLike, list[Change]]:
         """The case with as many of these changes as are legal together, and the changes made."""
         case, made = self.case, list[Change]()
         left, before = list(changes), None
@@ -263,10 +263,10 @@ class _Search:
     def _is_tied(self, word: str) -> bool:
         """Whether no rule lets this word alone become plain."""
         with suppress(ValueError, TypeError):
-            return self._differing(self.case.but(**{word: self._domains[word][0]})) != {word}
+            return self._find_differing_words(self.case.but(**{word: self._domains[word][0]})) != {word}
         return True
 
-    def _differing(self, other: CaseLike) -> set[str]:
+    def _find_differing_words(self, other: CaseLike) -> set[str]:
         return {word for word in self._domains if getattr(other, word) != getattr(self.case, word)}
 
     def _others(self, word: str) -> tuple[Any, ...]:

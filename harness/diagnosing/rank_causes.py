@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from shardproof.harness.checking.records import Evidence
-from shardproof.harness.diagnosing.causes.cause import Cause, reported
+from shardproof.harness.diagnosing.causes.cause import Cause, report_cause
 from shardproof.harness.diagnosing.causes.hypothesis import Failure, Hypothesis
-from shardproof.harness.diagnosing.causes.ranking import best, within_limits
+from shardproof.harness.diagnosing.causes.ranking import select_best, within_limits
 from shardproof.harness.diagnosing.hypotheses import (
     calls,
     displaced,
@@ -33,7 +33,7 @@ def by_numbers(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
     """Causes by the numbers of the first of these wrong tensors."""
     failure = Failure(evidence=evidence, wrong=wrong, numbers=wrong)
     begin = "initial values, before any step: " if failure.kind == "init" else ""
-    return [replace(cause, words=f"{begin}{cause.words}") for cause in best(failure, HYPOTHESES)]
+    return [replace(cause, words=f"{begin}{cause.words}") for cause in select_best(failure, HYPOTHESES)]
 
 
 def _in_first_module(failure: Failure) -> list[Cause]:
@@ -43,7 +43,7 @@ def _in_first_module(failure: Failure) -> list[Cause]:
         return []
     if axis := located.summed:
         words = f"the ranks' values add up to the truth over {axis}: each holds one partial sum, never reduced"
-        return [reported("not_summed", words, located)]
+        return [report_cause("not_summed", words, located)]
     name = f"{'act' if located.phase == 'forward' else 'act_grad'}/{located.module}"
     for value, truth in located.shown:
         run = evidence.run.with_tensors({**evidence.run.tensors, name: value})
@@ -68,8 +68,8 @@ TIERS: tuple[Callable[[Failure], list[Cause]], ...] = (
     calls.in_lower_precision,
     stated.rounded_on_ranks,
     masks.from_masks,
-    stated.beginnings,
-    stated.drawn,
+    stated.guess_wrong_beginnings,
+    stated.guess_drawn_numbers,
     # the first wrong module that was found without a declared layout
     _in_first_module,
     # parameters without a gradient, where the first wrong number is made of gradients
@@ -79,15 +79,15 @@ TIERS: tuple[Callable[[Failure], list[Cause]], ...] = (
     # what the numbers of the first wrong tensors look like: counts, factors, places
     _by_numbers,
     # a call that parts later, where it may be behind the first wrong number: a loss is summed in grad_sync
-    calls.differing,
-    calls.unused,
+    calls.guess_differing_call,
+    calls.guess_unused_parameters,
     # what is usually behind a check that nothing else explains
-    stated.usual,
+    stated.guess_usual_causes,
 )
 """Where causes are looked for, by how directly the evidence shows them."""
 
 
-def likely(failure: Failure) -> tuple[Cause, ...]:
+def likely_causes(failure: Failure) -> tuple[Cause, ...]:
     """The causes of a case's failures; several are alternatives that fit equally well."""
     found = (within_limits(failure.evidence, causes_of(failure)) for causes_of in TIERS)
     return tuple(next((causes for causes in found if causes), ()))

@@ -17,7 +17,7 @@ _FRAME = re.compile(
 _MOST = 3
 
 
-def whole(error: ShardproofError) -> str:
+def whole_traceback(error: ShardproofError) -> str:
     """The traceback of the exception that ended a rank, with those that it followed; "" when no rank raised."""
     raised = error.__cause__
     if not isinstance(error, RankRaised) or raised is None:

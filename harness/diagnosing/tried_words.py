@@ -24,7 +24,7 @@ class OutOfTime(Exception):
     """No further case can be run."""
 
 
-def combined(
+def combine_words(
     first: Mapping[str, Any], others: Mapping[str, Sequence[Any]], fails: Callable[[Mapping[str, Any]], bool | None]
 ) -> dict[str, tuple[Any, ...]]:
     """The values of words with which a case fails in every combination: the first ones, and as many others as do."""
@@ -38,7 +38,7 @@ def combined(
     return found
 
 
-def confirmed(
+def confirm_words(
     found: NeededWords, failed: CaseLike, read: Callable[[str], CaseLike], proves: Callable[[CaseLike], Proved]
 ) -> NeededWords:
     """The words that are found, without the statements that are not so when they are read and run again.
@@ -52,7 +52,7 @@ def confirmed(
         return replace(found, needed=(), unproved=WhenKind.NOT_RUN_AGAIN if trial.is_over else WhenKind.REFUTED)
     right = {one.word: [trial.right(one, value) for value in one.right[:1]] for one in found.needed}
     kept = [one for one in found.needed if any(right[one.word])]
-    values = combined(
+    values = combine_words(
         {one.word: one.fails[0] for one in kept},
         {one.word: one.fails[1:] for one in kept},
         lambda changes: trial.outcome(tuple(changes.items()))[0],
@@ -84,7 +84,7 @@ class _Trial:
         self.not_run: set[str] = set()
         """Words of the statements for which no time was left."""
 
-    def stated(self, changes: Sequence[Change]) -> CaseLike | None:
+    def parse_changed_case(self, changes: Sequence[Change]) -> CaseLike | None:
         """The case that a reader makes of the words behind `tried on` and these, None where that is refused."""
         with suppress(ShardproofError, ValueError):
             return self._read(f"{self._case} {changes_text(changes)}".strip() or case_text(self._case))
@@ -93,7 +93,7 @@ class _Trial:
     def outcome(self, changes: Sequence[Change]) -> Proved:
         """How the case with these changes fails when it is run again."""
         changes = [(word, value) for word, value in changes if value != getattr(self._case, word)]
-        case = self.stated(changes)
+        case = self.parse_changed_case(changes)
         if case is None:
             return None, ()
         if str(case) not in self._known and not self.is_over:
@@ -108,7 +108,7 @@ class _Trial:
     def right(self, one: Needed, value: Right) -> Right | None:
         """This value of a word with as few further words as make the same case, None where it is not right so."""
         change = (one.word, value.value)
-        if value.further and self.stated([change]) == self.stated([change, *value.further]):
+        if value.further and self.parse_changed_case([change]) == self.parse_changed_case([change, *value.further]):
             value = replace(value, further=())
         fails, checks = self.outcome([change, *value.further])
         return replace(value, but_for=checks) if fails is False else None

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.witness_checks import CHECK
-from shardproof.harness.diagnosing.causes.cause import Cause, reported
+from shardproof.harness.diagnosing.causes.cause import Cause, report_cause
 from shardproof.harness.diagnosing.diagnosis import Diagnosis
 from shardproof.harness.diagnosing.explained import likely_causes, place_of_failure, repeat_command
 from shardproof.harness.protocols import CaseLike
@@ -24,7 +24,9 @@ _WHO = {
 }
 
 
-def diagnosed(case: CaseLike, agreed: Agreement, finding: Finding, disturbed: Sequence[int] = ()) -> Diagnosis:
+def diagnose_disagreement(
+    case: CaseLike, agreed: Agreement, finding: Finding, disturbed: Sequence[int] = ()
+) -> Diagnosis:
     """A failed finding explained; `disturbed` are the ranks whose outcome changed when they were watched."""
     broken = () if disturbed else agreed.broken
     first = broken[0].recorded if broken else None
@@ -37,7 +39,7 @@ def diagnosed(case: CaseLike, agreed: Agreement, finding: Finding, disturbed: Se
         phase=finding.phase,
         region=finding.region,
         first=First(phase=finding.phase, region=finding.region, step=step),
-        causes=(_cause(case, broken, disturbed=bool(disturbed)),),
+        causes=(_cause_of_disagreement(case, broken, disturbed=bool(disturbed)),),
     )
 
 
@@ -55,25 +57,27 @@ def failed_witnesses(
     )
 
 
-def _cause(case: CaseLike, broken: Sequence[Row], *, disturbed: bool) -> Cause:
+def _cause_of_disagreement(case: CaseLike, broken: Sequence[Row], *, disturbed: bool) -> Cause:
     if disturbed:
-        return reported("stated", "the outcome of a run that is watched is another one", disturbed)
+        return report_cause("stated", "the outcome of a run that is watched is another one", disturbed)
     if not broken:
-        return reported("stated", f"no rank of {case.world_size} issues a collective here", case)
-    against, confirming = _sides(broken)
+        return report_cause("stated", f"no rank of {case.world_size} issues a collective here", case)
+    against, confirming = _split_sides(broken)
     if "recorder" in against:
         words = "on processes of their own the ranks issue other calls than on the engine that proved the case"
-        return reported("witness", words, broken)
+        return report_cause("witness", words, broken)
     tell = f"tell{'s' * (len(against) == 1)} it otherwise"
     if {"torch", CLOSED_FORM} <= against or (broken[0].recorded is None and "torch" in against):
-        return reported("witness", f"{_named(against)} {tell} than the recorder", broken)
+        return report_cause("witness", f"{_join_witness_names(against)} {tell} than the recorder", broken)
     if CLOSED_FORM in against:
         words = "the program issues other calls than its closed form states"
-        return reported("witness", f"{words}: {_named(('recorder', *confirming))} saw the same", broken)
-    return reported("witness", f"{_named(against)} alone {tell}", broken)
+        return report_cause(
+            "witness", f"{words}: {_join_witness_names(('recorder', *confirming))} saw the same", broken
+        )
+    return report_cause("witness", f"{_join_witness_names(against)} alone {tell}", broken)
 
 
-def _sides(broken: Sequence[Row]) -> tuple[set[str], set[str]]:
+def _split_sides(broken: Sequence[Row]) -> tuple[set[str], set[str]]:
     """Witnesses that contradict the ledger on the first event, and those that confirm it.
 
     A sighting of one alone stands in its own row.
@@ -86,5 +90,5 @@ def _sides(broken: Sequence[Row]) -> tuple[set[str], set[str]]:
     return against, {witness for witness, word in first.words.items() if word == AGREES}
 
 
-def _named(witnesses: Iterable[str]) -> str:
+def _join_witness_names(witnesses: Iterable[str]) -> str:
     return " and ".join(_WHO[name] for name in _WHO if name in set(witnesses))

@@ -39,10 +39,10 @@ _UNFOLLOWED = (*MESSAGES, OTHER)
 class CallLog(Protocol):
     """For those who need more of a call than the ledger has, to compare ranks."""
 
-    def entered(self, issued: OperatorCall) -> None:
+    def on_enter(self, issued: OperatorCall) -> None:
         """A call is about to be issued."""
 
-    def left(self) -> None:
+    def on_exit(self) -> None:
         """The call entered last, a synchronous one, is complete."""
 
 
@@ -97,7 +97,7 @@ class Interposer:
         """Observe operators of c10d too that were registered since, by an imported library. Raises MachineError."""
         names = operator_names("c10d")
         if not names:
-            raise _blind("no operators of c10d are known")
+            raise _blindness_error("no operators of c10d are known")
         operators = {name: getattr(torch.ops.c10d, name) for name in names if name not in self._names}
         fresh = {name: overloads.default for name, overloads in operators.items() if hasattr(overloads, "default")}
         fresh = {name: operator for name, operator in fresh.items() if communicates(operator)}
@@ -133,22 +133,22 @@ class Interposer:
                 return operator.redispatch(keys.remove(BACKEND_SELECT), *arguments)
             rank, call, log = issued.rank, issued.call, self._log
             if log is not None:
-                log.entered(issued)
-            tickets = [(observer, observer.issued(rank, call)) for observer in self._observers]
+                log.on_enter(issued)
+            tickets = [(observer, observer.on_issue(rank, call)) for observer in self._observers]
             result = operator.redispatch(keys.remove(BACKEND_SELECT), *arguments)
             if not call.is_async and call.op not in _UNFOLLOWED:
                 if call.device == "cpu":
-                    for work in _works(result):
+                    for work in _works_in_result(result):
                         work.wait()  # its caller waits too, which then costs nothing
                 if log is not None:
-                    log.left()
-                _completed(rank, tickets)
+                    log.on_exit()
+                _complete_tickets(rank, tickets)
             if call.is_async and call.device == "cuda" and call.op not in _UNFOLLOWED:
-                for work in _works(result):
+                for work in _works_in_result(result):
                     with suppress(RuntimeError):  # a backend without a future of it
-                        work.get_future().add_done_callback(lambda _future: _completed(rank, tickets))
+                        work.get_future().add_done_callback(lambda _future: _complete_tickets(rank, tickets))
             if call.is_async and (follow := getattr(log, "follow", None)) is not None:
-                return _replaced(result, partial(follow, waited=partial(_waited, rank, tickets)))
+                return _replace_work(result, partial(follow, waited=partial(_record_waits, rank, tickets)))
             return result
 
         return kernel
@@ -156,7 +156,7 @@ class Interposer:
     def _probe(self) -> None:
         """Issue one call in a private group of one rank. Raises MachineError unless it is observed as issued."""
         seen: list[Call] = []
-        probe: Any = SimpleNamespace(issued=lambda _rank, call: seen.append(call), completed=lambda *_: None)
+        probe: Any = SimpleNamespace(on_issue=lambda _rank, call: seen.append(call), on_completion=lambda *_: None)
         watched, log = self._observers, self._log
         self._observers, self._log = (probe,), None
         try:
@@ -168,7 +168,7 @@ class Interposer:
             self._observers, self._log = watched, log
         observed = [(c.op, c.reduce_op, c.group, c.dtype, c.shapes, c.payload_bytes, c.is_async) for c in seen]
         if observed != [("all_reduce", "max", (0,), "float32", ((3,),), 12, False)]:
-            raise _blind(f"a probe all_reduce of 12 bytes was seen as {observed}")
+            raise _blindness_error(f"a probe all_reduce of 12 bytes was seen as {observed}")
 
 
 _ENTERED: ContextVar[Interposer | None] = ContextVar("shardproof_interposer", default=None)
@@ -183,31 +183,31 @@ def observe_calls(observer: Observer) -> Iterator[None]:
         yield
 
 
-def _blind(why: str) -> MachineError:
+def _blindness_error(why: str) -> MachineError:
     return MachineError(
         f"torch {torch.__version__}: the recorder of real backends would be blind: {why}. "
         f"Run on the in-process engine, or with a torch that this release was tested with ({tested_span()})"
     )
 
 
-def _completed(rank: int, tickets: Sequence[tuple[Observer, int]]) -> None:
+def _complete_tickets(rank: int, tickets: Sequence[tuple[Observer, int]]) -> None:
     for observer, ticket in tickets:
-        observer.completed(rank, ticket)
+        observer.on_completion(rank, ticket)
 
 
-def _waited(rank: int, tickets: Sequence[tuple[Observer, int]]) -> None:
+def _record_waits(rank: int, tickets: Sequence[tuple[Observer, int]]) -> None:
     """The program waits for an asynchronous call."""
     for observer, ticket in tickets:
         notify_waited(observer, rank, ticket)
 
 
-def _works(result: Any) -> list[dist.Work]:
+def _works_in_result(result: Any) -> list[dist.Work]:
     """The works in an operator's result."""
     parts = result if isinstance(result, tuple) else (result,)
     return [dist.Work.unbox(part) for part in parts if isinstance(part, torch.ScriptObject)]
 
 
-def _replaced(result: Any, follow: Callable[[Any, Sequence[Tensor]], dist.Work]) -> Any:
+def _replace_work(result: Any, follow: Callable[[Any, Sequence[Tensor]], dist.Work]) -> Any:
     """An operator's result with another work in it."""
     parts = result if isinstance(result, tuple) else (result,)
     outputs = tensors_in([part for part in parts if not isinstance(part, torch.ScriptObject)])

@@ -18,7 +18,7 @@ from shardproof.harness.errors import RequestError
 from shardproof.harness.hangs.standing import RankStanding, standing_of
 from shardproof.harness.interpreter import without_garbage_collection
 from shardproof.harness.traces.calls import MOST_RANKS, find_dtype, payload_bytes
-from shardproof.harness.traces.fields import listed, number, numbers, refuse_torn, text
+from shardproof.harness.traces.fields import as_list, number, numbers, refuse_torn, text
 from shardproof.harness.traces.flight_recorder import MESSAGES, load_dump, trace_of
 
 KIND = ("group", "axis", "op", "reduce_op", "dtype", "shape", "root", "peer", "phase", "region", "caller")
@@ -30,12 +30,12 @@ _LEGAL = "the run folder of `shardproof record`, or the files that torch's Fligh
 
 
 @without_garbage_collection()  # calls by the million, which all stay
-def standings(paths: Iterable[str | Path]) -> list[RankStanding]:
+def read_standings(paths: Iterable[str | Path]) -> list[RankStanding]:
     """Where every rank stands, by rank. A folder stands for the dumps in it. Raises RequestError for what is none."""
     by_rank: dict[int, RankStanding] = {}
     for name in paths:
         path = Path(name)
-        for dump in _dumps(path):
+        for dump in _find_dumps(path):
             with refuse_torn("dump", dump, _LEGAL):
                 one = _of_part(dump) if dump.is_dir() else _of_file(dump)
             _check_rank(one)
@@ -48,7 +48,7 @@ def standings(paths: Iterable[str | Path]) -> list[RankStanding]:
     return [by_rank[rank] for rank in sorted(by_rank)]
 
 
-def _dumps(path: Path) -> list[Path]:
+def _find_dumps(path: Path) -> list[Path]:
     """The dumps that a path stands for: a file, or the ranks' parts or files in a folder."""
     if path.is_file():
         return [path]
@@ -92,11 +92,13 @@ def _last_row(folder: Path) -> str:
 
 
 def _of_last(words: Mapping[str, Any], source: str) -> RankStanding:
-    kinds = [_kind(kind) for kind in listed(words["kinds"])]
+    kinds = [_kind_of_values(kind) for kind in as_list(words["kinds"])]
     ranks = {name: numbers(group["ranks"]) for name, group in words["groups"].items()}
     inside = set(numbers(words["inside"]))
-    signatures = [_signature(*(kind[name] for name in ("op", "reduce_op", "dtype", "shape", "root"))) for kind in kinds]
-    channels = [(kind["group"], ranks[kind["group"]], _direction(kind)) for kind in kinds]
+    signatures = [
+        _make_signature(*(kind[name] for name in ("op", "reduce_op", "dtype", "shape", "root"))) for kind in kinds
+    ]
+    channels = [(kind["group"], ranks[kind["group"]], _direction_of_kind(kind)) for kind in kinds]
     sizes = [payload_bytes(find_dtype(one.dtype), one.shapes) if one.op in MESSAGES else None for one in signatures]
     calls: dict[Channel, dict[int, GroupCall]] = {}
     known = [tuple(sys.intern(kind[name]) for name in ("phase", "region", "axis", "caller")) for kind in kinds]
@@ -121,23 +123,23 @@ def _of_last(words: Mapping[str, Any], source: str) -> RankStanding:
         last=last,
         ended=text(words["ended"]),
         silent_s=float(words["silent_s"]),
-        stack=tuple(map(text, listed(words["stack"]))),
+        stack=tuple(map(text, as_list(words["stack"]))),
     )
 
 
-def _kind(values: Any) -> dict[str, Any]:
-    kind = dict(zip(KIND, listed(values), strict=True))
+def _kind_of_values(values: Any) -> dict[str, Any]:
+    kind = dict(zip(KIND, as_list(values), strict=True))
     return {name: number(value) if name in _NUMBERS else text(value) for name, value in kind.items()}
 
 
 @functools.lru_cache(maxsize=4096)
-def _signature(op: str, reduce_op: str, dtype: str, shape: str, root: int) -> Signature:
+def _make_signature(op: str, reduce_op: str, dtype: str, shape: str, root: int) -> Signature:
     """The words in which all ranks must agree; one object for all of them, so that comparing them costs little."""
     shapes: Shapes = tuple(tuple(int(size) for size in part.split("x") if size) for part in shape.split("+"))
     return Signature(op, NOT_KNOWN, reduce_op, root, dtype, NOT_KNOWN if op == "all_to_all" else shapes)
 
 
-def _direction(kind: Mapping[str, Any]) -> str:
+def _direction_of_kind(kind: Mapping[str, Any]) -> str:
     return f"{kind['op']} {kind['peer']}" if kind["op"] in MESSAGES else ""
 
 

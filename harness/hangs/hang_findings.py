@@ -9,7 +9,7 @@ _MOST = 8
 """Ranks, or findings, that are listed one by one."""
 
 
-def lines(ranks: Sequence[RankStanding], divergences: Sequence[Divergence]) -> Iterator[str]:
+def lines_of_findings(ranks: Sequence[RankStanding], divergences: Sequence[Divergence]) -> Iterator[str]:
     """The findings, the first one with the standing of its ranks; a sentence when no rank is seen to diverge."""
     silent = max((one.silent_s for one in ranks), default=0.0)
     about = f", silent for {silent:g} s" if silent else ""
@@ -25,7 +25,7 @@ def lines(ranks: Sequence[RankStanding], divergences: Sequence[Divergence]) -> I
     for place, finding in enumerate(divergences[:_MOST]):
         yield finding.text
         if not place:
-            yield from _standing(finding, ranks)
+            yield from _describe_standings(finding, ranks)
     if len(divergences) > _MOST:
         yield f"and {len(divergences) - _MOST} more findings"
 
@@ -45,7 +45,7 @@ def _no_difference(ranks: Sequence[RankStanding], missing: Sequence[int]) -> str
     return "no rank diverges: in every group all ranks issued the same calls, as far back as the dumps reach"
 
 
-def _standing(found: Divergence, ranks: Sequence[RankStanding]) -> Iterator[str]:
+def _describe_standings(found: Divergence, ranks: Sequence[RankStanding]) -> Iterator[str]:
     """Where the ranks that diverge are, and one of those that wait."""
     by_rank = {one.rank: one for one in ranks}
     for rank in [*found.ranks[:_MOST], *found.waiting[:1]]:

@@ -25,7 +25,7 @@ def standing_of(trace: Trace, rank: int) -> RankStanding:
     Collectives have the number that their group gives them, messages are counted for each pair of ranks.
     """
     calls: dict[Channel, dict[int, GroupCall]] = {}
-    for order, (call, complete) in enumerate(_completed(trace)):
+    for order, (call, complete) in enumerate(_find_completed_calls(trace)):
         is_message = call.op in MESSAGES
         if is_message and call.peer is None:
             continue
@@ -53,7 +53,7 @@ def standing_of(trace: Trace, rank: int) -> RankStanding:
     )
 
 
-def _completed(trace: Trace) -> Iterator[tuple[TracedCall, bool | None]]:
+def _find_completed_calls(trace: Trace) -> Iterator[tuple[TracedCall, bool | None]]:
     """Each call, and whether it is complete. A batch that is not known to be, and that nothing follows, is not."""
     last = max((n for n, call in enumerate(trace.calls) if call.op not in MESSAGES), default=-1)
     for n, call in enumerate(trace.calls):

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardproof.harness.checking.checks import CHECKS, Check, needing, records_of
+from shardproof.harness.checking.checks import CHECKS, Check, records_of, select_checks_by_need
 from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.records import Evidence, Repeats
 from shardproof.harness.checking.repeats import same_outcomes
@@ -33,7 +33,7 @@ from shardproof.harness.outcome.merging import Outcomes
 from shardproof.harness.protocols import CaseLike, Subject
 from shardproof.harness.running.trials.runs import judge_case, record_case, repeat_plainly
 from shardproof.harness.running.trials.trial import Reference, Trial, reference_of
-from shardproof.harness.subject import NamedSubject, answered, named, offers
+from shardproof.harness.subject import NamedSubject, answer_question, offers, resolve_subject
 from shardproof.harness.verdicts.verdict import FAIL, PASS
 
 UNCHANGED = "every call left the bits that it leaves undisturbed, on every rank: it is the same run"
@@ -71,7 +71,7 @@ class Rule:
     holds: Callable[[Fault], bool]
 
 
-def _double(*ops: str, reduce_ops: Sequence[str] = ()) -> Callable[[Fault], bool]:
+def _doubling_rule(*ops: str, reduce_ops: Sequence[str] = ()) -> Callable[[Fault], bool]:
     """Whether a fault doubles a call of these ops, and of these reduce ops where there are any."""
 
     def holds(fault: Fault) -> bool:
@@ -82,22 +82,24 @@ def _double(*ops: str, reduce_ops: Sequence[str] = ()) -> Callable[[Fault], bool
 
 
 def _in_group_of_one(fault: Fault) -> bool:
-    return fault.target.group_size == 1 and (fault.kind in {"drop", "op", "delay"} or _double("all_reduce")(fault))
+    return fault.target.group_size == 1 and (
+        fault.kind in {"drop", "op", "delay"} or _doubling_rule("all_reduce")(fault)
+    )
 
 
 RULES = (
     Rule(proof="in a group of one the rank's own data are the result, under any reduction", holds=_in_group_of_one),
     Rule(
         proof="max and min are idempotent: the result, reduced once more, is the result",
-        holds=_double("all_reduce", "reduce", "reduce_scatter", reduce_ops=("max", "min")),
+        holds=_doubling_rule("all_reduce", "reduce", "reduce_scatter", reduce_ops=("max", "min")),
     ),
     Rule(
         proof="after an average all ranks hold the same numbers, whose average they are",
-        holds=_double("all_reduce", reduce_ops=("avg",)),
+        holds=_doubling_rule("all_reduce", reduce_ops=("avg",)),
     ),
     Rule(
         proof="what is moved once more, from inputs that the call does not change, is the same",
-        holds=_double("broadcast", "all_gather", "gather", "scatter"),
+        holds=_doubling_rule("broadcast", "all_gather", "gather", "scatter"),
     ),
 )
 
@@ -142,7 +144,7 @@ _LEAST_S = 10.0
 """But on a busy machine no run is given less time."""
 
 
-def survey(
+def survey_faults(
     case: CaseLike,
     subject: Subject | NamedSubject,
     engine: Engine,
@@ -160,13 +162,13 @@ def survey(
     With `first_only` a fault is dropped at the first stage of checks that notices it: the recorded run is looked at
     before it is repeated. Raises RequestError when the undisturbed subject does not finish or passes nothing.
     """
-    given = named(subject)
+    given = resolve_subject(subject)
     known = reference or reference_of(given, engine, timeout_s)
     trial = Trial(case=case, subject=given, engine=engine, reference=known, device=device, timeout_s=timeout_s)
     with one_thread():
-        clean = _undisturbed(trial, checks)
+        clean = _run_undisturbed(trial, checks)
         asked = faults_of(clean.events, case.axes) if faults is None else tuple(faults)
-        return [_result(trial, fault, clean, rules, first_only) for fault in asked]
+        return [_result_of_fault(trial, fault, clean, rules, first_only) for fault in asked]
 
 
 def unproved_collectives(results: Iterable[FaultResult]) -> list[Unproved]:
@@ -193,11 +195,11 @@ def unproved_collectives(results: Iterable[FaultResult]) -> list[Unproved]:
     return found
 
 
-def _undisturbed(trial: Trial, checks: Mapping[str, Check]) -> _Undisturbed:
+def _run_undisturbed(trial: Trial, checks: Mapping[str, Check]) -> _Undisturbed:
     """The clean run. Raises RequestError when the subject does not finish, or nothing passes."""
     clean, start_s = Disturbance(None), time.perf_counter()
     try:
-        evidence, findings = _examined(_on(trial, clean), checks, first_only=False)
+        evidence, findings = _examine_trial(_intervene_on(trial, clean), checks, first_only=False)
     except ProgramError as error:
         raise RequestError(f"case {trial.text!r}: the subject does not finish undisturbed: {error.cause}") from error
     passing = {check: checks[check] for check, finding in findings.items() if finding.verdict == PASS}
@@ -212,42 +214,44 @@ def _undisturbed(trial: Trial, checks: Mapping[str, Check]) -> _Undisturbed:
     )
 
 
-def _on(trial: Trial, intervention: Intervention) -> Trial:
+def _intervene_on(trial: Trial, intervention: Intervention) -> Trial:
     """Trial under an intervention; what the reference computed is shared."""
     return replace(trial, engine=Intervened(trial.engine, intervention), seconds={}, problems={})
 
 
-def _examined(trial: Trial, checks: Mapping[str, Check], first_only: bool) -> tuple[Evidence, dict[str, Finding]]:
+def _examine_trial(trial: Trial, checks: Mapping[str, Check], first_only: bool) -> tuple[Evidence, dict[str, Finding]]:
     """Findings of the checks; with `first_only` the run is repeated only when nothing has failed before."""
     of_one_run = {name: check for name, check in checks.items() if Repeats not in records_of(check)}
     evidence, findings = judge_case(trial, record_case(trial), of_one_run)
-    if needing(checks, Repeats) and not (first_only and _failed(findings)):
+    if select_checks_by_need(checks, Repeats) and not (first_only and _names_of_failed_checks(findings)):
         evidence, findings = judge_case(trial, replace(evidence, repeats=repeat_plainly(trial, evidence.run)), checks)
     return evidence, findings
 
 
-def _failed(findings: Mapping[str, Finding]) -> tuple[str, ...]:
+def _names_of_failed_checks(findings: Mapping[str, Finding]) -> tuple[str, ...]:
     return tuple(check for check, finding in findings.items() if finding.verdict == FAIL)
 
 
-def _result(trial: Trial, fault: Fault, clean: _Undisturbed, rules: Sequence[Rule], first_only: bool) -> FaultResult:
+def _result_of_fault(
+    trial: Trial, fault: Fault, clean: _Undisturbed, rules: Sequence[Rule], first_only: bool
+) -> FaultResult:
     """Try a fault."""
     start_s = time.perf_counter()
     subject: Any = trial.subject.call
     proof = proof_of(fault, rules)
     if not proof and offers(subject, "harmless"):
-        proof = answered("harmless", lambda: str(subject.harmless(trial.case, fault) or ""))
+        proof = answer_question("harmless", lambda: str(subject.harmless(trial.case, fault) or ""))
     made = FaultResult(fault=fault, equivalent=proof)
     if not made.equivalent:
-        made = _tried(trial, fault, clean, first_only)
+        made = _try_fault(trial, fault, clean, first_only)
     return replace(made, seconds=time.perf_counter() - start_s)
 
 
-def _tried(trial: Trial, fault: Fault, clean: _Undisturbed, first_only: bool) -> FaultResult:
+def _try_fault(trial: Trial, fault: Fault, clean: _Undisturbed, first_only: bool) -> FaultResult:
     disturbance, endless_s = Disturbance(fault), max(_LEAST_S, _ENDLESS * clean.seconds)
     trial = replace(trial, timeout_s=min(trial.timeout_s, endless_s))
     try:
-        evidence, findings = _examined(_on(trial, disturbance), clean.checks, first_only)
+        evidence, findings = _examine_trial(_intervene_on(trial, disturbance), clean.checks, first_only)
     except ProgramError:
         return FaultResult(fault=fault, killed_by=("run",))
     except TimeLimit as error:
@@ -257,7 +261,7 @@ def _tried(trial: Trial, fault: Fault, clean: _Undisturbed, first_only: bool) ->
     except MachineError as error:
         return FaultResult(fault=fault, machine=error.cause)
     delivered, elsewhere = disturbance.delivered, clean.delivered.keys() - fault.places
-    if killed_by := _failed(findings):
+    if killed_by := _names_of_failed_checks(findings):
         return FaultResult(fault=fault, killed_by=killed_by)
     if delivered == clean.delivered:
         return FaultResult(fault=fault, equivalent=UNCHANGED)

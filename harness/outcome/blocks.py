@@ -77,7 +77,7 @@ def blocks(value: object) -> tuple[Block, ...]:
     if isinstance(value, bool | int | float):
         value = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
     if isinstance(value, Tensor):
-        full = _settled(value)
+        full = _settle_tensor(value)
         return (Block(local=full, offsets=(0,) * full.dim(), global_shape=tuple(full.shape), whole=True),)
     if isinstance(value, Iterable):
         return tuple(block for part in value for block in _of_shard(part))
@@ -92,21 +92,21 @@ def _of_shard(value: object) -> tuple[Block, ...]:
             f"{type(value).__name__} is not a value: return a tensor, a DTensor, "
             "Shard(local, offsets, global_shape) or an iterable of shards"
         ) from None
-    return (Block(local=_settled(local), offsets=tuple(offsets), global_shape=tuple(shape)),)
+    return (Block(local=_settle_tensor(local), offsets=tuple(offsets), global_shape=tuple(shape)),)
 
 
-def _settled(local: Tensor) -> Tensor:
+def _settle_tensor(local: Tensor) -> Tensor:
     """The tensor itself: awaited when a functional collective still owns it, detached, on the CPU.
 
     Raises ValueError for what is no plain tensor of numbers: native code dies where such bytes are looked at.
     """
     local = wait_pending(local)
-    if lack := _lack(local):
+    if lack := _lack_of_tensor(local):
         raise ValueError(f"{lack[0]}; legal: {lack[1]}")
     return local.detach().to("cpu").resolve_conj().resolve_neg()
 
 
-def _lack(local: object) -> tuple[str, str] | None:
+def _lack_of_tensor(local: object) -> tuple[str, str] | None:
     """Lack of a plain tensor of numbers, and what would be one; None when nothing is lacking."""
     if not isinstance(local, Tensor):
         return f"{type(local).__name__} is not a tensor", "a torch.Tensor"
@@ -115,18 +115,18 @@ def _lack(local: object) -> tuple[str, str] | None:
     if local.is_quantized:
         return "a quantized tensor has no numbers to compare", "its dequantize()"
     if local.layout is not torch.strided:
-        return f"the layout is {_word(local.layout)}, and blocks are dense", "its to_dense()"
+        return f"the layout is {_word_for(local.layout)}, and blocks are dense", "its to_dense()"
     if local.is_meta:
         return "the tensor lies on the meta device and has no numbers", "a tensor on the device that was given"
-    if not _readable(local.dtype):
-        return f"numbers of {_word(local.dtype)} cannot be read", "a tensor of another dtype"
+    if not _is_readable(local.dtype):
+        return f"numbers of {_word_for(local.dtype)} cannot be read", "a tensor of another dtype"
     if type(local).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return f"{type(local).__name__} is a tensor only by its own rules", "the plain tensor inside of it"
     return None
 
 
 @lru_cache(maxsize=64)
-def _readable(dtype: torch.dtype) -> bool:
+def _is_readable(dtype: torch.dtype) -> bool:
     """Whether torch can turn numbers of this dtype into others: it has names for some that nothing is written for."""
     try:
         return dtype.is_complex or torch.empty(1, dtype=dtype, device="cpu").double().numel() == 1
@@ -134,7 +134,7 @@ def _readable(dtype: torch.dtype) -> bool:
         return False
 
 
-def _word(what: torch.layout | torch.dtype) -> str:
+def _word_for(what: torch.layout | torch.dtype) -> str:
     return str(what).removeprefix("torch.")
 
 
@@ -164,25 +164,27 @@ def _of_dtensor(value: "DTensor") -> tuple[Block, ...]:
         elif not placement.is_replicate():
             dim = int(getattr(placement, "dim"))  # noqa: B009  (the base class Placement declares no dim)
             pieces = indices[dim].chunk(int(getattr(placement, "split_factor", 1)))
-            indices[dim] = torch.cat([_chunk(piece, size, place) for piece in pieces])
+            indices[dim] = torch.cat([_chunk_of_indices(piece, size, place) for piece in pieces])
     if len(reduce_ops) > 1:
         raise ValueError(f"a DTensor that mixes Partial reductions ({', '.join(sorted(reduce_ops))}) has no one value")
     block = partial(Block, global_shape=full, terms=tuple(terms), reduce_op="".join(reduce_ops))
-    return tuple(block(local=box, offsets=offsets) for box, offsets in _runs(_settled(value.to_local()), indices))
+    return tuple(
+        block(local=box, offsets=offsets) for box, offsets in _cut_into_boxes(_settle_tensor(value.to_local()), indices)
+    )
 
 
-def _chunk(indices: Tensor, parts: int, which: int) -> Tensor:
+def _chunk_of_indices(indices: Tensor, parts: int, which: int) -> Tensor:
     """The part of `indices` that rank `which` of `parts` holds; empty when `torch.chunk` makes fewer parts."""
     width = -(-len(indices) // parts)
     return indices[which * width : (which + 1) * width]
 
 
-def _runs(local: Tensor, indices: list[Tensor]) -> list[tuple[Tensor, tuple[int, ...]]]:
+def _cut_into_boxes(local: Tensor, indices: list[Tensor]) -> list[tuple[Tensor, tuple[int, ...]]]:
     """Cut a local tensor into boxes that are contiguous in the full tensor: (box, offsets)."""
     own, stated = tuple(local.shape), tuple(map(len, indices))
     if own != stated:
         raise ValueError(f"the local tensor of a DTensor has shape {own}; its placements say {stated}")
-    starts = [_starts(i.tolist()) for i in indices]
+    starts = [_find_runs(i.tolist()) for i in indices]
     boxes = []
     for corner in itertools.product(*starts):
         box = local
@@ -192,7 +194,7 @@ def _runs(local: Tensor, indices: list[Tensor]) -> list[tuple[Tensor, tuple[int,
     return boxes
 
 
-def _starts(indices: list[int]) -> list[tuple[int, int, int]]:
+def _find_runs(indices: list[int]) -> list[tuple[int, int, int]]:
     """Runs of consecutive numbers: (position in the list, length, first number)."""
     if not indices:
         return [(0, 0, 0)]

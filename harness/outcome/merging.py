@@ -53,13 +53,13 @@ class Flaw:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Merged:
-    """The full tensors of names without a flaw, and the flaws; `against` adds replicas that all are wrong."""
+    """The full tensors of names without a flaw, and the flaws; `match_truth` adds replicas that all are wrong."""
 
     tensors: Mapping[str, Tensor]
     flaws: tuple[Flaw, ...]
 
 
-def against(merged: Merged, truth: Mapping[str, Tensor]) -> Merged:
+def match_truth(merged: Merged, truth: Mapping[str, Tensor]) -> Merged:
     """The merged tensors that have the truth's shape and kind of number; the others become flaws.
 
     Replicas that differ keep their flaw. Their first is added to the tensors where all of them are wrong.
@@ -72,7 +72,7 @@ def against(merged: Merged, truth: Mapping[str, Tensor]) -> Merged:
             what = f"the full shape is {tuple(tensor.shape)}, that of the dense model {tuple(true.shape)}"
             flaws.append(Flaw(name=name, kind="shape", message=what, ranks=()))
         elif true is not None and tensor.is_floating_point() != true.is_floating_point():
-            what = f"the dtype is {_word(tensor.dtype)}, that of the dense model {_word(true.dtype)}"
+            what = f"the dtype is {_dtype_word(tensor.dtype)}, that of the dense model {_dtype_word(true.dtype)}"
             flaws.append(Flaw(name=name, kind="dtype", message=what, ranks=()))
         else:
             tensors[name] = tensor
@@ -97,7 +97,7 @@ class _Flawed(Exception):
         self.kind, self.ranks = kind, tuple(ranks)
 
 
-def merge(outcomes: Outcomes, known: Mapping[str, Tensor] | None = None) -> Merged:
+def merge_outcomes(outcomes: Outcomes, known: Mapping[str, Tensor] | None = None) -> Merged:
     """The ranks' outcomes as full tensors, in the order in which the ranks name them; those of `known` as they are."""
     tensors: dict[str, Tensor] = {}
     flaws: list[Flaw] = []
@@ -123,10 +123,10 @@ def _merge_one(placed: Placed, absent: list[int]) -> Tensor:
         here, there = (", ".join(map(str, ranks)) for ranks in (holders, absent))
         rule = "return it on every rank, or as a Shard where only some ranks hold it"
         raise _Flawed("missing", f"a full tensor on ranks {here} is not returned by ranks {there}; {rule}", absent)
-    _agree(placed)
+    _check_shapes_agree(placed)
     shape, dtype = placed[0][1].global_shape, placed[0][1].local.dtype
-    parts = [part for part in _distinct(placed) if part[1].local.numel()]
-    if _shared(parts) or sum(block.local.numel() for _, block in parts) != math.prod(shape):
+    parts = [part for part in _merge_replicas(placed) if part[1].local.numel()]
+    if _has_shared_elements(parts) or sum(block.local.numel() for _, block in parts) != math.prod(shape):
         left, first = _not_held(parts, shape)
         if left:
             lack = f"{left} of {math.prod(shape)} elements are held by no rank; first missing at {first}"
@@ -167,7 +167,7 @@ def held_once(outcomes: Outcomes, merged: Merged) -> tuple[Mapping[str, Sequence
     return tuple({n: views(found, large[n]) if n in large else found for n, found in run.items()} for run in outcomes)
 
 
-def _agree(placed: Placed) -> None:
+def _check_shapes_agree(placed: Placed) -> None:
     """All blocks must speak of one full tensor."""
     first_rank, first = placed[0]
     for rank, block in placed[1:]:
@@ -175,14 +175,15 @@ def _agree(placed: Placed) -> None:
             what = f"rank {first_rank} says {first.global_shape}, rank {rank} says {block.global_shape}"
             raise _Flawed("shape", f"the ranks disagree on the full shape: {what}", (first_rank, rank))
         if block.local.dtype != first.local.dtype:
-            what = f"rank {first_rank} returns {_word(first.local.dtype)}, rank {rank} {_word(block.local.dtype)}"
+            mine, other = _dtype_word(first.local.dtype), _dtype_word(block.local.dtype)
+            what = f"rank {first_rank} returns {mine}, rank {rank} {other}"
             raise _Flawed("dtype", f"the ranks disagree on the dtype: {what}", (first_rank, rank))
         if block.reduce_op != first.reduce_op:
             what = f"rank {first_rank} {first.reduce_op or 'none'!r}, rank {rank} {block.reduce_op or 'none'!r}"
             raise _Flawed("replica conflict", f"pending reductions differ: {what}", (first_rank, rank))
 
 
-def _distinct(placed: Placed) -> Placed:
+def _merge_replicas(placed: Placed) -> Placed:
     """Blocks of distinct regions: replicas must agree bit for bit, pending terms are reduced in their order."""
     regions: dict[tuple[tuple[int, int], ...], dict[tuple[int, ...], tuple[int, Block]]] = {}
     for rank, block in placed:
@@ -191,13 +192,13 @@ def _distinct(placed: Placed) -> Placed:
         if kept is not block and not same_bits(kept.local, block.local):
             raise _Flawed(
                 "replica conflict",
-                f"rank {rank} differs from rank {other} {differing(block.local, kept.local)}",
+                f"rank {rank} differs from rank {other} {describe_differences(block.local, kept.local)}",
                 sorted({r for r, b in placed if (b.region, b.terms) == mine and not same_bits(b.local, kept.local)}),
             )
-    return [_reduced(terms) for terms in regions.values()]
+    return [_sum_pending_terms(terms) for terms in regions.values()]
 
 
-def _reduced(terms: Mapping[tuple[int, ...], tuple[int, Block]]) -> tuple[int, Block]:
+def _sum_pending_terms(terms: Mapping[tuple[int, ...], tuple[int, Block]]) -> tuple[int, Block]:
     ordered = [terms[place] for place in sorted(terms)]
     rank, block = ordered[0]
     if not block.reduce_op:
@@ -210,7 +211,7 @@ def _reduced(terms: Mapping[tuple[int, ...], tuple[int, Block]]) -> tuple[int, B
     return rank, Block(local=total, offsets=block.offsets, global_shape=block.global_shape)
 
 
-def _shared(parts: Placed) -> bool:
+def _has_shared_elements(parts: Placed) -> bool:
     """Whether some parts have elements in common. Raises _Flawed where these differ in a bit."""
     shared = False
     for (rank, mine), (other, theirs) in itertools.combinations(parts, 2):
@@ -218,16 +219,16 @@ def _shared(parts: Placed) -> bool:
             continue
         shared = True
         common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(mine.region, theirs.region, strict=True)]
-        here, there = (block.local[_within(block, common)] for block in (mine, theirs))
+        here, there = (block.local[_slices_within(block, common)] for block in (mine, theirs))
         if not same_bits(here, there):
-            how = differing(there, here, tuple(a for a, _ in common))
-            both = f"rank {rank} holds {_box(mine.region)} and rank {other} {_box(theirs.region)}"
-            words = f"rank {other} differs from rank {rank} {how} of what both hold, {_box(common)}; {both}"
+            how = describe_differences(there, here, tuple(a for a, _ in common))
+            both = f"rank {rank} holds {_text_of_region(mine.region)} and rank {other} {_text_of_region(theirs.region)}"
+            words = f"rank {other} differs from rank {rank} {how} of what both hold, {_text_of_region(common)}; {both}"
             raise _Flawed("replica conflict", words, sorted({rank, other}))
     return shared
 
 
-def _within(block: Block, region: Sequence[tuple[int, int]]) -> tuple[slice, ...]:
+def _slices_within(block: Block, region: Sequence[tuple[int, int]]) -> tuple[slice, ...]:
     """The place of a region of the full tensor in a block that holds all of it."""
     return tuple(slice(a - o, b - o) for (a, b), o in zip(region, block.offsets, strict=True))
 
@@ -271,13 +272,13 @@ def bits_of(a: Tensor) -> Tensor:
     return a.contiguous().as_strided((a.numel(),), (1,)).view(torch.uint8)
 
 
-def differing(a: Tensor, b: Tensor, offsets: tuple[int, ...] = ()) -> str:
+def describe_differences(a: Tensor, b: Tensor, offsets: tuple[int, ...] = ()) -> str:
     """How two tensors of one shape differ, in words: "in 3 of 64 elements, by up to 1.5e-08, first at (0, 4)".
 
     `offsets` are those of their first element in the tensor whose indices are named.
     """
     if a.shape != b.shape or a.dtype != b.dtype:
-        return f"in form: {tuple(a.shape)} {_word(a.dtype)} against {tuple(b.shape)} {_word(b.dtype)}"
+        return f"in form: {tuple(a.shape)} {_dtype_word(a.dtype)} against {tuple(b.shape)} {_dtype_word(b.dtype)}"
     width = a.element_size()
     wrong = (bits_of(a).view(-1, width) != bits_of(b).view(-1, width)).any(dim=1)
     first = torch.unravel_index(wrong.to(torch.uint8).argmax(), a.shape) if a.dim() else ()
@@ -290,9 +291,9 @@ def differing(a: Tensor, b: Tensor, offsets: tuple[int, ...] = ()) -> str:
     return f"in {int(wrong.sum())} of {a.numel()} elements{odd}{size}{place}"
 
 
-def _box(region: Sequence[tuple[int, int]]) -> str:
+def _text_of_region(region: Sequence[tuple[int, int]]) -> str:
     return "[" + ", ".join(f"{a}:{b}" for a, b in region) + "]"
 
 
-def _word(dtype: torch.dtype) -> str:
+def _dtype_word(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

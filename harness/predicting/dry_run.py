@@ -40,7 +40,7 @@ from shardproof.harness.ledger import Call, Event
 from shardproof.harness.protocols import CaseLike, Subject
 from shardproof.harness.recording.measures import SavedActivations
 from shardproof.harness.recording.recorder import Recorder
-from shardproof.harness.subject import called, kept_per_rank, named_axes, session
+from shardproof.harness.subject import call_subject, kept_per_rank, named_axes, session
 from shardproof.harness.torch_internals.autograd import current_task, storage_id
 from shardproof.harness.torch_internals.backends import fused_attention, waits_of_fakes
 from shardproof.harness.torch_internals.dispatch import (
@@ -73,7 +73,7 @@ class Stretch(NamedTuple):
     held_bytes: int = 0
 
 
-def hidden(stretches: Sequence[Stretch]) -> set[int]:
+def find_hidden_calls(stretches: Sequence[Stretch]) -> set[int]:
     """The tickets of calls between whose start and wait a product was computed."""
     flops, before, found = 0, dict[int, int](), set[int]()
     for stretch in stretches:
@@ -108,11 +108,11 @@ class _Live:
         self.now_bytes += size
         self._peak_bytes = max(self._peak_bytes, self.now_bytes)
 
-        def gone(_reference: object) -> None:
+        def on_drop(_reference: object) -> None:
             del self._known[key]
             self.now_bytes -= size
 
-        self._known[key] = weakref.ref(storage, gone)
+        self._known[key] = weakref.ref(storage, on_drop)
 
 
 class Meter(DispatchMode):
@@ -150,7 +150,7 @@ class Meter(DispatchMode):
         """Measure this thread until the body ends."""
         hooks = register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)
         try:
-            with waits_of_fakes(self._waited), fused_attention(), self:
+            with waits_of_fakes(self._note_wait), fused_attention(), self:
                 yield
         finally:
             for hook in hooks:
@@ -161,7 +161,7 @@ class Meter(DispatchMode):
                     end_functional(kept)
             self._works.clear()
 
-    def issued(self, _rank: int, call: Call) -> int:
+    def on_issue(self, _rank: int, call: Call) -> int:
         """A call starts here."""
         ticket = self._tickets
         self._tickets += 1
@@ -170,7 +170,7 @@ class Meter(DispatchMode):
             self._calls[ticket] = waits_when_read(sys._getframe(1))
         return ticket
 
-    def completed(self, rank: int, ticket: int) -> None:
+    def on_completion(self, rank: int, ticket: int) -> None:
         """A synchronous call: whoever reads the stretches knows."""
 
     def __torch_dispatch__(
@@ -185,7 +185,7 @@ class Meter(DispatchMode):
         words = dict(kwargs or {})
         space = func.namespace
         if space in {"_c10d_functional", "c10d"}:
-            return self._communicated(space, func, args, words)
+            return self._note_collective(space, func, args, words)
         out = func(*args, **words)
         formula = FORMULAS.get(packet_of(func))
         if formula is not None:
@@ -193,7 +193,7 @@ class Meter(DispatchMode):
         self._see(out)
         return out
 
-    def _communicated(self, space: str, func: Any, args: tuple[Any, ...], words: dict[str, Any]) -> Any:
+    def _note_collective(self, space: str, func: Any, args: tuple[Any, ...], words: dict[str, Any]) -> Any:
         """An operator of a collective: remember by what its call is waited for."""
         if space != "c10d" and short_name(func) in _OF_ONE_TENSOR:
             return self._passed_on(func, args, words)
@@ -206,7 +206,7 @@ class Meter(DispatchMode):
         out = func.redispatch(_EXPLICIT, *args, **words) if space != "c10d" else func(*args, **words)
         self._see(out)
         if self._tickets > before and before in self._calls:
-            for handle, kept in _handles(space, out):
+            for handle, kept in _handles_of_call(space, out):
                 self._works[handle] = (before, kept)
         return out
 
@@ -219,7 +219,7 @@ class Meter(DispatchMode):
         ticket, kept = self._works.get(handle, (-1, None))
         if kept is not None and short_name(func) == "wait_tensor":
             end_functional(kept)
-            self._waited(handle)
+            self._note_wait(handle)
         elif kept is not None:
             self._works[storage_id(out)] = ticket, kept
         return out
@@ -232,7 +232,7 @@ class Meter(DispatchMode):
             for part in out:
                 self._see(part)
 
-    def _waited(self, handle: int) -> None:
+    def _note_wait(self, handle: int) -> None:
         """The call behind a work, or behind the tensor of a functional collective, is waited for; the first time."""
         ticket, _kept = self._works.pop(handle, (-1, None))
         if self._calls.pop(ticket, None) is not None:
@@ -248,21 +248,21 @@ class Meter(DispatchMode):
         """Parameters and gradients, while both are there."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.trained = sum(p.numel() for p in parameters)
-        self.parameter_bytes = _bytes(parameters)
+        self.parameter_bytes = _count_bytes(parameters)
         buffers = {storage_id(p.grad): p.grad.untyped_storage() for p in parameters if p.grad is not None}
         self.gradient_bytes = sum(buffer.nbytes() for buffer in buffers.values())
 
     def _after(self, optimizer: Optimizer, _args: object, _words: object) -> None:
         state = optimizer.state.items()
         kept = [x for p, of in state for x in of.values() if isinstance(x, Tensor) and x.device == p.device]
-        self.optimizer_bytes = _bytes(kept)
+        self.optimizer_bytes = _count_bytes(kept)
 
 
-def _bytes(tensors: list[Tensor]) -> int:
+def _count_bytes(tensors: list[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def _handles(space: str, out: Any) -> Iterator[tuple[int, Any]]:
+def _handles_of_call(space: str, out: Any) -> Iterator[tuple[int, Any]]:
     """By what a call will be waited for, and what must be kept so that this stays its own."""
     parts = out if isinstance(out, tuple | list) else (out,)
     for part in parts:
@@ -354,7 +354,7 @@ def dry_run(
 
         def program(rank: int, recorder: Recorder, meter: Meter, saved: SavedActivations) -> None:
             with recorder.on_rank(rank), saved.on_rank(rank), meter.on_rank(rank):
-                called(subject, case, torch.device("meta"))
+                call_subject(subject, case, torch.device("meta"))
 
         with recorder, chdir("."), session(subject):
             request = RunRequest(

@@ -19,11 +19,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from shardproof.harness.differences import differences
+from shardproof.harness.differences import find_differences
 from shardproof.harness.ledger import Event, wire_bytes
 from shardproof.harness.predicting.dry_run import DryRank
 from shardproof.harness.protocols import ActionLike, CaseLike, Subject
-from shardproof.harness.subject import named_axes, stated
+from shardproof.harness.subject import named_axes, state_terms
 from shardproof.harness.terms import EventKey, closed_forms
 
 EQUAL = "equal"
@@ -129,14 +129,16 @@ class Forecast:
     stages: tuple[StageForecast, ...] = ()
 
 
-def traffic(case: CaseLike, subject: Subject, ranks: Sequence[int] = (0,)) -> tuple[Traffic | None, ...]:
+def traffic_by_rank(case: CaseLike, subject: Subject, ranks: Sequence[int] = (0,)) -> tuple[Traffic | None, ...]:
     """Calls and bytes of each of these ranks in one step by the closed form; None when it does not state all fields."""
-    terms = stated(case.but(steps=1), subject)
+    terms = state_terms(case.but(steps=1), subject)
     forms = {} if terms is None else closed_forms(terms, ranks, named_axes(case, subject))
-    return tuple(_sum(form.complete) if (form := forms.get(rank)) and not form.partial else None for rank in ranks)
+    return tuple(
+        _sum_traffic(form.complete) if (form := forms.get(rank)) and not form.partial else None for rank in ranks
+    )
 
 
-def _sum(complete: Counter[EventKey]) -> Traffic:
+def _sum_traffic(complete: Counter[EventKey]) -> Traffic:
     messages = {line: calls for line, calls in complete.items() if line.phase == "pipeline" and line.op == "send"}
     return Traffic(
         calls=complete.total(),
@@ -155,12 +157,12 @@ def first_difference(ledgers: Iterable[str]) -> str:
     return next((ledger for ledger in ledgers if ledger != EQUAL), EQUAL)
 
 
-def compared(case: CaseLike, subject: Subject, rank: DryRank) -> str:
+def compare_with_closed_form(case: CaseLike, subject: Subject, rank: DryRank) -> str:
     """How the ledger of a dry run compares with the closed form: "equal", or the first difference."""
-    terms = stated(case, subject)
+    terms = state_terms(case, subject)
     if terms is None:
         return "the subject states no closed form"
-    parted = differences(rank.events, terms, (rank.rank,), axes=named_axes(case, subject))
+    parted = find_differences(rank.events, terms, (rank.rank,), axes=named_axes(case, subject))
     return f"differs: {parted[0]}" if parted else EQUAL
 
 
@@ -171,13 +173,13 @@ def two_depths(case: CaseLike) -> tuple[int, int]:
     return low, high
 
 
-def line(layers: float, low: int, high: int) -> tuple[float, float]:
+def line_weights(layers: float, low: int, high: int) -> tuple[float, float]:
     """The weights of the two measured depths in the straight line through them, at this many layers."""
     share = (layers - low) / (high - low)
     return 1 - share, share
 
 
-def live(program: Sequence[ActionLike]) -> int:
+def count_live(program: Sequence[ActionLike]) -> int:
     """The most micro-batches of a chunk that are forward and not yet backward."""
     live = most = 0
     for action in program:

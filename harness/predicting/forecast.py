@@ -38,12 +38,12 @@ from shardproof.harness.predicting.figures import (
     StageForecast,
     States,
     Traffic,
-    compared,
+    compare_with_closed_form,
+    count_live,
     data_ranks,
     first_difference,
-    line,
-    live,
-    traffic,
+    line_weights,
+    traffic_by_rank,
     two_depths,
 )
 from shardproof.harness.protocols import ActionLike, CaseLike, PipelineLike, Subject
@@ -156,12 +156,12 @@ class MeasuredStage:
         return self.grown_bytes
 
 
-def computations(program: Sequence[Sequence[ActionLike]]) -> list[ActionLike]:
+def select_computations(program: Sequence[Sequence[ActionLike]]) -> list[ActionLike]:
     """The forwards and backwards of a program, in its order, without its messages."""
     return [step[0] for step in program if step[0].kind in _COMPUTED]
 
 
-def measured(
+def measure_stage(
     case: CaseLike, pipeline: PipelineLike, stage: int, subject: Subject, engine: DryEngine, timeout_s: float
 ) -> MeasuredStage:
     """A rank of this stage, run dry and taken apart.
@@ -171,17 +171,23 @@ def measured(
     at = first_pipeline(case.axes)[stage]
     (rank,) = dry_run(case, subject, engine, (at,), text=str(case), timeout_s=timeout_s)
     program = pipeline.programs[stage]
-    actions = computations(program)
-    ends = _turns(rank, len(actions)) if isinstance(pipeline, OneStage) else _ends(rank, program)
+    actions = select_computations(program)
+    ends = (
+        _turning_points(rank, len(actions)) if isinstance(pipeline, OneStage) else _ends_of_computations(rank, program)
+    )
     made_stage = partial(
-        MeasuredStage, rank=at, memory=Memory.of(rank, 0), ledger=compared(case, subject, rank), events=rank.events
+        MeasuredStage,
+        rank=at,
+        memory=Memory.of(rank, 0),
+        ledger=compare_with_closed_form(case, subject, rank),
+        events=rank.events,
     )
     if not ends:
-        share, rest = _shares(case, rank)
+        share, rest = _share_segments(case, rank)
         nothing = Segment(left_bytes=0.0, more_bytes=0.0, flops=0.0)
         shares = {(FORWARD, 0): (share,), (BACKWARD, 0): (nothing,)}
         return made_stage(segments=shares, rest=rest, before_bytes=0.0, grown_bytes=0.0, live=1)
-    made = _cut(rank, ends)
+    made = _cut_segments(rank, ends)
     segments: dict[tuple[str, int], tuple[Segment, ...]] = {}
     for action, segment in zip(actions, made[:-1], strict=True):
         place = action.kind, action.chunk
@@ -194,19 +200,21 @@ def measured(
         segments[first] = (own, *known[1:])
     alone = isinstance(pipeline, OneStage) and len(made) > 2 * 2  # two forwards and backwards, and the rest
     grown = made[2].left_bytes + made[3].left_bytes if alone else 0.0
-    return made_stage(segments=segments, rest=made[-1], before_bytes=before, grown_bytes=grown, live=live(actions))
+    return made_stage(
+        segments=segments, rest=made[-1], before_bytes=before, grown_bytes=grown, live=count_live(actions)
+    )
 
 
-def _shares(case: CaseLike, rank: DryRank) -> tuple[Segment, Segment]:
+def _share_segments(case: CaseLike, rank: DryRank) -> tuple[Segment, Segment]:
     """A micro-batch as an equal share of what comes before the first call after backward, and the rest."""
     after = {event.call_index for event in rank.events if event.phase in _AFTER_BACKWARD}
     stops = (number for number, one in enumerate(rank.stretches) if one.then == START and one.ticket in after)
-    step, rest = _cut(rank, [next(stops, len(rank.stretches)), len(rank.stretches)])
+    step, rest = _cut_segments(rank, [next(stops, len(rank.stretches)), len(rank.stretches)])
     share = replace(step, flops=step.flops / case.micro, left_bytes=0.0)
     return share, replace(rest, more_bytes=rest.more_bytes + step.left_bytes)
 
 
-def _cut(rank: DryRank, ends: Sequence[int]) -> list[Segment]:
+def _cut_segments(rank: DryRank, ends: Sequence[int]) -> list[Segment]:
     """Segments that end with these numbers of stretches."""
     made: list[Segment] = []
     first, start_bytes = 0, 0
@@ -261,14 +269,14 @@ def on_the_line(drawn: Sequence[tuple[float, MeasuredStage]]) -> MeasuredStage:
     )
 
 
-def _turns(rank: DryRank, computations: int) -> list[int]:
-    """As `_ends` without messages: where autograd's backward begins and ends; nothing for other than `computations`."""
+def _turning_points(rank: DryRank, computations: int) -> list[int]:
+    """As `_ends_of_computations` without messages: where backward begins and ends; empty for other `computations`."""
     turns = [at for at, stretch in enumerate(rank.stretches, 1) if stretch.then in (TO_BACKWARD, TO_FORWARD)]
     turns += [len(rank.stretches)] * (len(turns) == computations - 1)
     return [*turns, len(rank.stretches)] if len(turns) == computations else []
 
 
-def _ends(rank: DryRank, program: Sequence[Sequence[ActionLike]]) -> list[int]:
+def _ends_of_computations(rank: DryRank, program: Sequence[Sequence[ActionLike]]) -> list[int]:
     """Where each computation ends, as the number of stretches before; and where what follows the last one ends.
 
     A batch of messages belongs to the computation behind it. Between two of them, autograd's work and the phases of
@@ -304,7 +312,7 @@ def _ends(rank: DryRank, program: Sequence[Sequence[ActionLike]]) -> list[int]:
     return [*ends, len(rank.stretches)]
 
 
-def forecast(
+def forecast_case(
     case: CaseLike,
     subject: Subject,
     engine: DryEngine,
@@ -319,11 +327,11 @@ def forecast(
     raises, and NotComputed for a rank that cannot be taken apart by its program. RequestError for several pipeline
     stages of a subject that has no `pipeline` (harness.protocols).
     """
-    pipeline, (low, high) = _pipeline(case, subject, states), two_depths(case)
+    pipeline, (low, high) = _pipeline_of_case(case, subject, states), two_depths(case)
     depth_of = {kind: pipeline.layers[kind] / pipeline.chunks for kind in sorted(set(pipeline.alike))}
 
     def run_dry(sample: CaseLike, kind: int) -> MeasuredStage:
-        return measured(sample, _pipeline(sample, subject, states), kind, subject, engine, timeout_s)
+        return measure_stage(sample, _pipeline_of_case(sample, subject, states), kind, subject, engine, timeout_s)
 
     def at(kind: int, depth: int | None) -> MeasuredStage:
         one, further = run_dry(sample := pipeline.sample(depth), kind), case.micro - sample.micro
@@ -334,12 +342,12 @@ def forecast(
         return replace(one, rest=weighted_sum((1.0 + further, one.rest), (-float(further), before.rest)))
 
     run = {
-        kind: on_the_line(list(zip(line(depth, low, high), (at(kind, low), at(kind, high)), strict=True)))
+        kind: on_the_line(list(zip(line_weights(depth, low, high), (at(kind, low), at(kind, high)), strict=True)))
         if depth > high
         else at(kind, None)
         for kind, depth in depth_of.items()
     }
-    made = _composed(case, subject, pipeline, run, states)
+    made = _compose_forecast(case, subject, pipeline, run, states)
     if not isinstance(pipeline, OneStage):
         return made
     deep = max(depth_of.values()) > high
@@ -348,14 +356,18 @@ def forecast(
         return made
     short = case.but(steps=1, micro=1)
     (itself,) = dry_run(short, subject, engine, (0,), text=str(short), timeout_s=timeout_s)
-    return replace(made, events=itself.events, ledger=first_difference((compared(short, subject, itself), made.ledger)))
+    return replace(
+        made,
+        events=itself.events,
+        ledger=first_difference((compare_with_closed_form(short, subject, itself), made.ledger)),
+    )
 
 
-def _composed(
+def _compose_forecast(
     case: CaseLike, subject: Subject, pipeline: PipelineLike, run: Mapping[int, MeasuredStage], states: States | None
 ) -> Forecast:
     """The step of all stages; `run` has one of each kind."""
-    every, sent = [run[kind] for kind in pipeline.alike], traffic(case, subject, first_pipeline(case.axes))
+    every, sent = [run[kind] for kind in pipeline.alike], traffic_by_rank(case, subject, first_pipeline(case.axes))
     stages = tuple(
         _stage_forecast(index, pipeline, one, bytes_, states)
         for index, (one, bytes_) in enumerate(zip(every, sent, strict=True))
@@ -373,7 +385,7 @@ def _composed(
     )
 
 
-def _pipeline(case: CaseLike, subject: Subject, states: States | None) -> PipelineLike:
+def _pipeline_of_case(case: CaseLike, subject: Subject, states: States | None) -> PipelineLike:
     """The stages of a case. Raises RequestError for several of a subject that says nothing of them."""
     if (stages := stage_count(named_axes(case, subject))) == 1:
         return OneStage(case=case, least=2 if states else 1)
@@ -387,12 +399,12 @@ def _pipeline(case: CaseLike, subject: Subject, states: States | None) -> Pipeli
 def _stage_forecast(
     index: int, pipeline: PipelineLike, stage: MeasuredStage, sent: Traffic | None, states: States | None
 ) -> StageForecast:
-    program = computations(pipeline.programs[index])
+    program = select_computations(pipeline.programs[index])
     return StageForecast(
         index=index,
         layers=pipeline.layers[index],
-        live=live(program),
-        memory=_memory(stage, program, states),
+        live=count_live(program),
+        memory=_memory_of_stage(stage, program, states),
         flops=stage.rest.flops + sum(segment.flops for segment in stage.of_step(program)),
         traffic=sent,
         ledger=stage.ledger,
@@ -400,7 +412,7 @@ def _stage_forecast(
     )
 
 
-def _memory(stage: MeasuredStage, program: Sequence[ActionLike], states: States | None) -> Memory:
+def _memory_of_stage(stage: MeasuredStage, program: Sequence[ActionLike], states: States | None) -> Memory:
     """The stage's memory over a whole step; what the optimizer keeps is there from the second step on."""
     kept, peak, micros = 0.0, 0.0, len({action.micro for action in program})
     left: dict[tuple[int, int], float] = {}
@@ -417,5 +429,5 @@ def _memory(stage: MeasuredStage, program: Sequence[ActionLike], states: States 
             del left[micro, chunk]
             kept += 0.0 if first else stage.kept_bytes(micro, chunk)
     peak = max(peak, stage.before_bytes + kept + stage.rest.more_bytes)
-    more = (live(program) - stage.live) * stage.middle(FORWARD, 0).left_bytes
+    more = (count_live(program) - stage.live) * stage.middle(FORWARD, 0).left_bytes
     return replace(stage.memory, saved=stage.memory.saved + more, peak=peak).over_steps(states)

@@ -32,7 +32,7 @@ class Handles:
         self._entered = ExitStack()
 
     def __enter__(self) -> None:
-        self._entered.enter_context(waits_of_works(self._waited))
+        self._entered.enter_context(waits_of_works(self._note_wait))
 
     def __exit__(self, *_: object) -> None:
         self._entered.close()
@@ -40,22 +40,22 @@ class Handles:
     def follow(self, work: Any, place: Place) -> None:
         """Follow a work that is about to be given to the program, in this thread."""
         self._local.newest = work  # nobody else holds it yet
-        self._open[id(work)] = place, weakref.ref(work, partial(self._gone, id(work)))
+        self._open[id(work)] = place, weakref.ref(work, partial(self._on_drop, id(work)))
 
-    def given(self) -> None:
+    def release_last(self) -> None:
         """The program has what was followed last in this thread, or has dropped it."""
         self._local.newest = None
 
     def close(self) -> None:
         """The program has ended: what it still holds it never waited for."""
-        self.given()
+        self.release_last()
         while self._open:
             self.dropped[self._open.popitem()[1][0]] += 1
 
-    def _waited(self, work: int) -> None:
+    def _note_wait(self, work: int) -> None:
         self._open.pop(work, None)
 
-    def _gone(self, work: int, _reference: object) -> None:
+    def _on_drop(self, work: int, _reference: object) -> None:
         if (found := self._open.pop(work, None)) is not None:
             self.dropped[found[0]] += 1
 

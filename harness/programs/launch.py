@@ -69,7 +69,7 @@ def replace_by(command: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
     os.execvpe(command[0], list(command), dict(environ))
 
 
-def stated(tokens: str | None, case: str | None) -> Mapping[str, object]:
+def check_launch_words(tokens: str | None, case: str | None) -> Mapping[str, object]:
     """These words as they stand in `env.json`, without those that are None. Raises RequestError for a wrong one."""
     words: dict[str, object] = {}
     if tokens is not None:
@@ -89,5 +89,5 @@ def request_of(arguments: argparse.Namespace, *, wraps: bool) -> Options:
     if "nsys" in profile and not wraps:
         rule = "Nsight Systems must start the whole command"
         raise RequestError(f"profile=nsys: {rule}; legal: shardproof record --profile nsys -- torchrun ... train.py")
-    words = stated(arguments.tokens, arguments.case)
+    words = check_launch_words(arguments.tokens, arguments.case)
     return {"steps": steps, "profile": profile, "silence_s": silence_of(arguments.silence), "stated": words}

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from shardproof.harness.errors import RequestError, ranks_text
 from shardproof.harness.protocols import Axes, CaseLike
 from shardproof.harness.recording.naming import axis_name
-from shardproof.harness.subject import named_axes, stated
-from shardproof.harness.terms import ClosedForm, EventKey, Term, closed_forms, visible
+from shardproof.harness.subject import named_axes, state_terms
+from shardproof.harness.terms import ClosedForm, EventKey, Term, closed_forms, select_visible_terms
 from shardproof.harness.traces.calls import Trace, TracedCall
 from shardproof.harness.witnesses.chosen import terms_of
 
@@ -83,7 +83,7 @@ def compare_with_form(traces: Sequence[Trace], case: CaseLike, subject: Any) -> 
 
     Raises RequestError where the subject states none, the world has other ranks, or steps cannot be told apart.
     """
-    axes, terms = named_axes(case, subject), stated(case, subject)
+    axes, terms = named_axes(case, subject), state_terms(case, subject)
     if terms is None:
         raise RequestError(f"case {case}: its subject states no closed form; legal: a subject with `expected`")
     worlds = {trace.world_size for trace in traces} - {None}
@@ -99,15 +99,15 @@ def compare_with_form(traces: Sequence[Trace], case: CaseLike, subject: Any) -> 
         for trace in traces
         if trace.lost and not trace.steps
     ]
-    compared, more = _compared([call for calls in inside.values() for call in calls])
+    compared, more = _find_compared_fields([call for calls in inside.values() for call in calls])
     found: dict[Unmeant, list[int]] = {}
     for trace in traces:
         rank = trace.rank or 0
-        form = closed_forms(_terms(trace, case, subject, terms), (rank,), axes)[rank]
-        kinds = [_kind(call, axes, case.world_size, compared) for call in inside[rank]]
-        for one in _unmeant(kinds, inside[rank], form, compared):
+        form = closed_forms(_terms_of_trace(trace, case, subject, terms), (rank,), axes)[rank]
+        kinds = [_kind_of_call(call, axes, case.world_size, compared) for call in inside[rank]]
+        for one in _find_unmeant(kinds, inside[rank], form, compared):
             found.setdefault(one, []).append(rank)
-    joined = sorted((replace(one, ranks=tuple(ranks)) for one, ranks in found.items()), key=_order)
+    joined = sorted((replace(one, ranks=tuple(ranks)) for one, ranks in found.items()), key=_order_of_unmeant)
     return AgainstForm(
         calls=sum(map(len, inside.values())), unmeant=tuple(joined), notes=(*notes, *more, _NEVER_COMPARED)
     )
@@ -116,17 +116,19 @@ def compare_with_form(traces: Sequence[Trace], case: CaseLike, subject: Any) -> 
 _NEVER_COMPARED = "not compared: phase, module and reduce op, which a trace does not know as a closed form states them"
 
 
-def _terms(trace: Trace, case: CaseLike, subject: Any, terms: Sequence[Term]) -> list[Any]:
+def _terms_of_trace(trace: Trace, case: CaseLike, subject: Any, terms: Sequence[Term]) -> list[Any]:
     """The closed form of the trace's steps; of the whole run where it has none."""
     if not trace.steps:
-        return visible(terms)
-    found, untold = terms_of(range(len(trace.steps)), case, visible(terms), getattr(subject, "expected", None))
+        return select_visible_terms(terms)
+    found, untold = terms_of(
+        range(len(trace.steps)), case, select_visible_terms(terms), getattr(subject, "expected", None)
+    )
     if found is None:
         raise RequestError(f"case {case}: {untold}; legal: a trace of the whole run without steps, or another case")
     return list(found)
 
 
-def _compared(calls: Sequence[TracedCall]) -> tuple[frozenset[str], list[str]]:
+def _find_compared_fields(calls: Sequence[TracedCall]) -> tuple[frozenset[str], list[str]]:
     """The fields that are known of every call, and a sentence for each of the others."""
     lacking = {
         "axis": sum(not call.group for call in calls),
@@ -143,7 +145,7 @@ def _compared(calls: Sequence[TracedCall]) -> tuple[frozenset[str], list[str]]:
     return frozenset(name for name, number in lacking.items() if not number), notes
 
 
-def _kind(call: TracedCall, axes: Axes, world_size: int, compared: frozenset[str]) -> Kind:
+def _kind_of_call(call: TracedCall, axes: Axes, world_size: int, compared: frozenset[str]) -> Kind:
     axis = axis_name(call.group, call.group_desc, axes, world_size)[0] if "axis" in compared else ""
     size, payload = call.group_size, call.payload_bytes
     return Kind(
@@ -165,7 +167,7 @@ def _kind_of_key(key: EventKey, compared: frozenset[str]) -> Kind:
     )
 
 
-def _unmeant(
+def _find_unmeant(
     kinds: Sequence[Kind], calls: Sequence[TracedCall], form: ClosedForm, compared: frozenset[str]
 ) -> list[Unmeant]:
     """The differences of one rank."""
@@ -181,7 +183,7 @@ def _unmeant(
         first.setdefault(kind, _seen_at(call))
     wrong = []
     for term in form.partial:
-        wrong += _partial(term, there, surplus, compared)
+        wrong += _take_partial(term, there, surplus, compared)
     for alike in _ALIKE:
         for missing in sorted(lack):
             for extra in [kind for kind in sorted(surplus) if alike(kind) == alike(missing)]:
@@ -202,7 +204,7 @@ _ALIKE = (
 group."""
 
 
-def _partial(term: Term, there: Counter[Kind], surplus: Counter[Kind], compared: frozenset[str]) -> list[Unmeant]:
+def _take_partial(term: Term, there: Counter[Kind], surplus: Counter[Kind], compared: frozenset[str]) -> list[Unmeant]:
     """Take the calls that a term with fields left out counts from the surplus; a difference where it counts others."""
     known = ("op", *sorted(compared))
     stated_ = {name: getattr(term, name) for name in known if getattr(term, name) is not None}
@@ -241,5 +243,5 @@ def _meant_in(places: Mapping[str, int]) -> str:
     return f"meant in {first}" + (f" and {len(more)} more places" if more else "")
 
 
-def _order(one: Unmeant) -> tuple[int, str]:
+def _order_of_unmeant(one: Unmeant) -> tuple[int, str]:
     return (0 if one.found is None else 1 if one.meant is None else 2), str(one)

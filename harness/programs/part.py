@@ -124,7 +124,7 @@ class Silence:
         kind: type[BaseException] | None = getattr(sys, "last_type", None)
         ended = "its program ended" if kind is None else f"its program raised {kind.__name__}"
         with suppress(OSError, RuntimeError):
-            self._part.replace(_FILE, self._standing(0.0, ended))
+            self._part.replace(_FILE, self._describe_last_calls(0.0, ended))
 
     def _look(self) -> None:
         seen, since_s, written = -1, time.monotonic(), False
@@ -136,10 +136,10 @@ class Silence:
                         self._part.remove(_FILE)
                     written = False
                 elif not written and self._stream.calls and time.monotonic() - since_s >= self._limit_s:
-                    self._part.replace(_FILE, self._standing(time.monotonic() - since_s, ""))
+                    self._part.replace(_FILE, self._describe_last_calls(time.monotonic() - since_s, ""))
                     written = True
 
-    def _standing(self, silent_s: float, ended: str) -> dict[str, object]:
+    def _describe_last_calls(self, silent_s: float, ended: str) -> dict[str, object]:
         """The last calls as `records` (hangs.dumps.RECORD), their kinds once each (hangs.dumps.KIND).
 
         `stack`: the lines of the program's own code at which its first thread is, innermost first.

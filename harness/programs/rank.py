@@ -32,7 +32,7 @@ from shardproof.harness.programs.kineto import Window
 from shardproof.harness.programs.part import MODE, Part, Silence, shared_file
 from shardproof.harness.programs.session import ProgramSession, boot_id
 from shardproof.harness.programs.stream import EventStream, PastCall
-from shardproof.harness.recording.observations import read
+from shardproof.harness.recording.observations import read_observation
 from shardproof.harness.recording.ranges import attached_ranges
 from shardproof.harness.recording.recorder import Recorded
 from shardproof.harness.recording.watch import Watch
@@ -46,7 +46,7 @@ def begin(session: ProgramSession) -> None:
     Raises FileExistsError when another process has recorded as this rank, OSError when the folder cannot be written,
     MachineError when this torch cannot be observed.
     """
-    of = Recorded(case=_program(), mode=MODE, world_size=dist.get_world_size(), rank=dist.get_rank())
+    of = Recorded(case=_name_of_program(), mode=MODE, world_size=dist.get_world_size(), rank=dist.get_rank())
     boot = boot_id()
     about = {"host": socket.gethostname(), "pid": os.getpid(), "clock": boot}
     folder = Path(session.folder)
@@ -59,7 +59,7 @@ def begin(session: ProgramSession) -> None:
     RankRecorder(session, of, part, session.origin_s if boot == session.boot else time.perf_counter()).start()
 
 
-def _program() -> str:
+def _name_of_program() -> str:
     """The name of the program: its module, or its file without the folder."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     if spec is not None and spec.name:
@@ -118,12 +118,12 @@ class RankRecorder:
             Finalize(None, self._end, exitpriority=0)
         os.register_at_fork(after_in_child=self._be_silent)
 
-    def entered(self, issued: OperatorCall) -> None:
+    def on_enter(self, issued: OperatorCall) -> None:
         """A call is about to be issued."""
         self._local.issued = issued
         self._local.given = is_given(issued, sys._getframe(1).f_back)  # a thread of autograd has no more
 
-    def left(self) -> None:
+    def on_exit(self) -> None:
         """The call entered last is complete."""
 
     def follow(self, work: Any, outputs: Sequence[Any], waited: Callable[[], None]) -> Any:
@@ -138,7 +138,7 @@ class RankRecorder:
             self._let_go(problem)
         return work
 
-    def issued(self, _rank: int, call: Call) -> int:
+    def on_issue(self, _rank: int, call: Call) -> int:
         """Record the call in the ledger's words; the ticket is its index on the rank, -1 when nothing is recorded."""
         if not self._on:
             return -1
@@ -148,14 +148,14 @@ class RankRecorder:
             self._let_go(problem)
             return -1
 
-    def completed(self, _rank: int, ticket: int) -> None:
+    def on_completion(self, _rank: int, ticket: int) -> None:
         """The call has completed."""
         if not self._on or ticket < 0:
             return
         try:
-            self._stream.completed(ticket)
+            self._stream.on_completion(ticket)
             if self._ranges is not None:
-                self._ranges.completed(self._rank, ticket)
+                self._ranges.on_completion(self._rank, ticket)
         except Exception as problem:
             self._let_go(problem)
 
@@ -163,11 +163,11 @@ class RankRecorder:
         if not self._on:
             return
         try:
-            self._handles.given()
+            self._handles.release_last()
             issued, self._local.issued = getattr(self._local, "issued", None), None
             self._local.past = self._stream.feed(plain, issued)
             if self._draw is not None:
-                self._draw(read(plain))
+                self._draw(read_observation(plain))
         except Exception as problem:
             self._let_go(problem)
 
@@ -198,12 +198,12 @@ class RankRecorder:
             self._stream.close()
             self._write_end()
             if not self._rank:
-                sys.stderr.write(f"shardproof: {self._counted()}\n")
+                sys.stderr.write(f"shardproof: {self._describe_counts()}\n")
         except Exception as problem:
             self._let_go(problem)
         self._on = False
 
-    def _counted(self) -> str:
+    def _describe_counts(self) -> str:
         """Words on what this rank recorded, and the command that shows it."""
         stream, steps = self._stream, self._session.steps
         if not stream.recorded and steps is not None and stream.calls:

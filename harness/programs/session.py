@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from shardproof.harness.errors import RequestError
-from shardproof.harness.run_folder import link_latest, new_run_folder, writing
+from shardproof.harness.run_folder import guard_writing, link_latest, new_run_folder
 
 VARIABLE = "SHARDPROOF_RECORD"
 TOOLS = ("torch", "nsys")
@@ -121,7 +121,7 @@ def silence_of(word: str) -> float:
 def new_session(out: str, name: str, command: Sequence[str], options: Options) -> ProgramSession:
     """A session with a folder of its own, `<out>/<time>-<name>`, to which `<out>/latest` leads. Raises RequestError."""
     folder = new_run_folder(Path(out), name)
-    with writing(folder):
+    with guard_writing(folder):
         (folder / "ranks").mkdir()
     link_latest(folder)
     return ProgramSession(
@@ -139,10 +139,10 @@ def shared_session(
     key = _launch(environ)
     if not key:
         return new_session(out, name, command, options), True
-    with writing(Path(out)):
+    with guard_writing(Path(out)):
         ticket = Path(out) / ".sessions" / hashlib.sha256(key.encode()).hexdigest()[:16]
         ticket.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(ticket.with_suffix(".lock")):
+        with _lock_file(ticket.with_suffix(".lock")):
             with suppress(FileNotFoundError):
                 if time.time() - ticket.stat().st_mtime < _TOGETHER_S:
                     return ProgramSession.of(ticket.read_text(encoding="utf-8")), False
@@ -163,7 +163,7 @@ def _launch(environ: Mapping[str, str]) -> str:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _lock_file(path: Path) -> Iterator[None]:
     """Hold the lock of a file, waiting for it for a bounded time. Raises OSError when another process keeps it."""
     with path.open("a") as file:
         end_s = time.monotonic() + _LOCK_S

@@ -19,7 +19,7 @@ from shardproof.harness.programs.session import ProgramSession
 from shardproof.harness.recording.attribution import Attribution
 from shardproof.harness.recording.lanes import Site
 from shardproof.harness.recording.naming import AxisNames
-from shardproof.harness.recording.observations import Issued, Stepped, read
+from shardproof.harness.recording.observations import Issued, Stepped, read_observation
 from shardproof.harness.recording.recorder import Recorded, event_of, only_captured
 
 LAST_CALLS = 2000
@@ -94,19 +94,19 @@ class EventStream:
         self._axes = AxisNames({}, self.of.world_size)
 
     def feed(self, plain: tuple[Any, ...], issued: OperatorCall | None) -> PastCall | None:
-        """Take an observation (harness.recording.observations.read); of a call also what its operator was given.
+        """Take an observation (`observations.read_observation`); of a call also what its operator was given.
 
         Returns a call whose step is recorded.
         """
         past = None
         with self._lock:
             self.stirred += 1
-            seen, attribution = read(plain), self._attribution
+            seen, attribution = read_observation(plain), self._attribution
             attribution.feed(seen)
             if isinstance(seen, Issued):
-                past = self._issued(seen, issued)
+                past = self._take_issue(seen, issued)
             else:
-                self._settled()
+                self._write_settled_calls()
                 if isinstance(seen, Stepped):
                     self._step.updated_s = time.perf_counter()
             if attribution.step != self._step.number or not self._step.started_s:
@@ -115,10 +115,10 @@ class EventStream:
             self._fed += 1
             if not self._fed % _OFTEN:
                 attribution.forget()
-                self._settled()
+                self._write_settled_calls()
         return past
 
-    def completed(self, ticket: int) -> None:
+    def on_completion(self, ticket: int) -> None:
         """The call has completed: its wait returned."""
         with self._lock:
             self.stirred += 1
@@ -131,7 +131,7 @@ class EventStream:
         """The program has ended: settle and write what is open."""
         with self._lock:
             self._attribution.settle("")
-            self._settled()
+            self._write_settled_calls()
             if self._attribution.stepless:
                 self.doubts[NO_UPDATE] = None
             self._end_step()
@@ -164,7 +164,7 @@ class EventStream:
             self.steps += 1
             self.on_step((step.number, round((step.started_s - self.origin_s) * 1e6, 3), updated, step.microbatches))
 
-    def _issued(self, seen: Issued, issued: OperatorCall | None) -> PastCall | None:
+    def _take_issue(self, seen: Issued, issued: OperatorCall | None) -> PastCall | None:
         if only_captured(seen):
             return None
         self.calls += 1
@@ -172,12 +172,12 @@ class EventStream:
         if issued is not None:  # rows or shapes that an all_to_all sends to each rank, as rows: "3+0+5"
             rows = (one if isinstance(one, int) else one[0] if one else 1 for one in issued.sends)
             call.sent_rows = "+".join(map(str, rows))
-        past = None if issued is None else self._remembered(seen, issued)
+        past = None if issued is None else self._remember_call(seen, issued)
         if seen.call.is_async or seen.call.op in _UNFOLLOWED or seen.graphed is not None:
             self._complete(seen.ticket, call)
         return past if past is not None and self.session.covers(past.site.step) else None
 
-    def _remembered(self, seen: Issued, issued: OperatorCall) -> PastCall:
+    def _remember_call(self, seen: Issued, issued: OperatorCall) -> PastCall:
         op, peer = issued.call.op, issued.call.peer
         counted = issued.group, issued.call.group, f"{op} {peer}" if op in MESSAGES else ""
         number = self._numbers[counted] = self._numbers.get(counted, 0) + 1
@@ -197,7 +197,7 @@ class EventStream:
             site = self._attribution.sites[ticket]
             self._write(ticket, call, site._replace(phase=waiting.phase("", gathers_parameters=False)))
 
-    def _settled(self) -> None:
+    def _write_settled_calls(self) -> None:
         """Write the calls that are complete and no longer wait for what follows."""
         if len(self._open) <= len(self._attribution.pending):
             return  # all that is open waits

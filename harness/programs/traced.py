@@ -16,7 +16,7 @@ from shardproof.harness.errors import RequestError, ranks_text
 from shardproof.harness.ledger import COLUMNS, Event, shape_text, wire_bytes
 from shardproof.harness.programs.part import GROUP_COLUMNS, MODE, STEP_COLUMNS
 from shardproof.harness.recording.naming import axis_name, group_word
-from shardproof.harness.run_folder import LAYOUT, link_latest, new_run_folder, writing
+from shardproof.harness.run_folder import LAYOUT, guard_writing, link_latest, new_run_folder
 from shardproof.harness.running.store import environment
 from shardproof.harness.traces.calls import FLIGHT_RECORDER, MOST_RANKS, Trace, TracedCall
 from shardproof.harness.traces.unknown import UNKNOWN, sentences
@@ -27,7 +27,7 @@ _REDUCING = ("all_reduce", "reduce_scatter", "reduce", "other")
 Row = dict[str, object]
 
 
-def chosen(traces: Sequence[Trace], steps: tuple[int, int] | None) -> list[Trace]:
+def select_steps(traces: Sequence[Trace], steps: tuple[int, int] | None) -> list[Trace]:
     """The traces with the calls of these steps alone. Raises RequestError where no trace has such a step."""
     if steps is None:
         return list(traces)
@@ -47,7 +47,7 @@ def write_folder(
     world_size = world_of(traces)
     folder = new_run_folder(out, name)
     origin_us = min((call.start_us for trace in traces for call in trace.calls if call.start_us), default=0.0)
-    with writing(folder):
+    with guard_writing(folder):
         lacking: Counter[str] = Counter()
         for trace in traces:
             rows = ledger_rows(trace, name, world_size, origin_us)
@@ -108,10 +108,12 @@ def _last_rank(trace: Trace) -> int:
 
 def ledger_rows(trace: Trace, case: str, world_size: int, origin_us: float) -> list[Row]:
     """The rows of ledger.csv of one rank."""
-    return [_row(call, index, trace.rank or 0, case, world_size, origin_us) for index, call in enumerate(trace.calls)]
+    return [
+        _make_row(call, index, trace.rank or 0, case, world_size, origin_us) for index, call in enumerate(trace.calls)
+    ]
 
 
-def _row(call: TracedCall, index: int, rank: int, case: str, world_size: int, origin_us: float) -> Row:
+def _make_row(call: TracedCall, index: int, rank: int, case: str, world_size: int, origin_us: float) -> Row:
     size, members = call.payload_bytes, call.group_size
     sent = None if size is None or members is None else wire_bytes(call.op, size, members)
     values: Row = {
@@ -154,13 +156,17 @@ def _write_part(path: Path, trace: Trace, rows: Sequence[Row], origin_us: float)
     (path / "rank.json").write_text(json.dumps(about) + "\n", encoding="utf-8")
     columns = (*COLUMNS, "needs_gradient", "sent_rows")
     sent = [_sent_rows(call) for call in trace.calls]
-    _table(path / "ledger.csv", columns, ((*row.values(), "", text) for row, text in zip(rows, sent, strict=True)))
+    _write_table(
+        path / "ledger.csv", columns, ((*row.values(), "", text) for row, text in zip(rows, sent, strict=True))
+    )
     groups = {(str(row["axis"]), call.group) for row, call in zip(rows, trace.calls, strict=True) if call.group}
-    _table(path / "groups.csv", GROUP_COLUMNS, ((axis, " ".join(map(str, ranks))) for axis, ranks in sorted(groups)))
+    _write_table(
+        path / "groups.csv", GROUP_COLUMNS, ((axis, " ".join(map(str, ranks))) for axis, ranks in sorted(groups))
+    )
     begins = ((s.number, round(s.start_us - origin_us, 3), round(s.end_us - origin_us, 3), "") for s in trace.steps)
-    _table(path / "steps.csv", STEP_COLUMNS, begins)
+    _write_table(path / "steps.csv", STEP_COLUMNS, begins)
     device = ((s.number, s.device_us, s.compute_us, s.communication_us, s.exposed_us) for s in trace.steps)
-    _table(path / "device.csv", DEVICE_COLUMNS, (row for row in device if row[1] is not None))
+    _write_table(path / "device.csv", DEVICE_COLUMNS, (row for row in device if row[1] is not None))
     # A window of the profiler begins with a step, on every rank the same; a ring begins anywhere.
     lost = trace.lost if trace.format == FLIGHT_RECORDER else ""
     end = {"calls": len(rows), "doubts": [], "failed": "", "unwaited": [], "lost": lost}
@@ -174,7 +180,7 @@ def _sent_rows(call: TracedCall) -> str:
     return UNKNOWN if call.sizes_sent is None else "+".join(map(str, call.sizes_sent))
 
 
-def _table(path: Path, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+def _write_table(path: Path, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     with path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:  # names of others
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(columns)

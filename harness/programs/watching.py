@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shardproof.harness.errors import RequestError, ranks_text
-from shardproof.harness.verdicts.words import labelled
+from shardproof.harness.verdicts.words import label_lines
 
 _CHUNK = 1 << 20
 _FACTOR, _SUMMAND = 6364136223846793005, 1442695040888963407
@@ -73,7 +73,7 @@ class TrainingWatch:
 
     def __enter__(self) -> Self:
         self._begin_s = time.perf_counter()
-        self._hook = register_optimizer_step_post_hook(self._stepped)
+        self._hook = register_optimizer_step_post_hook(self._count_step)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -105,7 +105,7 @@ class TrainingWatch:
             self._checks += 1
             self._in_checks_s += time.perf_counter() - begin_s
 
-    def _stepped(self, optimizer: Any, _args: object, _kwargs: object) -> None:
+    def _count_step(self, optimizer: Any, _args: object, _kwargs: object) -> None:
         """Count the steps of one optimizer: the first that holds a parameter of the model."""
         if self._optimizer is None:
             mine = {id(parameter) for parameter in self._model.parameters()}
@@ -115,21 +115,21 @@ class TrainingWatch:
             self.step()
 
     def _check(self) -> None:
-        names, wrong = _names(self._model), 0
+        names, wrong = _named_parameters(self._model), 0
         for place, (_name, parameter) in enumerate(names):
-            gradient = _local(parameter.grad) if parameter.grad is not None else None
+            gradient = _local_part(parameter.grad) if parameter.grad is not None else None
             self._gradients_seen |= gradient is not None
             if gradient is not None and not bool(torch.isfinite(gradient).all()):
                 wrong = place + 1
                 break
         streams = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
-        states = _gathered([functools.reduce(operator.xor, map(bits_hash, streams)), wrong], None)
+        states = _gather_numbers([functools.reduce(operator.xor, map(bits_hash, streams)), wrong], None)
         self._gradients([state[1] for state in states], names)
         self._streams([state[0] for state in states])
         found = self._copies()
         self._compared = sum(len(copies.tensors) for copies in found)
         for copies in found:
-            hashes = _gathered([bits_hash(tensor) for tensor in copies.tensors.values()], copies.group)
+            hashes = _gather_numbers([bits_hash(tensor) for tensor in copies.tensors.values()], copies.group)
             self._parity(copies, hashes)
 
     def _gradients(self, wrong: Sequence[int], names: Sequence[tuple[str, Any]]) -> None:
@@ -175,9 +175,15 @@ class TrainingWatch:
         place = names.index(parted[0])
         odd = [ranks[i] for i, one in enumerate(hashes) if one[place] != hashes[0][place]]
         tensor = copies.tensors[parted[0]]
-        error = _difference(tensor, copies.group)
-        gradient = next((p.grad for name, p in _names(self._model) if name == parted[0]), None)
-        apart = len(set(map(tuple, _gathered([-1 if gradient is None else bits_hash(_local(gradient))], copies.group))))
+        error = _largest_difference(tensor, copies.group)
+        gradient = next((p.grad for name, p in _named_parameters(self._model) if name == parted[0]), None)
+        apart = len(
+            set(
+                map(
+                    tuple, _gather_numbers([-1 if gradient is None else bits_hash(_local_part(gradient))], copies.group)
+                )
+            )
+        )
         self._report(
             "replicas",
             what=f"{parted[0]} differs between its replicas: rank{'s' if len(odd) > 1 else ''} {ranks_text(odd)} from "
@@ -198,7 +204,7 @@ class TrainingWatch:
         steps = f"{self._steps - 1}:{self._steps + 1}"
         repeat = f"record these steps: torchrun ... -m shardproof.record --steps {steps} ..."
         if _rank() == writer:
-            self._write("\n".join(labelled({**words, "what": f"{words['what']} (check {about})", "repeat": repeat})))
+            self._write("\n".join(label_lines({**words, "what": f"{words['what']} (check {about})", "repeat": repeat})))
 
     def _write(self, text: str) -> None:
         with suppress(OSError, ValueError):
@@ -209,18 +215,18 @@ class TrainingWatch:
         wrapped = [module for module in self._model.modules() if isinstance(module, DistributedDataParallel)]
         inside = {id(p): module.process_group for module in wrapped for p in module.parameters()}
         found: dict[str, _Copies] = {}
-        for name, parameter in _names(self._model):
-            for group in _groups(parameter, inside.get(id(parameter)), self._replicas):
+        for name, parameter in _named_parameters(self._model):
+            for group in _replica_groups(parameter, inside.get(id(parameter)), self._replicas):
                 if dist.get_world_size(group) > 1:
-                    found.setdefault(group.group_name, _Copies(group)).tensors[name] = _local(parameter)
+                    found.setdefault(group.group_name, _Copies(group)).tensors[name] = _local_part(parameter)
         return [found[name] for name in sorted(found)]
 
 
-def _names(model: nn.Module) -> list[tuple[str, Any]]:
+def _named_parameters(model: nn.Module) -> list[tuple[str, Any]]:
     return [(name.removeprefix("module."), parameter) for name, parameter in model.named_parameters()]
 
 
-def _groups(parameter: Any, wrapped: Any, stated: Sequence[Any]) -> Iterator[Any]:
+def _replica_groups(parameter: Any, wrapped: Any, stated: Sequence[Any]) -> Iterator[Any]:
     """The groups over which a parameter is replicated."""
     if not dist.is_initialized():
         return
@@ -233,7 +239,7 @@ def _groups(parameter: Any, wrapped: Any, stated: Sequence[Any]) -> Iterator[Any
         yield wrapped
 
 
-def _local(tensor: Any) -> Tensor:
+def _local_part(tensor: Any) -> Tensor:
     found: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return found.detach()
 
@@ -250,7 +256,7 @@ def bits_hash(tensor: Tensor) -> int:
     return int(total)
 
 
-def _gathered(numbers: Sequence[int], group: Any) -> list[list[int]]:
+def _gather_numbers(numbers: Sequence[int], group: Any) -> list[list[int]]:
     """These numbers of every rank of the group (None: all ranks), in group order."""
     if not dist.is_initialized():
         return [list(numbers)]
@@ -261,7 +267,7 @@ def _gathered(numbers: Sequence[int], group: Any) -> list[list[int]]:
     return [[int(number) for number in one.tolist()] for one in all_of_them]
 
 
-def _difference(tensor: Tensor, group: Any) -> float:
+def _largest_difference(tensor: Tensor, group: Any) -> float:
     """The largest difference of a tensor from that of the first rank of its group, over all ranks of the group."""
     first = tensor.clone()
     dist.broadcast(first, dist.get_process_group_ranks(group)[0], group=group)

@@ -115,19 +115,19 @@ class Attribution:
     def _here(self, phase: str, region: str = "") -> Site:
         return Site(self.step, self.microbatch, phase, region)
 
-    def _made(self, lane: Lane, task: int, node: int) -> Site:
+    def _find_site_of_node(self, lane: Lane, task: int, node: int) -> Site:
         """The site whose forward made the running node; the latest such site when no numbered node runs."""
-        if made := self._lanes.made(lane, task, node):
+        if made := self._lanes.find_site_of_node(lane, task, node):
             lane.latest = made
             return made
         return (lane.latest or self._here(""))._replace(region="")
 
-    def _entered(self, lane: Lane, seen: Entered) -> None:
+    def _on_enter(self, lane: Lane, seen: Entered) -> None:
         above = self._lanes.above(lane, seen.task)
         counts = False
         if seen.task != OUTSIDE and (above is None or above.task != seen.task):
             self._since = "inside"
-            made = self._made(lane, seen.task, seen.node)
+            made = self._find_site_of_node(lane, seen.task, seen.node)
             site = made._replace(phase=AGAIN, region=self.paths.module(seen.module, made.region))
         elif above is None or above.steps:
             counts = next(seen.module.parameters(), None) is not None
@@ -167,49 +167,49 @@ class Attribution:
         if self._backward_since:
             self._unsure |= {waiting.ticket: EITHER_GATHER for waiting in self.pending if waiting.gathers}
             self.settle("grad_sync")
-            self._updated()
+            self._on_update()
             self.updates += 1
         elif self._since == "stepped":
             self._resolve(lambda waiting: waiting.reduces, phase="grad_sync")
 
-    def _updated(self) -> None:
+    def _on_update(self) -> None:
         self._since = "stepped"
         self._stepped_since, self._backward_since = True, False
 
-    def _left(self, lane: Lane, seen: Left) -> None:
+    def _on_leave(self, lane: Lane, seen: Left) -> None:
         frame = lane.frames.pop()
         if frame.counts:
             self._since = "forward"
         lane.mark(seen.number, lane.frames[-1].site if lane.frames else frame.site._replace(region=""))
 
-    def _arrived(self, lane: Lane, seen: Arrived) -> None:
+    def _on_arrival(self, lane: Lane, seen: Arrived) -> None:
         self._since = "inside"
         self._backward_since = True
         self._lanes.made_in[seen.task] = seen.made_in
-        made = self._made(lane, seen.task, seen.node)
+        made = self._find_site_of_node(lane, seen.task, seen.node)
         self._backward_of = made.microbatch
         self.returned.add((made.step, made.microbatch))
         self._resolve(lambda waiting: waiting.site.phase == "pipeline", microbatch=self._backward_of)
 
-    def _ended(self, _lane: Lane, _seen: Ended) -> None:
+    def _on_end(self, _lane: Lane, _seen: Ended) -> None:
         self._since = "backward"
 
-    def _stepping(self, lane: Lane, seen: Stepping) -> None:
+    def _on_step_begin(self, lane: Lane, seen: Stepping) -> None:
         self.settle("grad_sync")
         steps = [place for place, frame in enumerate(lane.frames) if frame.steps]
         if len(steps) > seen.depth:
             del lane.frames[steps[seen.depth] :]  # a step that raised, so that it never ended
         lane.frames.append(Frame(self._here("step"), seen.task, steps=True))
 
-    def _stepped(self, lane: Lane, seen: Stepped) -> None:
+    def _on_step_end(self, lane: Lane, seen: Stepped) -> None:
         lane.frames.pop()
         self._by_hand = False
         if not seen.captured:
-            self._updated()
+            self._on_update()
 
-    def _issued(self, lane: Lane, seen: Issued) -> None:
+    def _on_issue(self, lane: Lane, seen: Issued) -> None:
         if seen.graphed is not None and seen.graphed.replay >= 0:
-            self._replayed(lane, seen, seen.graphed)
+            self._on_replay(lane, seen, seen.graphed)
             return
         stated_phase, stated_region = stated_site(seen.override, seen.call)
         self._compare(seen.look)
@@ -238,7 +238,7 @@ class Attribution:
             site = site._replace(phase=stated_phase)
         self.sites[seen.ticket] = site if stated_region is None else site._replace(region=stated_region)
 
-    def _replayed(self, lane: Lane, seen: Issued, graphed: Graphed) -> None:
+    def _on_replay(self, lane: Lane, seen: Issued, graphed: Graphed) -> None:
         """A call of a CUDA graph: phase and module are those of its capture, the rest is that of the replay."""
         captured, above = self.sites[graphed.captured], self._lanes.above(lane, seen.task)
         for waiting in (one for one in self.pending if one.ticket == graphed.captured):
@@ -246,7 +246,7 @@ class Attribution:
         if above is not None and above.task == seen.task:
             here = above.site
         elif seen.task != OUTSIDE:
-            here = self._made(lane, seen.task, seen.node)
+            here = self._find_site_of_node(lane, seen.task, seen.node)
         else:
             self._since = {"forward": "forward", "loss": "forward"}.get(captured.phase, "backward")
             if self._stepped_since and captured.phase not in _AFTER_UPDATE:
@@ -264,10 +264,10 @@ class Attribution:
     def _in_backward(self, lane: Lane, seen: Issued) -> Site:
         self._since = "inside"
         self._backward_since = True
-        site = self._made(lane, seen.task, seen.node)
+        site = self._find_site_of_node(lane, seen.task, seen.node)
         if not site.region and seen.outer != OUTSIDE:
             # Made by a plain function that was run again: it stands where the node that ran it stands.
-            site = self._lanes[0].made(seen.outer) or site
+            site = self._lanes[0].find_site_of_node(seen.outer) or site
         if seen.node == LEAF:
             site = site._replace(region=self.paths.parameter(seen.parameter))
         return site._replace(phase=AGAIN if seen.again else "backward")
@@ -299,12 +299,12 @@ class Attribution:
 
 
 _FEED: dict[type, Callable[[Attribution, Lane, Any], None]] = {
-    Entered: Attribution._entered,
-    Left: Attribution._left,
-    Arrived: Attribution._arrived,
-    Ended: Attribution._ended,
-    Stepping: Attribution._stepping,
-    Stepped: Attribution._stepped,
-    Issued: Attribution._issued,
+    Entered: Attribution._on_enter,
+    Left: Attribution._on_leave,
+    Arrived: Attribution._on_arrival,
+    Ended: Attribution._on_end,
+    Stepping: Attribution._on_step_begin,
+    Stepped: Attribution._on_step_end,
+    Issued: Attribution._on_issue,
     Finished: lambda attribution, _lane, seen: attribution._compare(seen.look),
 }

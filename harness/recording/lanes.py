@@ -64,7 +64,7 @@ class Lane:
         self.numbers.append(number)
         self.sites.append(site)
 
-    def made(self, node: int) -> Site | None:
+    def find_site_of_node(self, node: int) -> Site | None:
         """The site whose forward made this node, None when it is older than every mark."""
         index = bisect_right(self.numbers, node) - 1
         return self.sites[index] if index >= 0 else None
@@ -82,13 +82,13 @@ class Lanes(defaultdict[int, Lane]):
         frames = lane.frames or (self[0].frames if task == OUTSIDE else [])
         return frames[-1] if frames else None
 
-    def made(self, lane: Lane, task: int, node: int) -> Site | None:
+    def find_site_of_node(self, lane: Lane, task: int, node: int) -> Site | None:
         """The site whose forward made the running node, None when no numbered node runs or none is known."""
         if node in {OUTSIDE, LEAF}:
             return None
         # A backward inside a backward (reentrant checkpointing) runs nodes that its own thread made.
         made_in = self.made_in.get(task)
-        return (lane if made_in is None else self[made_in]).made(node) or self[0].made(node)
+        return (lane if made_in is None else self[made_in]).find_site_of_node(node) or self[0].find_site_of_node(node)
 
     def forget(self) -> None:
         """Drop the oldest marks and backwards, where there are many."""

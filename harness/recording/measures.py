@@ -79,28 +79,28 @@ class Overlap:
         finally:
             del self._local.rank
 
-    def issued(self, rank: int, call: Call) -> int:
+    def on_issue(self, rank: int, call: Call) -> int:
         """A rank is about to issue a call; the ticket is the call's index on the rank."""
-        ticket = self._other.issued(rank, call) if self._other else self._calls[rank]
+        ticket = self._other.on_issue(rank, call) if self._other else self._calls[rank]
         self._calls[rank] += 1
         if call.is_async:
             self._open[rank, ticket] = self._products[rank], call.device
         return ticket
 
-    def completed(self, rank: int, ticket: int) -> None:
+    def on_completion(self, rank: int, ticket: int) -> None:
         """The call is complete: on the CPU its wait returned, on a GPU it may not have been waited for yet."""
         if self._other:
-            self._other.completed(rank, ticket)
+            self._other.on_completion(rank, ticket)
         if self._open.get((rank, ticket), (0, ""))[1] != "cuda":
-            self._ended(rank, ticket)
+            self._close_span(rank, ticket)
 
-    def waited(self, rank: int, ticket: int) -> None:
+    def on_wait(self, rank: int, ticket: int) -> None:
         """The rank waits for the call, or reads its result."""
         if self._other:
             notify_waited(self._other, rank, ticket)
-        self._ended(rank, ticket)
+        self._close_span(rank, ticket)
 
-    def _ended(self, rank: int, ticket: int) -> None:
+    def _close_span(self, rank: int, ticket: int) -> None:
         before, _device = self._open.pop((rank, ticket), (self._products[rank], ""))
         if self._products[rank] > before:
             self.hidden.add((rank, ticket))
@@ -178,7 +178,7 @@ class SavedActivations:
         account = self._accounts[rank] = _Account()
         with self._lock:
             if not self._of_thread:
-                saved_tensors_hooks.__init__ = self._counting()  # type: ignore[method-assign]
+                saved_tensors_hooks.__init__ = self._make_counting_hooks()  # type: ignore[method-assign]
             self._of_thread[threading.get_ident()] = account
         try:
             with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
@@ -194,7 +194,7 @@ class SavedActivations:
         account = self._accounts.get(rank)
         return account.peak_bytes if account else 0
 
-    def _counting(self) -> Callable[..., None]:
+    def _make_counting_hooks(self) -> Callable[..., None]:
         """The way hooks are made, so that they count the tensors that they keep on a watched thread."""
         of_thread, made = self._of_thread, self._made
 

@@ -105,13 +105,13 @@ def axis_name(
 def _together(ranks: tuple[int, ...], named: list[str], axes: Mapping[str, tuple[tuple[int, ...], ...]]) -> str:
     """The fewest of these axes whose groups, joined, have the ranks, as "dp_cp"; "" where none do or more than one."""
     for count in range(1, len(named) + 1):
-        found = [some for some in combinations(named, count) if _joined(ranks[0], some, axes) == set(ranks)]
+        found = [some for some in combinations(named, count) if _find_joined_ranks(ranks[0], some, axes) == set(ranks)]
         if found:
             return "_".join(found[0]) if len(found) == 1 else ""
     return ""
 
 
-def _joined(rank: int, some: tuple[str, ...], axes: Mapping[str, tuple[tuple[int, ...], ...]]) -> set[int]:
+def _find_joined_ranks(rank: int, some: tuple[str, ...], axes: Mapping[str, tuple[tuple[int, ...], ...]]) -> set[int]:
     """The ranks that are together with this one in a list of these axes, or by way of others."""
     joined, before = {rank}, 0
     while len(joined) > before:
@@ -143,7 +143,7 @@ class Paths:
         if id(model) in self._of_module:
             return
         self._models = [reference for reference in self._models if reference() is not None] + [weakref.ref(model)]
-        named = list(_unwrapped(model))
+        named = list(_named_modules_unwrapped(model))
         for path, module in named:
             self._of_module[id(module)] = path
             self._follow(module, self._of_module)
@@ -153,9 +153,9 @@ class Paths:
                 self._follow(parameter, self._of_parameter)
 
     def _follow(self, known: Any, table: dict[int, str]) -> None:
-        self._alive.setdefault(id(known), weakref.ref(known, partial(self._gone, id(known), table)))
+        self._alive.setdefault(id(known), weakref.ref(known, partial(self._on_drop, id(known), table)))
 
-    def _gone(self, known: int, table: dict[int, str], _reference: object) -> None:
+    def _on_drop(self, known: int, table: dict[int, str], _reference: object) -> None:
         table.pop(known, None)
         self._alive.pop(known, None)
 
@@ -177,7 +177,7 @@ class Paths:
         return self._of_parameter.get(id(parameter), "")
 
 
-def _unwrapped(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _named_modules_unwrapped(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """`model.named_modules()` with the wrappers' own names left out of the paths."""
     leading = 0
     inner = model

@@ -137,10 +137,10 @@ class ParameterMemory:
         """This memory, read anew when there are more models than before."""
         if len(models) > self._models:
             self._models = len(models)
-            self._read([*{id(p): p for model in models for p in model.parameters()}.values()])
+            self._read_parameters([*{id(p): p for model in models for p in model.parameters()}.values()])
         return self
 
-    def _read(self, parameters: Sequence[nn.Parameter]) -> None:
+    def _read_parameters(self, parameters: Sequence[nn.Parameter]) -> None:
         parts = [*map(_local, parameters)]
         shared = [part for part, parameter in zip(parts, parameters, strict=True) if getattr(parameter, *_SHARED)]
         self.parameter_bytes = sum(part.numel() * part.element_size() for part in shared)
@@ -281,7 +281,7 @@ class Finished(NamedTuple):
 Observation = Entered | Left | Arrived | Ended | Stepping | Stepped | Issued | Finished
 
 
-def read(plain: tuple[Any, ...]) -> Observation:
+def read_observation(plain: tuple[Any, ...]) -> Observation:
     """The observation that was recorded as a plain tuple, its kind first."""
     seen: Observation = plain[0]._make(plain[1:])
     return seen
@@ -368,7 +368,7 @@ def watch_graphs(lane: Callable[[], Any]) -> Iterator[None]:
             result = before["replay"](graph, *args, **words)
         finally:
             mine.emit = emit
-        mine.replayed(captured)
+        mine.record_replay(captured)
         return result
 
     made = {function.__name__: function for function in (capture_begin, capture_end, replay)}

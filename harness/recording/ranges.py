@@ -9,10 +9,10 @@
 | rank       | JSON: rank, pid ... and number of calls  | rank     | -             | mark, first and last    |
 
 A collective's category is its op and the global ranks of its group, "all_reduce 0,1": a range holds but one number.
-With `waiting` ranges nothing is drawn but in the stretch of `drawn`, between whose marks a rank's calls are counted. A
-step's range begins with its first forward and ends with its optimizer step. The stretch after a backward or a step has
-no phase yet, since it follows from later events (harness.recording.attribution), so no phase range covers it. An async
-collective is a mark, because no range may claim a time that is not measured.
+With `waiting` ranges nothing is drawn but in the stretch of `draw_rank`, between whose marks a rank's calls are
+counted. A step's range begins with its first forward and ends with its optimizer step. The stretch after a backward or
+a step has no phase yet, since it follows from later events (harness.recording.attribution), so no phase range covers
+it. An async collective is a mark, because no range may claim a time that is not measured.
 """
 
 import importlib.metadata
@@ -92,19 +92,19 @@ class Ranges:
         """The function that draws a rank's observations."""
         return self._ranks.setdefault(rank, _Drawing(self._domain)).draw
 
-    def completed(self, rank: int, ticket: int) -> None:
+    def on_completion(self, rank: int, ticket: int) -> None:
         """A call has completed: end its range."""
-        self._ranks[rank].completed(ticket)
+        self._ranks[rank].on_completion(ticket)
 
     @contextmanager
     def on_rank(self, rank: int, **facts: Any) -> Iterator[None]:
         """While this rank's program runs; all of it is drawn, unless the ranges are waiting."""
         self._facts[rank] = {"rank": rank, "pid": os.getpid(), **facts}
-        with nullcontext() if self._waiting else self.drawn(rank):
+        with nullcontext() if self._waiting else self.draw_rank(rank):
             yield
 
     @contextmanager
-    def drawn(self, rank: int) -> Iterator[None]:
+    def draw_rank(self, rank: int) -> Iterator[None]:
         """Open with a mark that says which rank this is, close what is open and end with its number of calls."""
         drawing = self._ranks.setdefault(rank, _Drawing(self._domain))
         drawing.mark("rank", self._facts[rank])
@@ -159,7 +159,7 @@ class _Drawing:
             self._domain.end_range(self._step)
             self._step = None
 
-    def completed(self, ticket: int) -> None:
+    def on_completion(self, ticket: int) -> None:
         """End the range of a call, if it has one that is still open."""
         pushed = self._pushed.get(self._lane_of.pop(ticket, -1), [])
         if pushed and pushed[-1] == ticket:

@@ -23,7 +23,7 @@ from shardproof.harness.ledger import Call, Event, shape_text, wire_bytes
 from shardproof.harness.recording.attribution import Attribution
 from shardproof.harness.recording.lanes import Site
 from shardproof.harness.recording.naming import AxisNames
-from shardproof.harness.recording.observations import Entered, Issued, read
+from shardproof.harness.recording.observations import Entered, Issued, read_observation
 from shardproof.harness.recording.spans import Mark, RankSpan, Stopwatch, rank_spans
 from shardproof.harness.recording.watch import Emit, Watch
 
@@ -90,29 +90,29 @@ class Recorder:
             entered.enter_context(self._watch.on_rank(rank))
             yield
 
-    def issued(self, rank: int, call: Call) -> int:
+    def on_issue(self, rank: int, call: Call) -> int:
         """A rank is about to issue a call; the ticket is the call's index on the rank."""
         ticket = self._watch.lane(rank).issue(call, sys._getframe(1))
         if self._stopwatch is not None and call.device == "cuda":
             self._tracks[rank].begun[ticket] = self._stopwatch.mark()
         return ticket
 
-    def completed(self, rank: int, ticket: int) -> None:
+    def on_completion(self, rank: int, ticket: int) -> None:
         """The call behind the ticket has completed on this rank."""
         track = self._tracks[rank]
         track.ended_s[ticket] = time.perf_counter()
         if self._stopwatch is not None and ticket in track.begun:
             track.ended[ticket] = self._stopwatch.mark()
         if self._ranges is not None:
-            self._ranges.completed(rank, ticket)
+            self._ranges.on_completion(rank, ticket)
 
-    def waited(self, rank: int, ticket: int) -> None:
+    def on_wait(self, rank: int, ticket: int) -> None:
         """The rank waits for the asynchronous call behind the ticket, the first time."""
         self._tracks[rank].waited_s.setdefault(ticket, time.perf_counter())
 
     def spans(self, rank: int, events: Sequence[Event]) -> tuple[RankSpan, ...]:
         """When this rank, whose `events` these are, computed; () when it is no pipeline's."""
-        observations = [read(plain) for plain in self._track(rank).observations]
+        observations = [read_observation(plain) for plain in self._track(rank).observations]
         waited_us = {ticket: (at - self._start_s) * 1e6 for ticket, at in self._track(rank).waited_s.items()}
         return rank_spans(observations, Attribution.of(observations), events, waited_us, self._start_s)
 
@@ -126,7 +126,7 @@ class Recorder:
 
     def models(self, rank: int) -> list[nn.Module]:
         """The models of a rank: the outermost modules that it called, each once."""
-        seen = map(read, list(self._track(rank).observations))
+        seen = map(read_observation, list(self._track(rank).observations))
         called = (one.module for one in seen if isinstance(one, Entered) and one.outermost)
         return list({id(module): module for module in called}.values())
 
@@ -143,12 +143,12 @@ class Recorder:
 
         def emit(plain: tuple[Any, ...]) -> None:
             keep(plain)
-            draw(read(plain))
+            draw(read_observation(plain))
 
         return emit
 
     def _events(self, rank: int, track: _Track) -> Iterator[Event]:
-        observations = [read(plain) for plain in list(track.observations)]
+        observations = [read_observation(plain) for plain in list(track.observations)]
         attribution = Attribution.of(observations)
         calls = (seen for seen in observations if isinstance(seen, Issued) and not only_captured(seen))
         issued = sorted(calls, key=lambda seen: seen.ticket)

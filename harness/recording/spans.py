@@ -132,7 +132,7 @@ class _Reading:
             case Stepping():
                 self._end(self._us(seen.at_s))
             case Issued() if seen.task == OUTSIDE and not self._depth.get(seen.lane):
-                self._issued(self._us(seen.started_s), phases.get(seen.ticket, ""))
+                self._close_stretch(self._us(seen.started_s), phases.get(seen.ticket, ""))
 
     def _us(self, at_s: float) -> float:
         return round((at_s - self._start_s) * 1e6, 3)
@@ -145,7 +145,7 @@ class _Reading:
         self._forwards.append(forward)
         self._begin("F", forward, at_us if self._prepared_us is None else self._prepared_us)
 
-    def _issued(self, at_us: float, phase: str) -> None:
+    def _close_stretch(self, at_us: float, phase: str) -> None:
         if phase == _WITH_THE_NEXT:
             self._prepared_us = at_us if self._prepared_us is None else self._prepared_us
         elif phase == _MESSAGES:

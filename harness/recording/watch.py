@@ -196,7 +196,7 @@ class ThreadWatch:
             self.emit((Issued, lane, task, *at))
         return ticket
 
-    def replayed(self, captured: Captured) -> None:
+    def record_replay(self, captured: Captured) -> None:
         """Record that a CUDA graph was replayed."""
         if self.emit is not None:
             for plain in captured.replay(self.number, _task(), running_node(), self.tickets):
@@ -277,7 +277,7 @@ def running_node() -> int:
 
 
 class Watch:
-    """Passes every observation of every rank to `emit(rank)`, a function that takes plain tuples (observations.read).
+    """Passes every observation of every rank to `emit(rank)`, a function that takes plain tuples (`read_observation`).
 
     `on_output(lane, module, output)`, when given, gets the output of every module call before its Left is emitted, and
     `on_input(lane, module, args, kwargs)` what it is called with after its Entered. With `ends`, the end of every
@@ -304,8 +304,8 @@ class Watch:
         watched = partial(reporting_call, self._local, self._adopt, self._arrival)
         self._installed.enter_context(called_by(watched))
         self._installed.enter_context(watch_graphs(self._mine))
-        self._installed.callback(register_optimizer_step_pre_hook(self._stepping).remove)
-        self._installed.callback(register_optimizer_step_post_hook(self._stepped).remove)
+        self._installed.callback(register_optimizer_step_pre_hook(self._on_step_begin).remove)
+        self._installed.callback(register_optimizer_step_post_hook(self._on_step_end).remove)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -350,28 +350,28 @@ class Watch:
         """The prehook of the node of an outermost output."""
         rank, lane_number = made_in.rank, made_in.number
 
-        def arrived(_gradients: object) -> None:
+        def on_arrival(_gradients: object) -> None:
             lane = self._mine()
             if lane is None or lane.emit is None or lane.rank != rank:
                 return
             task = current_task()
             lane.emit((Arrived, lane.number, task, number, lane_number, _now_s()))
             if self._ends:
-                when_backward_ends(lambda: self._ended(task))
+                when_backward_ends(lambda: self._on_task_end(task))
 
-        return arrived
+        return on_arrival
 
-    def _ended(self, task: int) -> None:
+    def _on_task_end(self, task: int) -> None:
         lane = self._mine()
         if lane is not None and lane.emit is not None:
             lane.emit((Ended, lane.number, task))
 
-    def _stepping(self, _optimizer: object, _args: object, _kwargs: object) -> None:
+    def _on_step_begin(self, _optimizer: object, _args: object, _kwargs: object) -> None:
         lane = self._mine()
         if lane is not None and lane.emit is not None:
             lane.emit((Stepping, lane.number, current_task(), steps_around(sys._getframe(1)) - 1, _now_s()))
 
-    def _stepped(self, _optimizer: object, _args: object, _kwargs: object) -> None:
+    def _on_step_end(self, _optimizer: object, _args: object, _kwargs: object) -> None:
         lane = self._mine()
         if lane is not None and lane.emit is not None:
             lane.looks.on = False  # an optimizer ends the steps

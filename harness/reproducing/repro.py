@@ -23,9 +23,9 @@ from shardproof.harness.checking.checks import CHECKS
 from shardproof.harness.checking.measures.distance import TrueTensor
 from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS, kind_of
 from shardproof.harness.checking.measures.tolerance import least_rms, own_share
-from shardproof.harness.checking.measuring import compared, sizes_of
+from shardproof.harness.checking.measuring import compare_with_truth, sizes_of
 from shardproof.harness.checking.records import Evidence, Run, Truth
-from shardproof.harness.diagnosing.causes.places import timeline
+from shardproof.harness.diagnosing.causes.places import order_by_time
 from shardproof.harness.diagnosing.explained import repeat_command
 from shardproof.harness.engines.engine import Engine
 from shardproof.harness.errors import MachineError, ProgramError
@@ -36,7 +36,7 @@ from shardproof.harness.running.proof import prove
 from shardproof.harness.running.result import CaseResult
 from shardproof.harness.running.trials.runs import judge_case, record_case
 from shardproof.harness.running.trials.trial import Trial, reference_of
-from shardproof.harness.subject import NamedSubject, named, refusal
+from shardproof.harness.subject import NamedSubject, refusal, resolve_subject
 
 LARGEST = 2**14
 """Elements of a truth that a script carries; of several wrong tensors the first below this, else the smallest."""
@@ -83,9 +83,9 @@ def emit(
 
     Raises RequestError when there is no such subject.
     """
-    given = named(subject)
-    failure = shrunk(case, given, engine)
-    return None if failure is None else _script(failure, given.name, when, planted or {})
+    given = resolve_subject(subject)
+    failure = shrink_failure(case, given, engine)
+    return None if failure is None else _render_script(failure, given.name, when, planted or {})
 
 
 def shown_name(script: str) -> str:
@@ -93,26 +93,26 @@ def shown_name(script: str) -> str:
     return str(ast.literal_eval(script.partition(_FACTS)[2].partition(_MAIN)[0])["name"])
 
 
-def shrunk(case: CaseLike, given: Subject | NamedSubject, engine: Engine) -> SmallestFailure | None:
+def shrink_failure(case: CaseLike, given: Subject | NamedSubject, engine: Engine) -> SmallestFailure | None:
     """Make a failing case smaller as long as a tensor of the same kind (or the run) fails; None when it does not fail.
 
     The last case is proved in full, so that its causes can be reported.
     """
-    subject = named(given)
-    name = _failing(case, subject, engine)
+    subject = resolve_subject(given)
+    name = _find_failing_tensor(case, subject, engine)
     if name is None:
         return None
     for words in SMALLER:
         if any(getattr(case, word, size) > size for word, size in words.items()):
             with suppress(ValueError):  # these sizes do not go together: the case keeps its own
                 smaller = case.but(**words, **without_saving(case))
-                found = _failing(smaller, subject, engine)
+                found = _find_failing_tensor(smaller, subject, engine)
                 if found is not None and kind_of(found) == kind_of(name):
                     case, name = smaller, found
     return SmallestFailure(result=prove(case, subject, engine), name=name)
 
 
-def _failing(case: CaseLike, subject: NamedSubject, engine: Engine) -> str | None:
+def _find_failing_tensor(case: CaseLike, subject: NamedSubject, engine: Engine) -> str | None:
     """The returned tensor that fails in one run of the case, "" when the subject raises; None when nothing fails."""
     if refusal(case, subject):
         return None
@@ -124,30 +124,34 @@ def _failing(case: CaseLike, subject: NamedSubject, engine: Engine) -> str | Non
     except MachineError:
         return None
     evidence, _ = judge_case(trial, evidence, {name: CHECKS[name] for name in NUMERIC_KINDS})
-    shown = [name for name in _wrong(evidence.run, evidence.truth) if name in evidence.truth.tensors]
+    shown = [name for name in _wrong_names(evidence.run, evidence.truth) if name in evidence.truth.tensors]
     if not shown:
         return None
     small = [name for name in shown if evidence.truth.tensors[name].numel() <= LARGEST]
     return small[0] if small else min(shown, key=lambda name: evidence.truth.tensors[name].numel())
 
 
-def _wrong(run: Run, truth: Truth) -> list[str]:
+def _wrong_names(run: Run, truth: Truth) -> list[str]:
     """Returned names that are wrong or on which ranks disagree, in the order of training."""
     returned = {name for outcome in run.outcomes for name in outcome}
     torn = {flaw.name for flaw in run.merged.flaws}
-    known = timeline([name for name in truth.tensors if name in returned], run.case.steps)
+    known = order_by_time([name for name in truth.tensors if name in returned], run.case.steps)
     rms = sizes_of(run, truth)
-    return [name for name in known if name in torn or not compared(run, truth, name, rms.get(kind_of(name), 0.0)).right]
+    return [
+        name
+        for name in known
+        if name in torn or not compare_with_truth(run, truth, name, rms.get(kind_of(name), 0.0)).right
+    ]
 
 
-def _script(failure: SmallestFailure, subject: str, when: str, planted: Mapping[str, str]) -> str:
+def _render_script(failure: SmallestFailure, subject: str, when: str, planted: Mapping[str, str]) -> str:
     """The text of the script: what it is, the body, the facts."""
     case = failure.result.case
     own = subject.startswith(OWN) and not isinstance(case, PlainCase)
     facts: dict[str, Any] = {
         "subject": subject,
         "case_text": case_text(case) if own else "",
-        "case": {} if own else _attributes(case),
+        "case": {} if own else _plain_attributes(case),
         "world_size": case.world_size,
         "seed": case.seed,
         "name": failure.name,
@@ -157,38 +161,38 @@ def _script(failure: SmallestFailure, subject: str, when: str, planted: Mapping[
         "own": 0.0,
         "scale": 1.0,
         "truth": "",
-        "planted": {module: _packed(source.encode()) for module, source in planted.items()},
+        "planted": {module: _pack_data(source.encode()) for module, source in planted.items()},
     }
     if failure.name and failure.result.evidence is not None:
-        facts |= _numbers(failure.result.evidence, failure.name)
+        facts |= _numbers_of_tensor(failure.result.evidence, failure.name)
     source = inspect.getsource(repro_script)
     body = source[source.index("\nimport ") + 1 :]
     written = pprint.pformat(facts, width=116, sort_dicts=False)
-    return f"{_header(failure, subject, when, planted)}\n{body}{_FACTS}{written}{_MAIN}"
+    return f"{_render_header(failure, subject, when, planted)}\n{body}{_FACTS}{written}{_MAIN}"
 
 
-def _numbers(evidence: Evidence, name: str) -> dict[str, Any]:
+def _numbers_of_tensor(evidence: Evidence, name: str) -> dict[str, Any]:
     """The truth of one tensor and how far a right one may be from it."""
     truth: Tensor = evidence.truth.tensors[name].double().contiguous()
     true, kind = TrueTensor.of(truth), sizes_of(evidence.run, evidence.truth).get(kind_of(name), 0.0)
     # one that could not be merged is replaced by its truth: only its limits are needed
     tensors = {name: evidence.truth.tensors[name], **evidence.run.tensors}
-    limits = compared(evidence.run.with_tensors(tensors), evidence.truth, name, kind)
+    limits = compare_with_truth(evidence.run.with_tensors(tensors), evidence.truth, name, kind)
     return {
         "shape": tuple(truth.shape),
         "measure": limits.measure,
         "allowed": limits.allowed,
         "own": own_share(str(evidence.run.case.dtype)),
         "scale": max(true.rms, least_rms(true, kind)),
-        "truth": _packed(truth.numpy().tobytes()),
+        "truth": _pack_data(truth.numpy().tobytes()),
     }
 
 
-def _packed(data: bytes) -> str:
+def _pack_data(data: bytes) -> str:
     return base64.b64encode(zlib.compress(data, 9)).decode()
 
 
-def _attributes(case: CaseLike) -> dict[str, Any]:
+def _plain_attributes(case: CaseLike) -> dict[str, Any]:
     """Every public attribute of the case that is plain data: its words and what follows from them."""
     own = case.words() if isinstance(case, PlainCase) else {}
     found = {name: getattr(case, name) for name in dir(case) if not name.startswith("_")}
@@ -204,7 +208,7 @@ def _is_data(value: object) -> bool:
     return value is None or type(value) in (int, float, bool, str)
 
 
-def _header(failure: SmallestFailure, subject: str, when: str, planted: Mapping[str, str]) -> str:
+def _render_header(failure: SmallestFailure, subject: str, when: str, planted: Mapping[str, str]) -> str:
     result = failure.result
     diagnosis = result.diagnosis
     causes = "; ".join(cause.words for cause in diagnosis.causes) if diagnosis else ""

@@ -96,7 +96,7 @@ def boxes(value: Any) -> list[tuple[Tensor, tuple[int, ...], tuple[int, ...]]]:
     raise TypeError(f"cannot read a value of type {type(value).__name__}")
 
 
-def judged(ranks: list[list[tuple[Tensor, tuple[int, ...], tuple[int, ...]]]], facts: Mapping[str, Any]) -> int:
+def judge_outcomes(ranks: list[list[tuple[Tensor, tuple[int, ...], tuple[int, ...]]]], facts: Mapping[str, Any]) -> int:
     """Hold what all ranks returned under the one name against the facts, and say what came of it."""
     name, shape = facts["name"], tuple(facts["shape"])
     full = torch.full(shape, math.nan, dtype=torch.float64)
@@ -145,7 +145,7 @@ def on_rank(facts: Mapping[str, Any], rank: int, store: str) -> int:
             mine = boxes(outcome[facts["name"]]) if facts["name"] in outcome else []
         everybody: list[Any] = [None] * world_size
         dist.all_gather_object(everybody, mine)
-        return judged(everybody, facts) if rank == 0 else GONE
+        return judge_outcomes(everybody, facts) if rank == 0 else GONE
     except BaseException:  # a subject that calls sys.exit too
         traceback.print_exc()
         return REPRODUCED if facts["measure"] == "run" else UNDECIDED
@@ -153,7 +153,7 @@ def on_rank(facts: Mapping[str, Any], rank: int, store: str) -> int:
         dist.destroy_process_group()
 
 
-def spawned(facts: Mapping[str, Any], rank: int, store: str, answers: Any) -> None:
+def run_spawned_process(facts: Mapping[str, Any], rank: int, store: str, answers: Any) -> None:
     """Run one process; its answer goes to the parent."""
     answers.put((rank, on_rank(facts, rank, store)))
 
@@ -186,7 +186,10 @@ def main(facts: Mapping[str, Any]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
         ranks = range(facts["world_size"])
-        processes = [context.Process(target=spawned, args=(facts, rank, store, answers), daemon=True) for rank in ranks]
+        processes = [
+            context.Process(target=run_spawned_process, args=(facts, rank, store, answers), daemon=True)
+            for rank in ranks
+        ]
         for process in processes:
             process.start()
         try:

@@ -13,15 +13,15 @@ from io import StringIO
 from multiprocessing.connection import Connection
 from typing import Any
 
-from shardproof.harness.checking.checks import CHECKS, LAWS, Check, needing, records_of
+from shardproof.harness.checking.checks import CHECKS, LAWS, Check, records_of, select_checks_by_need
 from shardproof.harness.checking.records import Repeats, Run, Truth
 from shardproof.harness.diagnosing.diagnosis import BIT_FOR_BIT
 from shardproof.harness.diagnosing.needed_words import needed_words
-from shardproof.harness.diagnosing.tried_words import OutOfTime, Proved, confirmed
+from shardproof.harness.diagnosing.tried_words import OutOfTime, Proved, confirm_words
 from shardproof.harness.diagnosing.words_text import NeededWords
 from shardproof.harness.errors import ShardproofError
 from shardproof.harness.protocols import CaseLike, case_text, without_saving
-from shardproof.harness.running.forked_process import forked
+from shardproof.harness.running.forked_process import fork_worker
 from shardproof.harness.running.request import Request
 from shardproof.harness.running.result import CaseResult
 from shardproof.harness.running.store import STOPPED, Store
@@ -37,7 +37,7 @@ _GRACE_S = 10.0
 """How much longer a case of an experiment may take, that began in time."""
 ENGINES = ("inproc", "pool", "dry")
 """Engines on which other cases than those of the request can be run."""
-_OF_CALLS = frozenset(CHECKS.keys() - needing(CHECKS, Run, Truth))
+_OF_CALLS = frozenset(CHECKS.keys() - select_checks_by_need(CHECKS, Run, Truth))
 """Checks that look at no number."""
 Proves = Callable[..., CaseResult]
 """Proves a case with these `checks` within `timeout_s`, without explaining what fails."""
@@ -61,7 +61,7 @@ class Failed:
     def fault(self) -> tuple[Verdict, ...]:
         """The first failed verdict and those with the same causes: others are another fault."""
         failed = [verdict for verdict in self.verdicts if verdict.verdict == FAIL]
-        return tuple(verdict for verdict in failed if _fault(verdict) == _fault(self.first))
+        return tuple(verdict for verdict in failed if _fault_of_verdict(verdict) == _fault_of_verdict(self.first))
 
     @property
     def size(self) -> tuple[object, ...]:
@@ -80,7 +80,7 @@ def look_for_words(
     """
     verdicts: dict[str, tuple[Verdict, ...]] = {}
     try:
-        for found in _each(failures, request, proving, apart=apart):
+        for found in _prove_each(failures, request, proving, apart=apart):
             store.add_when(found)
             verdicts |= found
     except KeyboardInterrupt:
@@ -88,16 +88,16 @@ def look_for_words(
     return verdicts
 
 
-def _each(
+def _prove_each(
     failures: Sequence[Failed], request: Request, proving: Proving, *, apart: bool
 ) -> Iterator[dict[str, tuple[Verdict, ...]]]:
     """Yield the verdicts with their line, those of the failures of one place at a time."""
     if not failures or not request.when_s or request.engine not in ENGINES:
         return
     if not apart:
-        yield from _examined(failures, request, proving)
+        yield from _examine_failures(failures, request, proving)
         return
-    worker = forked(lambda connection: _sent(connection, _examined(failures, request, proving)))
+    worker = fork_worker(lambda connection: _send_objects(connection, _examine_failures(failures, request, proving)))
     end_s = time.monotonic() + _IN_ALL * request.when_s + _GRACE_S
     try:
         while worker and worker.pipe.poll(max(end_s - time.monotonic(), 0)):
@@ -109,12 +109,12 @@ def _each(
             worker.close()
 
 
-def _sent(connection: Connection, objects: Iterable[object]) -> None:
+def _send_objects(connection: Connection, objects: Iterable[object]) -> None:
     for each in objects:
         connection.send(each)
 
 
-def _examined(
+def _examine_failures(
     failures: Sequence[Failed], request: Request, proving: Proving
 ) -> Iterator[dict[str, tuple[Verdict, ...]]]:
     groups: dict[str, list[Failed]] = {}
@@ -168,7 +168,7 @@ def _contradicts(case: CaseLike, found: NeededWords) -> bool:
     return any(getattr(case, one.word, None) == each.value for one in found.needed for each in one.right)
 
 
-def _fault(verdict: Verdict) -> object:
+def _fault_of_verdict(verdict: Verdict) -> object:
     """What sets the faults of one case apart."""
     return verdict.failure.fault if verdict.failure else None
 
@@ -192,7 +192,7 @@ def words_needed(failed: Failed, subject: NamedSubject, prove: Proves, end_s: fl
         fails = _Fails(failed, prove, start_s + _SEARCH * (end_s - start_s), saved)
         found = needed_words(failed.case, domains_of(failed.case, subject), fails)
         again = _Fails(failed, prove, end_s, saved)
-        return confirmed(found, failed.case, lambda text: case_of(text, subject), again.by_all_checks)
+        return confirm_words(found, failed.case, lambda text: case_of(text, subject), again.by_all_checks)
 
 
 class _Fails:
@@ -202,37 +202,37 @@ class _Fails:
     """
 
     def __init__(self, failed: Failed, prove: Proves, end_s: float, words: Mapping[str, Any]) -> None:
-        self._checks = _checks([verdict.check for verdict in failed.fault])
-        self._reasons = {_reason(verdict) for verdict in failed.fault}
+        self._checks = _checks_to_repeat([verdict.check for verdict in failed.fault])
+        self._reasons = {_reason_of_verdict(verdict) for verdict in failed.fault}
         others = (verdict for verdict in failed.verdicts if verdict.verdict == FAIL and verdict not in failed.fault)
-        self._others = {_reason(verdict) for verdict in others}
+        self._others = {_reason_of_verdict(verdict) for verdict in others}
         self._laws = frozenset() if {verdict.check for verdict in failed.fault} <= {*LAWS} else frozenset(LAWS)
         """Checks that run other cases too, whose failure says nothing of this one alone."""
         self._prove, self._end_s, self._words = prove, end_s, words
 
     def __call__(self, case: CaseLike) -> bool | None:
-        result = self._proved(case, self._checks)
+        result = self._prove_case(case, self._checks)
         if not result:
             return None
         failures = [verdict for verdict in result.verdicts if verdict.verdict == FAIL]
-        if any(_reason(verdict) not in self._others for verdict in failures):
+        if any(_reason_of_verdict(verdict) not in self._others for verdict in failures):
             first = Failed(case=case, verdicts=result.verdicts).first
-            return True if _reason(first) in self._reasons else None
+            return True if _reason_of_verdict(first) in self._reasons else None
         return False if failures or result.verdict == PASS else None  # another fault of the case is left
 
     def by_all_checks(self, case: CaseLike) -> Proved:
         """Whether it fails so by any check, and all checks that fail."""
-        result = self._proved(case, CHECKS)
+        result = self._prove_case(case, CHECKS)
         if not result:
             return None, ()
         failures = [verdict for verdict in result.verdicts if verdict.verdict == FAIL]
         checks = tuple(sorted({verdict.check for verdict in failures}))
-        mine = {_reason(verdict) for verdict in failures if verdict.check not in self._laws} - self._others
+        mine = {_reason_of_verdict(verdict) for verdict in failures if verdict.check not in self._laws} - self._others
         if mine:
             return (True if mine & self._reasons else None), checks
         return (False if failures or result.verdict == PASS else None), checks
 
-    def _proved(self, case: CaseLike, checks: Mapping[str, Check]) -> CaseResult | None:
+    def _prove_case(self, case: CaseLike, checks: Mapping[str, Check]) -> CaseResult | None:
         """The result of a case, None where it is refused; one that time itself ended is none."""
         left_s = self._end_s - time.monotonic()
         if left_s <= 0:
@@ -247,12 +247,12 @@ class _Fails:
         return result
 
 
-def _reason(verdict: Verdict) -> tuple[str, str]:
+def _reason_of_verdict(verdict: Verdict) -> tuple[str, str]:
     """The check that failed, and how calls differ, or what was raised."""
     return verdict.check, verdict.kind
 
 
-def _checks(failed: Sequence[str]) -> Mapping[str, Check]:
+def _checks_to_repeat(failed: Sequence[str]) -> Mapping[str, Check]:
     """The checks that one run decides; those of calls where they alone failed; all where no such one did."""
     every = {**CHECKS, **LAWS}
     if failed and {*failed} <= _OF_CALLS:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 
-from shardproof.harness.checking.checks import examine
+from shardproof.harness.checking.checks import run_checks
 from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.kinds import is_state, kind_of, step_of
 from shardproof.harness.checking.records import Evidence
@@ -50,8 +50,8 @@ def with_explanations(
     Runs that differ may be all that is wrong, so the run is repeated unless it was.
     """
     evidence = replace(evidence, repeats=evidence.repeats or repeat_plainly(trial, evidence.run))
-    with trial.timed("checks"):
-        context = {**examine(evidence), **findings}  # of activations too; findings made with control runs stay
+    with trial.time_part("checks"):
+        context = {**run_checks(evidence), **findings}  # of activations too; findings made with control runs stay
     wrong = {name for finding in context.values() if finding.verdict == FAIL for name in finding.names}
     evidence = with_beginnings(trial, _with_shares(trial, evidence, wrong), wrong)
     evidence = with_drawn_numbers(trial, evidence, wrong)
@@ -78,7 +78,7 @@ def _ended_earlier(
         if refusal(case, trial.subject):
             return None
         other = trial.of_case(case)
-        with trial.timed("elsewhere"):
+        with trial.time_part("elsewhere"):
             seen, findings = judge_case(other, record_case(other))
             failed = any(finding.verdict == FAIL for finding in findings.values())
             return with_explanations(other, seen, findings) if failed else (seen, findings)
@@ -102,7 +102,7 @@ def _with_other_sizes(trial: Trial, evidence: Evidence, findings: Mapping[str, F
     return evidence.with_found(others=tuple(others))
 
 
-def diagnosed(
+def diagnose_findings(
     evidence: Evidence, findings: Mapping[str, Finding], context: Mapping[str, Finding], subject: str, options: str
 ) -> tuple[dict[str, Diagnosis], dict[str, FailedCheck]]:
     """Every failed check -> its diagnosis, and -> its record. A failure that cannot be explained stays one."""
@@ -148,7 +148,7 @@ def _elsewhere(trial: Trial, case: CaseLike, first: str) -> Evidence | None:
     try:
         if refusal(case, trial.subject):
             return None
-        with trial.timed("elsewhere"):
+        with trial.time_part("elsewhere"):
             seen = record_case(other)
             return seen.with_found(shares=other.dense(model.shares) if (model := trial.reference.model) else {})
     except Exception:  # a case that cannot be run shows nothing of the factor

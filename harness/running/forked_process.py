@@ -1,7 +1,7 @@
 """Workers that are forked from this process: that costs milliseconds, where a fresh interpreter loads torch again.
 
 A fork is sound only while this process has started no threads (`forkable`), initialised no device, and run no autograd
-(`forked` finds out).
+(`fork_worker` finds out).
 """
 
 import multiprocessing
@@ -25,7 +25,7 @@ def forkable(device: str) -> bool:
     return hasattr(os, "fork") and device == "cpu" and threading.active_count() == 1 and not torch.cuda.is_initialized()
 
 
-def forked(serve: Callable[[Connection], object]) -> Worker | None:
+def fork_worker(serve: Callable[[Connection], object]) -> Worker | None:
     """A worker that serves; None where autograd, which this process has used before, does not survive a fork."""
     worker = Worker(multiprocessing.get_context("fork"), _try, serve)
     with suppress(EOFError, OSError):

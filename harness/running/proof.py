@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from shardproof.harness.checking.checks import CHECKS, LAWS, Check, needing, records_of
+from shardproof.harness.checking.checks import CHECKS, LAWS, Check, records_of, select_checks_by_need
 from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.records import Regroupings, Repeats, Truth
 from shardproof.harness.engines.engine import Engine
@@ -22,16 +22,16 @@ from shardproof.harness.running.trials.trial import Reference, Trial, Truths, re
 from shardproof.harness.subject import (
     NamedSubject,
     Unanswered,
-    deviating,
     kept_per_rank,
     lower_dtypes,
-    named,
     refusal,
+    resolve_subject,
+    stated_deviations,
     truth_of,
 )
 from shardproof.harness.torch_internals.autograd import give_back
 from shardproof.harness.torch_internals.compiler import leave_unloaded
-from shardproof.harness.verdicts.facts import FailedCheck, unchecked
+from shardproof.harness.verdicts.facts import FailedCheck, note_unchecked
 from shardproof.harness.verdicts.verdict import FAIL, SKIP, UNKNOWN, Verdict
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def prove(
     "truth", ..). Raises RequestError when there is no such subject, too many ranks for this machine, or a case that the
     dense model cannot compute (unreadable data). Any error of the subject is a failed verdict.
     """
-    given = named(subject)
+    given = resolve_subject(subject)
     admit_ranks(case, engine.name)
     trial = Trial(
         case=case,
@@ -82,7 +82,7 @@ def prove(
         verdict, reason = SKIP, refusal(case, trial.subject)
         kept_per_rank(trial.subject.call)  # raises for a wrong `per_rank`
         if not reason:
-            _ = lower_dtypes(case, given), deviating(case, given)  # raises for wrong answers before anything is run
+            _ = lower_dtypes(case, given), stated_deviations(case, given)  # raise for wrong answers before any run
     except Unanswered as problem:
         verdict, reason = UNKNOWN, str(problem)
     if reason:
@@ -96,26 +96,26 @@ def prove(
         with one_thread():
             if not repeat:
                 checks = {name: check for name, check in checks.items() if Repeats not in records_of(check)}
-            return _proved(trial, checks, options, explain=explain)
+            return _prove_trial(trial, checks, options, explain=explain)
     except (ProgramError, MachineError) as error:
         return replace(ended_by(trial.case, trial.subject.name, error, options), seconds=trial.seconds)
 
 
-def _proved(trial: Trial, checks: Mapping[str, Check], options: str, *, explain: bool) -> CaseResult:
+def _prove_trial(trial: Trial, checks: Mapping[str, Check], options: str, *, explain: bool) -> CaseResult:
     """Run, compare, and explain what failed."""
-    is_dry, compare = trial.engine.name == "dry", bool(needing(checks, Truth))
+    is_dry, compare = trial.engine.name == "dry", bool(select_checks_by_need(checks, Truth))
     if is_dry:
         from shardproof.harness.running.trials.dry import check_dry_run  # noqa: PLC0415
 
         evidence, findings = check_dry_run(trial)
     else:
-        evidence = record_case(trial, repeat=bool(needing(checks, Repeats)), compare=compare)
+        evidence = record_case(trial, repeat=bool(select_checks_by_need(checks, Repeats)), compare=compare)
         give_back(evidence.run.tensors.values())
-        if needing(checks, Regroupings):
+        if select_checks_by_need(checks, Regroupings):
             from shardproof.harness.running.trials.law_runs import run_regroupings  # noqa: PLC0415
 
             evidence = replace(evidence, regroupings=run_regroupings(trial, evidence.truth))
-        with trial.timed("checks"):
+        with trial.time_part("checks"):
             evidence, findings = judge_case(trial, evidence, checks)
     failures: Mapping[str, FailedCheck] = {}
     diagnoses: Mapping[str, Diagnosis] = {}
@@ -129,11 +129,11 @@ def _proved(trial: Trial, checks: Mapping[str, Check], options: str, *, explain:
             evidence = evidence if compare else record_case(trial)
             evidence, context = with_explanations(trial, evidence, findings)
         for check, problem in trial.problems.items():
-            findings[check] = Finding(verdict=UNKNOWN, message=problem, notes=unchecked(check))
+            findings[check] = Finding(verdict=UNKNOWN, message=problem, notes=note_unchecked(check))
         if failed:
-            from shardproof.harness.running.explaining import diagnosed  # noqa: PLC0415
+            from shardproof.harness.running.explaining import diagnose_findings  # noqa: PLC0415
 
-            diagnoses, failures = diagnosed(evidence, findings, context, trial.subject.name, options)
+            diagnoses, failures = diagnose_findings(evidence, findings, context, trial.subject.name, options)
     verdicts = tuple(verdict_on(finding, trial.text, check, failures.get(check)) for check, finding in findings.items())
     seconds = trial.seconds if explain or is_dry else {}
     return CaseResult(
@@ -143,9 +143,9 @@ def _proved(trial: Trial, checks: Mapping[str, Check], options: str, *, explain:
 
 def ended_by(case: CaseLike, subject: str, error: ShardproofError, options: str = "") -> CaseResult:
     """The result of a case without an outcome: a program that failed, or a machine."""
-    from shardproof.harness.diagnosing.diagnosis import ended  # noqa: PLC0415
+    from shardproof.harness.diagnosing.diagnosis import diagnose_ended_case  # noqa: PLC0415
     from shardproof.harness.diagnosing.explained import failed_run  # noqa: PLC0415
-    from shardproof.harness.diagnosing.tracebacks import whole  # noqa: PLC0415
+    from shardproof.harness.diagnosing.tracebacks import whole_traceback  # noqa: PLC0415
 
     text = case_text(case)
     machine = str(error) if isinstance(error, MachineError) else ""
@@ -164,6 +164,6 @@ def ended_by(case: CaseLike, subject: str, error: ShardproofError, options: str 
         text=text,
         verdicts=(verdict,),
         machine=machine,
-        traceback=whole(error),
-        diagnoses={"run": ended(error)},
+        traceback=whole_traceback(error),
+        diagnoses={"run": diagnose_ended_case(error)},
     )

@@ -154,10 +154,10 @@ def with_traceback(result: _Result, store: Store) -> _Result:
     """The result of a case with its traceback stored in a file that its verdicts name."""
     file = store.attach("tracebacks", result.text, result.traceback)
 
-    def filed(verdict: Verdict) -> Verdict:
+    def file_traceback(verdict: Verdict) -> Verdict:
         failure = verdict.failure
         if failure is None or failure.end is None:
             return verdict
         return replace(verdict, failure=replace(failure, end=replace(failure.end, traceback=file)))
 
-    return replace(result, verdicts=tuple(map(filed, result.verdicts)))
+    return replace(result, verdicts=tuple(map(file_traceback, result.verdicts)))

@@ -18,14 +18,14 @@ from shardproof.harness.mesh_axes import stage_count
 from shardproof.harness.protocols import CaseLike, case_text
 from shardproof.harness.running.engines import engine_named
 from shardproof.harness.running.proof import ended_by, prove
-from shardproof.harness.running.ranks.capacity import admit, admitted
+from shardproof.harness.running.ranks.capacity import admit, select_admitted_cases
 from shardproof.harness.running.ranks.output import shown_once
 from shardproof.harness.running.request import Request, check_saved
 from shardproof.harness.running.result import REFUSED, CaseResult, StoredCase, stored_part
 from shardproof.harness.running.run_result import Kept, Progress, RunResult, run_result
 from shardproof.harness.running.store import Store, environment
 from shardproof.harness.running.trials.trial import Truths
-from shardproof.harness.subject import NamedSubject, Unanswered, asking, claimed, compared_with, truth_of
+from shardproof.harness.subject import NamedSubject, Unanswered, ask_subject, claimed_modes, compared_with, truth_of
 from shardproof.harness.verdicts.verdict import FAIL, SKIP, Verdict
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from shardproof.harness.running.witnessing import Witnesses
 
 
-def run(
+def run_request(
     request: Request, on_progress: Progress = lambda *_: None, meanwhile: Callable[[], object] = lambda: None
 ) -> RunResult:
     """Prove every case and write the run folder as it goes; finished cases stay readable whatever stops the run.
@@ -47,17 +47,17 @@ def run(
     if not cases:
         raise RequestError("cases=(): at least one case is needed; legal: mode=tp tp=2")
     check_saved(cases)
-    admitted(cases, request.engine)
-    claimed(subject)
+    select_admitted_cases(cases, request.engine)
+    claimed_modes(subject)
     notes: list[str] = []
     witnesses: Witnesses | None = None
     amended: Mapping[str, tuple[Verdict, ...]] = {}
     about: dict[str, object] = {"subject": subject.name, "engine": request.engine, "device": request.device}
     about |= {"timeout_s": request.timeout_s, "truth": compared_with(truth_of(subject)), "cases": len(cases)}
-    planned = [_planned(case, subject) for case in cases]
+    planned = [_plan_row(case, subject) for case in cases]
     by_text = {case_text(case): case for case in cases}
     # Either forked processes prove the cases, or this process does: then it has `prove_case`.
-    with _processes(request) as forked, nullcontext() if forked else proving(request) as prove_case:
+    with _processes(request) as forked, nullcontext() if forked else open_prover(request) as prove_case:
         store = Store(request.out, subject.name, environment(request.command, about))
         kept = Kept(store=store, cases=by_text, total=len(cases), on_progress=on_progress, fail_fast=request.fail_fast)
         try:
@@ -67,11 +67,11 @@ def run(
 
                 witnesses = witnesses_of(request, store.path / "traces")
             if prove_case is None:
-                notes += _shared(request, forked, kept, meanwhile)
+                notes += _prove_in_processes(request, forked, kept, meanwhile)
             else:
                 for case in cases:
                     result = prove_case(case)
-                    stored = stored_part(witnesses.witnessed(result, subject, store) if witnesses else result)
+                    stored = stored_part(witnesses.add_witness_verdict(result, subject, store) if witnesses else result)
                     with interrupted_after():
                         if not kept.keep(stored):
                             break
@@ -79,14 +79,14 @@ def run(
                 from shardproof.harness.running.experiments import Failed, look_for_words  # noqa: PLC0415
 
                 failures = [Failed(case=by_text[result.text], verdicts=result.verdicts) for result in failed]
-                amended = look_for_words(failures, request, proving, store, apart=prove_case is None)
+                amended = look_for_words(failures, request, open_prover, store, apart=prove_case is None)
         finally:
             store.close()
     return run_result(request, store, kept.results, amended, witnesses.notes if witnesses else (), notes)
 
 
 @contextmanager
-def proving(request: Request, heard: Callable[[str], object] = str) -> Iterator[Callable[..., CaseResult]]:
+def open_prover(request: Request, heard: Callable[[str], object] = str) -> Iterator[Callable[..., CaseResult]]:
     """A function that proves one case after another as the request demands: one engine and one dense model for all.
 
     `heard` is called with the parts of a case as they begin; further words are those of `prove`. A case of several that
@@ -113,7 +113,7 @@ def proving(request: Request, heard: Callable[[str], object] = str) -> Iterator[
         yield prove_case
 
 
-def _shared(
+def _prove_in_processes(
     request: Request, processes: "list[ProvingProcess]", kept: Kept, meanwhile: Callable[[], object]
 ) -> list[str]:
     """Prove all cases in these processes; returns notes on processes that crashed."""
@@ -121,11 +121,11 @@ def _shared(
 
     cases, name = request.cases, request.subject.name
 
-    def ended(number: int, error: ShardproofError) -> StoredCase:
+    def store_ended_case(number: int, error: ShardproofError) -> StoredCase:
         return stored_part(ended_by(cases[number], name, error, request.options))
 
-    start = partial(_started, request)
-    sharing = Sharing(cases=cases, processes=processes, keep=kept.keep, ended=ended, start=start)
+    start = partial(_start_process, request)
+    sharing = Sharing(cases=cases, processes=processes, keep=kept.keep, ended=store_ended_case, start=start)
     sharing.prove_all(together(cases), meanwhile)
     return sharing.notes
 
@@ -140,7 +140,7 @@ def _processes(request: Request) -> "Iterator[list[ProvingProcess]]":
     ours: list[ProvingProcess] = []
     try:
         for _ in range(forks if request.engine == "inproc" else min(forks, 1)):
-            process = _started(request)
+            process = _start_process(request)
             ours += [process] if process else []
         yield ours
     finally:
@@ -150,21 +150,21 @@ def _processes(request: Request) -> "Iterator[list[ProvingProcess]]":
             process.close()
 
 
-def _started(request: Request) -> "ProvingProcess | None":
-    from shardproof.harness.running.forked_process import forked  # noqa: PLC0415
+def _start_process(request: Request) -> "ProvingProcess | None":
+    from shardproof.harness.running.forked_process import fork_worker  # noqa: PLC0415
     from shardproof.harness.running.sharing import ProvingProcess, serve  # noqa: PLC0415
 
-    worker = forked(lambda connection: serve(connection, request, proving))
+    worker = fork_worker(lambda connection: serve(connection, request, open_prover))
     return None if worker is None else ProvingProcess(worker, request)
 
 
-def _planned(case: CaseLike, subject: NamedSubject) -> dict[str, object]:
+def _plan_row(case: CaseLike, subject: NamedSubject) -> dict[str, object]:
     """The row of `cases.jsonl`: the text and what reports need of it without parsing, of a pipeline its bubble too."""
     row: dict[str, object] = {"case": case_text(case), "mode": case.mode, "world_size": case.world_size}
     row |= {"dtype": case.dtype, "micro": case.micro, "steps": case.steps}
     row |= {"words": case.words()} if in_own_words(case) else {}  # nobody else can read its text
     if stage_count(case.axes) > 1:
-        with suppress(Unanswered), asking("pipeline"):  # only pages show it
+        with suppress(Unanswered), ask_subject("pipeline"):  # only pages show it
             pipeline = getattr(subject.call, "pipeline", None)
             stated = None if pipeline is None else pipeline(case).bubble_stated
             row |= {} if stated is None else {"bubble_stated": float(stated)}

@@ -35,13 +35,13 @@ class Kept:
         """Store a result and report that it is there; whether to go on."""
         done = len(self.results) + 1
         try:
-            result = self._stored(case)
+            result = self._store_case(case)
             self.results.append(replace(result, ledger="", rows=(), tables=()))
         finally:  # where the disk is full, too: its verdict is known
             self.on_progress(done, self.total, self.cases[case.text], case.verdict)
         return not self.fail_fast or result.verdict in (PASS, SKIP)
 
-    def _stored(self, case: StoredCase) -> StoredCase:
+    def _store_case(self, case: StoredCase) -> StoredCase:
         store, result = self.store, with_traceback(case, self.store) if case.traceback else case
         for file, columns, rows in result.tables:
             store.extend(file, columns, rows)

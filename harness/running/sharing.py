@@ -243,7 +243,7 @@ def together(cases: Sequence[CaseLike]) -> list[list[int]]:
     return list(groups.values())
 
 
-def arranged(cases: Sequence[CaseLike]) -> tuple[CaseLike, ...]:
+def arrange_cases(cases: Sequence[CaseLike]) -> tuple[CaseLike, ...]:
     """The cases, those `together` that belong so, the most ranks and steps first.
 
     Two processes that take such groups in turn then end at nearly the same time.

@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 
 from shardproof.harness.ledger import COLUMNS
-from shardproof.harness.run_folder import LAYOUT, csv_text, link_latest, new_run_folder, safe_name, writing
+from shardproof.harness.run_folder import LAYOUT, csv_text, guard_writing, link_latest, new_run_folder, safe_name
 from shardproof.harness.running.summary import SUMMARY_COLUMNS, SummaryRow
 from shardproof.harness.torch_internals.lookup import untested_note
 from shardproof.harness.verdicts.stored_records import plain
@@ -46,7 +46,7 @@ class Store:
         """Make the folder with its empty tables; `notes` says what could not be done, such as the link."""
         self.notes: list[str] = []
         self.path = new_run_folder(out, subject)
-        with writing(out):
+        with guard_writing(out):
             self._append("env.json", json.dumps({"layout": LAYOUT, **plain(environment)}, indent=2) + "\n")
             self._append("ledger.csv", csv_text([COLUMNS]))
             self._append("summary.csv", csv_text([SUMMARY_COLUMNS]))
@@ -57,7 +57,7 @@ class Store:
 
     def plan(self, cases: Iterable[Mapping[str, object]]) -> None:
         """Write down all cases that this run is going to prove: objects with at least case, mode, world_size."""
-        with writing(self.path):
+        with guard_writing(self.path):
             self._append("cases.jsonl", "".join(json.dumps(plain(case)) + "\n" for case in cases))
 
     def add(
@@ -73,7 +73,7 @@ class Store:
         """Append one finished case: `ledger` are the rows of its events as text, `saved_bytes` are by rank, empty when
         not measured. `ran` are the ranks that were run, if not all.
         """
-        with writing(self.path):
+        with guard_writing(self.path):
             self._append("ledger.csv", ledger)
             self._append("summary.csv", csv_text([getattr(row, name) for name in SUMMARY_COLUMNS] for row in summary))
             self._append("timings.csv", csv_text((case, part, f"{spent:.6f}") for part, spent in seconds.items()))
@@ -89,12 +89,12 @@ class Store:
             for one in own
             if one.failure and one.failure.when
         )
-        with writing(self.path):
+        with guard_writing(self.path):
             self._append("verdicts.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
 
     def extend(self, name: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
         """Append rows to a table that not every run has; its first rows make the file."""
-        with writing(self.path):
+        with guard_writing(self.path):
             if not (self.path / name).exists():
                 self._append(name, csv_text([columns]))
             self._append(name, csv_text(rows))
@@ -102,7 +102,7 @@ class Store:
     def attach(self, folder: str, case: str, text: str) -> str:
         """Store a text about a case in a file of its own; returns its place in the run folder."""
         place = Path(folder) / file_of(case, "txt")
-        with writing(self.path):
+        with guard_writing(self.path):
             (self.path / folder).mkdir(exist_ok=True)
             (self.path / place).write_text(text, encoding="utf-8")
         return place.as_posix()
@@ -110,7 +110,7 @@ class Store:
     def close(self) -> None:
         """Pack a large ledger; until then the folder is readable without it."""
         ledger = self.path / "ledger.csv"
-        with writing(self.path):
+        with guard_writing(self.path):
             if ledger.stat().st_size > LARGEST_LEDGER:
                 packed = self.path / "ledger.csv.gz"
                 half = packed.with_suffix(".part")

@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from shardproof.harness.ledger import OPS, PHASES, Event
 from shardproof.harness.protocols import Axes, TermLike
-from shardproof.harness.terms import FIELDS, Term, closed_forms, visible
+from shardproof.harness.terms import FIELDS, Term, closed_forms, select_visible_terms
 
 COUNTS = ("calls", "payload_bytes", "wire_bytes")
 SUMMARY_COLUMNS = (
@@ -72,7 +72,7 @@ def summarize(
         of_rank = counts.setdefault(key, [[0, 0, 0] for _ in places])[places[event.rank]]
         for place, amount in enumerate((1, event.payload_bytes, event.wire_bytes)):
             of_rank[place] += amount
-    forms = closed_forms(visible(expectation or ()), places, axes)
+    forms = closed_forms(select_visible_terms(expectation or ()), places, axes)
     lines = {
         id(form): [*(Term(**asdict(line), calls=calls) for line, calls in form.complete.items()), *form.partial]
         for form in forms.values()
@@ -82,7 +82,7 @@ def summarize(
     expected = {_KEY(term) for terms in lines.values() for term in terms if None not in _KEY(term)}
     for key in sorted(expected.union(counts), key=_order):
         by_rank = counts.get(key, [[0, 0, 0] for _ in places])
-        due = {form: _expected(key, terms, alone=alike[key[:3]] < 2) for form, terms in lines.items()}
+        due = {form: _expected_traffic(key, terms, alone=alike[key[:3]] < 2) for form, terms in lines.items()}
         stated = None if expectation is None else [due[id(forms[rank])] for rank in places]
         rows.append(_row(case, mode, key, by_rank, stated))
     return rows
@@ -94,7 +94,7 @@ def _of_known(pick: Callable[[list[int]], int], numbers: Sequence[int | None]) -
     return pick(known) if len(known) == len(numbers) else None
 
 
-def _expected(key: _Key, terms: Iterable[Term], *, alone: bool) -> tuple[int | None, int | None]:
+def _expected_traffic(key: _Key, terms: Iterable[Term], *, alone: bool) -> tuple[int | None, int | None]:
     """Calls and bytes that a row must have; None for what cannot be known from its terms.
 
     Terms that state the same fields count different events, so they add up; others may count the same events twice.

@@ -13,11 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from shardproof.harness.checking.finding import Finding
-from shardproof.harness.checking.witness_checks import CHECK, finding, qualified, undisturbed, unseen
+from shardproof.harness.checking.witness_checks import (
+    CHECK,
+    check_undisturbed,
+    explain_empty_sessions,
+    judge_agreement,
+    qualify_finding,
+)
 from shardproof.harness.diagnosing.diagnosis import Diagnosis
-from shardproof.harness.diagnosing.witness_lines import diagnosed, failed_witnesses
+from shardproof.harness.diagnosing.witness_lines import diagnose_disagreement, failed_witnesses
 from shardproof.harness.errors import MachineError
-from shardproof.harness.ledger import Event, unmapped
+from shardproof.harness.ledger import Event, name_unmapped_operators
 from shardproof.harness.protocols import CaseLike, TermLike, case_text
 from shardproof.harness.running.request import Request
 from shardproof.harness.running.result import CaseResult, verdict_on
@@ -30,7 +36,7 @@ from shardproof.harness.witnesses.chosen import steps_text, terms_of
 from shardproof.harness.witnesses.measured import SessionRequest
 from shardproof.harness.witnesses.nsys import on_gpus
 from shardproof.harness.witnesses.session import Session, hold
-from shardproof.harness.witnesses.timing import spread, timed
+from shardproof.harness.witnesses.timing import spread, time_sightings
 
 INDEPENDENCE = (
     "of the witnesses, nsys stores ranges that our recorder draws: it shows that no event was lost or renamed on the "
@@ -67,7 +73,7 @@ class Witnesses:
     steps: range | None = None
     options: str = ""
 
-    def judged(
+    def judge_case(
         self,
         case: CaseLike,
         events: Sequence[Event],
@@ -83,12 +89,12 @@ class Witnesses:
         good = {tool: session for tool, session in sessions.items() if not session.problem}
         recorded = [e for session in list(good.values())[:1] for measured in session.ranks for e in measured.events]
         if not recorded:
-            return _result(Finding(verdict=UNKNOWN, message=unseen(sessions, self.notes)), text, {})
-        recorded = self._chosen(recorded)
-        if names := unmapped(recorded):
+            return _result(Finding(verdict=UNKNOWN, message=explain_empty_sessions(sessions, self.notes)), text, {})
+        recorded = self._choose_events(recorded)
+        if names := name_unmapped_operators(recorded):
             why = f"operator {names} of torch is not known to this release of shardproof, nor are its rows in a trace"
             return _result(Finding(verdict=UNKNOWN, message=why), text, {})
-        base = self._chosen(events) or recorded
+        base = self._choose_events(events) or recorded
         others: dict[str, Sequence[Sighting]] = {"recorder": of_ledger(recorded)} if events else {}
         others |= {tool: session.seen for tool, session in good.items()}
         untold = ""
@@ -101,24 +107,24 @@ class Witnesses:
             "collectives.csv": _collectives(text, good, recorded, case),
             "sessions.csv": list(_sessions(text, good, steps)),
         }
-        outcome = undisturbed(finding(agreed, steps), good)
+        outcome = check_undisturbed(judge_agreement(agreed, steps), good)
         if outcome.verdict == FAIL:
             disturbed = [rank for session in good.values() for rank in session.disturbed]
-            diagnosis = diagnosed(case, agreed, outcome, disturbed)
+            diagnosis = diagnose_disagreement(case, agreed, outcome, disturbed)
             failure = failed_witnesses(diagnosis, agreed, case, self.subject, self.options)
             return replace(_result(outcome, text, tables, failure), diagnosis=diagnosis)
-        return _result(qualified(outcome, sessions, untold), text, tables)
+        return _result(qualify_finding(outcome, sessions, untold), text, tables)
 
-    def _chosen(self, events: Sequence[Event]) -> list[Event]:
+    def _choose_events(self, events: Sequence[Event]) -> list[Event]:
         return [event for event in events if self.steps is None or event.step in self.steps]
 
-    def witnessed(self, result: CaseResult, subject: NamedSubject, store: Store) -> CaseResult:
+    def add_witness_verdict(self, result: CaseResult, subject: NamedSubject, store: Store) -> CaseResult:
         """The result with the witnesses' verdict, their tables stored."""
         if result.skipped:
             return result
         call: Any = subject.call
         expected = call.expected if result.expectation is not None else None
-        judged = self.judged(result.case, result.events, result.expectation, expected)
+        judged = self.judge_case(result.case, result.events, result.expectation, expected)
         for name, (columns, rows) in judged.tables.items():
             store.extend(name, columns, rows)
         diagnoses = {**result.diagnoses, **({judged.verdict.check: judged.diagnosis} if judged.diagnosis else {})}
@@ -209,7 +215,7 @@ def _collectives(text: str, good: Mapping[str, Session], recorded: Sequence[Even
     mine = {(s.rank, s.index): s for s in of_ledger(recorded)}
     rows: Rows = []
     first_us = min((seen.start_us for seen in session.seen), default=0.0)
-    for one in timed(session.folder, session.seen):
+    for one in time_sightings(session.folder, session.seen):
         place = mine.get((one.seen.rank, one.seen.index), one.seen)
         times = (one.seen.start_us - first_us, one.duration_us, one.overlapped_us, one.exposed_us, one.late_us)
         rows.append((*_place(text, place, place.rank, place.index), *(f"{t:.3f}" for t in times)))

@@ -1,18 +1,18 @@
 """A subject: its program on a rank, and its optional attributes, each read in one place.
 
-    itself                  a callable, by its name or as it is         `named`, `called`
+    itself                  a callable, by its name or as it is         `resolve_subject`, `call_subject`
     words, cases, draws     cases in its own words, its default cases   `case_of`, `own_cases`, `draws`
     truth                   a dense model of its own, or "alone"        `truth_of`
     session                 a context around its ranks and its truth    `session`
-    modes, unchecked        what it claims and what it leaves out       `claims`, `claimed`, `left_out`
+    modes, unchecked        what it claims and what it leaves out       `claims`, `claimed_modes`, `left_out`
     refuses                 cases that it does not support              `refusal`
-    expected                its closed form of a case                   `stated`
+    expected                its closed form of a case                   `state_terms`
     axes                    rank lists of its own rank order            `orders`, `named_axes`
     deviations              standard deviations of initial values       `deviations`
     per_rank                modules whose state is one set a rank       `kept_per_rank`
     compute_dtype, ...      lower dtypes in which it computes or sends  `lower_dtypes`
-    deviates                tensors that deviate by design              `deviating`
-    activations, harmless   read where they are used, by `answered`, `asking` and `offers`
+    deviates                tensors that deviate by design              `stated_deviations`
+    activations, harmless   read where they are used, by `answer_question`, `ask_subject` and `offers`
 
 All of it is the subject's own code: whatever it raises, or leaves with, becomes one sentence (Unanswered). The harness
 knows no modes: which there are is stated by the dense model. `harness.protocols.Subject` states the types.
@@ -21,16 +21,16 @@ knows no modes: which there are is stated by the dense model. `harness.protocols
 from shardproof.harness.subject.call import (
     NamedSubject,
     Unanswered,
-    answered,
-    asking,
-    called,
+    answer_question,
+    ask_subject,
+    call_subject,
     deviations,
-    named,
     named_axes,
     offers,
     orders,
+    resolve_subject,
     session,
-    stated,
+    state_terms,
 )
 from shardproof.harness.subject.claims import (
     ALONE,
@@ -39,10 +39,9 @@ from shardproof.harness.subject.claims import (
     Deviation,
     case_of,
     cases_of,
-    claimed,
+    claimed_modes,
     claims,
     compared_with,
-    deviating,
     domains_of,
     draws,
     kept_per_rank,
@@ -50,6 +49,7 @@ from shardproof.harness.subject.claims import (
     lower_dtypes,
     own_cases,
     refusal,
+    stated_deviations,
     truth_of,
     vocabulary,
 )
@@ -61,29 +61,29 @@ __all__ = [
     "Deviation",
     "NamedSubject",
     "Unanswered",
-    "answered",
-    "asking",
-    "called",
+    "answer_question",
+    "ask_subject",
+    "call_subject",
     "case_of",
     "cases_of",
-    "claimed",
+    "claimed_modes",
     "claims",
     "compared_with",
-    "deviating",
+    "stated_deviations",
     "deviations",
     "domains_of",
     "draws",
     "kept_per_rank",
     "left_out",
     "lower_dtypes",
-    "named",
+    "resolve_subject",
     "named_axes",
     "offers",
     "orders",
     "own_cases",
     "refusal",
     "session",
-    "stated",
+    "state_terms",
     "truth_of",
     "vocabulary",
 ]

@@ -44,10 +44,10 @@ class NamedSubject:
         return self.address or self.call
 
     def __reduce__(self) -> tuple[object, ...]:
-        return named, (self.sent, self.truth)
+        return resolve_subject, (self.sent, self.truth)
 
 
-def named(subject: str | Subject | NamedSubject, truth: str = "") -> NamedSubject:
+def resolve_subject(subject: str | Subject | NamedSubject, truth: str = "") -> NamedSubject:
     """The subject of this address, or this object under the name that resolves to it; `truth` as in NamedSubject.
 
     Raises RequestError when there is none, or when it cannot be called.
@@ -69,7 +69,7 @@ def _name_of(subject: object) -> str:
     return f"{module}:{bound or getattr(subject, '__qualname__', type(subject).__qualname__)}"
 
 
-def called(subject: Subject, case: CaseLike, device: "torch.device") -> Mapping[str, Value]:
+def call_subject(subject: Subject, case: CaseLike, device: "torch.device") -> Mapping[str, Value]:
     """Outcome of the subject on this rank. Raises SystemExit with words for an end with status 0: no outcome."""
     try:
         return subject(case, device)
@@ -80,7 +80,7 @@ def called(subject: Subject, case: CaseLike, device: "torch.device") -> Mapping[
 
 
 @contextmanager
-def asking(question: str) -> Iterator[None]:
+def ask_subject(question: str) -> Iterator[None]:
     """A context, or a decorator, of code that puts this question to the subject.
 
     Raises Unanswered for whatever its code raises, sys.exit too, and MachineError as it is: its time was over.
@@ -93,9 +93,9 @@ def asking(question: str) -> Iterator[None]:
         raise Unanswered(f"subject.{question} failed: {error_text(problem)}{_where(problem)}") from problem
 
 
-def answered(question: str, ask: Callable[[], T]) -> T:
-    """Result of `ask`, a question to the subject. Raises Unanswered for what its code raises (see `asking`)."""
-    with asking(question):
+def answer_question(question: str, ask: Callable[[], T]) -> T:
+    """Result of `ask`, a question to the subject. Raises Unanswered for what its code raises (see `ask_subject`)."""
+    with ask_subject(question):
         return ask()
 
 
@@ -117,7 +117,7 @@ def session(subject: Subject) -> Iterator[None]:
     make: Callable[[], AbstractContextManager[object]] | None = getattr(subject, "session", None)
     with ExitStack() as stack:
         if make is not None:
-            answered("session", lambda: stack.enter_context(make()))
+            answer_question("session", lambda: stack.enter_context(make()))
         yield
 
 
@@ -131,7 +131,7 @@ def offers(subject: Subject, attribute: str) -> bool:
 
 def words_of(subject: NamedSubject, attribute: str, legal: str) -> tuple[str, ...] | None:
     """The words of this attribute, None without it. Raises RequestError for what is no tuple of words."""
-    words = answered(attribute, lambda: getattr(subject.call, attribute, None))
+    words = answer_question(attribute, lambda: getattr(subject.call, attribute, None))
     if words is None:
         return None
     if not isinstance(words, tuple | list) or not all(isinstance(word, str) for word in words):
@@ -143,8 +143,8 @@ def words_of(subject: NamedSubject, attribute: str, legal: str) -> tuple[str, ..
 _TERM: Mapping[str, type] = {**get_type_hints(EventKey), "calls": int}
 
 
-@asking("expected")
-def stated(case: CaseLike, subject: Subject) -> tuple[Term, ...] | None:
+@ask_subject("expected")
+def state_terms(case: CaseLike, subject: Subject) -> tuple[Term, ...] | None:
     """The subject's closed form of this case, None when it states none. Raises Unanswered when it cannot be read."""
     expected: Callable[[CaseLike], object] | None = getattr(subject, "expected", None)
     found = None if expected is None else expected(case)
@@ -157,7 +157,7 @@ def stated(case: CaseLike, subject: Subject) -> tuple[Term, ...] | None:
     return terms
 
 
-@asking("deviations")
+@ask_subject("deviations")
 def deviations(case: CaseLike, subject: Subject) -> Mapping[str, float]:
     """The standard deviation of initial values by parameter, 0 for a constant; none where the subject states none.
 
@@ -180,7 +180,7 @@ def _complete(term: object) -> Term:
     return replace(complete, hidden=bool(getattr(term, "hidden", False)), at=dict(getattr(term, "at", {})))
 
 
-@asking("axes")
+@ask_subject("axes")
 def orders(case: CaseLike, subject: Subject) -> Axes:
     """The rank lists that the subject states for axes of its own rank order, none when it states none.
 

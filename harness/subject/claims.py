@@ -17,10 +17,17 @@ from shardproof.harness.mesh_axes import AXES
 from shardproof.harness.plain_case import Vocabulary
 from shardproof.harness.protocols import CaseLike, Subject, Value
 from shardproof.harness.resolve import resolve
-from shardproof.harness.subject.call import NamedSubject, answered, asking, named, offers, words_of
+from shardproof.harness.subject.call import (
+    NamedSubject,
+    answer_question,
+    ask_subject,
+    offers,
+    resolve_subject,
+    words_of,
+)
 
 
-@asking("words")
+@ask_subject("words")
 def vocabulary(subject: NamedSubject) -> Vocabulary | None:
     """The words of the subject's own cases, from its attribute `words`; None for cases of our decoder.
 
@@ -87,7 +94,7 @@ def draws(subject: NamedSubject) -> Any:
     it. Raises Unanswered when that function fails.
     """
     found: Callable[[], Any] | Any = getattr(subject.call, "draws", None)
-    return answered("draws", found) if callable(found) else found
+    return answer_question("draws", found) if callable(found) else found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +106,7 @@ class Claims:
     unknown: tuple[str, ...] = ()
     own: bool = False
 
-    def chosen(self, text: str) -> tuple[str, ...]:
+    def choose_modes(self, text: str) -> tuple[str, ...]:
         """Modes that an option names, comma separated, or "all". Raises RequestError for any other."""
         if text == "all":
             return self.modes
@@ -114,13 +121,13 @@ class Claims:
 
 def refusal(case: CaseLike, subject: NamedSubject) -> str:
     """Why the subject does not take this case, "" when it does. Raises RequestError when its own words fail."""
-    modes = claimed(subject)
+    modes = claimed_modes(subject)
     if modes is not None and case.mode not in modes:
         return f"{subject.name} claims the modes {', '.join(modes) or 'none'}, not {case.mode}"
     if in_own_words(case) and not case.vocabulary.takes("dtype", case.dtype):
         return str(case.vocabulary.foreign("dtype", case.dtype))
     asked: Any = subject.call
-    return answered("refuses", lambda: str(asked.refuses(case) or "")) if offers(asked, "refuses") else ""
+    return answer_question("refuses", lambda: str(asked.refuses(case) or "")) if offers(asked, "refuses") else ""
 
 
 def claims(subject: NamedSubject) -> Claims:
@@ -135,7 +142,7 @@ def claims(subject: NamedSubject) -> Claims:
             raise RequestError(f"subject={subject.name}: {rule}; legal: cases = ('tp=2 dp=3',)")
         return Claims(subject=subject.name, modes=tuple(dict.fromkeys(case.mode for case in own)), own=True)
     known = dense_model().modes
-    stated = claimed(subject)
+    stated = claimed_modes(subject)
     if stated is None:
         return Claims(subject=subject.name, modes=known)
     words = tuple(dict.fromkeys(stated))
@@ -146,7 +153,7 @@ def claims(subject: NamedSubject) -> Claims:
     return Claims(subject=subject.name, modes=modes, unknown=tuple(mode for mode in words if mode not in known))
 
 
-def claimed(subject: NamedSubject) -> tuple[str, ...] | None:
+def claimed_modes(subject: NamedSubject) -> tuple[str, ...] | None:
     """The words of the attribute `modes`, None without it. Raises RequestError for what is no tuple of words."""
     return words_of(subject, "modes", "('tp',)")
 
@@ -162,7 +169,7 @@ def kept_per_rank(subject: Subject) -> tuple[str, ...]:
     """The modules in the attribute `per_rank`, () without it. Raises RequestError for what is no tuple of words."""
     if not offers(subject, "per_rank"):
         return ()
-    return words_of(named(subject), "per_rank", "('megatron.core.parallel_state',)") or ()
+    return words_of(resolve_subject(subject), "per_rank", "('megatron.core.parallel_state',)") or ()
 
 
 LOWER = ("compute_dtype", "wire_dtype")
@@ -178,7 +185,7 @@ def lower_dtypes(case: CaseLike, subject: NamedSubject) -> dict[str, str]:
     """
     stated = {}
     for name in LOWER:
-        with asking(name):
+        with ask_subject(name):
             found = _of_case(getattr(subject.call, name, None), case)
             dtype = str(case.dtype if found in (None, "") else found).removeprefix("torch.")
         if dtype not in _DTYPES:
@@ -188,11 +195,11 @@ def lower_dtypes(case: CaseLike, subject: NamedSubject) -> dict[str, str]:
     return {name: dtype for name, dtype in stated.items() if _DTYPES.index(dtype) > _DTYPES.index(case.dtype)}
 
 
-def deviating(case: CaseLike, subject: NamedSubject) -> "dict[str, Deviation]":
+def stated_deviations(case: CaseLike, subject: NamedSubject) -> "dict[str, Deviation]":
     """The attribute `deviates`, or what this function of the case returns: pattern of names -> how these tensors
     deviate; {} without it. Raises RequestError for what is no such mapping.
     """
-    answer = answered("deviates", lambda: _of_case(getattr(subject.call, "deviates", None), case))
+    answer = answer_question("deviates", lambda: _of_case(getattr(subject.call, "deviates", None), case))
     if answer is None:
         return {}
     given = answer if isinstance(answer, Mapping) else {"": None}
@@ -242,7 +249,7 @@ def truth_of(subject: NamedSubject) -> DenseFunction | str | None:
     None: the decoder of `reference`. Raises RequestError for what is neither, and for a subject of own words without
     one.
     """
-    stated: Any = subject.truth or answered("truth", lambda: getattr(subject.call, "truth", None))
+    stated: Any = subject.truth or answer_question("truth", lambda: getattr(subject.call, "truth", None))
     if stated is None and vocabulary(subject) is not None:
         rule = "has words of its own, so the decoder of shardproof is not its truth"
         legal = "--truth MODULE:OBJECT, --truth alone, or the attribute truth"
@@ -260,16 +267,16 @@ def truth_of(subject: NamedSubject) -> DenseFunction | str | None:
         return dense
 
     @functools.wraps(dense)
-    def applied(case: CaseLike, device: Any, **given: Any) -> Mapping[str, Value]:
+    def apply_deviations(case: CaseLike, device: Any, **given: Any) -> Mapping[str, Value]:
         """The tensors of stated deviations as their own truths have them."""
         outcome = dict(dense(case, device, **given))
-        for pattern, deviation in deviating(case, subject).items():
+        for pattern, deviation in stated_deviations(case, subject).items():
             if deviation.truth is not None:
                 other = deviation.truth(case, device)
                 outcome |= {name: other[name] for name in outcome if name in other and fnmatchcase(name, pattern)}
         return outcome
 
-    return applied
+    return apply_deviations
 
 
 def compared_with(truth: DenseFunction | str | None) -> str:

@@ -74,7 +74,7 @@ def waits_of_fakes(waited_for: Callable[[int], None]) -> Iterator[None]:
     kind: Any = getattr(_internals, "FakeWork", None)
     if kind is None:
         raise lacking_error("timelines of dry runs", "torch._C._distributed_c10d.FakeWork")
-    with _telling(kind, ("wait",), waited_for):
+    with _tell_waits(kind, ("wait",), waited_for):
         yield
 
 
@@ -83,15 +83,15 @@ def waits_of_works(waited_for: Callable[[int], None]) -> Iterator[None]:
     """Within it `waited_for(id of the work)` is called before every wait for a work of a backend, and for what amounts
     to one. Wraps methods of torch.distributed.Work, which has to be a class that can be changed.
     """
-    with _telling(dist.Work, _WAITS, waited_for):
+    with _tell_waits(dist.Work, _WAITS, waited_for):
         yield
 
 
 @contextmanager
-def _telling(kind: Any, names: Iterable[str], waited_for: Callable[[int], None]) -> Iterator[None]:
+def _tell_waits(kind: Any, names: Iterable[str], waited_for: Callable[[int], None]) -> Iterator[None]:
     """Within it these methods of a class of works, as far as it has them, call `waited_for(id of the work)` first."""
 
-    def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_method(original: Callable[..., Any]) -> Callable[..., Any]:
         def wait(work: Any, *args: Any, **words: Any) -> Any:
             waited_for(id(work))
             return original(work, *args, **words)
@@ -101,7 +101,7 @@ def _telling(kind: Any, names: Iterable[str], waited_for: Callable[[int], None])
     with ExitStack() as undo:
         for name in names:
             if hasattr(kind, name):
-                undo.enter_context(replace_attribute(kind, name, wrapped(getattr(kind, name))))
+                undo.enter_context(replace_attribute(kind, name, wrap_method(getattr(kind, name))))
         yield
 
 

@@ -68,11 +68,11 @@ def leave_unloaded() -> None:
     for wrapper in _never_compiled():
         function = getattr(wrapper, "__wrapped__", None)
         if function is not None and _INSTEAD not in vars(function):
-            setattr(function, _INSTEAD, _undisabled(wrapper, function))
+            setattr(function, _INSTEAD, _without_disable(wrapper, function))
     for kind in vars(torch.optim).values():
         step = vars(kind).get("step") if isinstance(kind, type) and issubclass(kind, Optimizer) else None
         if step is not None and getattr(getattr(step, "__code__", None), "co_name", "") == _STEP:
-            kind.step = _unbroken(step)
+            kind.step = _without_graph_breaks(step)
 
 
 def not_compiled(code: CodeType) -> None:
@@ -216,7 +216,7 @@ def _never_compiled() -> list[Any]:
     return kept + [getattr(checkpoint, name) for name in names if hasattr(checkpoint, name)]
 
 
-def _undisabled(wrapper: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+def _without_disable(wrapper: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*arguments: Any, **words: Any) -> Any:
         if _COMPILER not in sys.modules:
             return function(*arguments, **words)
@@ -226,7 +226,7 @@ def _undisabled(wrapper: Callable[..., Any], function: Callable[..., Any]) -> Ca
     return call
 
 
-def _unbroken(step: Callable[..., Any]) -> Callable[..., Any]:
+def _without_graph_breaks(step: Callable[..., Any]) -> Callable[..., Any]:
     """The step without the breaks of a compiled graph around it: gradients are on where the optimizer wants them."""
     plain: Callable[..., Any] = step.__wrapped__  # type: ignore[attr-defined]
 

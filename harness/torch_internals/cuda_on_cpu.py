@@ -172,19 +172,19 @@ def _made_here(make: Callable[..., Any], *, moves: bool = False) -> Callable[...
     """The function on the CPU, where it is to make something on CUDA; or `moves` its first argument there."""
 
     @functools.wraps(make)
-    def made(*args: Any, **words: Any) -> Any:
+    def make_here(*args: Any, **words: Any) -> Any:
         if words.get("device") is not None:
             words["device"] = _here(words["device"])
         return make(*args[:1], *map(_here, args[1:2]), *args[2:], **words) if moves else make(*args, **words)
 
-    return made
+    return make_here
 
 
 def _typed_as_of_cuda(of_torch: Callable[..., Any]) -> Callable[..., Any]:
     """Tensor.type, by which libraries decide: a CPU tensor's is that of CUDA, and a type of CUDA is one of the CPU."""
 
     @functools.wraps(of_torch)
-    def typed(tensor: Tensor, dtype: Any = None, *args: Any, **words: Any) -> Any:
+    def type_as_cuda(tensor: Tensor, dtype: Any = None, *args: Any, **words: Any) -> Any:
         if dtype is None:
             type_name = of_torch(tensor)
             here = tensor.device.type == "cpu" and ".cuda." not in type_name
@@ -195,7 +195,7 @@ def _typed_as_of_cuda(of_torch: Callable[..., Any]) -> Callable[..., Any]:
             dtype = getattr(torch, dtype.__name__)
         return of_torch(tensor, dtype, *args, **words)
 
-    return typed
+    return type_as_cuda
 
 
 def _with_splits_as_numbers(exchange: Callable[..., Any]) -> Callable[..., Any]:
@@ -205,7 +205,7 @@ def _with_splits_as_numbers(exchange: Callable[..., Any]) -> Callable[..., Any]:
         return sizes.tolist() if isinstance(sizes, Tensor) else sizes
 
     @functools.wraps(exchange)
-    def exchanged(
+    def exchange_rows(
         output: Tensor,
         input: Tensor,  # noqa: A002  (torch's name)
         output_split_sizes: Any = None,
@@ -215,7 +215,7 @@ def _with_splits_as_numbers(exchange: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         return exchange(output, input, numbers(output_split_sizes), numbers(input_split_sizes), *args, **words)
 
-    return exchanged
+    return exchange_rows
 
 
 def _itself() -> Callable[..., Any]:

@@ -195,7 +195,7 @@ def past_modes() -> Iterator[None]:
 
 
 @contextmanager
-def unseen() -> Iterator[None]:
+def hide_from_modes() -> Iterator[None]:
     """Within it neither autograd nor a mode of the thread sees what is computed."""
     with below_autograd(), _no_dispatch(), _no_function():
         yield

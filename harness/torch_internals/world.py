@@ -107,7 +107,7 @@ class Tables:
 def _of_thread(of_process: property, name: str) -> property:
     """A property of `_World` that a rank thread has to itself."""
 
-    def read(world: Any) -> Any:
+    def read_of_thread(world: Any) -> Any:
         mine = world._ranks.get(get_ident())
         return of_process.__get__(world) if mine is None else getattr(mine, name)
 
@@ -118,19 +118,19 @@ def _of_thread(of_process: property, name: str) -> property:
         else:
             setattr(mine, name, value)
 
-    return property(read, write)
+    return property(read_of_thread, write)
 
 
 @functools.cache
 def _ranked_world() -> type:
     """The class of a world that answers a rank thread from its tables. Raises MachineError where torch lacks a part."""
-    if missing := _missing():
+    if missing := _missing_internals():
         raise lacking_error(_FEATURE, ", ".join(missing))
     kind: Any = c10d._World
     return type("RankedWorld", (kind,), {name: _of_thread(getattr(kind, name), name) for name in _TABLES})
 
 
-def _missing() -> list[str]:
+def _missing_internals() -> list[str]:
     return [
         f"{getattr(owner, '__name__', owner)}.{name}"
         for owner, names in _NEEDED.items()
@@ -247,10 +247,10 @@ def groups_made_by(maker: Callable[[Maker, inspect.BoundArguments], tuple[Any, A
         raise lacking_error("making groups", "distributed_c10d._new_process_group_helper")
 
     @functools.wraps(helper)
-    def made(*arguments: Any, **words: Any) -> Any:
+    def make_group(*arguments: Any, **words: Any) -> Any:
         return maker(helper, _signature(helper).bind(*arguments, **words))
 
-    with replace_attribute(c10d, "_new_process_group_helper", made):
+    with replace_attribute(c10d, "_new_process_group_helper", make_group):
         yield
 
 

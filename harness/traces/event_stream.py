@@ -48,7 +48,7 @@ class EventStream:
         self._known: dict[bytes, bool] = {}
 
     def __iter__(self) -> Iterator[Json]:
-        with refuse_torn("trace", self._path, LEGAL), opened(self._path) as file:
+        with refuse_torn("trace", self._path, LEGAL), open_trace(self._path) as file:
             rest = self._read_head(file)
             while not (found := _BETWEEN.search(rest)) and len(rest) < _CHUNK_BYTES:
                 if not (chunk := file.read(_CHUNK_BYTES)):
@@ -115,7 +115,7 @@ class EventStream:
         decoded, at, found = text.decode(), 0, []
         while at < len(decoded):
             event, at = self._decoder.raw_decode(decoded, at)
-            found.append(_checked(event))
+            found.append(_check_event(event))
             at = _skip_space(decoded, at)
             if at < len(decoded) and decoded[at] != ",":
                 raise ValueError("there is no comma between two events")
@@ -141,14 +141,14 @@ class EventStream:
                     raise
                 text, at = text[at:] + utf8.decode(chunk), 0
                 continue
-            yield _checked(event)
+            yield _check_event(event)
             at = end + (text[end] == ",")
         behind = (text[at + 1 :] + utf8.decode(file.read(_MOST_BYTES))).strip()
         if behind not in ("", "}"):
             self.header |= json.loads("{" + behind.removeprefix(","), strict=False)
 
 
-def _checked(event: Any) -> Json:
+def _check_event(event: Any) -> Json:
     if not isinstance(event, dict):
         raise TypeError(f"an event in it is {type(event).__name__}, and must be an object")
     return event
@@ -159,7 +159,7 @@ def _skip_space(text: str, at: int) -> int:
     return found.end() if found else at
 
 
-def opened(path: Path) -> IO[bytes]:
+def open_trace(path: Path) -> IO[bytes]:
     """The file, unpacked as it is read when it begins as gzip does."""
     with path.open("rb") as file:
         packed = file.read(2) == b"\x1f\x8b"

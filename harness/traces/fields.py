@@ -97,7 +97,7 @@ def text(value: Any) -> str:
     return value
 
 
-def listed(value: Any) -> list[Any] | tuple[Any, ...]:
+def as_list(value: Any) -> list[Any] | tuple[Any, ...]:
     """A list of anything. Raises TypeError for another value."""
     if not isinstance(value, list | tuple):
         raise TypeError(f"a {type(value).__name__} where a list must be")
@@ -106,4 +106,4 @@ def listed(value: Any) -> list[Any] | tuple[Any, ...]:
 
 def numbers(value: Any) -> tuple[int, ...]:
     """A list of whole numbers. Raises TypeError for another value."""
-    return tuple(map(number, listed(value)))
+    return tuple(map(number, as_list(value)))

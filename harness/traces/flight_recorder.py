@@ -15,7 +15,7 @@ from typing import Any
 
 from shardproof.harness.ledger import OTHER
 from shardproof.harness.traces.calls import FLIGHT_RECORDER, Trace, TracedCall, find_dtype, find_op, payload_bytes
-from shardproof.harness.traces.fields import listed, number, numbers, refuse_torn, text, unpickle
+from shardproof.harness.traces.fields import as_list, number, numbers, refuse_torn, text, unpickle
 
 Entry = Mapping[str, Any]
 LEGAL = "a file that torch's Flight Recorder wrote, such as nccl_trace_rank_3"
@@ -57,14 +57,14 @@ def trace_of(dump: Mapping[str, Any], source: str) -> Trace:
         raise ValueError("it has no `entries`, so it is not from the Flight Recorder")
     listed_ranks = ((text(one["name"]), _ranks(one["ranks"])) for one in (dump.get("pg_config") or {}).values())
     groups = {name: ranks for name, ranks in listed_ranks if ranks}  # gloo lists one group of no ranks
-    entries = sorted(listed(dump["entries"]), key=lambda entry: number(entry.get("record_id", 0)))
+    entries = sorted(as_list(dump["entries"]), key=lambda entry: number(entry.get("record_id", 0)))
     _check_all_recorded(entries)
     rank, world_size = dump.get("rank"), max(map(len, groups.values()), default=None)
     if rank is not None and not 0 <= number(rank) < (world_size or math.inf):
         raise ValueError(f"it is of rank {rank} in a world of {world_size} ranks")
-    calls = [_traced(those, groups.get(name, ())) for name, those in _calls(entries)]
+    calls = [_trace_call(those, groups.get(name, ())) for name, those in _calls(entries)]
     backend = text(entries[0]["profiling_name"]).partition(":")[0] if entries else ""
-    lost = _lost(entries)
+    lost = _missing_before_first(entries)
     if lost and calls and (calls[0].members or calls[0].shapes is None):
         del calls[0]  # some of its members may be lost too
     return Trace(
@@ -94,7 +94,7 @@ def _check_all_recorded(entries: Sequence[Entry]) -> None:
         raise ValueError("it has active calls alone, so which others were issued is not known (onlyActive=False has)")
 
 
-def _lost(entries: Sequence[Entry]) -> str:
+def _missing_before_first(entries: Sequence[Entry]) -> str:
     """What is missing before the first entry; "" where that is the first call of the rank."""
     dropped = number(entries[0].get("record_id", 0)) if entries else 0
     if dropped:
@@ -138,11 +138,11 @@ def _op_word(entry: Entry) -> str:
 
 def _ends(entry: Entry) -> bool:
     """Whether an entry ends a coalesced call or a batch: it has a name for that, and no sizes."""
-    no_sizes = not any(listed(entry[f"{side}_sizes"]) not in ([], [[]], (), ((),)) for side in ("input", "output"))
+    no_sizes = not any(as_list(entry[f"{side}_sizes"]) not in ([], [[]], (), ((),)) for side in ("input", "output"))
     return _op_word(entry).endswith("coalesced") and no_sizes
 
 
-def _traced(entries: Sequence[Entry], ranks: tuple[int, ...]) -> TracedCall:
+def _trace_call(entries: Sequence[Entry], ranks: tuple[int, ...]) -> TracedCall:
     """The call of these entries. A coalesced one counts the payloads of its members."""
     first = _one(entries[0], ranks)
     if first.op in MESSAGES:
@@ -171,12 +171,12 @@ def _one(entry: Entry, ranks: tuple[int, ...]) -> TracedCall:
     """The call of one entry: its payload is that of the ledger. What an end of a coalesced call moves is not known."""
     op, ends = find_op(text(entry["profiling_name"])), text(entry["profiling_name"]).partition(" ")[2]
     side = "output" if op in _WRITTEN and entry.get("output_sizes") else "input"
-    sizes = () if op == "barrier" else listed(entry[f"{side}_sizes"])
-    words = tuple(dict.fromkeys(text(word) for word in listed(entry.get(f"{side}_dtypes") or ())))
+    sizes = () if op == "barrier" else as_list(entry[f"{side}_sizes"])
+    words = tuple(dict.fromkeys(text(word) for word in as_list(entry.get(f"{side}_dtypes") or ())))
     dtypes = [find_dtype(word) for word in words]
-    lacks = side == "output" and len(sizes) < len(listed(entry["input_sizes"]))  # gloo, of coalesced all_gathers
+    lacks = side == "output" and len(sizes) < len(as_list(entry["input_sizes"]))  # gloo, of coalesced all_gathers
     shapes = None if _ends(entry) or lacks else tuple(map(numbers, sizes))
-    name, description = map(text, listed(entry["process_group"])[:2])
+    name, description = map(text, as_list(entry["process_group"])[:2])
     lasted_ms = entry.get("duration_ms")
     if lasted_ms is not None and not 0 <= lasted_ms < math.inf:
         raise ValueError(f"a call lasts {lasted_ms} ms, which must be at least 0")
@@ -213,6 +213,6 @@ def _complete(entry: Entry) -> bool | None:
 
 def _caller(entry: Entry) -> str:
     """The innermost line that is neither torch's nor of an installed package."""
-    frames = listed(entry.get("frames") or ())
+    frames = as_list(entry.get("frames") or ())
     own = next((frame for frame in frames if not _INSTALLED.search(text(frame["filename"]))), None)
     return f"{text(own['filename'])}:{number(own['line'])} in {text(own['name'])}" if own else ""

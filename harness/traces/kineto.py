@@ -78,7 +78,7 @@ class _Rows:
 
 def read_kineto(path: Path) -> Trace:
     """The calls of the rank whose trace this is. Raises RequestError, in one sentence, for a file that is none."""
-    stream = EventStream(path, _wants)
+    stream = EventStream(path, _wants_event)
     with refuse_torn("trace", path, LEGAL):
         return trace_of(stream, stream.header, str(path))
 
@@ -87,11 +87,11 @@ def trace_of(events: Iterable[Json], header: Json, source: str) -> Trace:
     """The calls in these events; `header` has the other entries of the file once the events are through."""
     rows = _Rows()
     for event in events:
-        _take(rows, event)
-    return _trace(source, header, rows)
+        _take_event(rows, event)
+    return _build_trace(source, header, rows)
 
 
-def _wants(category: bytes, name: bytes) -> bool:
+def _wants_event(category: bytes, name: bytes) -> bool:
     if category in _CPU:
         return (
             name == PARAMETERS.encode()
@@ -103,7 +103,7 @@ def _wants(category: bytes, name: bytes) -> bool:
     return category in (b"kernel", b"fwdbwd") or (category == b"gpu_user_annotation" and b"ProfilerStep#" in name)
 
 
-def _take(rows: _Rows, event: Json) -> None:
+def _take_event(rows: _Rows, event: Json) -> None:
     """Keep what matters of an event."""
     category, name, phase = str(event.get("cat", "")), str(event.get("name", "")), event.get("ph", "X")
     if category == "fwdbwd" and phase == "s":
@@ -127,7 +127,7 @@ def _take(rows: _Rows, event: Json) -> None:
             rows.around.append(Row(start_us, start_us, PROFILED, event.get("tid"), ""))
         start, end = steps.get(number, (start_us, end_us))
         steps[number] = min(start, start_us), max(end, end_us)  # a row for each stream of a device
-    elif category.encode() in _CPU and (role := _role(name)) is not None:
+    elif category.encode() in _CPU and (role := _role_of_name(name)) is not None:
         rows.calls.append(CallRow(start_us, end_us, event.get("tid"), name, role, event.get("args", {})))
     elif name.startswith(_GLOO):
         rows.gloo.append(CallRow(start_us, end_us, event.get("tid"), name, _BACKEND, event.get("args", {})))
@@ -136,7 +136,7 @@ def _take(rows: _Rows, event: Json) -> None:
         rows.around.append(Row(start_us, end_us, kind, event.get("tid"), text))
 
 
-def _role(name: str) -> int | None:
+def _role_of_name(name: str) -> int | None:
     if name == PARAMETERS:
         return _FIELDS
     if name.startswith("nccl:"):
@@ -172,7 +172,7 @@ def rows_of_calls(rows: Sequence[CallRow]) -> list[RowsOfCall]:
     for cluster in roots.values():
         operator = next((row for row in cluster if row.role == _OPERATOR), None)
         ids = tuple(int(row.args.get("External id", -1)) for row in cluster)
-        telling = list(_outermost(cluster, _FIELDS if fields_told else _BACKEND))
+        telling = list(_outermost_calls(cluster, _FIELDS if fields_told else _BACKEND))
         sending = [row for row in telling if row.args.get("Collective name") not in _NO_CALLS]
         if telling:
             found += [
@@ -183,7 +183,7 @@ def rows_of_calls(rows: Sequence[CallRow]) -> list[RowsOfCall]:
     return sorted(found, key=lambda call: call.told.start_us)
 
 
-def _outermost(cluster: Sequence[CallRow], role: int) -> Iterator[CallRow]:
+def _outermost_calls(cluster: Sequence[CallRow], role: int) -> Iterator[CallRow]:
     end_us = -math.inf
     for row in cluster:
         if row.role == role and row.end_us > end_us:
@@ -196,10 +196,10 @@ def _own_ids(row: CallRow, cluster: Sequence[CallRow]) -> tuple[int, ...]:
     return tuple(int(one.args.get("External id", -1)) for one in inside)
 
 
-def _trace(source: str, header: Json, rows: _Rows) -> Trace:
+def _build_trace(source: str, header: Json, rows: _Rows) -> Trace:
     about = header.get("distributedInfo") or {}
     groups = Groups(about.get("pg_config") or ())
-    rank, world_size = _whole(about.get("rank")), _whole(about.get("world_size"))
+    rank, world_size = _as_whole_number(about.get("rank")), _as_whole_number(about.get("world_size"))
     calls = rows_of_calls(rows.calls)
     around = [*rows.around, *(_row_of(call, index) for index, call in enumerate(calls))]
     found = places(around, len(calls))
@@ -209,11 +209,11 @@ def _trace(source: str, header: Json, rows: _Rows) -> Trace:
     steps = _StepTimes(rows.steps)
     traced = tuple(
         replace(
-            _call(call, groups, rows.gloo),
+            _build_call(call, groups, rows.gloo),
             step=steps.at(call.told.start_us),
             phase=place.phase,
-            module=_module(place) if has_modules else None,
-            caller=_caller(place.caller),
+            module=_module_of_place(place) if has_modules else None,
+            caller=_caller_of_frame(place.caller),
             device_start_us=_device_times(call, kernels)[0],
             device_us=_device_times(call, kernels)[1],
         )
@@ -227,52 +227,52 @@ def _trace(source: str, header: Json, rows: _Rows) -> Trace:
         world_size=world_size,
         calls=traced,
         groups=groups.ranks,
-        steps=_steps(rows, kernels),
-        lost=_EARLY.format(_count(kernels.early)) if kernels.early else "",
+        steps=_build_steps(rows, kernels),
+        lost=_EARLY.format(_count_kernels(kernels.early)) if kernels.early else "",
         backend=str(about.get("backend", "")),
-        notes=(_UNBOUND.format(_count(kernels.unbound)),) if kernels.unbound else (),
+        notes=(_UNBOUND.format(_count_kernels(kernels.unbound)),) if kernels.unbound else (),
     )
 
 
-def _count(kernels: int) -> str:
+def _count_kernels(kernels: int) -> str:
     return f"{kernels} kernel{'s' if kernels > 1 else ''}"
 
 
-def _whole(value: object) -> int | None:
+def _as_whole_number(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _row_of(call: RowsOfCall, index: int) -> Row:
     told = call.told
-    name = _name(call)
-    elements = _whole(told.args.get("In msg nelems"))
+    name = _name_of_call(call)
+    elements = _as_whole_number(told.args.get("In msg nelems"))
     if elements is None:
-        shapes = _shapes(call)
+        shapes = _payload_shapes(call)
         elements = sum(map(math.prod, shapes)) if shapes else -1
-    return Row(told.start_us, told.end_us, CALL, told.thread, name, index, _op(call), elements)
+    return Row(told.start_us, told.end_us, CALL, told.thread, name, index, _op_of_call(call), elements)
 
 
-def _name(call: RowsOfCall) -> str:
+def _name_of_call(call: RowsOfCall) -> str:
     return str(call.told.args.get("Collective name") or call.told.name)
 
 
-def _op(call: RowsOfCall) -> str:
+def _op_of_call(call: RowsOfCall) -> str:
     if call.told.role == _OPERATOR:
         return OPERATORS[operator_of(call.told.name)].op
-    return find_op(_name(call))
+    return find_op(_name_of_call(call))
 
 
-def _module(place: Place) -> str | None:
+def _module_of_place(place: Place) -> str | None:
     """The modules around a call, "" for none; of backward, which runs in none, they are unknown."""
     return ".".join(place.modules) if place.modules or place.phase != "backward" else None
 
 
-def _call(call: RowsOfCall, groups: Groups, gloo: Sequence[CallRow]) -> TracedCall:
+def _build_call(call: RowsOfCall, groups: Groups, gloo: Sequence[CallRow]) -> TracedCall:
     """A call by its own rows."""
-    told, op = call.told, _op(call)
+    told, op = call.told, _op_of_call(call)
     group = groups.of(told.args)
-    shapes, dtype = _shapes(call), find_dtype(_dtype_word(call, gloo))
-    elements = _elements(op, told.args)
+    shapes, dtype = _payload_shapes(call), find_dtype(_dtype_word(call, gloo))
+    elements = _count_elements(op, told.args)
     if elements is not None:
         size = 0 if op == "barrier" else None if dtype is None else elements * dtype.item_bytes
         if shapes is not None and sum(map(math.prod, shapes)) != elements:
@@ -282,7 +282,7 @@ def _call(call: RowsOfCall, groups: Groups, gloo: Sequence[CallRow]) -> TracedCa
     peer = told.args.get("Dst Rank" if op == "send" else "Src Rank") if op in ("send", "recv") else None
     return TracedCall(
         op=op,
-        name=_name(call),
+        name=_name_of_call(call),
         payload_bytes=size,
         dtype="" if dtype is None else dtype.name,
         shapes=shapes,
@@ -290,17 +290,17 @@ def _call(call: RowsOfCall, groups: Groups, gloo: Sequence[CallRow]) -> TracedCa
         group_name=group.name,
         group_desc=group.description,
         group_size=group.size,
-        peer=_whole(peer),
-        number=_whole(told.args.get("Seq")),
-        sizes_sent=_splits(told.args.get("In split size")) if op == "all_to_all" else None,
+        peer=_as_whole_number(peer),
+        number=_as_whole_number(told.args.get("Seq")),
+        sizes_sent=_splits_of_value(told.args.get("In split size")) if op == "all_to_all" else None,
         start_us=told.start_us,
         host_us=told.end_us - told.start_us,
     )
 
 
-def _elements(op: str, args: Mapping[str, Any]) -> int | None:
+def _count_elements(op: str, args: Mapping[str, Any]) -> int | None:
     """The elements of the payload, as the profiler's own fields have them."""
-    elements = _whole(args.get(f"{'Out' if op in _OF_OUTPUT else 'In'} msg nelems"))
+    elements = _as_whole_number(args.get(f"{'Out' if op in _OF_OUTPUT else 'In'} msg nelems"))
     if elements is not None and elements < 0:
         raise ValueError(f"a call has {elements} elements, which must be at least 0")
     return elements
@@ -314,30 +314,30 @@ def _payload_at(row: CallRow) -> int:
     return 1 if payload.startswith("input") else 0 if payload else -1
 
 
-def _argument(row: CallRow) -> tuple[Any, str]:
+def _payload_as_argument(row: CallRow) -> tuple[Any, str]:
     """Dims and type of the payload as an argument; [] and "" where they were not recorded."""
     at, dims, types = _payload_at(row), row.args.get("Input Dims") or (), row.args.get("Input type") or ()
     return (dims[at] if 0 <= at < len(dims) else []), (str(types[at]) if 0 <= at < len(types) else "")
 
 
-def _shapes(call: RowsOfCall) -> tuple[tuple[int, ...], ...] | None:
+def _payload_shapes(call: RowsOfCall) -> tuple[tuple[int, ...], ...] | None:
     """The shapes of the payload where they were recorded."""
     for row in (call.operator, call.told):
-        if row is None or (row.role != _OPERATOR and _op(call) in _OF_OUTPUT):
+        if row is None or (row.role != _OPERATOR and _op_of_call(call) in _OF_OUTPUT):
             continue  # the input
-        dims, word = _argument(row)
+        dims, word = _payload_as_argument(row)
         if dims or find_dtype(word):  # a scalar has no dims
-            return tuple(_flattened(dims))
+            return tuple(_flatten_dims(dims))
     return None
 
 
-def _flattened(dims: Any) -> Iterator[tuple[int, ...]]:
+def _flatten_dims(dims: Any) -> Iterator[tuple[int, ...]]:
     """The shapes in an argument's dims: of a tensor, a list of them, or a list of lists."""
     if all(isinstance(size, int) for size in dims):
         yield tuple(dims)
     else:
         for part in dims:
-            yield from _flattened(part)
+            yield from _flatten_dims(part)
 
 
 def _dtype_word(call: RowsOfCall, gloo: Sequence[CallRow]) -> str:
@@ -345,24 +345,26 @@ def _dtype_word(call: RowsOfCall, gloo: Sequence[CallRow]) -> str:
     if "dtype" in call.told.args:
         return str(call.told.args["dtype"])
     for row in (call.operator, call.told):
-        if row is not None and find_dtype(_argument(row)[1]):
-            return _argument(row)[1]
-    shapes = _shapes(call) or ((),)
+        if row is not None and find_dtype(_payload_as_argument(row)[1]):
+            return _payload_as_argument(row)[1]
+    shapes = _payload_shapes(call) or ((),)
     later = (
-        row for row in gloo if row.start_us >= call.told.start_us and tuple(_flattened(_argument(row)[0])) == shapes[:1]
+        row
+        for row in gloo
+        if row.start_us >= call.told.start_us and tuple(_flatten_dims(_payload_as_argument(row)[0])) == shapes[:1]
     )
     nearest = min(later, key=lambda row: row.start_us, default=None)
-    return "" if nearest is None else _argument(nearest)[1]
+    return "" if nearest is None else _payload_as_argument(nearest)[1]
 
 
-def _splits(value: object) -> tuple[int, ...] | None:
+def _splits_of_value(value: object) -> tuple[int, ...] | None:
     """The rows that an uneven all-to-all sends to each rank, () for an even one; None where the list is cut."""
     if not isinstance(value, str) or "..." in value:
         return None
     return tuple(int(one) for one in value.strip("[] ").split(",") if one.strip())
 
 
-def _caller(frame: str) -> str:
+def _caller_of_frame(frame: str) -> str:
     """The function of the program around the call, "train.py:12": the line is that at which the function begins."""
     file, _, rest = frame.partition("(")
     return f"{file}:{rest.partition(')')[0]}" if rest else ""
@@ -401,7 +403,7 @@ def _device_times(call: RowsOfCall, kernels: _Kernels) -> tuple[float | None, fl
     return start_us, None if start_us is None else max(end for _, end in times) - start_us
 
 
-def _steps(rows: _Rows, kernels: _Kernels) -> tuple[TracedStep, ...]:
+def _build_steps(rows: _Rows, kernels: _Kernels) -> tuple[TracedStep, ...]:
     """The steps; on the device one lasts until the next one begins there, and the last one to the last kernel."""
     exposed = minus(kernels.communication, kernels.compute)
     ordered = sorted(rows.steps.items())

@@ -45,7 +45,7 @@ class Groups:
         description = str(args.get("Process Group Description") or known.description)
         ranks = known.ranks if len(known.ranks) == size else _numbers(args.get("Process Group Ranks"))
         if len(ranks) != size:
-            ranks = _strided(args, size)
+            ranks = _ranks_by_stride(args, size)
         return Group(ranks, name, "" if description == "undefined" else description, size)
 
 
@@ -58,7 +58,7 @@ def _numbers(value: object) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _strided(args: Mapping[str, Any], size: int | None) -> tuple[int, ...]:
+def _ranks_by_stride(args: Mapping[str, Any], size: int | None) -> tuple[int, ...]:
     """The ranks of a group that are equally far apart, as torch says where they are."""
     first, stride = args.get("Global rank start"), args.get("Global rank stride")
     if (

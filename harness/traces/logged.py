@@ -20,8 +20,10 @@ _SEVERAL = {"reduce_scatter_", "reduce_scatter_tensor_coalesced_"}
 
 def with_log(trace: Trace, log: Trace) -> Trace:
     """The trace with the groups and dtypes of the calls in a Flight Recorder's dump."""
-    logged = zip(trace.calls, _logged(trace.calls, log.calls), strict=True)
-    return replace(trace, calls=tuple(call if one is None else _completed(call, one, trace) for call, one in logged))
+    logged = zip(trace.calls, _match_entries(trace.calls, log.calls), strict=True)
+    return replace(
+        trace, calls=tuple(call if one is None else _complete_call(call, one, trace) for call, one in logged)
+    )
 
 
 def backend_word(op: str) -> str:
@@ -29,7 +31,7 @@ def backend_word(op: str) -> str:
     return "all_reduce" if op == "reduce_scatter" else op
 
 
-def _logged(calls: Sequence[TracedCall], entries: Sequence[TracedCall]) -> list[TracedCall | None]:
+def _match_entries(calls: Sequence[TracedCall], entries: Sequence[TracedCall]) -> list[TracedCall | None]:
     """The entry of every call, all None unless the entries are exactly those of the calls."""
     logs: list[TracedCall | None] = []
     left = iter(entries)
@@ -46,7 +48,7 @@ def _logged(calls: Sequence[TracedCall], entries: Sequence[TracedCall]) -> list[
     return logs if next(left, None) is None else [None] * len(calls)
 
 
-def _completed(call: TracedCall, entry: TracedCall, trace: Trace) -> TracedCall:
+def _complete_call(call: TracedCall, entry: TracedCall, trace: Trace) -> TracedCall:
     ranks = trace.groups.get(entry.group_name, ())
     call = replace(call, group_name=entry.group_name, group_desc=entry.group_desc)
     if ranks:

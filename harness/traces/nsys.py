@@ -72,11 +72,11 @@ def read_nsys(path: Path) -> list[Trace]:
         cases = read_own_ranges(path)
         if len(cases) > 1:
             rule = f"holds {len(cases)} cases of shardproof"
-            raise _refused(path, f"{rule}; legal: the report of one program")
+            raise _refuse_file(path, f"{rule}; legal: the report of one program")
         return next(iter(cases.values()))
     if not (entries := domains.get(_NCCL)):
         rule = "holds no nvtx ranges of NCCL"
-        raise _refused(path, f"{rule}; legal: nsys profile --trace=cuda,nvtx, of NCCL 2.19 or later")
+        raise _refuse_file(path, f"{rule}; legal: nsys profile --trace=cuda,nvtx, of NCCL 2.19 or later")
     return [_of_nccl(path, process, entries) for process in dict.fromkeys(entry.process for entry in entries)]
 
 
@@ -85,7 +85,7 @@ def read_own_ranges(path: Path) -> dict[str, list[Trace]]:
     entries = _entries(path).get(DOMAIN, [])
     stretches = _stretches(path, [entry for entry in entries if entry.category == "rank"])
     if not stretches:
-        raise _refused(path, "it holds no rank of shardproof")
+        raise _refuse_file(path, "it holds no rank of shardproof")
     shared = {s.process for s in stretches if any(o.process == s.process and o.thread != s.thread for o in stretches)}
     found: dict[str, list[Trace]] = {}
     for stretch in stretches:
@@ -97,11 +97,11 @@ def read_own_ranges(path: Path) -> dict[str, list[Trace]]:
         ranks = [(stretch.rank, stretch.world_size) for stretch in stretches if stretch.case == case]
         if sorted(rank for rank, _ in ranks) != list(range(world_size := ranks[0][1])):
             there = ", ".join(str(rank) for rank, _ in ranks)
-            raise _refused(path, f"{case} has {world_size} ranks, and the database has {there}")
+            raise _refuse_file(path, f"{case} has {world_size} ranks, and the database has {there}")
     return found
 
 
-def _refused(path: Path, why: str) -> RequestError:
+def _refuse_file(path: Path, why: str) -> RequestError:
     return RequestError(f"trace {path}: the database is refused: {why}")
 
 
@@ -112,7 +112,7 @@ def _entries(path: Path) -> dict[str, list[_Entry]]:
             columns = {row[1] for row in database.execute("PRAGMA table_info(NVTX_EVENTS)")}
             rows = database.execute(_QUERY.format(payload=_payload(columns))).fetchall()
     except sqlite3.Error as problem:
-        raise _refused(path, f"{path.name} holds no NVTX events ({problem})") from problem
+        raise _refuse_file(path, f"{path.name} holds no NVTX events ({problem})") from problem
     domains = {(_process(row[6]), row[5]): row[3] for row in rows if row[2] == _DOMAIN}
     found: dict[str, list[_Entry]] = {}
     categories: dict[tuple[int, int, int], str] = {}
@@ -158,7 +158,7 @@ def _stretches(path: Path, marks: Iterable[_Entry]) -> list[_Stretch]:
             continue
         start_ns, opened = open_.pop(mark.thread, (0, {}))
         if opened.get("rank") != facts["rank"]:
-            raise _refused(path, f"rank {facts['rank']} has an end without a beginning")
+            raise _refuse_file(path, f"rank {facts['rank']} has an end without a beginning")
         found.append(
             _Stretch(
                 case=str(opened["case"]),
@@ -172,7 +172,7 @@ def _stretches(path: Path, marks: Iterable[_Entry]) -> list[_Stretch]:
             )
         )
     for _start_ns, facts in open_.values():
-        raise _refused(path, f"rank {facts['rank']} has no last mark, so what it did last is lost")
+        raise _refuse_file(path, f"rank {facts['rank']} has no last mark, so what it did last is lost")
     return found
 
 
@@ -180,7 +180,7 @@ def _of_stretch(path: Path, stretch: _Stretch, entries: Sequence[_Entry]) -> Tra
     calls = [entry for entry in entries if entry.category.partition(" ")[0] in OPS]
     if len(calls) != stretch.calls:
         rule = f"rank {stretch.rank} says that it made {stretch.calls} calls, {len(calls)} are there"
-        raise _refused(path, rule)
+        raise _refuse_file(path, rule)
     phases = [entry for entry in entries if entry.category == "phase"]
     return Trace(
         source=str(path),

@@ -22,7 +22,7 @@ def nsys_path() -> Path | None:
     return Path(found) if found else None
 
 
-def exported(nsys: Path, report: Path) -> Path:
+def export_report(nsys: Path, report: Path) -> Path:
     """The database of a report, named without its suffix, that nsys has finished or left raw. Raises MachineError."""
     folder = report.parent
     finished = report.with_suffix(".nsys-rep")
@@ -30,16 +30,16 @@ def exported(nsys: Path, report: Path) -> Path:
     if not finished.exists() and raw.exists():
         importer = next(_importers(nsys), None)
         if importer is None:
-            raise failed(f"{nsys} wrote {raw.name}, and QdstrmImporter, which reads it, was not found beside it")
+            raise nsys_error(f"{nsys} wrote {raw.name}, and QdstrmImporter, which reads it, was not found beside it")
         run_logged([str(importer), "-i", str(raw), "-o", str(finished)], folder, EXPORT_LIMIT_S)
         raw.unlink()
     if not finished.exists():
-        raise failed(f"{nsys} wrote no report")
+        raise nsys_error(f"{nsys} wrote no report")
     database = report.with_suffix(".sqlite")
     options = ["--type=sqlite", "--force-overwrite=true", f"--output={database}", str(finished)]
     run_logged([str(nsys), "export", *options], folder, EXPORT_LIMIT_S)
     if not database.exists():
-        raise failed(f"{nsys} exported no database from {finished.name}")
+        raise nsys_error(f"{nsys} exported no database from {finished.name}")
     return database
 
 
@@ -86,15 +86,15 @@ def run_logged(
     try:
         status = run_to_end(words, log, limit_s, environment)
     except subprocess.TimeoutExpired as problem:
-        raise failed(f"{name} did not end within {limit_s:.0f} s; {log} has its words") from problem
+        raise nsys_error(f"{name} did not end within {limit_s:.0f} s; {log} has its words") from problem
     except OSError as problem:
-        raise failed(f"{words[0]} cannot be run ({problem.strerror or problem})") from problem
+        raise nsys_error(f"{words[0]} cannot be run ({problem.strerror or problem})") from problem
     if status != 0:
         lines = log.read_text(errors="replace").strip().splitlines()
         last = f": {lines[-1].strip()}" if lines else ""
-        raise failed(f"{name} ended with status {status}{last}")
+        raise nsys_error(f"{name} ended with status {status}{last}")
 
 
-def failed(why: str) -> MachineError:
+def nsys_error(why: str) -> MachineError:
     """The error of an nsys that is not there or does not work."""
     return MachineError(f"witness nsys is missing: {why}")

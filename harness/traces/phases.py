@@ -96,7 +96,7 @@ def places(rows: Iterable[Row], calls: int) -> list[Place]:
     """The places of the calls 0 to `calls` - 1, which are among the rows."""
     ordered = sorted(rows, key=lambda row: (row.start_us, -row.end_us, row.call))
     modules = [row for row in ordered if row.kind == MODULE]
-    calling = _calling(modules)
+    calling = _modules_with_children(modules)
     sweep = _Sweep(calls, has_modules=bool(modules), autograd=_autograd_threads(ordered))
     for row in ordered:
         sweep.feed(row, id(row) in calling)
@@ -114,7 +114,7 @@ def _autograd_threads(rows: Iterable[Row]) -> frozenset[object]:
     return frozenset(nodes - others if others else ())
 
 
-def _calling(modules: Sequence[Row]) -> set[int]:
+def _modules_with_children(modules: Sequence[Row]) -> set[int]:
     """Modules inside of which another module starts, by identity of their rows."""
     found: set[int] = set()
     open_: dict[object, list[Row]] = {}

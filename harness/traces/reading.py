@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shardproof.harness.errors import RequestError
 from shardproof.harness.traces.calls import FLIGHT_RECORDER, TORCH, Trace
-from shardproof.harness.traces.event_stream import opened
+from shardproof.harness.traces.event_stream import open_trace
 from shardproof.harness.traces.fields import refuse_torn
 
 RANK = r"rank[-_.]?(\d+)"
@@ -26,7 +26,7 @@ def read_trace(path: Path) -> list[Trace]:
     """The traces of the ranks in a file: one, but for a report of nsys. Raises RequestError, in one sentence."""
     if path.suffix in REPORTS:
         return _read_report(path)
-    with refuse_torn("trace", path, LEGAL), opened(path) as file:
+    with refuse_torn("trace", path, LEGAL), open_trace(path) as file:
         head = file.read(_HEAD_BYTES)
     if head.startswith(b"SQLite format 3\0"):
         from shardproof.harness.traces.nsys import read_nsys  # noqa: PLC0415  (sqlite3)
@@ -46,7 +46,7 @@ def read_trace(path: Path) -> list[Trace]:
 def _read_report(path: Path) -> list[Trace]:
     """The traces in a report that nsys has yet to export. Raises RequestError where there is no nsys."""
     from shardproof.harness.traces.nsys import read_nsys  # noqa: PLC0415  (sqlite3)
-    from shardproof.harness.traces.nsys_export import exported, nsys_path  # noqa: PLC0415
+    from shardproof.harness.traces.nsys_export import export_report, nsys_path  # noqa: PLC0415
 
     nsys = nsys_path()
     if nsys is None:
@@ -55,7 +55,7 @@ def _read_report(path: Path) -> list[Trace]:
     with tempfile.TemporaryDirectory() as folder:
         copied = Path(folder) / path.name
         copied.symlink_to(path.resolve())
-        return [replace(trace, source=str(path)) for trace in read_nsys(exported(nsys, copied.with_suffix("")))]
+        return [replace(trace, source=str(path)) for trace in read_nsys(export_report(nsys, copied.with_suffix("")))]
 
 
 def read_traces(names: Iterable[str], rank_regex: str = RANK) -> list[Trace]:
@@ -72,7 +72,7 @@ def read_traces(names: Iterable[str], rank_regex: str = RANK) -> list[Trace]:
             for trace in read_trace(path):
                 rank = _rank(trace, path, pattern)
                 if rank in found and {trace.format, found[rank].format} == {TORCH, FLIGHT_RECORDER}:
-                    found[rank] = _joined(found[rank], trace)
+                    found[rank] = _join_traces(found[rank], trace)
                     continue
                 if rank in found:
                     rule = f"rank {rank} is in {found[rank].source} too"
@@ -88,7 +88,7 @@ def check_names(names: Iterable[str], rank_regex: str = RANK) -> None:
         list(_files(Path(name)))
 
 
-def _joined(one: Trace, other: Trace) -> Trace:
+def _join_traces(one: Trace, other: Trace) -> Trace:
     """Two traces of one rank, by the torch profiler and the Flight Recorder, as one."""
     from shardproof.harness.traces.logged import with_log  # noqa: PLC0415  (torch)
 

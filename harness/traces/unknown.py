@@ -60,9 +60,9 @@ def sentences(traces: Sequence[Trace], world_size: int) -> list[str]:
         for name in _FIELDS:
             if number := lacking[name]:
                 option = options.get(name, _NEVER if name == "reduce op" else _WHOLE_TRACE)
-                found.append(f"unknown: the {name} of {_counted(number, len(calls))}; {option}")
+                found.append(f"unknown: the {name} of {_count_of(number, len(calls))}; {option}")
     if number := sum(len(trace.calls) for trace in traces):
-        found.append(f"unknown: the micro-batch of {_counted(number, number)}; {_NEVER}")
+        found.append(f"unknown: the micro-batch of {_count_of(number, number)}; {_NEVER}")
     ranks = {trace.rank for trace in traces}
     if absent := [rank for rank in range(world_size) if rank not in ranks]:
         of = f"rank{'s' if len(absent) > 1 else ''} {ranks_text(absent)} of {world_size}"
@@ -73,7 +73,7 @@ def sentences(traces: Sequence[Trace], world_size: int) -> list[str]:
     return found
 
 
-def _counted(number: int, of: int) -> str:
+def _count_of(number: int, of: int) -> str:
     if of == 1:
         return "the only call"
     return f"all {of} calls" if number == of else f"{number} of {of} calls"

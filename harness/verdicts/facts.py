@@ -64,7 +64,7 @@ def notes_about(**names: tuple[str, ...]) -> tuple[Note, ...]:
     return tuple(Note(kind=NoteKind[kind.upper()], names=own) for kind, own in names.items() if own)
 
 
-def unchecked(*reasons: str) -> tuple[Note, ...]:
+def note_unchecked(*reasons: str) -> tuple[Note, ...]:
     """Notes on what was not looked at, for these reasons."""
     return tuple(Note(kind=NoteKind.UNCHECKED, reason=reason) for reason in reasons)
 

@@ -55,7 +55,7 @@ def record_of(kind: type[Record], row: object) -> Record:
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]  # every kind is a dataclass
         if field.init and field.name in row:
             try:
-                found[field.name] = _read(hints[field.name], row[field.name])
+                found[field.name] = _read_value(hints[field.name], row[field.name])
             except ValueError as problem:
                 raise ValueError(f"{field.name}: {problem}") from problem
         elif field.init and default_of(field) is dataclasses.MISSING:
@@ -78,23 +78,23 @@ _hints: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
 """The annotations of a record, evaluated once."""
 
 
-def _read(hint: Any, value: Any) -> Any:
+def _read_value(hint: Any, value: Any) -> Any:
     """The value of an annotation that JSON gave. Raises ValueError where it is of another kind."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        return None if value is None else _read(arguments[0], value)
+        return None if value is None else _read_value(arguments[0], value)
     if origin is tuple:
         if not isinstance(value, list):
             raise ValueError(f"{value!r} must be a list")
         if arguments[-1] is Ellipsis:
-            return tuple(_read(arguments[0], entry) for entry in value)
+            return tuple(_read_value(arguments[0], entry) for entry in value)
         if len(value) != len(arguments):
             raise ValueError(f"{value!r} must have {len(arguments)} entries")
-        return tuple(_read(one, entry) for one, entry in zip(arguments, value, strict=True))
+        return tuple(_read_value(one, entry) for one, entry in zip(arguments, value, strict=True))
     if origin is not None:  # a mapping from text
         if not isinstance(value, Mapping):
             raise ValueError(f"{value!r} must be an object")
-        return {str(key): _read(arguments[1], entry) for key, entry in value.items()}
+        return {str(key): _read_value(arguments[1], entry) for key, entry in value.items()}
     if dataclasses.is_dataclass(hint):
         return record_of(hint, value)  # type: ignore[arg-type]  # a class, as every annotation is
     if issubclass(hint, StrEnum):

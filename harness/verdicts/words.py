@@ -44,10 +44,10 @@ def render(check: str, statement: str, worst: Worst | None, failure: FailedCheck
         return [statement]
     if failure.problem:
         return [f"{statement} (its diagnosis failed: {failure.problem})"]
-    return labelled(lines_of(check, statement, worst, failure))
+    return label_lines(lines_of(check, statement, worst, failure))
 
 
-def labelled(lines: Mapping[str, str]) -> list[str]:
+def label_lines(lines: Mapping[str, str]) -> list[str]:
     """Lines with their labels before them, each in one line whatever a text holds."""
     return [f"{label + ':':8}{' '.join(text.split())}" for label, text in lines.items()]
 
@@ -177,10 +177,10 @@ def when_line(when: When) -> str:
 
     "only with tp=2|4 and zero=1, perhaps act=relu; right with tp=1, with zero=0 (tried on 'tp=2 zero=1 act=relu')".
     """
-    untried = f" (no time was left to try {_listed(when.untried)})" if when.untried else ""
+    untried = f" (no time was left to try {_list_words(when.untried)})" if when.untried else ""
     if when.kind in _WHEN:
         return _WHEN[when.kind]
-    beside = f", perhaps {_listed(when.perhaps)}" if when.perhaps else ""
+    beside = f", perhaps {_list_words(when.perhaps)}" if when.perhaps else ""
     on = f"{when.case!r}"
     if when.kind == WhenKind.NONE_NEEDED:
         ranks = ", on one rank" if when.ranks == 1 else ""
@@ -205,7 +205,7 @@ def place(statement: str, failure: FailedCheck | None) -> str:
     return first_place(failure.first) if failure and failure.first.phase else statement
 
 
-def decided(kinds: Mapping[str, Counts]) -> str:
+def describe_decided(kinds: Mapping[str, Counts]) -> str:
     """How many tensors were decided, of all, or of each kind that is not decided whole; "" where none was counted."""
     known, tensors = (sum(counts[place] for counts in kinds.values()) for place in (0, 1))
     if not kinds:
@@ -218,7 +218,7 @@ def decided(kinds: Mapping[str, Counts]) -> str:
     return f"{known:,} of {tensors:,} tensors decided: {', '.join(shares + others)}"
 
 
-def undecided(kind: str, patterns: Mapping[str, int], tensors: int, cases: int) -> str:
+def describe_undecided(kind: str, patterns: Mapping[str, int], tensors: int, cases: int) -> str:
     """A note on returned tensors that stay undecided, by the patterns of their names."""
     listed = [name if count == 1 else f"{name} ({count})" for name, count in list(patterns.items())[:_LISTED]]
     more = f" and {len(patterns) - _LISTED} more patterns of names" if len(patterns) > _LISTED else ""
@@ -235,19 +235,19 @@ def split_shares(shares: Mapping[int, int]) -> str:
     return f"share of the parameters that is split: {'; '.join(parts[:_AMOUNTS])}{more}"
 
 
-def unreturned(statement: str, silent: Sequence[str], on_purpose: Sequence[str]) -> str:
+def describe_unreturned(statement: str, silent: Sequence[str], on_purpose: Sequence[str]) -> str:
     """A note on tensors of the truth that were not returned, by kind."""
     parts = [statement]
-    parts += [f"not returned, so not checked: {_counted(silent)}"] if silent else []
-    parts += [f"left out on purpose, so not checked: {_counted(on_purpose)}"] if on_purpose else []
+    parts += [f"not returned, so not checked: {_count_names(silent)}"] if silent else []
+    parts += [f"left out on purpose, so not checked: {_count_names(on_purpose)}"] if on_purpose else []
     return "; ".join(parts)
 
 
 def deviation(kind: NoteKind, sentence: str, names: Sequence[str], cases: int) -> str:
     """A note on a deviation that a subject states."""
     if kind == NoteKind.DEVIATES:
-        return f"stated deviation, not checked: {sentence} ({_counted(names)}; {_cases(cases)})"
-    return f"{kind.value}: {sentence} ({_listed(names, _AMOUNTS)}) in {_cases(cases)}"
+        return f"stated deviation, not checked: {sentence} ({_count_names(names)}; {_cases(cases)})"
+    return f"{kind.value}: {sentence} ({_list_words(names, _AMOUNTS)}) in {_cases(cases)}"
 
 
 def dtype_dependent(reason: str, cases: int) -> str:
@@ -266,7 +266,7 @@ def doubt(reason: str, cases: int) -> str:
     return f"not certain: {reason} ({_cases(cases)})"
 
 
-def grouping(words: str, problem: str) -> str:
+def describe_grouping(words: str, problem: str) -> str:
     """A grouping of a batch that was not finished."""
     return f"{words} ({problem})"
 
@@ -282,7 +282,7 @@ def unread_rows(rows: str, cases: int, others: int) -> str:
     return f"not checked: {rows} in {_cases(cases)}{more}"
 
 
-def _counted(names: Sequence[str]) -> str:
+def _count_names(names: Sequence[str]) -> str:
     kinds = Counter(name.partition("/")[0] for name in names)
     return ", ".join(f"{count} {kind}" for kind, count in kinds.items())
 
@@ -307,6 +307,6 @@ def _cases(count: int) -> str:
     return f"{count} case{'s' if count > 1 else ''}"
 
 
-def _listed(words: Sequence[str], most: int = _LISTED) -> str:
+def _list_words(words: Sequence[str], most: int = _LISTED) -> str:
     more = f" and {len(words) - most} more" if len(words) > most else ""
     return ", ".join(words[:most]) + more

@@ -17,7 +17,7 @@ from typing import Any
 
 from shardproof.harness.ledger import Event
 from shardproof.harness.protocols import Axes, TermLike
-from shardproof.harness.terms import ClosedForm, EventKey, Term, closed_forms, key_of, visible
+from shardproof.harness.terms import ClosedForm, EventKey, Term, closed_forms, key_of, select_visible_terms
 from shardproof.harness.traces.calls import TracedCall
 
 UNKNOWN = -1
@@ -146,7 +146,7 @@ def agreement(
                 else:
                     extra.append(Row(rank=rank, index=len(mine), recorded=None, words={witness: word}))
     if terms is not None:
-        covered, extra_terms = _covered(recorded, events, closed_forms(visible(terms), ranks, axes))
+        covered, extra_terms = _cover_events(recorded, events, closed_forms(select_visible_terms(terms), ranks, axes))
         for key, word in covered.items():
             words.setdefault(key, {})[CLOSED_FORM] = word
         extra += extra_terms
@@ -157,7 +157,7 @@ def agreement(
     return Agreement(
         witnesses=(*others, *(() if terms is None else (CLOSED_FORM,))),
         rows=tuple(sorted([*rows, *extra], key=lambda row: (row.rank, row.index))),
-        open_fields={witness: sum(map(_open, seen)) for witness, seen in others.items()},
+        open_fields={witness: sum(map(_count_open_fields, seen)) for witness, seen in others.items()},
     )
 
 
@@ -170,7 +170,7 @@ def _differences(mine: Sequence[Sighting], theirs: Sequence[Sighting]) -> list[t
     if len(mine) == len(theirs):
         return [(i, _word(one, other)) for i, (one, other) in enumerate(zip(mine, theirs, strict=True))]
     differences: list[tuple[int, str]] = []
-    whole = not any(map(_open, theirs))
+    whole = not any(map(_count_open_fields, theirs))
     ours, other = (
         [(s.op, s.payload_bytes, *((s.phase, s.groups) if whole else ())) for s in seen] for seen in (mine, theirs)
     )
@@ -194,12 +194,12 @@ def _word(mine: Sighting, other: Sighting) -> str:
     return AGREES if same else in_words(other)
 
 
-def _open(seen: Sighting) -> int:
+def _count_open_fields(seen: Sighting) -> int:
     """How many of group, payload and phase the witness left open."""
     return (len(seen.groups) != 1) + (seen.payload_bytes == UNKNOWN) + (not seen.phase)
 
 
-def _covered(
+def _cover_events(
     recorded: Sequence[Sighting], events: Sequence[Event], forms: Mapping[int, ClosedForm]
 ) -> tuple[dict[tuple[int, int], str], list[Row]]:
     """The closed form's word on every event, and the calls it states that were not recorded."""
@@ -210,7 +210,7 @@ def _covered(
         left[rank] |= {term: (term.calls, term.total_bytes) for term in form.partial}
     in_order = sorted(events, key=lambda event: (event.rank, event.call_index))
     for seen, event in zip(recorded, in_order, strict=True):
-        counting, of_rank = forms[seen.rank].counting(key_of(event)), left[seen.rank]
+        counting, of_rank = forms[seen.rank].find_counting_terms(key_of(event)), left[seen.rank]
         for one in counting:
             calls, total = of_rank[one]
             of_rank[one] = (

@@ -2,8 +2,8 @@
 
 A step ends with the last optimizer step before the next forward, as in the ledger (harness.recording.attribution). The
 last one is known only when the forward comes. So an earlier run of the same case shows after how many optimizer steps
-each step ends (`step_ends`), and later runs count them (`during`). Steps count from 0, "2:4" are the steps 2 and 3. A
-witness is on over one such stretch: the torch profiler (`TorchTrace`), and nsys's capture on a GPU (`captured`).
+each step ends (`step_ends`), and later runs count them (`watch_steps`). From 0 on, "2:4" are the steps 2 and 3.
+A witness is on over one such stretch: the torch profiler (`TorchTrace`), and nsys's capture on a GPU (`capture_range`).
 """
 
 import json
@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from shardproof.harness.errors import MachineError, error_text
 from shardproof.harness.protocols import CaseLike, TermLike
 from shardproof.harness.recording.attribution import Attribution
-from shardproof.harness.recording.observations import Stepped, read
+from shardproof.harness.recording.observations import Stepped, read_observation
 from shardproof.harness.recording.watch import Watch
 from shardproof.harness.terms import ClosedForm, Term, closed_form
 from shardproof.harness.torch_internals.backends import default_store, distributed_header, flight_record
@@ -38,7 +38,7 @@ def step_ends(rank: int, program: Callable[[], object]) -> tuple[int, ...]:
 
     def emit(plain: tuple[Any, ...]) -> None:
         nonlocal taken
-        seen, before = read(plain), attribution.step
+        seen, before = read_observation(plain), attribution.step
         attribution.feed(seen)
         if attribution.step > before and taken > (ends[-1] if ends else 0):  # no step that is known by its parameters
             ends.append(taken)
@@ -50,7 +50,9 @@ def step_ends(rank: int, program: Callable[[], object]) -> tuple[int, ...]:
 
 
 @contextmanager
-def during(steps: range, ends: Sequence[int], make: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+def watch_steps(
+    steps: range, ends: Sequence[int], make: Callable[[], AbstractContextManager[object]]
+) -> Iterator[None]:
     """While the body runs the program: inside of `make()` from the begin of the first of the steps to the last's end.
 
     Raises MachineError when the program has fewer steps, by `ends`.
@@ -64,7 +66,7 @@ def during(steps: range, ends: Sequence[int], make: Callable[[], AbstractContext
     taken = 0
     with ExitStack() as entered:
 
-        def stepped(*_: object) -> None:
+        def count_step(*_: object) -> None:
             nonlocal taken
             taken += 1
             if taken == opens:
@@ -74,7 +76,7 @@ def during(steps: range, ends: Sequence[int], make: Callable[[], AbstractContext
 
         if not steps.start:
             entered.enter_context(make())
-        hook = register_optimizer_step_post_hook(stepped)
+        hook = register_optimizer_step_post_hook(count_step)
         try:
             yield
         finally:
@@ -96,7 +98,7 @@ def terms_of(
     every, summed = tuple(terms), list[Term]()
     for at in [dict(at) for at in dict.fromkeys(tuple(sorted(_at(term).items())) for term in (*every, *short))]:
         whole, one = (closed_form(term for term in some if _at(term) == at) for some in (every, short))
-        if untold := _unlike(whole, one, case.steps):
+        if untold := _unequal_terms(whole, one, case.steps):
             return None, f"the closed form does not tell which step has what: {untold}"
         summed += [Term(**asdict(line), calls=n * len(steps), at=at) for line, n in one.complete.items()]
         summed += [term.times(len(steps)) for term in one.partial]
@@ -107,7 +109,7 @@ def _at(term: TermLike) -> dict[str, int]:
     return dict(getattr(term, "at", {}))
 
 
-def _unlike(whole: ClosedForm, single: ClosedForm, steps: int) -> str:
+def _unequal_terms(whole: ClosedForm, single: ClosedForm, steps: int) -> str:
     """Terms that a run of all steps does not have as many times as there are steps, "" when it has all."""
     for line in (*whole.complete, *single.complete):
         all_steps, one_step = whole.complete[line], single.complete[line]
@@ -122,7 +124,7 @@ def _unlike(whole: ClosedForm, single: ClosedForm, steps: int) -> str:
 
 
 @contextmanager
-def captured(device: torch.device) -> Iterator[None]:
+def capture_range(device: torch.device) -> Iterator[None]:
     """nsys's capture range on a GPU: from cudaProfilerStart to Stop, all ranks at once."""
     if device.type != "cuda":
         yield

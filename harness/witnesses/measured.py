@@ -44,7 +44,7 @@ from shardproof.harness.recording.recorder import Recorder
 from shardproof.harness.recording.spans import Stopwatch, stopwatch
 from shardproof.harness.resolve import resolve
 from shardproof.harness.subject import named_axes, session
-from shardproof.harness.witnesses.chosen import TorchTrace, captured, during, step_ends
+from shardproof.harness.witnesses.chosen import TorchTrace, capture_range, step_ends, watch_steps
 from shardproof.harness.witnesses.torch_trace import FLIGHT_SUFFIX, TRACE_SUFFIX
 
 _START_S = 60.0
@@ -135,8 +135,8 @@ def measure(rank: int, job: SessionRequest, case: CaseLike, folder: Path) -> Wat
         timed = []
         for _ in range(max(job.repeats, 1)):
             dist.barrier()
-            timed.append(program.timed())
-        events, calls, spent_s, watched = _watched(rank, job.tool, program, folder)
+            timed.append(program.time_stretch())
+        events, calls, spent_s, watched = _run_watched(rank, job.tool, program, folder)
     return WatchedRank(
         events=events,
         calls=calls,
@@ -164,17 +164,17 @@ class _Program:
         if self._steps is not None:
             self._ends = step_ends(rank, self.run)
 
-    def timed(self, make: Callable[[], AbstractContextManager[object]] = nullcontext) -> tuple[float, str]:
+    def time_stretch(self, make: Callable[[], AbstractContextManager[object]] = nullcontext) -> tuple[float, str]:
         """Seconds of the stretch of one run, inside of `make()`, and the digest of what came out."""
         seconds: list[float] = []
 
         @contextmanager
         def stretch() -> Iterator[None]:
-            with make(), clocked(stopwatch(self.device), seconds):
+            with make(), time_body(stopwatch(self.device), seconds):
                 yield
 
         torch.manual_seed(self.case.seed)
-        with stretch() if self._steps is None else during(self._steps, self._ends, stretch):
+        with stretch() if self._steps is None else watch_steps(self._steps, self._ends, stretch):
             outcome = self.run()
         if not seconds:
             raise MachineError("the chosen steps of one run never began in the next one")
@@ -182,7 +182,7 @@ class _Program:
 
 
 @contextmanager
-def clocked(watch: Stopwatch | None, seconds: list[float]) -> Iterator[None]:
+def time_body(watch: Stopwatch | None, seconds: list[float]) -> Iterator[None]:
     """Append the seconds of the body: by the device's stopwatch where there is one, else by the host's clock."""
     start_s = time.perf_counter()
     first = None if watch is None else watch.mark()
@@ -191,7 +191,7 @@ def clocked(watch: Stopwatch | None, seconds: list[float]) -> Iterator[None]:
     seconds.append(spent_s if watch is None or first is None else watch.us(first, watch.mark()) / 1e6)
 
 
-def _watched(rank: int, tool: str, program: _Program, folder: Path) -> tuple[tuple[Event, ...], range, float, str]:
+def _run_watched(rank: int, tool: str, program: _Program, folder: Path) -> tuple[tuple[Event, ...], range, float, str]:
     """Run with recorder and witness: the ledger, the calls that the witness was there for, seconds, digest."""
     case, device, seen = program.case, program.device, range(0)
     ranges = Ranges(open_domain(), waiting=True) if tool == "nsys" else None
@@ -205,8 +205,8 @@ def _watched(rank: int, tool: str, program: _Program, folder: Path) -> tuple[tup
             if ranges is None:
                 there.enter_context(trace)
             else:
-                there.enter_context(captured(device))
-                there.enter_context(ranges.drawn(rank))
+                there.enter_context(capture_range(device))
+                there.enter_context(ranges.draw_rank(rank))
             yield
         seen = range(first, recorder.calls(rank))
 
@@ -217,7 +217,7 @@ def _watched(rank: int, tool: str, program: _Program, folder: Path) -> tuple[tup
         )
         watching.enter_context(observe_calls(recorder))
         watching.enter_context(recorder.on_rank(rank))
-        spent_s, watched = program.timed(witness)
+        spent_s, watched = program.time_stretch(witness)
     if ranges is None:
         trace.write(folder / f"rank{rank}{TRACE_SUFFIX}", folder / f"rank{rank}{FLIGHT_SUFFIX}")
     return tuple(recorder.events()), seen, spent_s, watched

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shardproof.harness.traces.nsys_export import exported, failed, nsys_path, run_logged
+from shardproof.harness.traces.nsys_export import export_report, nsys_error, nsys_path, run_logged
 
 REPORT = "nsys"
 
@@ -34,7 +34,7 @@ def database_of(
     """Run the program under nsys and export what was seen. Raises MachineError with one sentence when that fails."""
     nsys = nsys_path()
     if nsys is None:
-        raise failed("nsys is not on PATH (Debian: nsight-systems in non-free; NVIDIA: nsight-systems-cli)")
+        raise nsys_error("nsys is not on PATH (Debian: nsight-systems in non-free; NVIDIA: nsight-systems-cli)")
     report = folder / REPORT
     run_logged(command(str(nsys), report, program, device=device), folder, timeout_s, environment)
-    return exported(nsys, report)
+    return export_report(nsys, report)

@@ -64,7 +64,7 @@ def hold(job: SessionRequest, folder: Path) -> dict[str, Session]:
         database = database_of(program, folder, device=job.device, timeout_s=limit_s, environment=environment)
         in_database = read_database(database)
     else:
-        _run(program, folder, limit_s, environment)
+        _run_child(program, folder, limit_s, environment)
     return {
         text: _session(job, folder / str(index), case, None if in_database is None else in_database.get(text, ()))
         for index, case in enumerate(job.cases)
@@ -100,14 +100,14 @@ def _session(job: SessionRequest, folder: Path, case: CaseLike, seen: Sequence[S
             why = error_text(end.error) if end.error else "its program left early"
             return lost(problem=f"rank {rank} failed: {why}")
         ranks.append(end.value)
-    if problem := _parted(job.steps, ranks):
+    if problem := _explain_mismatch(job.steps, ranks):
         return lost(problem=problem)
     if seen is None:
         seen = read_traces(folder, case.world_size)
     return Session(tool=job.tool, folder=folder, ranks=tuple(ranks), seen=tuple(seen))
 
 
-def _parted(steps: range | None, ranks: Sequence[WatchedRank]) -> str:
+def _explain_mismatch(steps: range | None, ranks: Sequence[WatchedRank]) -> str:
     """Why what was watched is not what the ledger gives to the chosen steps, "" when it is."""
     for rank, measured in enumerate(ranks):
         mine = {event.call_index for event in measured.events if steps is None or event.step in steps}
@@ -117,7 +117,7 @@ def _parted(steps: range | None, ranks: Sequence[WatchedRank]) -> str:
     return ""
 
 
-def _run(program: Sequence[str], folder: Path, limit_s: float, environment: Mapping[str, str]) -> None:
+def _run_child(program: Sequence[str], folder: Path, limit_s: float, environment: Mapping[str, str]) -> None:
     """Run the child to its end; what it prints goes to a log, since it belongs to no table."""
     log = folder / "session.log"
     try:

@@ -60,7 +60,7 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(median=statistics.median(ordered), low=ordered[first], high=ordered[n - 1 - first])
 
 
-def timed(folder: Path, seen: Sequence[Sighting]) -> list[Timed]:
+def time_sightings(folder: Path, seen: Sequence[Sighting]) -> list[Timed]:
     """The times of every sighting of a session's traces, in the same order."""
     starts: dict[tuple[int, int], float] = {}
     spans: dict[tuple[int, int], tuple[float, float]] = {}
@@ -87,7 +87,7 @@ def _spans(trace: Mapping[str, Any], seen: Sequence[Sighting]) -> dict[int, tupl
     rows = [row for row in trace.get("traceEvents", ()) if "dur" in row]
     if any(row.get("cat") in _ON_DEVICE for row in rows):
         return _on_device(rows, seen)
-    compute = joined(_span(row) for row in rows if str(row["name"]).startswith("aten::"))
+    compute = join_spans(_span(row) for row in rows if str(row["name"]).startswith("aten::"))
     waiting: dict[str, list[Span]] = {}
     for row in sorted(rows, key=lambda row: float(row["ts"])):
         if str(row["name"]).startswith("gloo:"):
@@ -97,14 +97,14 @@ def _spans(trace: Mapping[str, Any], seen: Sequence[Sighting]) -> dict[int, tupl
         ready = waiting.get(backend_word(s.op), [])
         at = next((i for i, (start, _) in enumerate(ready) if start >= s.start_us), None)
         span = (s.start_us, s.start_us + s.duration_us) if at is None else ready.pop(at)
-        found[s.index] = (span[1] - span[0], shared(span, compute))
+        found[s.index] = (span[1] - span[0], shared_time(span, compute))
     return found
 
 
 def _on_device(rows: Sequence[Mapping[str, Any]], seen: Sequence[Sighting]) -> dict[int, tuple[float, float]]:
     """Times from the kernels: a row of the host that launches one carries its correlation."""
     work = [row for row in rows if row.get("cat") in _ON_DEVICE]
-    compute = joined(_span(row) for row in work if not _is_nccl(row))
+    compute = join_spans(_span(row) for row in work if not _is_nccl(row))
     launched = {_correlation(row): float(row["ts"]) for row in rows if row.get("cat") in _LAUNCHING}
     nccl = [row for row in work if _is_nccl(row) and _correlation(row) in launched]
     calls = sorted((launched[_correlation(row)], _span(row)) for row in nccl)
@@ -115,7 +115,7 @@ def _on_device(rows: Sequence[Mapping[str, Any]], seen: Sequence[Sighting]) -> d
         mine = [span for _, span in calls[first:last]]
         begun = min((start for start, _ in mine), default=s.start_us)
         span = (begun, max((end for _, end in mine), default=begun))
-        found[s.index] = (span[1] - span[0], shared(span, compute))
+        found[s.index] = (span[1] - span[0], shared_time(span, compute))
     return found
 
 
@@ -131,7 +131,7 @@ def _span(row: Mapping[str, Any]) -> Span:
     return float(row["ts"]), float(row["ts"]) + float(row["dur"])
 
 
-def joined(spans: Iterable[Span]) -> list[Span]:
+def join_spans(spans: Iterable[Span]) -> list[Span]:
     """The spans as disjoint ones, by start."""
     disjoint: list[Span] = []
     for start, end in sorted(spans):
@@ -142,7 +142,7 @@ def joined(spans: Iterable[Span]) -> list[Span]:
     return disjoint
 
 
-def shared(span: Span, disjoint: Sequence[Span]) -> float:
+def shared_time(span: Span, disjoint: Sequence[Span]) -> float:
     """How much of a span falls on disjoint ones, given by start."""
     first = max(bisect_left(disjoint, (span[0], 0.0)) - 1, 0)
     total = 0.0

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from shardproof.bugs.record import FOLDER, Bug, read
+from shardproof.bugs.record import FOLDER, Bug, read_bugs
 
 _WORD = re.compile(r"([\w%]+)(!=|[=<>])(\S+)")
 _ORDER: Mapping[str, Callable[[float, float], bool]] = {"<": operator.lt, ">": operator.gt}
@@ -52,7 +52,7 @@ def _text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-VARIANTS: dict[str, Bug] = {bug.name: bug for bug in read(FOLDER / "variants.txt", Bug, {})}
+VARIANTS: dict[str, Bug] = {bug.name: bug for bug in read_bugs(FOLDER / "variants.txt", Bug, {})}
 """Name -> the bug; `stands_for` is its source, `wrong` what deviates, `suite` words that make a case show it."""
 _DERIVED: dict[str, tuple[str, Callable[[Mapping[str, Any]], int]]] = {
     "kv_group": ("rows of a kv group", lambda v: (v["heads"] // v["kv_heads"] + 2) * (v["hidden"] // v["heads"])),

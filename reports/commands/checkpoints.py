@@ -17,7 +17,7 @@ import pandas as pd
 
 from shardproof.harness.errors import RequestError
 from shardproof.harness.resolve import resolve
-from shardproof.harness.verdicts.words import NO_CAUSE, labelled
+from shardproof.harness.verdicts.words import NO_CAUSE, label_lines
 from shardproof.reports.options.command_options import SLICED
 from shardproof.reports.printing.text import show_message, show_note, show_table
 from shardproof.reports.printing.text_tables import Table, count, mark, table
@@ -61,7 +61,7 @@ def six_lines(difference: Any, a: str, b: str) -> str:
     first = difference.first
     lines = {name: getattr(first, name) for name in ("what", "where", "error", "pieces")}
     repeat = f"shardproof checkpoint {shlex.join([a, b])} --tensor {shlex.quote(first.key)}"
-    return "\n".join(labelled(lines | {"causes": first.cause or NO_CAUSE, "repeat": repeat}))
+    return "\n".join(label_lines(lines | {"causes": first.cause or NO_CAUSE, "repeat": repeat}))
 
 
 SLICES = "shardproof.parallel.slicing.slices:slices"
@@ -86,11 +86,11 @@ def slice_main(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(_slices_as_json(text, sliced, made, checked), indent=2))
         return int(bool(checked and checked.wrong))
-    show_table(held_table(text, sliced.path, rows(made, sliced.tp)), sys.stdout)
-    return _tell(checked, arguments.check, sliced.tp)
+    show_table(held_table(text, sliced.path, rows_of_tensors(made, sliced.tp)), sys.stdout)
+    return _print_checked(checked, arguments.check, sliced.tp)
 
 
-def rows(made: Iterable[Any], tp: int) -> pd.DataFrame:
+def rows_of_tensors(made: Iterable[Any], tp: int) -> pd.DataFrame:
     """Rows for each rank of each tensor; the words of a tensor stand in its first row only.
 
     tensor, made_of, whole, dim, rank ("all" for what is whole), holds, part (shape on the rank), cut.
@@ -98,7 +98,7 @@ def rows(made: Iterable[Any], tp: int) -> pd.DataFrame:
     lines = []
     for one in made:
         place = one.place
-        whole = _shape(place.shape)
+        whole = _text_of_shape(place.shape)
         own = "" if one.sources == (one.name,) else " + ".join(one.sources)
         first = {"tensor": one.name, "made_of": own, "whole": whole, "cut": one.rule}
         if not place.cuts:
@@ -110,21 +110,21 @@ def rows(made: Iterable[Any], tp: int) -> pd.DataFrame:
             ranges = cut.held[rank]
             shape = (*place.shape[: cut.dim], sum(map(len, ranges)), *place.shape[cut.dim + 1 :])
             cells = {**dict.fromkeys(first, ""), "dim": ""} if rank else {**first, "dim": dim}
-            lines.append({**cells, "rank": str(rank), "holds": _ranges(ranges), "part": _shape(shape)})
+            lines.append({**cells, "rank": str(rank), "holds": _text_of_ranges(ranges), "part": _text_of_shape(shape)})
     return pd.DataFrame(lines, columns=["tensor", "made_of", "whole", "dim", "rank", "holds", "part", "cut"])
 
 
-def _shape(shape: Sequence[int]) -> str:
+def _text_of_shape(shape: Sequence[int]) -> str:
     return " x ".join(map(str, shape))
 
 
-def _ranges(ranges: Iterable[range]) -> str:
+def _text_of_ranges(ranges: Iterable[range]) -> str:
     """0-383 768-1151, or "none"."""
     return " ".join(f"{part.start}-{part.stop - 1}" if len(part) > 1 else str(part.start) for part in ranges) or "none"
 
 
 def held_table(text: str, path: str, frame: pd.DataFrame) -> Table:
-    """The table of `rows`."""
+    """The table of `rows_of_tensors`."""
     columns = "tensor | whole | cut by: dim | rank | holds | shape there: part | how: cut"
     columns += " | made of: made_of" * bool(frame["made_of"].any())
     way = "kernel injection, weights [in, out]" if path == "container" else "AutoTP, weights [out, in]"
@@ -133,7 +133,7 @@ def held_table(text: str, path: str, frame: pd.DataFrame) -> Table:
     )
 
 
-def _tell(checked: Any, files: Sequence[str], tp: int) -> int:
+def _print_checked(checked: Any, files: Sequence[str], tp: int) -> int:
     """Print the result of a checkpoint; returns the exit status."""
     if checked is None:
         return 0

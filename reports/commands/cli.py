@@ -31,7 +31,7 @@ class _Parser(argparse.ArgumentParser):
     """A wrong option is one line, like every wrong request."""
 
     def error(self, message: str) -> NoReturn:
-        _complain(f"{self.prog}: {message}; see {self.prog} --help")
+        _print_error(f"{self.prog}: {message}; see {self.prog} --help")
         self.exit(_WRONG_REQUEST)
 
 
@@ -49,24 +49,24 @@ class _Version(argparse.Action):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command of these words (default: the process's own) and return its exit status."""
     try:
-        parsed = _parser(sys.argv[1:] if arguments is None else arguments).parse_args(arguments)
+        parsed = _build_parser(sys.argv[1:] if arguments is None else arguments).parse_args(arguments)
     except SystemExit as end:  # argparse has printed its help or its one message
         return end.code if isinstance(end.code, int) else _WRONG_REQUEST
-    if empty := _empty(parsed):
-        _complain(f"shardproof {parsed.command}: {empty}='': is empty; legal: a word, or leave it out")
+    if empty := _find_empty_option(parsed):
+        _print_error(f"shardproof {parsed.command}: {empty}='': is empty; legal: a word, or leave it out")
         return _WRONG_REQUEST
     parsed.isolated = arguments is None  # the process is ours and has not used autograd, so that it can be forked
     try:
         with without_garbage_collection():
-            from shardproof.reports.options.request import read
+            from shardproof.reports.options.request import read_request
 
-            parsed.request = read(parsed)
+            parsed.request = read_request(parsed)
             with interrupted_after():  # torch and pandas: once interrupted, they break whatever comes then
-                command = _command(parsed.command)
+                command = _import_command(parsed.command)
         status = command(parsed)
         sys.stdout.flush()
     except ShardproofError as error:
-        _complain(f"shardproof {parsed.command}: {error}")
+        _print_error(f"shardproof {parsed.command}: {error}")
         return error.exit_status
     except KeyboardInterrupt:
         print("\nshardproof: interrupted", file=sys.stderr)
@@ -77,11 +77,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as problem:  # a bug of ours, told as such: 1 would say that a check failed
         if isinstance(problem, OSError) and problem.errno in DISK_FAILED:
             where = problem.filename or "what it prints"
-            _complain(f"shardproof {parsed.command}: {where} cannot be written ({problem.strerror})")
+            _print_error(f"shardproof {parsed.command}: {where} cannot be written ({problem.strerror})")
             _drop_output()
             return _MACHINE
-        _complain(traceback.format_exc().rstrip())
-        _complain("shardproof: this is a bug in shardproof and no verdict on the subject")
+        _print_error(traceback.format_exc().rstrip())
+        _print_error("shardproof: this is a bug in shardproof and no verdict on the subject")
         return _MACHINE
     return int(status)
 
@@ -91,7 +91,7 @@ def _drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _command(word: str) -> Callable[[argparse.Namespace], int]:  # noqa: PLR0912  (a command each)
+def _import_command(word: str) -> Callable[[argparse.Namespace], int]:  # noqa: PLR0912  (a command each)
     """Function of this command, imported now: neither `--help` nor a wrong word waits for torch and pandas."""
     match word:
         case "run":
@@ -133,7 +133,7 @@ def _command(word: str) -> Callable[[argparse.Namespace], int]:  # noqa: PLR0912
     return main
 
 
-def _complain(message: str) -> None:
+def _print_error(message: str) -> None:
     """Print what is wrong on stderr; rich, which folds it in a terminal, is loaded only there."""
     with suppress(OSError):  # its disk may be full, too: the exit status remains
         if sys.stderr.isatty():
@@ -144,7 +144,7 @@ def _complain(message: str) -> None:
             print(printable(message), file=sys.stderr)
 
 
-def _empty(parsed: argparse.Namespace) -> str:
+def _find_empty_option(parsed: argparse.Namespace) -> str:
     """Option that was given as an empty word, as a shell does with an unset variable: it must choose nothing."""
     for name, value in vars(parsed).items():
         if name == "program":  # the words of another command
@@ -155,7 +155,7 @@ def _empty(parsed: argparse.Namespace) -> str:
     return ""
 
 
-def _parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
+def _build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     """The parser of these words; of the options of all commands, or of `run` alone where that is the command."""
     parser = _Parser(
         prog="shardproof",

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pandas as pd
 
-from shardproof.reports.comparing.compared_sides import check_name, limits
+from shardproof.reports.comparing.compared_sides import check_name, parse_limits
 from shardproof.reports.comparing.comparison import Comparison, compare
 from shardproof.reports.comparing.intervals import CONFIDENCE, FEWEST
-from shardproof.reports.comparing.snapshot import Snapshot, save, side, snapshot
+from shardproof.reports.comparing.snapshot import Snapshot, read_side, save_snapshot, snapshot
 from shardproof.reports.printing.modes import modes_table, side_by_side
 from shardproof.reports.printing.text import append_step_summary, show_message, show_note, show_table, show_words
 from shardproof.reports.printing.text_tables import NOTHING, Table, count, mark, mebibytes, milliseconds, pair, table
@@ -25,38 +25,38 @@ from shardproof.reports.stored.frames import load
 
 def main(arguments: argparse.Namespace) -> int:
     """Compare, print, and store a baseline where one is named."""
-    asked = limits(arguments.fail)
+    asked = parse_limits(arguments.fail)
     if arguments.save_baseline is not None:
         check_name(arguments.save_baseline)
     if arguments.new is None:
-        return _one(arguments)
-    base, new = (side(name, arguments.baselines) for name in (arguments.base, arguments.new))
+        return _snapshot_one(arguments)
+    base, new = (read_side(name, arguments.baselines) for name in (arguments.base, arguments.new))
     comparison = compare(base, new, asked)
     if arguments.json:
         print(json.dumps(_as_json(comparison), indent=2, allow_nan=False))
     else:
-        _tell(comparison)
+        _print_comparison(comparison)
     if arguments.save_baseline:
-        _save(new, arguments)
+        _save_baseline(new, arguments)
     return 1 if comparison.breaches else 0
 
 
-def _one(arguments: argparse.Namespace) -> int:
+def _snapshot_one(arguments: argparse.Namespace) -> int:
     run = load(arguments.base)
     for note in run.notes:
         show_note(note, sys.stdout)
     show_table(modes_table(side_by_side(run)), sys.stdout)
     if arguments.save_baseline:
-        _save(snapshot(run, arguments.base), arguments)
+        _save_baseline(snapshot(run, arguments.base), arguments)
     return 0
 
 
-def _save(kept: Snapshot, arguments: argparse.Namespace) -> None:
-    path: Path = save(kept, arguments.save_baseline, arguments.baselines)
+def _save_baseline(kept: Snapshot, arguments: argparse.Namespace) -> None:
+    path: Path = save_snapshot(kept, arguments.save_baseline, arguments.baselines)
     print(f"{path}  (a baseline; `shardproof compare {path.name} RUN` holds a run against it)", file=sys.stderr)
 
 
-def _tell(comparison: Comparison) -> None:
+def _print_comparison(comparison: Comparison) -> None:
     for note in comparison.notes:
         show_note(note, sys.stdout)
     tables = [traffic_change_table(comparison)]
@@ -94,7 +94,7 @@ def traffic_change_table(comparison: Comparison) -> Table:
 
 def events_table(events: pd.DataFrame) -> Table:
     """Every event that is new, gone or changed."""
-    frame = events.assign(both_calls=_pairs(events, "calls"), both_bytes=_pairs(events, "payload_bytes"))
+    frame = events.assign(both_calls=_pair_texts(events, "calls"), both_bytes=_pair_texts(events, "payload_bytes"))
     return table(
         "Events that differ",
         frame,
@@ -107,7 +107,7 @@ def events_table(events: pd.DataFrame) -> Table:
     )
 
 
-def _pairs(frame: pd.DataFrame, column: str) -> list[str]:
+def _pair_texts(frame: pd.DataFrame, column: str) -> list[str]:
     both = zip(frame[f"base_{column}"], frame[f"new_{column}"], strict=True)
     return [f"{count(old)} -> {count(now)}" for old, now in both]
 
@@ -118,9 +118,12 @@ def times_table(times: pd.DataFrame) -> Table:
     louder = times[(times["measure"] != "elapsed") & ~times["change"].isin(["~", "too few"])]
     rows = pd.concat([typical, louder]).sort_values(["mode", "phase"], kind="stable")
     frame = rows.assign(
-        interval=[f"{_ratio(low)} .. {_ratio(high)}" for low, high in zip(rows["low"], rows["high"], strict=True)],
-        clock=rows["clock_ratio"].map(_ratio),
-        beside_other=rows["ratio"].map(_ratio),
+        interval=[
+            f"{_text_of_ratio(low)} .. {_text_of_ratio(high)}"
+            for low, high in zip(rows["low"], rows["high"], strict=True)
+        ],
+        clock=rows["clock_ratio"].map(_text_of_ratio),
+        beside_other=rows["ratio"].map(_text_of_ratio),
     )
     return table(
         "Time of a micro-batch",
@@ -138,7 +141,7 @@ def times_table(times: pd.DataFrame) -> Table:
     )
 
 
-def _ratio(value: float) -> str:
+def _text_of_ratio(value: float) -> str:
     return NOTHING if math.isnan(value) else f"{value:.2f}"
 
 

@@ -1,7 +1,8 @@
 """`shardproof doctor`: what this machine offers, what would be skipped here, and why.
 
-`inspect` looks, `judge` turns what it saw into rows; nothing is started and nothing is changed. Anything missing or
-broken is a row: a package is imported where its row is made, and the row holds what the import raises.
+`inspect_machine` looks, `judge_machine` turns what it saw into rows; nothing is started and nothing is changed.
+Anything missing or broken is a row: a package is imported where its row is made, and the row holds what the import
+raises.
 """
 
 import argparse
@@ -67,7 +68,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Print the table; exit status 0, for a machine without a GPU is no error."""
     del arguments  # every command takes them; this one has none
     words = {"title": "This machine", "headers": ("what", "found", "usable", "what follows")}
-    rows, note = judge(inspect())
+    rows, note = judge_machine(inspect_machine())
     try:  # tables need pandas, and terminals rich: what may be what is missing
         tables, text = (
             import_module("shardproof.reports.printing.text_tables"),
@@ -79,11 +80,11 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def inspect() -> Machine:
+def inspect_machine() -> Machine:
     """Look at this machine."""
     problems: dict[str, str] = {}
 
-    def seen(what: str, ask: Callable[[], T], otherwise: T) -> T:
+    def look_for(what: str, ask: Callable[[], T], otherwise: T) -> T:
         try:
             return ask()
         except KeyboardInterrupt:
@@ -93,18 +94,18 @@ def inspect() -> Machine:
             return otherwise
 
     for name in NEEDED:
-        seen(name, lambda name=name: import_module(name), None)  # type: ignore[misc]
-    version = seen("torch", lambda: str(import_module("torch").__version__), "")
+        look_for(name, lambda name=name: import_module(name), None)  # type: ignore[misc]
+    version = look_for("torch", lambda: str(import_module("torch").__version__), "")
     return Machine(
         python=platform.python_version(),
         torch=version,
-        torch_note=seen("torch", lambda: _torch_note(version), "") if version else "",
-        nvtx=_version("nvtx"),
-        nvtx_listener=seen("nvtx", _listens, False),
-        backends=seen("torch.distributed", _backends, ()) if version else (),
-        gpus=seen("GPU", _gpus, ()) if version else (),
+        torch_note=look_for("torch", lambda: _torch_note(version), "") if version else "",
+        nvtx=_installed_version("nvtx"),
+        nvtx_listener=look_for("nvtx", _is_tool_listening, False),
+        backends=look_for("torch.distributed", _list_backends, ()) if version else (),
+        gpus=look_for("GPU", _list_gpus, ()) if version else (),
         nsys=shutil.which("nsys") or "",
-        peers={name: _version(name) for name in PEERS},
+        peers={name: _installed_version(name) for name in PEERS},
         checkouts={name: os.environ.get(name, "") for name in CHECKOUTS},
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         problems=problems,
@@ -115,17 +116,17 @@ def _torch_note(version: str) -> str:
     from shardproof.harness.torch_internals import lookup  # noqa: PLC0415  (where torch is missing, a problem of its row)
 
     import_module("shardproof.harness.torch_internals.autograd")  # a torch that is there in part shows
-    if _release(version) < lookup.TESTED[0]:
+    if _parse_release(version) < lookup.TESTED[0]:
         return f"too old: {lookup.untested_note(version)}"
     return lookup.untested_note(version) or f"tested with {lookup.tested_span()}"
 
 
-def _listens() -> bool:
+def _is_tool_listening() -> bool:
     """Whether a tool listens: without one, nvtx hands out a domain that does nothing."""
     return type(import_module("nvtx").get_domain("shardproof")).__name__ != "DummyDomain"
 
 
-def _backends() -> tuple[str, ...]:
+def _list_backends() -> tuple[str, ...]:
     dist: Any = import_module("torch.distributed")
     if not dist.is_available():
         return ()
@@ -133,70 +134,75 @@ def _backends() -> tuple[str, ...]:
     return tuple(name for name, there in available.items() if there)
 
 
-def _gpus() -> tuple[str, ...]:
+def _list_gpus() -> tuple[str, ...]:
     cuda: Any = import_module("torch").cuda
     return tuple(cuda.get_device_name(number) for number in range(cuda.device_count()))
 
 
-def _version(package: str) -> str:
+def _installed_version(package: str) -> str:
     try:
         return str(metadata.version(package))
     except Exception:  # not installed, or installed in part: without its metadata
         return ""
 
 
-def judge(machine: Machine) -> tuple[tuple[Row, ...], str]:
+def judge_machine(machine: Machine) -> tuple[tuple[Row, ...], str]:
     """Judge each thing that matters, in a row: is it there, and what follows. Then the line below the rows."""
-    rows = (*_base(machine), *_devices(machine), *_tools(machine))
+    rows = (*_judge_base(machine), *_judge_devices(machine), *_judge_tools(machine))
     missing = sum(there == "no" for _, _, there, _ in rows)
     note = f"{missing} of {len(rows)} are not here; `shardproof run` needs python, torch, nvtx and packages, and no GPU"
     return rows, note
 
 
-def _base(machine: Machine) -> Iterator[Row]:
-    python = _release(machine.python) >= OLDEST_PYTHON
+def _judge_base(machine: Machine) -> Iterator[Row]:
+    python = _parse_release(machine.python) >= OLDEST_PYTHON
     oldest = ".".join(map(str, OLDEST_PYTHON))
-    yield "python", machine.python, _word(python), "" if python else f"too old: {oldest} or newer is needed"
+    yield "python", machine.python, _word_for(python), "" if python else f"too old: {oldest} or newer is needed"
     broken = machine.problems.get("torch", "")
     usable = bool(machine.torch) and not broken and not machine.torch_note.startswith("too old")
-    yield "torch", machine.torch or "-", _word(usable), f"cannot be used: {broken}" if broken else machine.torch_note
+    yield (
+        "torch",
+        machine.torch or "-",
+        _word_for(usable),
+        f"cannot be used: {broken}" if broken else machine.torch_note,
+    )
     lost = {name: machine.problems[name] for name in NEEDED if name in machine.problems}
     problems = "; ".join(f"{name}: {problem}" for name, problem in lost.items())
-    yield "packages", "some missing" if lost else "all there", _word(not lost), problems or ", ".join(NEEDED)
+    yield "packages", "some missing" if lost else "all there", _word_for(not lost), problems or ", ".join(NEEDED)
     yield "cores", str(machine.cores), "yes", "one is enough: the ranks of the in-process engine take turns"
 
 
-def _devices(machine: Machine) -> Iterator[Row]:
+def _judge_devices(machine: Machine) -> Iterator[Row]:
     for backend, offer in POOL.items():
         there = backend in machine.backends
         lack = f"no process groups over {backend}; the in-process engine does not need them"
         lack = machine.problems.get("torch.distributed", lack)
-        yield f"backend {backend}", backend if there else "-", _word(there), offer if there else lack
+        yield f"backend {backend}", backend if there else "-", _word_for(there), offer if there else lack
     gpus = ", ".join(machine.gpus)
     lack = "--device cuda is refused, tests marked `gpu` are skipped; everything else runs on the CPU"
-    yield "GPU", gpus or "none", _word(bool(gpus)), "" if gpus else machine.problems.get("GPU", lack)
+    yield "GPU", gpus or "none", _word_for(bool(gpus)), "" if gpus else machine.problems.get("GPU", lack)
 
 
-def _tools(machine: Machine) -> Iterator[Row]:
+def _judge_tools(machine: Machine) -> Iterator[Row]:
     listens = "a tool listens: every run shows there" if machine.nvtx_listener else "no tool listens: ranges go nowhere"
     broken = machine.problems.get("nvtx", "")
     there = bool(machine.nvtx) and not broken
-    yield "nvtx", machine.nvtx or "-", _word(there), f"cannot be used: {broken}" if broken else listens
-    yield "nsys", machine.nsys or "-", _word(bool(machine.nsys)), _PROFILED if machine.nsys else _UNPROFILED
+    yield "nvtx", machine.nvtx or "-", _word_for(there), f"cannot be used: {broken}" if broken else listens
+    yield "nsys", machine.nsys or "-", _word_for(bool(machine.nsys)), _PROFILED if machine.nsys else _UNPROFILED
     for name, lack in PEERS.items():
         version = machine.peers[name]
-        yield name, version or "-", _word(bool(version)), "" if version else lack
+        yield name, version or "-", _word_for(bool(version)), "" if version else lack
     for variable, system in CHECKOUTS.items():
         folder = machine.checkouts[variable]
         there, lack = os.path.isdir(folder), f"names no checkout: the subject of {system} cannot run here"
-        yield variable, folder or "-", _word(there), "" if there else lack
+        yield variable, folder or "-", _word_for(there), "" if there else lack
 
 
-def _word(there: bool) -> str:
+def _word_for(there: bool) -> str:
     return "yes" if there else "no"
 
 
-def _release(version: str) -> tuple[int, ...]:
+def _parse_release(version: str) -> tuple[int, ...]:
     """(2, 13) of "2.13.0+cpu"; 0 for what is no number."""
     digits = ("".join(char for char in part if char.isdigit()) for part in version.split(".")[:2])
     return tuple(int(part or 0) for part in digits)

@@ -38,30 +38,32 @@ class Line(NamedTuple):
 def main(arguments: argparse.Namespace) -> int:
     """Print the terms of one case of a run. Exit status 0; raises RequestError when the run has no such case."""
     run = load(arguments.run)
-    case = _chosen(run, " ".join(arguments.case))
+    case = _choose_case(run, " ".join(arguments.case))
     verdicts = run.verdicts[(run.verdicts["case"] == case) & ~run.verdicts["verdict"].isin(("pass", "skip"))]
     if len(verdicts):
         checks = ", ".join(verdicts["check"])
         show_note(f"{case} did not pass ({checks}): what it did may be wrong", sys.stderr)
-    show_message(written(case, run.path.resolve().name, lines(run, case, short=arguments.short)), sys.stdout)
+    show_message(
+        write_terms(case, run.path.resolve().name, lines_of_terms(run, case, short=arguments.short)), sys.stdout
+    )
     return 0
 
 
-def _chosen(run: Run, text: str) -> str:
+def _choose_case(run: Run, text: str) -> str:
     """The case of this text among those of the run, in any order of words; without a text, the only one."""
     cases = [str(case) for case in run.cases["case"]]
     if not text:
         if len(cases) == 1:
             return cases[0]
-        raise RequestError(f"run {run.path}: has {len(cases)} cases, so name one; legal: {_quoted(cases)}")
+        raise RequestError(f"run {run.path}: has {len(cases)} cases, so name one; legal: {_quote_cases(cases)}")
     own = "words" in run.cases  # in words of a subject's own, which are read by it alone
     for case in cases:
-        if {*case.split()} == {*text.split()} or (not own and _canonical(case) == _canonical(text)):
+        if {*case.split()} == {*text.split()} or (not own and _canonical_text(case) == _canonical_text(text)):
             return case
-    raise RequestError(f"case {text!r}: is not in run {run.path}; legal: {_quoted(cases)}")
+    raise RequestError(f"case {text!r}: is not in run {run.path}; legal: {_quote_cases(cases)}")
 
 
-def _canonical(text: str) -> str:
+def _canonical_text(text: str) -> str:
     """The text of the case of our decoder that is written so; any other text as it is."""
     try:
         return case_text(read_case(text))
@@ -69,39 +71,39 @@ def _canonical(text: str) -> str:
         return text
 
 
-def _quoted(cases: Sequence[str]) -> str:
+def _quote_cases(cases: Sequence[str]) -> str:
     more = f" and {len(cases) - 5} more" if len(cases) > 5 else ""
     return ", ".join(f'"{case}"' for case in cases[:5]) + more
 
 
-def lines(run: Run, case: str, *, short: bool = False) -> list[Line]:
+def lines_of_terms(run: Run, case: str, *, short: bool = False) -> list[Line]:
     """The terms of what this case did, in the order in which the first of its calls were issued.
 
     A term stands for all equal calls; `short`: for all calls of an op over an axis.
     """
     events = run.events[run.events["case"] == case].sort_values(["rank", "call_index"], kind="stable")
-    ranks, axes = _ranks(run, case, events), dict[str, Any]()
+    ranks, axes = _ranks_that_ran(run, case, events), dict[str, Any]()
     with suppress(RequestError):  # of somebody else's cases no mesh is known
         axes |= read_case(case).axes
-    unknown = _unknown(run)
+    unknown = _unknown_columns(run)
     names = [name for name in (_SHORT if short else _SIZED) if name not in unknown]
     short = short or "payload_bytes" in unknown
     lines_of_terms = []
     for values, alike in events.groupby(names, sort=False, observed=True, dropna=False):
-        fields: dict[str, Any] = dict(zip(names, (_plain(value) for value in values), strict=True))
+        fields: dict[str, Any] = dict(zip(names, (_plain_value(value) for value in values), strict=True))
         sizes = [] if short else list(alike.groupby("payload_bytes", sort=False))
-        if not short and all(len(set(_amounts(equal, ranks))) == 1 for _, equal in sizes):
+        if not short and all(len(set(_amounts_by_rank(equal, ranks))) == 1 for _, equal in sizes):
             lines_of_terms += [
-                Line(Term(**fields, payload_bytes=_plain(size), calls=_amounts(equal, ranks)[0][0]))
+                Line(Term(**fields, payload_bytes=_plain_value(size), calls=_amounts_by_rank(equal, ranks)[0][0]))
                 for size, equal in sizes
             ]
         else:
-            summed = [_summed(fields, _amounts(alike, ranks), ranks)]
+            summed = [_sum_term(fields, _amounts_by_rank(alike, ranks), ranks)]
             lines_of_terms += (not short and _by_place(fields, sizes, ranks, axes)) or summed
     return lines_of_terms
 
 
-def _unknown(run: Run) -> set[str]:
+def _unknown_columns(run: Run) -> set[str]:
     """Columns that the traces of a run do not know for every call; their modules are no paths in a model."""
     return {"region", *run.env.get("unknown", {}).get("columns", ())} if "source" in run.env else set()
 
@@ -115,13 +117,13 @@ def _by_place(
         found = []
         for size, equal in sizes:
             calls: dict[int, set[int]] = {}
-            for place, (count, _) in zip(places, _amounts(equal, ranks), strict=True):
+            for place, (count, _) in zip(places, _amounts_by_rank(equal, ranks), strict=True):
                 calls.setdefault(place, set()).add(count)
             if any(len(counts) > 1 for counts in calls.values()):
                 break
             alike = len(set.union(*calls.values())) == 1
             found += [
-                Term(**fields, payload_bytes=_plain(size), calls=count, at={} if alike else {axis: place})
+                Term(**fields, payload_bytes=_plain_value(size), calls=count, at={} if alike else {axis: place})
                 for place, (count,) in ([*calls.items()][:1] if alike else sorted(calls.items()))
                 if count
             ]
@@ -130,31 +132,31 @@ def _by_place(
     return []
 
 
-def _ranks(run: Run, case: str, events: pd.DataFrame) -> list[int]:
+def _ranks_that_ran(run: Run, case: str, events: pd.DataFrame) -> list[int]:
     """The ranks that were run: a dry run and traces have some, and those that issue nothing have no events."""
     if run.env.get("request", {}).get("engine") == "dry" or "source" in run.env:
         return sorted(set(events["rank"]))
     return list(range(int(run.cases.loc[run.cases["case"] == case, "world_size"].iloc[0])))
 
 
-def _plain(value: object) -> Any:
+def _plain_value(value: object) -> Any:
     """A value of a frame as Python's own."""
     return value if isinstance(value, str) else int(str(value))
 
 
-def _amounts(events: pd.DataFrame, ranks: Iterable[int]) -> Amounts:
-    calls = events.groupby("rank")["payload_bytes"].agg(["size", _total])
+def _amounts_by_rank(events: pd.DataFrame, ranks: Iterable[int]) -> Amounts:
+    calls = events.groupby("rank")["payload_bytes"].agg(["size", _total_of_sizes])
     by_rank = {
         int(str(rank)): (int(size), None if total is pd.NA else int(total)) for rank, size, total in calls.itertuples()
     }
     return tuple(by_rank.get(rank, (0, 0)) for rank in ranks)
 
 
-def _total(sizes: pd.Series) -> Any:
+def _total_of_sizes(sizes: pd.Series) -> Any:
     return sizes.sum(skipna=False)
 
 
-def _summed(fields: dict[str, Any], amounts: Amounts, ranks: Sequence[int]) -> Line:
+def _sum_term(fields: dict[str, Any], amounts: Amounts, ranks: Sequence[int]) -> Line:
     """A term of all these calls, with the numbers that all ranks have in common."""
     calls, sizes = {amount[0] for amount in amounts}, {amount[1] for amount in amounts}
     term = Term(
@@ -170,7 +172,7 @@ def _summed(fields: dict[str, Any], amounts: Amounts, ranks: Sequence[int]) -> L
     return Line(term, "; ".join(amounts_of_ranks) if len(alike) > 1 else "")
 
 
-def written(case: str, run: str, found: Sequence[Line]) -> str:
+def write_terms(case: str, run: str, found: Sequence[Line]) -> str:
     """The terms as Python that can be pasted: a function that states them for this case."""
     plain = case.startswith("mode=") and " " not in case  # its text as a case is empty
     other = f'not in ("", {json.dumps(case)})' if plain else f"!= {json.dumps(case)}"

@@ -23,15 +23,15 @@ from shardproof.harness.protocols import case_text
 from shardproof.harness.resolve import resolve
 from shardproof.harness.running.request import seconds
 from shardproof.harness.running.store import Store, environment
-from shardproof.harness.subject import cases_of, named
-from shardproof.reports.options.option_checks import writing
+from shardproof.harness.subject import cases_of, resolve_subject
+from shardproof.reports.options.option_checks import check_writing
 from shardproof.reports.printing.text import (
     append_step_summary,
     show_message,
     show_note,
+    show_progress,
     show_table,
     show_words,
-    ticking,
 )
 from shardproof.reports.printing.text_tables import Table
 from shardproof.reports.stored.files import MATRIX, RunFolderError, csv_table, environment_of
@@ -45,7 +45,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Plant, prove, write the matrix, print; or write bugs as scripts."""
     if arguments.emit_repro is not None:
         return _write_scripts(*arguments.emit_repro, field=arguments.field)
-    subject = named(arguments.subject)
+    subject = resolve_subject(arguments.subject)
     plan_kills: Any = resolve(f"{KILLING}:plan_kills")
     run_kills: Any = resolve(f"{KILLING}:run_kills")
     only = "held-back" if arguments.held_back else "open" if arguments.open else ""
@@ -58,13 +58,13 @@ def main(arguments: argparse.Namespace) -> int:
     store = Store(Path(arguments.out), subject.name, environment(tuple(sys.argv), words))
     processes = min(_PROCESSES, os.cpu_count() or 1)
     try:
-        killed_rows = _written(run_kills(plans, subject, processes=processes), store.path, total)
+        killed_rows = _write_rows(run_kills(plans, subject, processes=processes), store.path, total)
     except KeyboardInterrupt:
         show_message(f"\nfinished rows are in {store.path / 'kill_matrix.csv'}", sys.stderr)
         raise
     finally:
         store.close()
-    _tell(killed_rows, store.path, arguments.json)
+    _print_matrix(killed_rows, store.path, arguments.json)
     if any(killed.row.survived for killed in killed_rows):
         return 1
     return 3 if any(killed.row.machine for killed in killed_rows) else 0
@@ -74,23 +74,23 @@ def _write_scripts(name: str, folder: str, *, field: bool) -> int:
     """Write a script for each bug that a script can show, and a line. Exit status 1 when there is none."""
     scripts: Any = resolve(_SCRIPTS)
     bugs, written = scripts(name, field=field), 0
-    with writing(folder):
+    with check_writing(folder):
         Path(folder).mkdir(parents=True, exist_ok=True)
     for bug, text, why in bugs:
         file = Path(folder) / f"{bug}.py"
         if text:
-            with writing(str(file)):
+            with check_writing(str(file)):
                 file.write_text(text, encoding="utf-8")
             written += 1
         show_message(str(file) if text else f"{bug}: no script: {why}", sys.stdout)
     return 0 if written else 1
 
 
-def _written(kills: Iterable[Any], folder: Path, total: int) -> list[Any]:
+def _write_rows(kills: Iterable[Any], folder: Path, total: int) -> list[Any]:
     """All rows, each written before the next one is waited for: the matrix, and beside it what every row rests on."""
     done: list[Any] = []
     with (
-        ticking(sys.stderr) as tick,
+        show_progress(sys.stderr) as tick,
         (folder / "kill_matrix.csv").open("w", encoding="utf-8", newline="") as matrix,
         (folder / "kills.jsonl").open("w", encoding="utf-8") as details,
     ):
@@ -99,16 +99,16 @@ def _written(kills: Iterable[Any], folder: Path, total: int) -> list[Any]:
         for killed in kills:
             done.append(killed)
             writer.writerow(killed.row.cells())
-            details.write(json.dumps(_detail(killed)) + "\n")
+            details.write(json.dumps(_detail_of_kill(killed)) + "\n")
             matrix.flush()
             details.flush()
             row = killed.row
             named = "held-back" if row.held_back else f"{row.name} {' '.join(row.killed_by)}".rstrip()
-            tick(len(done), total, f"mode={row.mode} {named}", _word(row))
+            tick(len(done), total, f"mode={row.mode} {named}", _word_of_row(row))
     return done
 
 
-def _detail(killed: Any) -> dict[str, str]:
+def _detail_of_kill(killed: Any) -> dict[str, str]:
     row: Kill = killed.row
     if row.held_back:
         return {"name": "held-back", "mode": row.mode, "equivalent": row.equivalent}
@@ -116,15 +116,15 @@ def _detail(killed: Any) -> dict[str, str]:
     return words | {"equivalent": row.equivalent, "unmissed": killed.unmissed}
 
 
-def _word(row: Kill) -> str:
+def _word_of_row(row: Kill) -> str:
     return "killed" if row.killed else "equivalent" if row.equivalent else "no verdict" if row.machine else "survived"
 
 
-def _tell(killed_rows: Sequence[Any], folder: Path, as_json: bool) -> None:
+def _print_matrix(killed_rows: Sequence[Any], folder: Path, as_json: bool) -> None:
     rows: list[Kill] = [killed.row for killed in killed_rows]
     unmissed = [(killed.row.mode, killed.row.name.removeprefix("drop "), killed.unmissed) for killed in killed_rows]
     unmissed = sorted(line for line in unmissed if line[-1])
-    open_rows, held_rows = _parted(rows)
+    open_rows, held_rows = _split_rows(rows)
     alone, tables = killed_alone(rows, tuple(CHECKS)), figure_tables(rows)
     for table in tables:
         append_step_summary(table, str(folder), os.environ)
@@ -132,12 +132,12 @@ def _tell(killed_rows: Sequence[Any], folder: Path, as_json: bool) -> None:
         summary = {
             "run": str(folder),
             "rows": len(rows),
-            **_shares(figures(open_rows)),
+            **_shares_as_json(figures(open_rows)),
             "survivors": [{"name": row.name, "mode": row.mode} for row in rows if row.survived],
             "checks": {check: {"kills": kills, "alone": only} for check, (kills, only, _) in alone.items()},
             "unmissed": unmissed,
         }
-        summary |= {"held_back": _shares(figures(held_rows))} if held_rows else {}
+        summary |= {"held_back": _shares_as_json(figures(held_rows))} if held_rows else {}
         print(json.dumps(summary, indent=2))
         return
     dispensable = Table(
@@ -189,13 +189,13 @@ def matrix_table(rows: Sequence[Kill]) -> Table:
     return Table(
         title="Planted bugs and the checks that kill them",
         headers=("kind", "name", "modes", "killed", "by all of", "seconds"),
-        rows=tuple(_line(kind, name, of_it) for (kind, name), of_it in sorted(by_name.items())),
+        rows=tuple(_line_of_table(kind, name, of_it) for (kind, name), of_it in sorted(by_name.items())),
         numbers=frozenset({5}),
         note="by all of: checks that failed in every mode; seconds: the slowest mode",
     )
 
 
-def _line(kind: str, name: str, rows: Sequence[Kill]) -> tuple[str, ...]:
+def _line_of_table(kind: str, name: str, rows: Sequence[Kill]) -> tuple[str, ...]:
     outcome = "equivalent" if rows[0].equivalent else f"{sum(row.killed for row in rows)} of {len(rows)}"
     always = [check for check in rows[0].killed_by if all(check in row.killed_by for row in rows)]
     modes = " ".join(sorted(row.mode for row in rows))
@@ -213,14 +213,14 @@ def check_table(alone: Mapping[str, tuple[int, int, str]]) -> Table:
     )
 
 
-def _parted(rows: Sequence[Kill]) -> tuple[list[Kill], list[Kill]]:
+def _split_rows(rows: Sequence[Kill]) -> tuple[list[Kill], list[Kill]]:
     """Open rows and held-back ones."""
     return [row for row in rows if not row.held_back], [row for row in rows if row.held_back]
 
 
 def figure_tables(rows: Sequence[Kill]) -> list[Table]:
     """The figures of the open rows and those of the held-back ones, each when there are such rows."""
-    open_rows, held_rows = _parted(rows)
+    open_rows, held_rows = _split_rows(rows)
     tables = [figure_table(figures(open_rows))] if open_rows or not held_rows else []
     return tables + ([figure_table(figures(held_rows), title="Figures of the held-back mutants")] if held_rows else [])
 
@@ -253,5 +253,5 @@ def figure_table(summed: Figures, title: str = "Figures") -> Table:
     )
 
 
-def _shares(summed: Figures) -> dict[str, object]:
+def _shares_as_json(summed: Figures) -> dict[str, object]:
     return {field.name: getattr(summed, field.name) for field in dataclasses.fields(summed)}

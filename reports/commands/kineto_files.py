@@ -21,7 +21,7 @@ from shardproof.harness.protocols import Axes
 from shardproof.harness.traces.calls import find_dtype
 from shardproof.harness.traces.intervals import minus, union
 from shardproof.harness.traces.unknown import UNKNOWN
-from shardproof.reports.stored.files import GROUP_TYPES, joined, recorded
+from shardproof.reports.stored.files import GROUP_TYPES, is_recording, join_ranks
 from shardproof.reports.stored.frames import Run
 
 _NAMES = {
@@ -68,7 +68,7 @@ def write_kineto(run: Run, folder: Path) -> list[str]:
         within = folder if len(cases) == 1 else folder / f"case{number}"
         within.mkdir(parents=True, exist_ok=True)
         groups = _Groups(run, str(case), events)
-        timed = _timed(events, spans)
+        timed = _add_durations(events, spans)
         if dry:
             timed, spans = timed.assign(duration_us=0.0), spans[:0]
         untimed += int((timed["duration_us"] <= 0).sum())
@@ -77,14 +77,19 @@ def write_kineto(run: Run, folder: Path) -> list[str]:
             if not len(own):
                 continue
             computed = spans[(spans["rank"] == rank) & (spans["call_index"] < 0)]
-            rows = [*_steps(own), *_phases(own), *_calls(own, groups, clock), *_computed(own, computed)]
-            _write(within / f"rank{rank}.json", str(case), rank, groups, rows)
+            rows = [
+                *_step_rows(own),
+                *_phase_rows(own),
+                *_call_rows(own, groups, clock),
+                *_computation_rows(own, computed),
+            ]
+            _write_trace(within / f"rank{rank}.json", str(case), rank, groups, rows)
     notes = [UNEVEN] if (run.ledger["op"] == "all_to_all").any() else []
     unseen = f"of {untimed} of {len(run.ledger)} calls no duration is known, so that HTA and TraceLens do not see them"
     return [*notes, unseen] if untimed else notes
 
 
-def _timed(events: pd.DataFrame, spans: pd.DataFrame) -> pd.DataFrame:
+def _add_durations(events: pd.DataFrame, spans: pd.DataFrame) -> pd.DataFrame:
     """The events with the duration of asynchronous calls up to their wait, where that was measured."""
     calls = spans[spans["call_index"] >= 0].assign(lasts_us=lambda call: call["end_us"] - call["start_us"])
     events = events.merge(calls[["case", "rank", "call_index", "lasts_us"]], "left", ["case", "rank", "call_index"])
@@ -99,10 +104,10 @@ class _Groups:
     def __init__(self, run: Run, case: str, events: pd.DataFrame) -> None:
         axes: Axes = {}
         with suppress(RequestError):  # of somebody else's cases no mesh is known
-            axes = {} if recorded(run.path) else read_case(case).axes
+            axes = {} if is_recording(run.path) else read_case(case).axes
         self._of: dict[tuple[int, str], tuple[int, ...]] = {}
-        if recorded(run.path):
-            listed = joined(run.path, "groups.csv", GROUP_TYPES, [])
+        if is_recording(run.path):
+            listed = join_ranks(run.path, "groups.csv", GROUP_TYPES, [])
             single = listed[~listed.duplicated(["rank", "axis"], keep=False)]
             for rank, axis, ranks in single[["rank", "axis", "ranks"]].itertuples(index=False):
                 self._of[int(rank), str(axis)] = tuple(map(int, str(ranks).split()))
@@ -128,22 +133,22 @@ class _Groups:
         return {"Process Group Name": axis if name is None else name, "Process Group Description": axis, **known}
 
 
-def _steps(events: pd.DataFrame) -> Iterator[Row]:
-    for step, start, end in _stretches(events, ["step"]):
+def _step_rows(events: pd.DataFrame) -> Iterator[Row]:
+    for step, start, end in _find_stretches(events, ["step"]):
         if step < 0:  # of a trace without steps
             continue
-        yield _row(f"ProfilerStep#{step}", "user_annotation", _HOST, start, end)
+        yield _make_row(f"ProfilerStep#{step}", "user_annotation", _HOST, start, end)
 
 
-def _phases(events: pd.DataFrame) -> Iterator[Row]:
-    for phase, start, end in _stretches(events, ["step", "microbatch", "phase"]):
+def _phase_rows(events: pd.DataFrame) -> Iterator[Row]:
+    for phase, start, end in _find_stretches(events, ["step", "microbatch", "phase"]):
         if phase == UNKNOWN:
             continue
         word = "optimizer step" if phase == "step" else phase  # programs call a whole step so
-        yield _row(f"## {word} ##", "user_annotation", _HOST, start, end)
+        yield _make_row(f"## {word} ##", "user_annotation", _HOST, start, end)
 
 
-def _stretches(events: pd.DataFrame, levels: list[str]) -> Iterator[tuple[Any, float, float]]:
+def _find_stretches(events: pd.DataFrame, levels: list[str]) -> Iterator[tuple[Any, float, float]]:
     """The values of the last level, each until just before the next change of one; the last one ends with all calls."""
     changes = (events[levels] != events[levels].shift()).any(axis=1)
     starts = [float(start) for start in events.loc[changes, "start_us"]]
@@ -152,7 +157,7 @@ def _stretches(events: pd.DataFrame, levels: list[str]) -> Iterator[tuple[Any, f
     yield from zip(events.loc[changes, levels[-1]], starts, ends, strict=True)
 
 
-def _calls(events: pd.DataFrame, groups: _Groups, clock: str) -> Iterator[Row]:
+def _call_rows(events: pd.DataFrame, groups: _Groups, clock: str) -> Iterator[Row]:
     """The rows of calls, which last no time: how long issuing them took was not measured; and their kernels.
 
     `clock` says in the names of kernels what their time is.
@@ -160,19 +165,22 @@ def _calls(events: pd.DataFrame, groups: _Groups, clock: str) -> Iterator[Row]:
     free_us: list[float] = []
     for number, event in enumerate(events.to_dict("records"), _FIRST_ID):
         start, end = float(event["start_us"]), float(event["start_us"] + event["duration_us"])
-        fields = {**_fields(event), **groups.fields(int(event["rank"]), str(event["axis"]), int(event["group_size"]))}
+        fields = {
+            **_payload_fields(event),
+            **groups.fields(int(event["rank"]), str(event["axis"]), int(event["group_size"])),
+        }
         told = {name: event[name] for name in ("phase", "region", "microbatch", "caller")}
         ids = {"External id": number, "correlation": number}
-        yield _row("record_param_comms", "cpu_op", _HOST, start, start, **ids, **fields, **told)
+        yield _make_row("record_param_comms", "cpu_op", _HOST, start, start, **ids, **fields, **told)
         if end > start:
             lane = next((lane for lane, free in enumerate(free_us) if free <= start), len(free_us))
             free_us[lane:] = [end, *free_us[lane + 1 :]]
             stream = _FIRST_STREAM + lane
             name = f"ncclKernel_{event['op']}({clock})"
-            yield _row(name, "kernel", stream, start, end, **ids, device=0, stream=stream, **fields)
+            yield _make_row(name, "kernel", stream, start, end, **ids, device=0, stream=stream, **fields)
 
 
-def _fields(event: Mapping[Any, Any]) -> Row:
+def _payload_fields(event: Mapping[Any, Any]) -> Row:
     """torch's fields of the payload. A payload of several dtypes is told in bytes, an unknown one not at all."""
     op = str(event["op"])
     told = {"Collective name": OTHER if op == OTHER else _NAMES.get(op, op)}
@@ -193,24 +201,24 @@ def _fields(event: Mapping[Any, Any]) -> Row:
     }
 
 
-def _computed(events: pd.DataFrame, spans: pd.DataFrame) -> Iterator[Row]:
+def _computation_rows(events: pd.DataFrame, spans: pd.DataFrame) -> Iterator[Row]:
     """Forwards and backwards of a pipeline's stage, without the calls that were waited for at once."""
     waited = events[~events["is_async"]]
     calls = union(zip(waited["start_us"], waited["start_us"] + waited["duration_us"], strict=True))
     for kind, micro, start, end in spans[["kind", "micro", "start_us", "end_us"]].itertuples(index=False, name=None):
         name = f"{'forward' if kind == 'F' else 'backward'} {micro} (host time of the stage)"
         for begin, stop in minus([(start, end)], calls):
-            yield _row(name, "kernel", _COMPUTE, begin, stop, device=0, stream=_COMPUTE)
+            yield _make_row(name, "kernel", _COMPUTE, begin, stop, device=0, stream=_COMPUTE)
 
 
-def _row(name: str, category: str, track: int, start_us: float, end_us: float, **args: Any) -> Row:
+def _make_row(name: str, category: str, track: int, start_us: float, end_us: float, **args: Any) -> Row:
     """A row; its first keys are in torch's order, by which readers that stream find them."""
     start, end = round(start_us, 3), round(end_us, 3)
     spent = round(end - start, 3)
     return {"ph": "X", "cat": category, "name": name, "pid": 0, "tid": track, "ts": start, "dur": spent, "args": args}
 
 
-def _write(path: Path, case: str, rank: int, groups: _Groups, rows: list[Row]) -> None:
+def _write_trace(path: Path, case: str, rank: int, groups: _Groups, rows: list[Row]) -> None:
     config = [
         {"pg_name": name, "pg_desc": axis, "pg_size": len(ranks), "ranks": list(ranks)}
         for (ranks, axis), name in groups.names.items()

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from shardproof.harness.diagnosing.causes.places import timeline
+from shardproof.harness.diagnosing.causes.places import order_by_time
 from shardproof.harness.ledger import shape_text
 from shardproof.harness.protocols import CaseLike
 from shardproof.harness.running.engines import engine_named
 from shardproof.harness.running.ranks.capacity import admit
 from shardproof.harness.running.trials.trial import Trial, reference_of
-from shardproof.harness.subject import NamedSubject, case_of, compared_with, named, truth_of
+from shardproof.harness.subject import NamedSubject, case_of, compared_with, resolve_subject, truth_of
 from shardproof.reports.printing.text import show_table, show_words
 from shardproof.reports.printing.text_tables import Table
 
@@ -47,17 +47,17 @@ RULE = (
 
 def main(arguments: argparse.Namespace) -> int:
     """Print the names of the truth of a case. Exit status 0; raises RequestError when it cannot be computed."""
-    subject = named(arguments.subject, arguments.truth or "")
+    subject = resolve_subject(arguments.subject, arguments.truth or "")
     case = case_of(" ".join(arguments.case), subject)
     admit((case,), "inproc")
-    found = tables(names(case, subject))
+    found = tables_of_names(names_of_truth(case, subject))
     show_words(f"{subject.name} is compared with {compared_with(truth_of(subject))}.\n{RULE}\n", sys.stdout)
     for one in found:
         show_table(one, sys.stdout)
     return 0
 
 
-def names(case: CaseLike, subject: NamedSubject) -> Mapping[str, Tensor]:
+def names_of_truth(case: CaseLike, subject: NamedSubject) -> Mapping[str, Tensor]:
     """The outcome of the truth that this subject is compared with, in the order in which training computes it.
 
     Raises RequestError when the truth cannot be computed.
@@ -68,10 +68,10 @@ def names(case: CaseLike, subject: NamedSubject) -> Mapping[str, Tensor]:
             case = reference.model.self_contained(case)
         trial = Trial(case=case, subject=subject, engine=engine, reference=reference)
         truth = trial.true()
-    return {name: truth[name] for name in timeline(list(truth), case.steps)}
+    return {name: truth[name] for name in order_by_time(list(truth), case.steps)}
 
 
-def tables(truth: Mapping[str, Tensor]) -> list[Table]:
+def tables_of_names(truth: Mapping[str, Tensor]) -> list[Table]:
     """Tables by kind; names that differ in the step alone are one row, the first and the last of them."""
     rows: dict[str, dict[tuple[str, ...], list[str]]] = {}
     for name, tensor in truth.items():

@@ -17,12 +17,12 @@ from shardproof.harness.engines.threads.dry import DryEngine
 from shardproof.harness.errors import RequestError
 from shardproof.harness.ledger import COLUMNS
 from shardproof.harness.predicting.figures import DEPTHS
-from shardproof.harness.subject import named
+from shardproof.harness.subject import resolve_subject
 from shardproof.reports.comparing.growth import break_even_table
 from shardproof.reports.predicting.loads import load_tables
 from shardproof.reports.predicting.pipelines import PARTS
-from shardproof.reports.predicting.prediction import Prediction, predict, step_words, together
-from shardproof.reports.printing.text import plain, show_message, show_table, show_words, ticking
+from shardproof.reports.predicting.prediction import Prediction, join_predictions, predict_text, step_words
+from shardproof.reports.printing.text import plain, show_message, show_progress, show_table, show_words
 from shardproof.reports.printing.text_tables import Table, count, gibibytes, mark, records, table
 
 ASSUMPTIONS = (
@@ -43,33 +43,38 @@ ASSUMPTIONS = (
 
 def main(arguments: argparse.Namespace) -> int:
     """Predict and print. Exit status 0; 1 when a dry run's ledger is not the closed form's."""
-    subject, memory_gib, world = named(arguments.subject).call, float(arguments.memory), arguments.world
-    with ticking(sys.stderr) as tick, DryEngine() as engine:
-        predictions = [predict(text, subject, memory_gib, engine, world=world, tick=tick) for text in arguments.cases]
+    subject, memory_gib, world = resolve_subject(arguments.subject).call, float(arguments.memory), arguments.world
+    with show_progress(sys.stderr) as tick, DryEngine() as engine:
+        predictions = [
+            predict_text(text, subject, memory_gib, engine, world=world, tick=tick) for text in arguments.cases
+        ]
     if arguments.out:
-        folder = _write(Path(arguments.out), predictions)
+        folder = _write_predictions(Path(arguments.out), predictions)
         show_message(str(folder), sys.stderr)
     if arguments.json:
         print(json.dumps([_as_json(one) for one in predictions], indent=2, allow_nan=False))
     else:
-        one = together(predictions) if len(predictions) > 1 else predictions[0]
+        one = join_predictions(predictions) if len(predictions) > 1 else predictions[0]
         show_words(f"{one.answer}\n", sys.stdout, style="bold")
-        for table in [*_tables(one), *(own for text in predictions if text is not one for own in _own(text))]:
+        for table in [
+            *_tables_of_answer(one),
+            *(own for text in predictions if text is not one for own in _tables_of_one(text)),
+        ]:
             show_table(table, sys.stdout)
         show_words("\n".join(["", *ASSUMPTIONS]), sys.stdout, style="dim")
     return 1 if any(row.startswith("differs") for one in predictions for row in one.rows["ledger"]) else 0
 
 
-def _tables(prediction: Prediction) -> list[Table]:
+def _tables_of_answer(prediction: Prediction) -> list[Table]:
     """The answer's table first, then where memory goes; the break-even of modes where there are several."""
     ledger_or_reason = prediction.rows["ledger"].where(prediction.rows["ledger"] != "", prediction.rows["reason"])
     rows = prediction.rows.assign(ledger_or_reason=ledger_or_reason)
-    return [_answer(prediction, rows), *_own(prediction), _memory(rows[rows["legal"] == "yes"])]
+    return [_answer_table(prediction, rows), *_tables_of_one(prediction), _memory_table(rows[rows["legal"] == "yes"])]
 
 
-def _own(prediction: Prediction) -> list[Table]:
+def _tables_of_one(prediction: Prediction) -> list[Table]:
     """Tables of one text alone: its stages, the break-even of its modes, what is beside."""
-    tables = [_stages(prediction)] if len(prediction.stages) else []
+    tables = [_stages_table(prediction)] if len(prediction.stages) else []
     tables += load_tables(prediction.loads, prediction.calls)
     tables += [break_even_table(prediction.crossings)] if len(prediction.crossings) else []
     beside = table("Beside", prediction.beside, (str, "what | how much"), note=_BESIDE)
@@ -83,7 +88,7 @@ _PARTS = " | ".join(f"{name}: {name}_bytes" for name in PARTS)
 """Columns of the memory of a rank."""
 
 
-def _answer(prediction: Prediction, rows: pd.DataFrame) -> Table:
+def _answer_table(prediction: Prediction, rows: pd.DataFrame) -> Table:
     states = prediction.states or "the program's own optimizer"
     return table(
         f"{prediction.text} in {prediction.memory_gib:g} GiB",
@@ -100,7 +105,7 @@ def _answer(prediction: Prediction, rows: pd.DataFrame) -> Table:
     )
 
 
-def _stages(prediction: Prediction) -> Table:
+def _stages_table(prediction: Prediction) -> Table:
     return table(
         "Memory and messages of every stage",
         prediction.stages,
@@ -114,7 +119,7 @@ def _stages(prediction: Prediction) -> Table:
     )
 
 
-def _memory(legal: pd.DataFrame) -> Table:
+def _memory_table(legal: pd.DataFrame) -> Table:
     return table(
         "Memory of a rank",
         legal,
@@ -136,7 +141,7 @@ def _as_json(prediction: Prediction) -> dict[str, object]:
     }
 
 
-def _write(out: Path, predictions: Sequence[Prediction]) -> Path:
+def _write_predictions(out: Path, predictions: Sequence[Prediction]) -> Path:
     """A folder with predict.json, predict.csv, predict.html (tables and plots), ledger.csv of the forecasts that keep
     events.
     """
@@ -147,7 +152,7 @@ def _write(out: Path, predictions: Sequence[Prediction]) -> Path:
             json.dumps([_as_json(one) for one in predictions], indent=2) + "\n", "utf-8"
         )
         pd.concat([one.rows for one in predictions]).to_csv(folder / "predict.csv", index=False, lineterminator="\n")
-        (folder / "predict.html").write_text(_page(predictions), "utf-8")
+        (folder / "predict.html").write_text(_render_page(predictions), "utf-8")
         events = [event for one in predictions for forecast in one.forecasts for event in forecast.events]
         ledger = pd.DataFrame([[getattr(event, name) for name in COLUMNS] for event in events], columns=list(COLUMNS))
         ledger.to_csv(folder / "ledger.csv", index=False, lineterminator="\n")
@@ -159,13 +164,13 @@ def _write(out: Path, predictions: Sequence[Prediction]) -> Path:
     return folder
 
 
-def _page(predictions: Sequence[Prediction]) -> str:
+def _render_page(predictions: Sequence[Prediction]) -> str:
     from shardproof.reports.pages import plots  # noqa: PLC0415  (matplotlib takes a second to import, and only a folder needs it)
 
     parts = ['<!doctype html><meta charset="utf-8"><title>shardproof predict</title>']
     for prediction in predictions:
         parts += [f"<p><b>{html.escape(prediction.answer)}</b></p>"]
-        parts += [f"<pre>{html.escape(plain(table))}</pre>" for table in _tables(prediction)]
+        parts += [f"<pre>{html.escape(plain(table))}</pre>" for table in _tables_of_answer(prediction)]
         for way, curve in prediction.curves.items():
             crossings = prediction.crossings[prediction.crossings["counted"] == way]
             parts.append(plots.break_even(curve, crossings, f"Break-even of {prediction.text}, counted: {way}"))

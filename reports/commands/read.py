@@ -12,8 +12,8 @@ from shardproof.harness.dense_model import SUBJECT
 from shardproof.harness.errors import RequestError
 from shardproof.harness.programs.meant import AgainstForm, compare_with_form
 from shardproof.harness.programs.session import steps_of
-from shardproof.harness.programs.traced import chosen, write_folder
-from shardproof.harness.subject import case_of, named, refusal
+from shardproof.harness.programs.traced import select_steps, write_folder
+from shardproof.harness.subject import case_of, refusal, resolve_subject
 from shardproof.harness.traces.reading import read_traces
 from shardproof.reports.commands.show import show_run
 from shardproof.reports.printing.text import show_message, show_note
@@ -24,14 +24,14 @@ def main(arguments: argparse.Namespace) -> int:
     """Read, write the run folder, show it; with a case compare. Raises RequestError for what cannot be read."""
     steps = steps_of(arguments.steps)
     subject, text = arguments.subject or (SUBJECT, arguments.case)
-    meant = None if text is None else (named(subject), text)
+    meant = None if text is None else (resolve_subject(subject), text)
     case = None if meant is None else case_of(meant[1], meant[0])
     if meant is not None and case is not None and (reason := refusal(case, meant[0])):
         raise RequestError(f"case {text!r}: {reason}")
-    traces = chosen(read_traces(arguments.files, arguments.rank_regex), steps)
+    traces = select_steps(read_traces(arguments.files, arguments.rank_regex), steps)
     against = None if meant is None or case is None else compare_with_form(traces, case, meant[0].call)
     words = {"case": text} if arguments.case else {}
-    folder = write_folder(traces, Path(arguments.out), _name(arguments.files), ["read", *arguments.files], words)
+    folder = write_folder(traces, Path(arguments.out), _name_of_job(arguments.files), ["read", *arguments.files], words)
     show_run(load(folder), sys.stdout)
     print(f"{os.path.relpath(folder)}  (a run folder: show, page, trace, compare and expect take it)", file=sys.stderr)
     if against is None:
@@ -40,7 +40,7 @@ def main(arguments: argparse.Namespace) -> int:
     return 1 if against.unmeant else 0
 
 
-def _name(files: list[str]) -> str:
+def _name_of_job(files: list[str]) -> str:
     """The name of the job: that of the folder of its first trace, else of the file."""
     first = Path(files[0]).resolve()
     return first.name if first.is_dir() or len(files) == 1 else first.parent.name

@@ -11,8 +11,8 @@ from shardproof.harness.running.request import Request
 from shardproof.harness.running.run_result import INTERRUPTED, RunResult
 from shardproof.harness.verdicts.verdict import FAIL
 from shardproof.harness.verdicts.words import when_line
-from shardproof.reports.options.option_checks import writing
-from shardproof.reports.stored.failures import simplicity
+from shardproof.reports.options.option_checks import check_writing
+from shardproof.reports.stored.failures import simplicity_key
 
 
 def with_script(result: RunResult, request: Request, file: str) -> RunResult:
@@ -41,19 +41,19 @@ def _write_script(result: RunResult, request: Request, file: str) -> str:
     if not failed:
         return f"{file} was not written: no case failed"
     with engine_named("inproc") as engine:
-        first = min((case for case in request.cases if case_text(case) in failed), key=_simplicity)
+        first = min((case for case in request.cases if case_text(case) in failed), key=_simplicity_key)
         when = failed[case_text(first)]
         text = repro.emit(first, request.subject, engine, when_line(when) if when else "")
     if text is None:
         return (
             f"{file} was not written: no returned tensor is wrong and the subject finishes, so a script shows nothing"
         )
-    with writing(file):
+    with check_writing(file):
         Path(file).write_text(text, encoding="utf-8")
     return f"{file} repeats {repro.shown_name(text) or 'how the subject ends'}: run it with python {file}"
 
 
-def _simplicity(case: CaseLike) -> tuple[float, ...]:
+def _simplicity_key(case: CaseLike) -> tuple[float, ...]:
     """The order in which failures are shown."""
     words = {name: getattr(case, name) for name in ("dtype", "world_size", "steps", "micro")}
-    return simplicity({**words, "case": case_text(case)})
+    return simplicity_key({**words, "case": case_text(case)})

@@ -24,7 +24,7 @@ from shardproof.reports.printing.text import (
     show_words,
 )
 from shardproof.reports.stored import summary
-from shardproof.reports.stored.files import profiled
+from shardproof.reports.stored.files import is_profiled
 from shardproof.reports.stored.frames import Run
 from shardproof.reports.stored.unchecked import unchecked_notes
 
@@ -33,7 +33,7 @@ def write_page(run: Run) -> str:
     """Write the page of a run into its folder. Returns why not, where that cannot be: the run is not lost."""
     path = run.path / "report.html"
     try:
-        page.write(run, path)
+        page.write_page(run, path)
     except OSError as problem:
         with suppress(OSError):
             path.unlink(missing_ok=True)  # half of it
@@ -51,12 +51,12 @@ def show_result(result: RunResult, run: Run, *, as_json: bool, interrupted: bool
         headline = text_tables.first_table(rows)
         append_step_summary(headline, str(result.path), os.environ)
     if as_json:
-        tally = summary.tally(every, run.records)
+        tally = summary.tally_of_run(every, run.records)
         print(json.dumps(_as_json(result, run, rows, tally, notes), indent=2, allow_nan=False))
         return
     if len(rows):
         show_table(headline, sys.stdout)
-    if profiled(result.path):
+    if is_profiled(result.path):
         from shardproof.reports.printing.witnesses import witness_tables  # noqa: PLC0415
 
         for table in witness_tables(result.path):
@@ -76,13 +76,13 @@ def _as_json(result: RunResult, run: Run, rows: pd.DataFrame, tally: str, notes:
         "exit_status": result.exit_status,
         "run": str(result.path),
         "tally": tally,
-        "cases": _rows(rows),
-        "failures": _rows(open_checks[["case", "check", "verdict", "message"]]),
+        "cases": _rows_as_json(rows),
+        "failures": _rows_as_json(open_checks[["case", "check", "verdict", "message"]]),
         "notes": list(notes),
     }
 
 
-def _rows(frame: pd.DataFrame) -> list[dict[str, object]]:
+def _rows_as_json(frame: pd.DataFrame) -> list[dict[str, object]]:
     """The rows as JSON can hold them: infinity is text."""
     return [
         {key: str(value) if isinstance(value, float) and math.isinf(value) else value for key, value in row.items()}
@@ -96,12 +96,12 @@ def show_failures(run: Run, stream: TextIO) -> None:
     Then a reason for every check that was skipped or could not be decided.
     """
     if (run.verdicts["verdict"] == "fail").any():
-        from shardproof.reports.stored.failures import bugs, simplest_first  # noqa: PLC0415
+        from shardproof.reports.stored.failures import bugs_of_run, simplest_first  # noqa: PLC0415
 
-        for bug in bugs(simplest_first(run)):
+        for bug in bugs_of_run(simplest_first(run)):
             lines = [*bug.verdict.lines, *filter(None, [bug.follows])]
             show_report("fail", f"fail: {bug.verdict.case}", lines, stream)
-    for one in sorted(run.records, key=lambda one: -summary.badness(one.verdict)):
+    for one in sorted(run.records, key=lambda one: -summary.badness_of(one.verdict)):
         if one.verdict not in (PASS, FAIL):
             # An unknown verdict names its check; six lines of a failure and a reason to skip do so themselves.
             check = f" ({one.check})" if one.verdict == UNKNOWN else ""
@@ -110,4 +110,6 @@ def show_failures(run: Run, stream: TextIO) -> None:
 
 def show_tally(run: Run, headline: pd.DataFrame, stream: TextIO) -> None:
     """The last line: how many cases passed, failed, are unknown, were skipped; how many tensors are decided."""
-    show_message(summary.tally(headline, run.records), stream, style=f"bold {STYLES[summary.overall(headline)]}")
+    show_message(
+        summary.tally_of_run(headline, run.records), stream, style=f"bold {STYLES[summary.worst_verdict(headline)]}"
+    )

@@ -20,12 +20,12 @@ from shardproof.harness.interpreter import COLLECTED_AFTER, interrupted_after
 from shardproof.harness.protocols import CaseLike, case_text
 from shardproof.harness.resolve import resolve
 from shardproof.harness.running.request import Request
-from shardproof.harness.running.run import run
+from shardproof.harness.running.run import run_request
 from shardproof.harness.running.run_result import INTERRUPTED, RunResult
 from shardproof.harness.subject import NamedSubject, claims, offers, own_cases
 from shardproof.harness.verdicts.verdict import FAIL
-from shardproof.reports.options.request import LAUNCHED, requested
-from shardproof.reports.printing.text import show_message, show_note, show_table, ticking
+from shardproof.reports.options.request import LAUNCHED, build_request
+from shardproof.reports.printing.text import show_message, show_note, show_progress, show_table
 
 if TYPE_CHECKING:
     from shardproof.reports.stored.frames import Run
@@ -49,18 +49,18 @@ def main(arguments: argparse.Namespace) -> int:
             return serve_driver()
     request: Request = arguments.request or _first_ranks(arguments)
     if not arguments.cases:
-        from shardproof.harness.running.sharing import arranged  # noqa: PLC0415
+        from shardproof.harness.running.sharing import arrange_cases  # noqa: PLC0415
 
-        request = dataclasses.replace(request, cases=arranged(request.cases))
+        request = dataclasses.replace(request, cases=arrange_cases(request.cases))
         for note in _notes_on_defaults(request.subject, deep=arguments.deep):
             show_note(note, sys.stderr)
     with chdir("."):  # a subject may go elsewhere; all paths are meant from here
-        result, stored = _run(request)
+        result, stored = _run_request(request)
     result = dataclasses.replace(result, path=Path(arguments.out) / result.path.name)
     if arguments.emit_repro is not None:
         from shardproof.reports.commands.repro import with_script  # noqa: PLC0415  (imports DTensor: half a second)
 
-        with _unhindered():
+        with _run_unhindered():
             result = with_script(result, request, arguments.emit_repro)
     from shardproof.reports.commands.result import show_result  # noqa: PLC0415
 
@@ -78,7 +78,7 @@ def main(arguments: argparse.Namespace) -> int:
 def _first_ranks(arguments: argparse.Namespace) -> Request:
     """The request that rank 0 of launched ranks reads; the others are released when it is refused."""
     try:
-        return requested(arguments)
+        return build_request(arguments)
     except ShardproofError:
         from shardproof.harness.engines.processes.launched.torchrun import dismiss_world  # noqa: PLC0415
 
@@ -94,7 +94,7 @@ def _notes_on_defaults(subject: NamedSubject, *, deep: bool) -> Iterator[str]:
         yield f"{subject.name} has no refuses(case): default cases have plain words only; --deep has all words"
 
 
-def _run(request: Request) -> "tuple[RunResult, Run]":
+def _run_request(request: Request) -> "tuple[RunResult, Run]":
     """The result of a request and its run folder as it was read, with its page in it.
 
     After a Ctrl-C, or when the machine fails, of the cases that were finished before; raises that where there is none.
@@ -106,8 +106,8 @@ def _run(request: Request) -> "tuple[RunResult, Run]":
     latest = request.out / "latest"
     before = latest.resolve()
     try:
-        with ticking(sys.stderr) as tick, _unhindered():
-            result = run(
+        with show_progress(sys.stderr) as tick, _run_unhindered():
+            result = run_request(
                 request,
                 lambda done, total, case, verdict: tick(done, total, progress_text(case), verdict),
                 meanwhile=_load_reports,
@@ -150,7 +150,7 @@ def progress_text(case: CaseLike) -> str:
 
 
 @contextmanager
-def _unhindered() -> Iterator[None]:
+def _run_unhindered() -> Iterator[None]:
     """Run with one thread and fewer collections.
 
     The ranks share the thread anyway, and on a busy machine further ones wait for each other in every small product.

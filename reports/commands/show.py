@@ -7,14 +7,14 @@ from typing import TextIO
 
 from shardproof.harness.errors import RequestError
 from shardproof.reports.commands.result import show_failures, show_tally
-from shardproof.reports.comparing.growth import break_even_table, compared
+from shardproof.reports.comparing.growth import break_even_table, compare_modes
 from shardproof.reports.pages import page
-from shardproof.reports.pages.opening import experts
+from shardproof.reports.pages.opening import expert_tables
 from shardproof.reports.printing import text_tables
 from shardproof.reports.printing.text import show_message, show_note, show_table
 from shardproof.reports.printing.witnesses import witness_tables
 from shardproof.reports.stored import summary
-from shardproof.reports.stored.files import is_matrix, recorded, run_folder
+from shardproof.reports.stored.files import is_matrix, is_recording, run_folder
 from shardproof.reports.stored.frames import Run, load
 from shardproof.reports.stored.unchecked import unchecked_notes
 
@@ -35,18 +35,18 @@ def page_main(arguments: argparse.Namespace) -> int:
 
     Raises RequestError when the file cannot be written.
     """
-    from shardproof.reports.pages.comment import comment  # noqa: PLC0415
+    from shardproof.reports.pages.comment import render_comment  # noqa: PLC0415
 
     run = load(arguments.run)
     if arguments.markdown and not arguments.output:
-        show_message(comment(run), sys.stdout)
+        show_message(render_comment(run), sys.stdout)
         return 0
     target = Path(arguments.output) if arguments.output else run.path / "report.html"
     try:
         if arguments.markdown:
-            target.write_text(comment(run), encoding="utf-8")
+            target.write_text(render_comment(run), encoding="utf-8")
         else:
-            page.write(run, target)
+            page.write_page(run, target)
     except OSError as problem:
         reason = problem.strerror or str(problem)
         raise RequestError(f"-o {target}: cannot be written ({reason}); legal: -o report.html") from problem
@@ -56,7 +56,7 @@ def page_main(arguments: argparse.Namespace) -> int:
 
 def show_run(run: Run, stream: TextIO) -> None:
     """Headline, traffic beside its expectation, break-even when the run has one, failures, notes."""
-    if recorded(run.path):
+    if is_recording(run.path):
         _show_program(run, stream)
         return
     headline = summary.headline(run)
@@ -64,12 +64,12 @@ def show_run(run: Run, stream: TextIO) -> None:
     for table in dict.fromkeys((first, cases)):
         show_table(table, stream)
     show_table(text_tables.traffic_table(summary.traffic(run)), stream)
-    crossings = compared(run)
+    crossings = compare_modes(run)
     if len(crossings):
         show_table(break_even_table(crossings), stream)
-    if len(pipelines := summary.measured(run)):
-        show_table(text_tables.pipeline_table(pipelines, summary.cores(run)), stream)
-    for table in (*experts(run), *witness_tables(run.path)):
+    if len(pipelines := summary.measure_pipelines(run)):
+        show_table(text_tables.pipeline_table(pipelines, summary.cores_of_machine(run)), stream)
+    for table in (*expert_tables(run), *witness_tables(run.path)):
         show_table(table, stream)
     show_failures(run, stream)
     for note in (*unchecked_notes(run), *run.notes):
@@ -82,9 +82,9 @@ def _show_program(run: Run, stream: TextIO) -> None:
     from shardproof.reports.programs import figures  # noqa: PLC0415
     from shardproof.reports.programs import program_tables as programs  # noqa: PLC0415
 
-    for table in (programs.overview(run), *programs.tables(run)):
+    for table in (programs.overview_table(run), *programs.tables_of_program(run)):
         show_table(table, stream)
-    for finding in figures.findings(run):
+    for finding in figures.list_findings(run):
         show_message(finding, stream)
     for note in run.notes:
         show_note(note, stream)

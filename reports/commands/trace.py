@@ -45,7 +45,7 @@ def main(arguments: argparse.Namespace) -> int:
         if arguments.kineto:
             notes += write_kineto(run, target)
         else:
-            write(run, target)
+            write_trace(run, target)
     except OSError as problem:
         reason = problem.strerror or str(problem)
         raise RequestError(f"-o {target}: cannot be written ({reason}); legal: -o {usual}") from problem
@@ -55,7 +55,7 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def write(run: Run, path: Path) -> Path:
+def write_trace(run: Run, path: Path) -> Path:
     """Write the trace of this run, packed when the name ends in .gz, and return its path."""
     with cast(TextIO, gzip.open(path, "wt") if path.suffix == ".gz" else path.open("w", encoding="utf-8")) as file:
         file.write('{"displayTimeUnit": "ms", "otherData": ')
@@ -73,17 +73,17 @@ def trace_events(run: Run) -> Iterator[Slice]:
     ledger, spans = _in_a_row(run.ledger.astype(text), run.spans)
     for rank, events in ledger.groupby("rank", sort=True):
         pid = int(str(rank))
-        yield meta("process_name", pid, _PROGRAM, name=f"rank {pid}")
-        yield meta("process_sort_index", pid, _PROGRAM, sort_index=pid)
-        yield meta("thread_name", pid, _PROGRAM, name="program")
+        yield describe_track("process_name", pid, _PROGRAM, name=f"rank {pid}")
+        yield describe_track("process_sort_index", pid, _PROGRAM, sort_index=pid)
+        yield describe_track("thread_name", pid, _PROGRAM, name="program")
         ordered = events.sort_values(["case_start_us", "call_index"], kind="stable")
-        yield from _program(ordered, pid)
+        yield from _program_slices(ordered, pid)
         tracks: dict[str, int] = {}
-        yield from _computed(spans[spans["rank"] == rank], pid, tracks)
-        yield from _calls(ordered, pid, tracks)
+        yield from _computation_slices(spans[spans["rank"] == rank], pid, tracks)
+        yield from _call_slices(ordered, pid, tracks)
         for name, tid in tracks.items():
-            yield meta("thread_name", pid, tid, name=name)
-        yield from _counters(ordered, pid)
+            yield describe_track("thread_name", pid, tid, name=name)
+        yield from _counter_slices(ordered, pid)
 
 
 def _in_a_row(ledger: pd.DataFrame, spans: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -110,18 +110,18 @@ def _in_a_row(ledger: pd.DataFrame, spans: pd.DataFrame) -> tuple[pd.DataFrame, 
     )
 
 
-def meta(what: str, pid: int, tid: int, **args: Any) -> Slice:
+def describe_track(what: str, pid: int, tid: int, **args: Any) -> Slice:
     """An entry that describes a process or a track."""
     return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": args}
 
 
-def _slice(pid: int, tid: int, name: str, category: str, start_us: float, end_us: float, **args: Any) -> Slice:
+def _make_slice(pid: int, tid: int, name: str, category: str, start_us: float, end_us: float, **args: Any) -> Slice:
     start, end = round(start_us, 3), round(max(start_us, end_us), 3)
     whole = {"ph": "X", "pid": pid, "tid": tid, "name": name, "cat": category}
     return whole | {"ts": start, "dur": round(end - start, 3), "args": args}
 
 
-def _program(events: pd.DataFrame, pid: int) -> Iterator[Slice]:
+def _program_slices(events: pd.DataFrame, pid: int) -> Iterator[Slice]:
     """Cases, steps, micro-batches and phases: each lasts until the next one of its kind begins."""
     levels = ("case", "step", "microbatch", "phase")
     words = {"case": "{}", "step": "step {}", "microbatch": "micro-batch {}", "phase": "{}"}
@@ -134,23 +134,23 @@ def _program(events: pd.DataFrame, pid: int) -> Iterator[Slice]:
             starts = [float(start) for start in start_us[begins]]
             names = [words[level].format(value) for value in of_case.loc[begins, level]]
             for name, start, end in zip(names, starts, [*starts[1:], last_us], strict=True):
-                yield _slice(pid, _PROGRAM, name, level, start, end)
+                yield _make_slice(pid, _PROGRAM, name, level, start, end)
 
 
-def _computed(spans: pd.DataFrame, pid: int, tracks: dict[str, int]) -> Iterator[Slice]:
+def _computation_slices(spans: pd.DataFrame, pid: int, tracks: dict[str, int]) -> Iterator[Slice]:
     """Forwards and backwards, and between those of a step the time in which the rank waits."""
     for _, of_step in spans.sort_values("start_us", kind="stable").groupby(["case", "step"], sort=False):
         tid = tracks.setdefault("stage", len(tracks) + 1)
         ended_us = math.inf
         for kind, micro, chunk, start_us, end_us in of_step[_SPAN].itertuples(index=False, name=None):
             if start_us > ended_us:
-                yield _slice(pid, tid, "waits", "stage", ended_us, start_us)
+                yield _make_slice(pid, tid, "waits", "stage", ended_us, start_us)
             name = f"{'forward' if kind == 'F' else 'backward'} {micro}"
-            yield _slice(pid, tid, name, "stage", start_us, end_us, micro=micro, chunk=chunk)
+            yield _make_slice(pid, tid, name, "stage", start_us, end_us, micro=micro, chunk=chunk)
             ended_us = end_us
 
 
-def _calls(events: pd.DataFrame, pid: int, tracks: dict[str, int]) -> Iterator[Slice]:
+def _call_slices(events: pd.DataFrame, pid: int, tracks: dict[str, int]) -> Iterator[Slice]:
     """Every event as a slice; `tracks` fills up with the names of the tracks that they lie on."""
     free_us: dict[str, float] = {}
     names = [*_COLUMNS, *_MORE_COLUMNS, "start_us", "duration_us"]
@@ -165,10 +165,10 @@ def _calls(events: pd.DataFrame, pid: int, tracks: dict[str, int]) -> Iterator[S
         free_us[track] = round(start_us + spent_us, 3) + 0.001
         tid = tracks.setdefault(track, len(tracks) + 1)
         name = f"{event['op']} {event['region']}".strip()
-        yield _slice(pid, tid, name, event["phase"], start_us, start_us + spent_us, **event)
+        yield _make_slice(pid, tid, name, event["phase"], start_us, start_us + spent_us, **event)
 
 
-def _counters(events: pd.DataFrame, pid: int) -> Iterator[Slice]:
+def _counter_slices(events: pd.DataFrame, pid: int) -> Iterator[Slice]:
     for axis, calls in events.sort_values("start_us", kind="stable").groupby("axis", sort=True):
         sent = calls["wire_bytes"].fillna(0).cumsum()
         name = f"bytes sent over {axis}"

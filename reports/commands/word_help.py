@@ -64,35 +64,37 @@ def main(arguments: argparse.Namespace) -> int:
     if text_of_case:
         raise RequestError(f"case {text_of_case!r}: help {arguments.topic} takes no case; legal: help calls CASE")
     topic = TOPICS[arguments.topic]
-    sys.stdout.write(page(topic) if arguments.markdown else text(topic, shutil.get_terminal_size().columns))
+    sys.stdout.write(
+        help_as_markdown(topic) if arguments.markdown else help_as_text(topic, shutil.get_terminal_size().columns)
+    )
     return 0
 
 
 def _show_calls(text_of_case: str, name: str) -> None:
-    from shardproof.harness.subject import case_of, named, refusal  # noqa: PLC0415  (loads torch, which the words do not need)
-    from shardproof.harness.subject.call import answered  # noqa: PLC0415
+    from shardproof.harness.subject import case_of, refusal, resolve_subject  # noqa: PLC0415  (loads torch, which the words do not need)
+    from shardproof.harness.subject.call import answer_question  # noqa: PLC0415
     from shardproof.reports.printing.calls import calls_table  # noqa: PLC0415
     from shardproof.reports.printing.text import show_table  # noqa: PLC0415
 
-    subject = named(name)
+    subject = resolve_subject(name)
     case = case_of(text_of_case, subject)
     expected = getattr(subject.call, "expected", None)
     if reason := refusal(case, subject):
         raise RequestError(f"case {str(case)!r}: {reason}")
-    terms = None if expected is None else answered("expected", lambda: expected(case))
+    terms = None if expected is None else answer_question("expected", lambda: expected(case))
     if terms is None:
         raise RequestError(f"subject={name}: states no calls for {case}; legal: a subject with `expected(case)`")
     show_table(calls_table(str(case), terms), sys.stdout)
 
 
-def text(topic: Topic, columns: int) -> str:
+def help_as_text(topic: Topic, columns: int) -> str:
     """The words by group for a terminal of this many columns (at least 60)."""
     lines = [*textwrap.wrap(topic.lead.replace("`", ""), max(columns, 60)), "", f"example: {topic.example}"]
-    for group, words in _groups(topic):
+    for group, words in _groups_of_words(topic):
         lines += ["", f"{group}:"]
         for word in words:
             left = f"  {word.name}={word.default}{'*' if word.follows else ''}"
-            meaning = f"{word.meaning}; legal: {_legal(word)}"
+            meaning = f"{word.meaning}; legal: {_legal_values(word)}"
             lines += textwrap.wrap(
                 meaning,
                 max(columns, 60),
@@ -103,18 +105,18 @@ def text(topic: Topic, columns: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def page(topic: Topic) -> str:
+def help_as_markdown(topic: Topic) -> str:
     """Help as markdown: one table a group."""
     lines = [f"# {topic.title}", "", *textwrap.wrap(topic.lead, 120), "", f"    {topic.example}", ""]
-    lines += [f"`shardproof help {_name(topic)}` prints this page; a test holds the two equal.", ""]
-    for group, words in _groups(topic):
+    lines += [f"`shardproof help {_name_of_topic(topic)}` prints this page; a test holds the two equal.", ""]
+    for group, words in _groups_of_words(topic):
         lines += [f"## {group[:1].upper()}{group[1:]}", "", "| word | default | meaning | legal |", "|---|---|---|---|"]
         below: list[str] = []
         for word in words:
-            lines.append(_row(word, _legal(word)))
+            lines.append(_row_of_word(word, _legal_values(word)))
             if len(lines[-1]) > _WIDEST:
-                lines[-1] = _row(word, "below")
-                below += ["", *textwrap.wrap(f"{word.name}: {_legal(word)}", 116, break_on_hyphens=False)]
+                lines[-1] = _row_of_word(word, "below")
+                below += ["", *textwrap.wrap(f"{word.name}: {_legal_values(word)}", 116, break_on_hyphens=False)]
         lines += [*(f"    {line}" if line else "" for line in below), ""]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -123,21 +125,21 @@ _WIDEST = 200
 """Columns of a row; legal values that would make it wider stand below their table."""
 
 
-def _row(word: Any, legal: str) -> str:
+def _row_of_word(word: Any, legal: str) -> str:
     default = f"`{word.default}`" if word.default else ""
     cells = (f"`{word.name}`", f"{default}{'*' if word.follows else ''}", word.meaning, legal)
     return "| " + " | ".join(cell.replace("|", ", ") for cell in cells) + " |"
 
 
-def _name(topic: Topic) -> str:
+def _name_of_topic(topic: Topic) -> str:
     return next(name for name, known in TOPICS.items() if known == topic)
 
 
-def _groups(topic: Topic) -> Iterator[tuple[str, Iterable[Any]]]:
+def _groups_of_words(topic: Topic) -> Iterator[tuple[str, Iterable[Any]]]:
     return groupby(topic.words().meanings(), key=lambda word: word.group)
 
 
-def _legal(word: Any) -> str:
+def _legal_values(word: Any) -> str:
     derived = f" (* from {', '.join(word.follows)})" if word.follows else ""
     return f"{word.legal.replace('|', ', ')}{derived}"
 

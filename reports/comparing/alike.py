@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from shardproof.reports.comparing.snapshot import counted, members, span
+from shardproof.reports.comparing.snapshot import count_events, format_span, parse_span
 
 _UNKNOWN: Mapping[str, tuple[str, str | int]] = {
     "phase": ("phase", "?"),
@@ -27,7 +27,7 @@ _UNKNOWN: Mapping[str, tuple[str, str | int]] = {
 """Columns -> what they are called, and the value of what is not known."""
 
 
-def alike(
+def align_events(
     base_env: Mapping[str, Any], base: pd.DataFrame, new_env: Mapping[str, Any], new: pd.DataFrame
 ) -> tuple[pd.DataFrame, pd.DataFrame, list[str]]:
     """Both tables of events as they can be compared, and sentences on what is left out; the same where no trace is."""
@@ -40,21 +40,21 @@ def alike(
         one[name] = two[name] = _UNKNOWN[name][1]
     words = [_UNKNOWN[name][0] for name in left_out]
     notes = [f"not compared, since only one side knows them: {', '.join(words)}"] if words else []
-    ranks = [span(set(events["rank"])) for events in (one, two)]
+    ranks = [format_span(set(events["rank"])) for events in (one, two)]
     if ranks[0] != ranks[1]:
         one, two = _of_one_rank(one), _of_one_rank(two)
         notes.append(
             f"the ranks are {ranks[0] or 'none'} and {ranks[1] or 'none'}, so events are compared without the rank: "
             "each as often as the rank that has most of it issued it"
         )
-    return counted(one), counted(two), notes
+    return count_events(one), count_events(two), notes
 
 
 def _one_by_one(events: pd.DataFrame) -> pd.DataFrame:
     """A row for every event, with `rank`, `step` and `microbatch`."""
     frame = events.rename(columns={"ranks": "rank", "steps": "step", "microbatches": "microbatch"})
     for name in ("rank", "step", "microbatch"):
-        frame = frame.assign(**{name: frame[name].map(members)}).explode(name, ignore_index=True)
+        frame = frame.assign(**{name: frame[name].map(parse_span)}).explode(name, ignore_index=True)
         frame[name] = frame[name].astype("int64")
     return frame.loc[frame.index.repeat(frame["calls"])].drop(columns="calls").reset_index(drop=True)
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from shardproof.harness.errors import RequestError
 from shardproof.harness.traces.reading import SUFFIXES
-from shardproof.reports.stored.files import RunFolderError, looking, refuse_file, run_folder, shown
+from shardproof.reports.stored.files import RunFolderError, guard_looking, refuse_file, run_folder, shorten_path
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -38,7 +38,7 @@ class Limit:
     def __str__(self) -> str:
         return f"{self.what}:{self.amount * 100:g}%" if self.relative else f"{self.what}:{self.amount:g}"
 
-    def exceeded(self, base: float, new: float) -> bool:
+    def is_exceeded(self, base: float, new: float) -> bool:
         """Is `new` further above `base` than it may be?"""
         return new - base > (self.amount * base if self.relative else self.amount)
 
@@ -47,12 +47,12 @@ EXACT = (Limit(what="events", amount=0),)
 """Limits unless others are named: the same events, thus the same calls and bytes."""
 
 
-def limits(texts: Sequence[str]) -> tuple[Limit, ...]:
+def parse_limits(texts: Sequence[str]) -> tuple[Limit, ...]:
     """The limits of these texts; EXACT when there is none. Raises RequestError for a text that is no limit."""
-    return tuple(_limit(text) for text in texts) or EXACT
+    return tuple(_parse_limit(text) for text in texts) or EXACT
 
 
-def _limit(text: str) -> Limit:
+def _parse_limit(text: str) -> Limit:
     what, colon, amount = text.partition(":")
     number = amount.removesuffix("%")
     if not colon or what not in (*_COUNTED, *_TIMED):
@@ -66,7 +66,7 @@ def _limit(text: str) -> Limit:
     return Limit(what=what, amount=float(number) / (100 if relative else 1), relative=relative)
 
 
-def breaches(
+def describe_breaches(
     asked: Iterable[Limit], events: "pd.DataFrame", sizes: "pd.DataFrame", memory: "pd.DataFrame", times: "pd.DataFrame"
 ) -> tuple[str, ...]:
     """Sentences about limits that are broken, with the place, one each.
@@ -74,24 +74,26 @@ def breaches(
     `events`: the differences; `sizes`: case, calls, new_calls, payload_bytes, new_payload_bytes; `memory`: case,
     saved_bytes, new_saved_bytes; `times`: of `intervals.phase_times`.
     """
-    return tuple(f"{limit}: {where}" for limit in asked for where in _broken(limit, events, sizes, memory, times))
+    return tuple(
+        f"{limit}: {where}" for limit in asked for where in _find_breaches(limit, events, sizes, memory, times)
+    )
 
 
-def _broken(
+def _find_breaches(
     limit: Limit, events: "pd.DataFrame", sizes: "pd.DataFrame", memory: "pd.DataFrame", times: "pd.DataFrame"
 ) -> Iterator[str]:
     if limit.what in _TIMED:
-        yield from _slower(limit, times)
+        yield from _find_slowdown(limit, times)
     elif limit.what == "memory":
-        yield from _grown(limit, memory, "saved_bytes", "saved bytes")
+        yield from _find_growth(limit, memory, "saved_bytes", "saved bytes")
     elif limit.amount:
         column = {"calls": "calls", "bytes": "payload_bytes"}[limit.what]
-        yield from _grown(limit, sizes, column, limit.what)
+        yield from _find_growth(limit, sizes, column, limit.what)
     else:
-        yield from _exactly(limit.what, events)
+        yield from _find_any_change(limit.what, events)
 
 
-def _exactly(what: str, events: "pd.DataFrame") -> Iterator[str]:
+def _find_any_change(what: str, events: "pd.DataFrame") -> Iterator[str]:
     apart = {
         "events": events["kind"] != "",
         "calls": events["base_calls"] != events["new_calls"],
@@ -104,13 +106,13 @@ def _exactly(what: str, events: "pd.DataFrame") -> Iterator[str]:
         yield f"{place}: {row['kind']} {row['op']}{amounts}: {row['what']}"
 
 
-def _grown(limit: Limit, frame: "pd.DataFrame", column: str, unit: str) -> Iterator[str]:
+def _find_growth(limit: Limit, frame: "pd.DataFrame", column: str, unit: str) -> Iterator[str]:
     for row in frame.to_dict("records"):
-        if limit.exceeded(row[column], row[f"new_{column}"]):
+        if limit.is_exceeded(row[column], row[f"new_{column}"]):
             yield f"{row['case']}: {row[column]:,} -> {row[f'new_{column}']:,} {unit} on the busiest rank"
 
 
-def _slower(limit: Limit, times: "pd.DataFrame") -> Iterator[str]:
+def _find_slowdown(limit: Limit, times: "pd.DataFrame") -> Iterator[str]:
     ratio, low = ("ratio", "low") if limit.what == "time" else ("clock_ratio", "clock_low")
     # Where both measures say so, "elapsed" knows the module: a rank whose turn is late stands in the call before.
     slow = times[(times[ratio] > 1 + limit.amount) & (times[low] > 1)].sort_values("measure", kind="stable")
@@ -127,7 +129,7 @@ MARK = "baseline.json"
 
 def is_trace(name: str) -> bool:
     """Whether a side is named by the file of a trace, and not by a file of a run folder."""
-    with looking(name):
+    with guard_looking(name):
         in_a_run = (Path(name).parent / "env.json").is_file()
         return name.endswith(SUFFIXES) and Path(name).is_file() and not in_a_run
 
@@ -138,8 +140,8 @@ def side_folder(name: str, folder: str = FOLDER) -> Path:
     Raises RunFolderError when there is none, naming the baselines that there are.
     """
     path, stored = Path(name), Path(folder) / name
-    with looking(name):
-        if not path.is_dir() and _legal(name) and (stored / MARK).is_file():
+    with guard_looking(name):
+        if not path.is_dir() and _is_legal_limit(name) and (stored / MARK).is_file():
             path = stored
         there, kept = path.is_dir(), (path / MARK).is_file()
         refuse_file(path)
@@ -149,15 +151,15 @@ def side_folder(name: str, folder: str = FOLDER) -> Path:
         return run_folder(path, matrix=False)
     known = sorted(found.parent.name for found in Path(folder).glob(f"*/{MARK}"))
     legal = f"a run folder, as runs/latest, or a baseline of {folder}: {', '.join(known) or 'none is there yet'}"
-    raise RunFolderError(f"run {shown(name)}: no such run folder and no baseline of this name; legal: {legal}")
+    raise RunFolderError(f"run {shorten_path(name)}: no such run folder and no baseline of this name; legal: {legal}")
 
 
 def check_name(name: str) -> None:
     """Raise RequestError unless a baseline can be called so."""
-    if not _legal(name):
+    if not _is_legal_limit(name):
         rule = "must be a name of at most 100 letters, digits, dots, dashes"
-        raise RequestError(f"baseline={shown(name)}: {rule}; legal: main")
+        raise RequestError(f"baseline={shorten_path(name)}: {rule}; legal: main")
 
 
-def _legal(name: str) -> bool:
+def _is_legal_limit(name: str) -> bool:
     return bool(re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", name))

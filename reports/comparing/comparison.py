@@ -18,10 +18,10 @@ from typing import Any
 import pandas as pd
 
 from shardproof.harness.errors import RequestError
-from shardproof.reports.comparing.alike import alike
-from shardproof.reports.comparing.compared_sides import EXACT, Limit, breaches
+from shardproof.reports.comparing.alike import align_events
+from shardproof.reports.comparing.compared_sides import EXACT, Limit, describe_breaches
 from shardproof.reports.comparing.intervals import phase_times
-from shardproof.reports.comparing.snapshot import CALLED, WHAT, Snapshot, members, span
+from shardproof.reports.comparing.snapshot import CALLED, WHAT, Snapshot, format_span, parse_span
 from shardproof.reports.stored.frames import in_order
 
 COLUMNS = (
@@ -46,7 +46,7 @@ class _EventChange:
     cells: Cells
 
 
-def differences(base: pd.DataFrame, new: pd.DataFrame) -> pd.DataFrame:
+def list_differences(base: pd.DataFrame, new: pd.DataFrame) -> pd.DataFrame:
     """Facts, a row each; empty when both hold the same events.
 
     kind ("new", "gone", "changed"), case, mode, phase, region, op, axis, what (in words), base_calls, new_calls,
@@ -58,7 +58,7 @@ def differences(base: pd.DataFrame, new: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for place in {**old, **now}:
         gone, fresh = old.get(place, {}), now.get(place, {})
-        rows += [_row(place, change) for change in _changes(gone, fresh)]
+        rows += [_row_of_change(place, change) for change in _pair_changes(gone, fresh)]
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
 
@@ -68,12 +68,12 @@ def _by_place(events: pd.DataFrame) -> dict[EventSite, dict[What, Cells]]:
     for row in events[names].itertuples(index=False, name=None):
         place, what, (calls, *spans) = row[:5], row[5 : 5 + len(WHAT)], row[5 + len(WHAT) :]
         cells = places[place].setdefault(what, Counter())
-        for rank, step, micro in product(*(members(text) for text in spans)):
+        for rank, step, micro in product(*(parse_span(text) for text in spans)):
             cells[rank, step, micro] += calls
     return dict(places)
 
 
-def _changes(old: Mapping[What, Cells], now: Mapping[What, Cells]) -> Iterator[_EventChange]:
+def _pair_changes(old: Mapping[What, Cells], now: Mapping[What, Cells]) -> Iterator[_EventChange]:
     gone = {what: cells - now.get(what, Counter()) for what, cells in old.items()}
     fresh = {what: cells - old.get(what, Counter()) for what, cells in now.items()}
     pairs = ((sum(x != y for x, y in zip(a, b, strict=True)), a, b) for a, b in product(gone, fresh) if a != b)
@@ -85,18 +85,18 @@ def _changes(old: Mapping[What, Cells], now: Mapping[What, Cells]) -> Iterator[_
     yield from (_EventChange(base=None, new=what, cells=cells) for what, cells in fresh.items() if cells)
 
 
-def _row(place: EventSite, change: _EventChange) -> tuple[object, ...]:
+def _row_of_change(place: EventSite, change: _EventChange) -> tuple[object, ...]:
     what = change.base or change.new or ()
-    calls = _most(change.cells)
+    calls = _most_calls(change.cells)
     kind = "new" if change.base is None else "gone" if change.new is None else "changed"
     sizes = (max(0, int(str(side[WHAT.index("payload_bytes")]))) if side else 0 for side in (change.base, change.new))
     amounts = calls * (change.base is not None), calls * (change.new is not None)
-    spans = (span({cell[axis] for cell in change.cells}) for axis in range(3))
+    spans = (format_span({cell[axis] for cell in change.cells}) for axis in range(3))
     labels = what[WHAT.index("axis")], _in_words(place[4], change)
     return kind, *place, *labels, *amounts, *(calls * size for size in sizes), *spans
 
 
-def _most(cells: Cells) -> int:
+def _most_calls(cells: Cells) -> int:
     """Calls of the rank that has most of them."""
     ranks: Counter[int] = Counter()
     for (rank, _, _), calls in cells.items():
@@ -113,22 +113,24 @@ def _in_words(op: str, change: _EventChange) -> str:
         return f"{op}{reduced} of {event['dtype']} {event['shape'] or 'scalar'}, {size}"
     before, after = (dict(zip(WHAT, side, strict=True)) for side in (change.base, change.new))
     return ", ".join(
-        f"{name} {_value(before[name])} -> {_value(after[name])}" for name in _TELLING if before[name] != after[name]
+        f"{name} {_text_of_value(before[name])} -> {_text_of_value(after[name])}"
+        for name in _TELLING
+        if before[name] != after[name]
     )
 
 
-def _value(value: object) -> str:
+def _text_of_value(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value) or "none"
 
 
-def totals(events: pd.DataFrame) -> pd.DataFrame:
+def total_by_rank(events: pd.DataFrame) -> pd.DataFrame:
     """case, mode, phase, rank, calls, payload_bytes of a snapshot's events: everything added up."""
     steps, micros = (
-        events[name].map(lambda text: len(members(text))).astype("int64") for name in ("steps", "microbatches")
+        events[name].map(lambda text: len(parse_span(text))).astype("int64") for name in ("steps", "microbatches")
     )
     cells = steps * micros * events["calls"]  # of no events too: then `map` alone would leave text
     frame = events[["case", "mode", "phase"]].assign(
-        calls=cells, payload_bytes=cells * events["payload_bytes"].clip(lower=0), rank=events["ranks"].map(members)
+        calls=cells, payload_bytes=cells * events["payload_bytes"].clip(lower=0), rank=events["ranks"].map(parse_span)
     )
     each = frame.explode("rank").astype({"rank": "int64"})
     sums = each.groupby(["case", "mode", "phase", "rank"], observed=True, sort=False)[["calls", "payload_bytes"]].sum()
@@ -144,7 +146,7 @@ class Comparison:
     """Result of a comparison.
 
     traffic   mode, phase, calls, new_calls, payload_bytes, new_payload_bytes: of one rank, cases added up
-    events    the differences (of `differences`)
+    events    the differences (of `list_differences`)
     times     phase by phase (reports.comparing.intervals)
     memory    case, saved_bytes, new_saved_bytes: of the fullest rank
     notes     what must be known before the numbers: other cases, versions or machines
@@ -166,42 +168,44 @@ class Comparison:
 
 def compare(base: Snapshot, new: Snapshot, asked: Sequence[Limit] = EXACT) -> Comparison:
     """Hold `new` against `base`. Raises RequestError when they have no case to compare."""
-    pairs = _pairs(base.cases, new.cases)
+    pairs = _pair_cases(base.cases, new.cases)
     if not pairs:
         raise RequestError(
             f"run {new.name}: has no case in common with {base.name}; legal: runs of the same cases, or of one each"
         )
     renamed = {theirs: ours for ours, theirs in pairs.items()}
     modes = dict(zip(base.cases["case"], base.cases["mode"], strict=True))
-    one = {name: _of(getattr(base, name), dict.fromkeys(pairs), modes) for name in ("events", "times", "memory")}
-    two = {name: _of(getattr(new, name), renamed, modes) for name in ("events", "times", "memory")}
-    one["events"], two["events"], left_out = alike(base.env, one["events"], new.env, two["events"])
-    by_rank = _sizes(totals(one["events"]), totals(two["events"]))
-    events = in_order(differences(one["events"], two["events"]))
+    one = {
+        name: _select_cases(getattr(base, name), dict.fromkeys(pairs), modes) for name in ("events", "times", "memory")
+    }
+    two = {name: _select_cases(getattr(new, name), renamed, modes) for name in ("events", "times", "memory")}
+    one["events"], two["events"], left_out = align_events(base.env, one["events"], new.env, two["events"])
+    by_rank = _join_sizes(total_by_rank(one["events"]), total_by_rank(two["events"]))
+    events = in_order(list_differences(one["events"], two["events"]))
     events = events.sort_values(["mode", "case", "phase", "region"], kind="stable", ignore_index=True)
     times = in_order(phase_times(one["times"], two["times"])).sort_values(_KEYS, kind="stable", ignore_index=True)
-    memory = _memory(one["memory"], two["memory"])
+    memory = _join_memory(one["memory"], two["memory"])
     lost = [case for case in base.cases["case"] if case not in pairs]
     return Comparison(
         base=base.name,
         new=new.name,
-        traffic=_without_unknown(_traffic(by_rank), one["events"], two["events"]),
+        traffic=_without_unknown(_join_traffic(by_rank), one["events"], two["events"]),
         events=events,
         times=times,
         memory=memory,
         asked=tuple(asked),
-        notes=(*_notes(base, new, pairs), *left_out),
+        notes=(*_comparison_notes(base, new, pairs), *left_out),
         breaches=(
             *(f"{side.name} was cut off, so that nothing is proved: {side.cut[0]}" for side in (base, new) if side.cut),
             *(f"case {case}: is in {base.name} and not in {new.name}" for case in lost),
-            *_unjudged(asked, one["events"], two["events"]),
-            *breaches(asked, events, _busiest(by_rank, ["case"]), memory, times),
+            *_limits_without_bytes(asked, one["events"], two["events"]),
+            *describe_breaches(asked, events, _busiest_rank(by_rank, ["case"]), memory, times),
         ),
-        lines=tuple(_lines(base, new, events)),
+        lines=tuple(_changed_lines(base, new, events)),
     )
 
 
-def _unjudged(asked: Sequence[Limit], *sides: pd.DataFrame) -> Iterator[str]:
+def _limits_without_bytes(asked: Sequence[Limit], *sides: pd.DataFrame) -> Iterator[str]:
     """A limit of bytes where traces do not know them all."""
     unknown = [int((events["payload_bytes"] < 0).sum()) for events in sides]
     if any(unknown) and any(limit.what == "bytes" for limit in asked):
@@ -216,7 +220,7 @@ def _without_unknown(traffic: pd.DataFrame, *sides: pd.DataFrame) -> pd.DataFram
     return traffic
 
 
-def _lines(base: Snapshot, new: Snapshot, events: pd.DataFrame) -> Iterator[str]:
+def _changed_lines(base: Snapshot, new: Snapshot, events: pd.DataFrame) -> Iterator[str]:
     """The lines of the program behind new and changed events: those that issued no such call in the base, if any."""
     for event in events[events["kind"] != "gone"].to_dict("records") if new.callers else ():
         place = tuple(str(event[name]) for name in CALLED)
@@ -226,7 +230,7 @@ def _lines(base: Snapshot, new: Snapshot, events: pd.DataFrame) -> Iterator[str]
             yield f"{event['kind']}: {event['phase']} {event['op']} over {event['axis']}{where}, at {', '.join(at[:3])}"
 
 
-def _pairs(base: pd.DataFrame, new: pd.DataFrame) -> dict[str, str]:
+def _pair_cases(base: pd.DataFrame, new: pd.DataFrame) -> dict[str, str]:
     """Case of the base -> case of the new run."""
     ours, theirs = list(base["case"]), list(new["case"])
     pairs = {case: case for case in ours if case in set(theirs)}
@@ -240,14 +244,14 @@ def _pairs(base: pd.DataFrame, new: pd.DataFrame) -> dict[str, str]:
     return pairs
 
 
-def _of(frame: pd.DataFrame, names: Mapping[str, str | None], modes: Mapping[str, str]) -> pd.DataFrame:
+def _select_cases(frame: pd.DataFrame, names: Mapping[str, str | None], modes: Mapping[str, str]) -> pd.DataFrame:
     """The rows of these cases, under the case and mode of the base."""
     rows = frame[frame["case"].isin(names)]
     rows = rows.assign(case=rows["case"].map(lambda case: names[case] or case))
     return rows.assign(mode=rows["case"].map(modes)).astype({"mode": "str", "case": "str"}) if "mode" in rows else rows
 
 
-def _sizes(base: pd.DataFrame, new: pd.DataFrame) -> pd.DataFrame:
+def _join_sizes(base: pd.DataFrame, new: pd.DataFrame) -> pd.DataFrame:
     """case, mode, phase, rank, and both sides' calls and bytes; 0 where one has none."""
     keys = ["case", "mode", "phase", "rank"]
     both = base.merge(new.rename(columns={name: f"new_{name}" for name in _COUNTS}), how="outer", on=keys)
@@ -255,24 +259,24 @@ def _sizes(base: pd.DataFrame, new: pd.DataFrame) -> pd.DataFrame:
     return both.fillna(dict.fromkeys(names, 0)).astype(dict.fromkeys(names, "int64"))
 
 
-def _busiest(sizes: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
+def _busiest_rank(sizes: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
     """Calls and bytes of the rank that has most of them."""
     ranks = sizes.groupby([*keys, "rank"], observed=True, sort=False).sum(numeric_only=True)
     return ranks.groupby(keys, observed=True, sort=False).max().reset_index()
 
 
-def _traffic(sizes: pd.DataFrame) -> pd.DataFrame:
-    ranks = in_order(_busiest(sizes, ["case", *_KEYS]))
+def _join_traffic(sizes: pd.DataFrame) -> pd.DataFrame:
+    ranks = in_order(_busiest_rank(sizes, ["case", *_KEYS]))
     names = ["calls", "new_calls", "payload_bytes", "new_payload_bytes"]
     return ranks.groupby(_KEYS, observed=True, sort=True)[names].sum().reset_index()
 
 
-def _memory(base: pd.DataFrame, new: pd.DataFrame) -> pd.DataFrame:
+def _join_memory(base: pd.DataFrame, new: pd.DataFrame) -> pd.DataFrame:
     old, now = (frame.groupby("case", sort=False)["saved_bytes"].max() for frame in (base, new))
     return pd.concat([old, now.rename("new_saved_bytes")], axis=1, join="inner").rename_axis("case").reset_index()
 
 
-def _notes(base: Snapshot, new: Snapshot, pairs: Mapping[str, str]) -> Iterator[str]:
+def _comparison_notes(base: Snapshot, new: Snapshot, pairs: Mapping[str, str]) -> Iterator[str]:
     for snapshot in (base, new):
         yield from (f"{snapshot.name}: {note}" for note in snapshot.notes)
     yield from (f"different cases are compared: {old} with {now}" for old, now in pairs.items() if old != now)
@@ -280,12 +284,14 @@ def _notes(base: Snapshot, new: Snapshot, pairs: Mapping[str, str]) -> Iterator[
         if case not in pairs.values():
             yield f"only {new.name} has the case {case}: not compared"
     for what, kind in (("request", "runs"), ("versions", "versions"), ("machine", "machines")):
-        apart = [f"{key} {old} and {now}" for key, old, now in _apart(base.env.get(what), new.env.get(what))]
+        apart = [
+            f"{key} {old} and {now}" for key, old, now in _differing_entries(base.env.get(what), new.env.get(what))
+        ]
         if apart:
             yield f"different {kind} are compared: {', '.join(apart)}"
 
 
-def _apart(one: Any, other: Any) -> Iterator[tuple[str, object, object]]:
+def _differing_entries(one: Any, other: Any) -> Iterator[tuple[str, object, object]]:
     """Entries in which two objects of env.json differ, `cases` aside; none where either is no object."""
     if isinstance(one, dict) and isinstance(other, dict):
         for key in sorted({*one, *other} - {"cases"}):

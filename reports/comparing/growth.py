@@ -21,7 +21,7 @@ _VARIES = ("mode", "seq", "batch", "data", "delivery", "embedding", "head")
 _COLUMNS = ["mode", "tokens", "wire_bytes"]
 
 
-def growth(run: Run, counted: str = "layers") -> pd.DataFrame:
+def growth_of_bytes(run: Run, counted: str = "layers") -> pd.DataFrame:
     """mode, tokens, wire_bytes: the largest family of cases that differ in nothing but mode and tokens.
 
     Empty unless two modes were run at two sizes each, or when the run did not say how many tokens its cases have.
@@ -39,14 +39,14 @@ def growth(run: Run, counted: str = "layers") -> pd.DataFrame:
     if not families:
         return pd.DataFrame(columns=_COLUMNS)
     family = max(families, key=len)
-    sent = _sent(run.ledger, counted)
+    sent = _sent_bytes(run.ledger, counted)
     frame = family[["case", "mode", "tokens", "micro", "steps"]].astype({"mode": "str"})
     frame = frame.assign(wire_bytes=frame["case"].map(sent).fillna(0) / (frame["micro"] * frame["steps"]))
     dearest = frame.groupby(["mode", "tokens"])["wire_bytes"].max().reset_index()
     return in_order(dearest).sort_values(["mode", "tokens"], ignore_index=True)
 
 
-def _sent(ledger: pd.DataFrame, counted: str) -> "pd.Series[float]":
+def _sent_bytes(ledger: pd.DataFrame, counted: str) -> "pd.Series[float]":
     """Wire bytes of the busiest rank by case."""
     if counted == "layers":
         inside = ledger["region"].str.startswith("layers.") & (ledger["op"] != "all_to_all")
@@ -55,7 +55,7 @@ def _sent(ledger: pd.DataFrame, counted: str) -> "pd.Series[float]":
     return ranks.groupby("case").max().astype("float64")
 
 
-def crossings(growth: pd.DataFrame) -> pd.DataFrame:
+def find_crossings(growth: pd.DataFrame) -> pd.DataFrame:
     """mode, other, tokens, wire_bytes: where `mode`, dearer at first, becomes the cheaper one.
 
     Bytes are a constant plus a share of the tokens in every mode, so a straight line through a mode's points is exact
@@ -78,14 +78,14 @@ def crossings(growth: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["mode", "other", "tokens", "wire_bytes"])
 
 
-def compared(run: Run) -> pd.DataFrame:
+def compare_modes(run: Run) -> pd.DataFrame:
     """All crossings of a run under both ways to count: counted, mode, other, tokens, wire_bytes."""
-    crossed = [crossings(growth(run, counted)).assign(counted=counted) for counted in ("layers", "all")]
+    crossed = [find_crossings(growth_of_bytes(run, counted)).assign(counted=counted) for counted in ("layers", "all")]
     return pd.concat(crossed, ignore_index=True)[["counted", "mode", "other", "tokens", "wire_bytes"]]
 
 
 def break_even_table(crossings: pd.DataFrame) -> Table:
-    """Where one mode becomes cheaper than another, from `compared`."""
+    """Where one mode becomes cheaper than another, from `compare_modes`."""
     return table(
         "Break-even",
         crossings,

@@ -56,13 +56,13 @@ def ratio_of_medians(base: Times, new: Times, seed: int = 0) -> Interval:
         logs = np.log(np.median(new[draws], axis=1)) - np.log(np.median(base[draws], axis=1))
     tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(logs[np.isfinite(logs)], [tail, 1 - tail])
-    wider = _widening(count - 1, 1 - tail)
+    wider = _quantile_ratio(count - 1, 1 - tail)
     ends = (middle + (float(end) - middle) * wider for end in (low, high))
     low, high = (math.exp(end) for end in ends)
     return Interval(ratio=math.exp(middle), low=min(low, math.exp(middle)), high=max(high, math.exp(middle)))
 
 
-def _widening(freedom: int, probability: float) -> float:
+def _quantile_ratio(freedom: int, probability: float) -> float:
     """Quantile of Student's t over that of the normal (Cornish-Fisher, three terms)."""
     z: float = NormalDist().inv_cdf(probability)
     terms: tuple[float, ...] = (
@@ -84,23 +84,23 @@ def phase_times(base: pd.DataFrame, new: pd.DataFrame) -> pd.DataFrame:
     it is held against, "" without one). ratio, low, high, change ("slower", "faster", "~" for no significant
     difference, "too few"), mostly (the module with the largest growth, "" unless slower).
     """
-    rows = [row for measure in _MEASURES for row in _measured(base, new, measure)]
+    rows = [row for measure in _MEASURES for row in _measure_changes(base, new, measure)]
     columns = "mode phase measure blocks base_us new_us clock_ratio clock_low beside ratio low high change mostly"
     return pd.DataFrame(rows, columns=columns.split()).sort_values(["mode", "phase"], kind="stable", ignore_index=True)
 
 
-def _measured(base: pd.DataFrame, new: pd.DataFrame, measure: str) -> Iterator[tuple[object, ...]]:
+def _measure_changes(base: pd.DataFrame, new: pd.DataFrame, measure: str) -> Iterator[tuple[object, ...]]:
     column = _MEASURES[measure]
     for mode in [mode for mode in base["mode"].unique() if mode in set(new["mode"])]:
         old, now = (times[times["mode"] == mode] for times in (base, new))
-        left, right = _blocks(old, column), _blocks(now, column)
+        left, right = _times_by_block(old, column), _times_by_block(now, column)
         shared = left.index.intersection(right.index), left.columns.intersection(right.columns)
         left, right = left.loc[shared], right.loc[shared]
         drift = (right.median() / left.median()).dropna()
         for phase in left.columns:
             spent = left.gt(0) & right.gt(0)
             meetings = spent[spent[phase]].sum()  # by phase, the micro-batches in which both spent time in it and here
-            beside = _middle(drift.drop(phase, errors="ignore"), meetings)
+            beside = _middle_phase(drift.drop(phase, errors="ignore"), meetings)
             both = left[phase].gt(0) & right[phase].gt(0)
             if beside:
                 both &= left[beside].gt(0) & right[beside].gt(0)
@@ -110,18 +110,20 @@ def _measured(base: pd.DataFrame, new: pd.DataFrame, measure: str) -> Iterator[t
             apart = ratio_of_medians(one.to_numpy(), two.to_numpy())
             change = "slower" if apart.low > 1 else "faster" if apart.high < 1 else "~"
             change = "too few" if math.isnan(apart.ratio) else change
-            where = _mostly(old, now, str(phase), column, clock.ratio / apart.ratio) if change == "slower" else ""
+            where = (
+                _slowest_module(old, now, str(phase), column, clock.ratio / apart.ratio) if change == "slower" else ""
+            )
             medians = here[phase].median(), there[phase].median()
             interval = apart.ratio, apart.low, apart.high, change, where
             yield mode, phase, measure, len(here), *medians, clock.ratio, clock.low, beside, *interval
 
 
-def _blocks(times: pd.DataFrame, column: str) -> pd.DataFrame:
+def _times_by_block(times: pd.DataFrame, column: str) -> pd.DataFrame:
     """Microseconds, a row each micro-batch, a column each phase."""
     return times.pivot_table(index=_BLOCK, columns="phase", values=column, aggfunc="sum", observed=True)
 
 
-def _middle(drift: pd.Series, meetings: pd.Series) -> str:
+def _middle_phase(drift: pd.Series, meetings: pd.Series) -> str:
     """The phase whose change is the middle one, the greater of two middles: whatever became faster alone is not it.
 
     Only phases that meet this one most often can be held against it.
@@ -131,7 +133,7 @@ def _middle(drift: pd.Series, meetings: pd.Series) -> str:
     return str(ranked.index[len(ranked) // 2]) if len(ranked) else ""
 
 
-def _mostly(base: pd.DataFrame, new: pd.DataFrame, phase: str, column: str, drift: float) -> str:
+def _slowest_module(base: pd.DataFrame, new: pd.DataFrame, phase: str, column: str, drift: float) -> str:
     """The module of this phase whose time grew most beyond the drift of the machine."""
     old, now = (times[times["phase"] == phase].groupby("region")[column].sum() for times in (base, new))
     growth = now.sub(old * drift, fill_value=0.0)

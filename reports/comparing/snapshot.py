@@ -21,7 +21,7 @@ import pandas as pd
 
 from shardproof.harness.errors import RequestError
 from shardproof.reports.comparing.compared_sides import FOLDER, MARK, check_name, is_trace, side_folder
-from shardproof.reports.stored.files import RunFolderError, csv_table, json_object, recorded, shown
+from shardproof.reports.stored.files import RunFolderError, csv_table, is_recording, json_object, shorten_path
 from shardproof.reports.stored.frames import Run, load
 
 _PLACE = ("case", "mode", "phase", "region", "op")
@@ -77,13 +77,13 @@ def snapshot(run: Run, name: str = "") -> Snapshot:
     return Snapshot(
         name=name or str(run.path),
         cases=run.cases[["case", "mode", "world_size"]].astype({"case": "str", "mode": "str"}),
-        events=counted(plain),
-        times=timed(plain[:0] if traced else plain),  # a trace starts calls on the host and times them on the device
+        events=count_events(plain),
+        times=time_by_module(plain[:0] if traced else plain),  # a trace times calls on the device alone
         memory=run.memory.astype(MEMORY_TYPES),
         env=run.env,
         notes=run.notes,
         cut=run.cut,
-        callers=called_from(run.ledger) if recorded(run.path) else {},
+        callers=called_from(run.ledger) if is_recording(run.path) else {},
     )
 
 
@@ -105,15 +105,15 @@ def called_from(ledger: pd.DataFrame) -> dict[tuple[str, ...], tuple[str, ...]]:
     return {place: tuple(callers) for place, callers in found.items()}
 
 
-def counted(ledger: pd.DataFrame) -> pd.DataFrame:
+def count_events(ledger: pd.DataFrame) -> pd.DataFrame:
     """The ledger as counts of equal events; rows in a fixed order, so that equal ledgers give equal files."""
     kinds = ledger.groupby([*_PLACE, *WHAT], observed=True, sort=True)
     number = kinds.ngroup().rename("kind")
     cells = ledger[list(_CELLS)].assign(kind=number).groupby(["kind", *_CELLS], sort=False).size()
     rows = cells.rename("calls").reset_index()[["kind", "step", "microbatch", "calls", "rank"]]
-    by_rank = _folded((row[:4], row[4]) for row in rows.itertuples(index=False, name=None))
-    by_micro = _folded(((kind, step, calls, ranks), micro) for (kind, step, micro, calls), ranks in by_rank)
-    by_step = _folded(((kind, calls, ranks, micros), step) for (kind, step, calls, ranks), micros in by_micro)
+    by_rank = _fold_rows((row[:4], row[4]) for row in rows.itertuples(index=False, name=None))
+    by_micro = _fold_rows(((kind, step, calls, ranks), micro) for (kind, step, micro, calls), ranks in by_rank)
+    by_step = _fold_rows(((kind, calls, ranks, micros), step) for (kind, step, calls, ranks), micros in by_micro)
     folded = [(*key, steps) for key, steps in by_step]
     frame = pd.DataFrame(folded, columns=["kind", "calls", "ranks", "microbatches", "steps"])
     what = kinds.size().index.to_frame(index=False)
@@ -121,7 +121,7 @@ def counted(ledger: pd.DataFrame) -> pd.DataFrame:
     return frame[list(_EVENT_COLUMNS)].astype(EVENT_TYPES).reset_index(drop=True)
 
 
-def _folded(rows: Iterable[tuple[Hashable, int]]) -> Iterator[tuple[Any, str]]:
+def _fold_rows(rows: Iterable[tuple[Hashable, int]]) -> Iterator[tuple[Any, str]]:
     """Rows that differ in their last number only as one row with all of these numbers."""
     found: defaultdict[Hashable, list[int]] = defaultdict(list)
     for key, number in rows:
@@ -130,11 +130,11 @@ def _folded(rows: Iterable[tuple[Hashable, int]]) -> Iterator[tuple[Any, str]]:
     for key, numbers in found.items():
         these = tuple(sorted(numbers))
         if these not in texts:
-            texts[these] = span(these)
+            texts[these] = format_span(these)
         yield key, texts[these]
 
 
-def span(numbers: Iterable[int]) -> str:
+def format_span(numbers: Iterable[int]) -> str:
     """Whole numbers as text: "0..3", "0,2", "0..1,5"."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
@@ -145,13 +145,13 @@ def span(numbers: Iterable[int]) -> str:
     return ",".join(str(first) if first == last else f"{first}..{last}" for first, last in runs)
 
 
-def members(text: str) -> list[int]:
-    """The numbers that `span` wrote. Raises ValueError for anything else."""
+def parse_span(text: str) -> list[int]:
+    """The numbers that `format_span` wrote. Raises ValueError for anything else."""
     ends = [tuple(int(number) for number in part.split("..")) for part in text.split(",")]
     return [number for end in ends for number in range(end[0], end[-1] + 1)]
 
 
-def timed(ledger: pd.DataFrame) -> pd.DataFrame:
+def time_by_module(ledger: pd.DataFrame) -> pd.DataFrame:
     """Time spent and time inside calls, by module and micro-batch, mean over ranks."""
     frame = ledger[["case", "mode", "phase", "region", *_CELLS, "world_size", "call_index", "duration_us"]]
     frame = frame.assign(end_us=ledger["start_us"] + ledger["duration_us"])
@@ -175,7 +175,7 @@ _TABLES: Mapping[str, Mapping[str, str]] = {
 }
 
 
-def side(name: str, folder: str = FOLDER) -> Snapshot:
+def read_side(name: str, folder: str = FOLDER) -> Snapshot:
     """Snapshot of one side: a run folder, the folder of a baseline, a baseline's name, or the file of a trace.
 
     Raises RunFolderError when there is none, RequestError for a file that is no trace.
@@ -183,7 +183,7 @@ def side(name: str, folder: str = FOLDER) -> Snapshot:
     if is_trace(name):
         return _of_trace(name)
     path = side_folder(name, folder)
-    return _read(path, name) if (path / MARK).is_file() else snapshot(load(path), name)
+    return _read_snapshot(path, name) if (path / MARK).is_file() else snapshot(load(path), name)
 
 
 def _of_trace(name: str) -> Snapshot:
@@ -195,7 +195,7 @@ def _of_trace(name: str) -> Snapshot:
         return snapshot(load(made), name)
 
 
-def save(kept: Snapshot, name: str, folder: str = FOLDER) -> Path:
+def save_snapshot(kept: Snapshot, name: str, folder: str = FOLDER) -> Path:
     """Store a snapshot under this name, in place of an older one; returns its folder.
 
     Raises RequestError for a run that was cut off or has no events, an illegal name, a folder that cannot be written.
@@ -222,7 +222,7 @@ def save(kept: Snapshot, name: str, folder: str = FOLDER) -> Path:
     except OSError as problem:
         reason = problem.strerror or str(problem)
         raise RequestError(
-            f"baseline={shown(path)}: cannot be written ({reason}); legal: a writable folder"
+            f"baseline={shorten_path(path)}: cannot be written ({reason}); legal: a writable folder"
         ) from problem
     return path
 
@@ -235,23 +235,23 @@ def write_events(events: pd.DataFrame, path: Path) -> None:
 
 def read_events(path: Path) -> pd.DataFrame:
     """Counted events that `write_events` stored. Raises RunFolderError when the file is torn or no such file."""
-    return _table(path, EVENT_TYPES)
+    return _read_table(path, EVENT_TYPES)
 
 
-def _read(path: Path, name: str) -> Snapshot:
+def _read_snapshot(path: Path, name: str) -> Snapshot:
     mark = json_object(path / MARK)
     env = mark.get("env")
     if not isinstance(env, dict):
         raise RunFolderError(f"{path / MARK}: needs the object `env`; write the baseline again with --save-baseline")
-    cases, events, times, memory = (_table(path / f"{table}.csv", types) for table, types in _TABLES.items())
+    cases, events, times, memory = (_read_table(path / f"{table}.csv", types) for table, types in _TABLES.items())
     callers = {}
     if (path / _CALLERS).is_file():
-        lines = _table(path / _CALLERS, dict.fromkeys((*CALLED, "callers"), "str"))
+        lines = _read_table(path / _CALLERS, dict.fromkeys((*CALLED, "callers"), "str"))
         callers = {tuple(place): tuple(found.split()) for *place, found in lines.itertuples(index=False, name=None)}
     return Snapshot(name=name, env=env, cases=cases, events=events, times=times, memory=memory, callers=callers)
 
 
-def _table(path: Path, types: Mapping[str, str]) -> pd.DataFrame:
+def _read_table(path: Path, types: Mapping[str, str]) -> pd.DataFrame:
     """A table that must be whole: a baseline is written once, so a cut one was harmed and proves nothing."""
     again = "write the baseline again with --save-baseline"
     if not path.is_file():
@@ -264,7 +264,7 @@ def _table(path: Path, types: Mapping[str, str]) -> pd.DataFrame:
         for name in ("ranks", "steps", "microbatches"):
             if name in frame:
                 for text in frame[name].unique():
-                    members(text)
+                    parse_span(text)
     except ValueError as problem:
         raise RunFolderError(f"{path}: {name} holds {text!r}, which names no numbers; {again}") from problem
     return frame

@@ -126,7 +126,7 @@ def profiled_steps(arguments: argparse.Namespace, cases: Sequence[CaseLike]) -> 
 def check_target(file: str) -> None:
     """Raise RequestError unless a file can be written there, before minutes are spent on it; leave no new one."""
     fresh = not os.path.lexists(file)
-    with writing(file):
+    with check_writing(file):
         # Not blocking: a pipe without a reader is an error and no endless wait.
         os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o666))
         if fresh:
@@ -134,7 +134,7 @@ def check_target(file: str) -> None:
 
 
 @contextmanager
-def writing(file: str) -> Iterator[None]:
+def check_writing(file: str) -> Iterator[None]:
     """Write there. Raises RequestError, naming the file and the reason, when the system refuses."""
     try:
         yield

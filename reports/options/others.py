@@ -10,9 +10,9 @@ from shardproof.harness.errors import RequestError
 from shardproof.harness.programs.session import steps_of
 from shardproof.harness.resolve import resolve
 from shardproof.harness.running.request import seconds
-from shardproof.harness.subject import cases_of, named, truth_of, vocabulary
+from shardproof.harness.subject import cases_of, resolve_subject, truth_of, vocabulary
 from shardproof.harness.traces.reading import RANK, check_names
-from shardproof.reports.comparing.compared_sides import check_name, is_trace, limits, side_folder
+from shardproof.reports.comparing.compared_sides import check_name, is_trace, parse_limits, side_folder
 from shardproof.reports.options.command_options import SLICED
 from shardproof.reports.stored.files import run_folder
 
@@ -30,7 +30,7 @@ def _check_read(arguments: argparse.Namespace) -> None:
 
 
 def _check_compare(arguments: argparse.Namespace) -> None:
-    limits(arguments.fail)
+    parse_limits(arguments.fail)
     if arguments.save_baseline is not None:
         check_name(arguments.save_baseline)
     if arguments.new is None:
@@ -43,7 +43,7 @@ def _check_compare(arguments: argparse.Namespace) -> None:
 
 def _check_faults(arguments: argparse.Namespace) -> None:
     seconds(arguments.timeout, "timeout")
-    arguments.subject = named(arguments.subject, arguments.truth or "")
+    arguments.subject = resolve_subject(arguments.subject, arguments.truth or "")
     truth_of(arguments.subject)
 
 
@@ -55,7 +55,7 @@ def _check_predict(arguments: argparse.Namespace) -> None:
     ours = arguments.subject == SUBJECT
     if ours:
         _check_texts(arguments)
-    arguments.subject = named(arguments.subject)
+    arguments.subject = resolve_subject(arguments.subject)
     if vocabulary(arguments.subject) is not None:
         if arguments.world is not None:
             rule = f"searches meshes for cases of our decoder, and {arguments.subject.name} has words of its own"
@@ -91,7 +91,7 @@ def _check_slice(arguments: argparse.Namespace) -> None:
         raise RequestError(f"slice {text!r}: {problem}") from problem
 
 
-def check(arguments: argparse.Namespace) -> None:
+def check_options(arguments: argparse.Namespace) -> None:
     """Raise RequestError for a wrong option of a command."""
     if rule := _CHECKS.get(arguments.command):
         rule(arguments)

@@ -1,6 +1,6 @@
 """Options of a command, checked before anything is loaded that takes long: torch, pandas.
 
-`read(arguments)` raises for a wrong word or value of any command. The request of `shardproof run` is `requested`: all
+`read_request` raises for a wrong word or value of any command. The request of `shardproof run` is `build_request`: all
 that needs no torch is checked first; then the subject is imported, which mostly needs it. `Request` is a class of
 `harness.running.request`.
 """
@@ -17,17 +17,17 @@ from shardproof.harness.dense_model import SUBJECT, check_modes, dense_model, in
 from shardproof.harness.errors import RequestError
 from shardproof.harness.interpreter import interrupted_after
 from shardproof.harness.protocols import CaseLike, case_text
-from shardproof.harness.running.ranks.capacity import admitted
+from shardproof.harness.running.ranks.capacity import select_admitted_cases
 from shardproof.harness.running.request import Request, check_saved, loading_what_exists, seconds
 from shardproof.harness.subject import (
     NamedSubject,
     Unanswered,
     cases_of,
     claims,
-    named,
     offers,
     own_cases,
     refusal,
+    resolve_subject,
     truth_of,
     vocabulary,
 )
@@ -48,36 +48,36 @@ _OF_OUR_DECODER = ("variant", "data", "deep", "preset_experiment")
 """Options that need the case language of our decoder."""
 
 
-def read(arguments: argparse.Namespace) -> Request | None:
+def read_request(arguments: argparse.Namespace) -> Request | None:
     """The request of `shardproof run`; None for other commands, and on launched ranks, of which rank 0 reads it later.
 
     Raises RequestError for a wrong option.
     """
     _note_unquoted(getattr(arguments, "cases", ()))
     if arguments.command == "run":
-        return None if arguments.engine == LAUNCHED else requested(arguments)
-    from shardproof.reports.options.others import check  # noqa: PLC0415
+        return None if arguments.engine == LAUNCHED else build_request(arguments)
+    from shardproof.reports.options.others import check_options  # noqa: PLC0415
 
     with chdir("."):  # a subject may go elsewhere when it is imported
-        check(arguments)
+        check_options(arguments)
     return None
 
 
-def requested(arguments: argparse.Namespace) -> Request:
+def build_request(arguments: argparse.Namespace) -> Request:
     """The request of these options of `shardproof run`. Raises RequestError before anything runs."""
     out = Path(arguments.out).absolute()  # now: the import of a subject may change the folder too
     with chdir("."):
         _options_checked(arguments)
-        given = _given(arguments) if arguments.subject == SUBJECT else ()  # before torch is imported
+        given = _given_cases(arguments) if arguments.subject == SUBJECT else ()  # before torch is imported
         with interrupted_after() if arguments.subject == SUBJECT else nullcontext():  # torch: it would abort
-            subject = named(arguments.subject, arguments.truth or "")
-        given = given or _given(arguments, subject)
+            subject = resolve_subject(arguments.subject, arguments.truth or "")
+        given = given or _given_cases(arguments, subject)
         truth_of(subject)  # raises for a truth that is none
         if arguments.device == "cuda" and not import_module("torch").cuda.is_available():
             raise RequestError("device=cuda: this machine offers no CUDA device; legal: --device cpu")
-        cases = given or _defaults(arguments, subject)
+        cases = given or _default_cases(arguments, subject)
         steps = profiled_steps(arguments, cases)
-        _check_readable(loading_what_exists(admitted(cases, arguments.engine)))
+        _check_readable(loading_what_exists(select_admitted_cases(cases, arguments.engine)))
     most = 1 if arguments.cases else min(2, os.cpu_count() or 1)
     return Request(
         cases=cases,
@@ -135,7 +135,7 @@ def _options_checked(arguments: argparse.Namespace) -> None:
         check_data(arguments.data)
 
 
-def _given(arguments: argparse.Namespace, subject: NamedSubject | None = None) -> tuple[CaseLike, ...]:
+def _given_cases(arguments: argparse.Namespace, subject: NamedSubject | None = None) -> tuple[CaseLike, ...]:
     """The cases on the command line as this subject reads them; without one as cases of our decoder."""
     own = subject is not None and vocabulary(subject) is not None
     if own and (word := next((word for word in _OF_OUR_DECODER if getattr(arguments, word)), "")):
@@ -163,15 +163,15 @@ def _check_choice(arguments: argparse.Namespace) -> None:
         check_modes(arguments.modes)
 
 
-def _defaults(arguments: argparse.Namespace, subject: NamedSubject) -> tuple[CaseLike, ...]:
-    cases = default_cases(subject, arguments.modes, arguments.deep, _checkpoint(arguments))
+def _default_cases(arguments: argparse.Namespace, subject: NamedSubject) -> tuple[CaseLike, ...]:
+    cases = default_cases(subject, arguments.modes, arguments.deep, _checkpoint_folder(arguments))
     if arguments.variant is not None:
         cases = tuple({case.mode: case for case in reversed(cases)}.values())[::-1]  # the first case of each mode
         cases = _as_variant(cases, arguments.variant, given=False)
     return with_data(cases, arguments.data)
 
 
-def _checkpoint(arguments: argparse.Namespace) -> str:
+def _checkpoint_folder(arguments: argparse.Namespace) -> str:
     """The folder that default cases save to; "" where ranks have no numbers, or a case cannot name it."""
     folder = str(Path(arguments.out, "checkpoint-of-default-cases"))
     return "" if arguments.engine == "dry" or len(folder.split()) > 1 else folder
@@ -185,10 +185,10 @@ def default_cases(subject: NamedSubject, modes: str, deep: bool = False, checkpo
     `checkpoint` is a folder to save to.
     """
     if not deep and (own := own_cases(subject)) is not None:
-        modes_chosen = claims(subject).chosen(modes)
+        modes_chosen = claims(subject).choose_modes(modes)
         return tuple(case for case in own if case.mode in modes_chosen)
     if not deep and not offers(subject.call, "refuses"):
-        return tuple(case for mode in claims(subject).chosen(modes) for case in dense_model().plain_cases(mode))
+        return tuple(case for mode in claims(subject).choose_modes(modes) for case in dense_model().plain_cases(mode))
 
     def refuses(case: CaseLike) -> str:
         try:
@@ -196,7 +196,7 @@ def default_cases(subject: NamedSubject, modes: str, deep: bool = False, checkpo
         except Unanswered:  # the run of this case asks again, and its verdict reports the error
             return ""
 
-    return dense_model().default_cases(claims(subject).chosen(modes), refuses, deep=deep, checkpoint=checkpoint)
+    return dense_model().default_cases(claims(subject).choose_modes(modes), refuses, deep=deep, checkpoint=checkpoint)
 
 
 def _as_variant(cases: Iterable[CaseLike], name: str, *, given: bool) -> tuple[CaseLike, ...]:

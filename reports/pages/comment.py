@@ -10,9 +10,9 @@ from typing import Any
 from shardproof.reports.pages import opening
 from shardproof.reports.printing.text import markdown
 from shardproof.reports.printing.text_tables import Table, first_table
-from shardproof.reports.stored.failures import bugs, simplest_first
+from shardproof.reports.stored.failures import bugs_of_run, simplest_first
 from shardproof.reports.stored.frames import Run
-from shardproof.reports.stored.summary import headline, overall, tally
+from shardproof.reports.stored.summary import headline, tally_of_run, worst_verdict
 
 _MOST = 5
 """Failures that are written out: a comment may be 65,536 characters long."""
@@ -22,14 +22,14 @@ _LONGEST = 4000
 """Characters of one failure."""
 
 
-def comment(run: Run) -> str:
+def render_comment(run: Run) -> str:
     """The comment. Text of a run stands in code blocks and table cells, where it is no markup."""
-    if program := opening.program(run):
+    if program := opening.program_parts(run):
         return _of_program(run, program)
     cases = headline(run)
-    found = bugs(simplest_first(run))
-    lines = [f"## shardproof: {overall(cases)}", "", f"{tally(cases, run.records)}", ""]
-    lines += [" | ".join(f"**{number}** {label}" for number, label, _ in opening.figures(run, cases)), ""]
+    found = bugs_of_run(simplest_first(run))
+    lines = [f"## shardproof: {worst_verdict(cases)}", "", f"{tally_of_run(cases, run.records)}", ""]
+    lines += [" | ".join(f"**{number}** {label}" for number, label, _ in opening.opening_figures(run, cases)), ""]
     for bug in found[:_MOST]:
         message = bug.verdict.message[:_LONGEST].replace("```", "'''")
         lines += ["```text", message, *([bug.follows] if bug.follows else []), "```", ""]
@@ -44,10 +44,10 @@ def _of_program(run: Run, program: Mapping[str, Any]) -> str:
     findings = [*(f"note: {note}" for note in run.notes), *program["findings"]]
     lines = [f"## shardproof: recorded on {ranks} ranks", "", "```text"]
     lines += [line[:_LONGEST].replace("```", "'''") for line in (name, *findings)]
-    return "\n".join([*lines, "```", "", *(markdown(_short(one)) for one in (overview, *program["traffic"]))])
+    return "\n".join([*lines, "```", "", *(markdown(_shorten_table(one)) for one in (overview, *program["traffic"]))])
 
 
-def _short(table: Table) -> Table:
+def _shorten_table(table: Table) -> Table:
     """The first rows of a table; its note says of how many."""
     if len(table.rows) <= _MOST_ROWS:
         return table

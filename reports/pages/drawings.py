@@ -20,7 +20,7 @@ from markupsafe import Markup, escape
 from shardproof.harness.ledger import BACKWARD, PHASES
 from shardproof.reports.printing.text_tables import count, mebibytes, small
 from shardproof.reports.stored.frames import Run
-from shardproof.reports.stored.summary import apart, badness
+from shardproof.reports.stored.summary import badness_of, split_common_words
 
 _COLOURS = "#8d99ae #3b82c4 #8e6bbf #e08a2e #d1495b #5b5f97 #2a9d6f #a1785a #2fa7b5 #6d6875 #b8b8b8"
 PHASE_COLOURS = dict(zip((*PHASES, "?"), _COLOURS.split(), strict=True))
@@ -52,10 +52,10 @@ class CaseBars:
     """Whether the line above is of this mode and another number of ranks."""
 
 
-def lines(run: Run, headline: pd.DataFrame) -> tuple[tuple[CaseBars, ...], str]:
+def lines_of_cases(run: Run, headline: pd.DataFrame) -> tuple[tuple[CaseBars, ...], str]:
     """The lines, failures first, then by mode and ranks; and the words that all of their cases share."""
-    shared, own = apart(headline["words"])
-    frame = headline.assign(own=own, bad=-headline["verdict"].map(badness))
+    shared, own = split_common_words(headline["words"])
+    frame = headline.assign(own=own, bad=-headline["verdict"].map(badness_of))
     wire: dict[str, dict[str, float]] = {case: {} for case in frame["case"]}
     for line in run.summary[["case", "phase", "wire_bytes"]].dropna().to_dict("records"):
         sent = wire.setdefault(line["case"], {})
@@ -74,14 +74,14 @@ def lines(run: Run, headline: pd.DataFrame) -> tuple[tuple[CaseBars, ...], str]:
                 mode=str(row["mode"]),
                 ranks=ranks,
                 case=row["own"] or "-",
-                wire=_bar(parts, longest, "wire MiB"),
+                wire=_draw_bar(parts, longest, "wire MiB"),
                 wire_mib=mebibytes(sum(sent.values())),
                 payload_mib=mebibytes(row["payload_bytes"]),
-                saved=_bar([("saved", kept, _SAVED)], fullest, "saved MiB"),
+                saved=_draw_bar([("saved", kept, _SAVED)], fullest, "saved MiB"),
                 saved_mib=mebibytes(row["saved_bytes"]),
-                error=_pair(row["worst_error"], row["worst_allowed"]),
-                margin=_margin(row["worst_error"], row["worst_allowed"]),
-                share=_share(row["worst_error"], row["worst_allowed"]),
+                error=_text_of_pair(row["worst_error"], row["worst_allowed"]),
+                margin=_draw_margin(row["worst_error"], row["worst_allowed"]),
+                share=_share_of_limit(row["worst_error"], row["worst_allowed"]),
                 decided="-" if pd.isna(row["tensors"]) else f"{count(row['decided'])} of {count(row['tensors'])}",
                 begins=bool(made) and made[-1].mode == row["mode"] and made[-1].ranks != ranks,
             )
@@ -89,28 +89,28 @@ def lines(run: Run, headline: pd.DataFrame) -> tuple[tuple[CaseBars, ...], str]:
     return tuple(made), shared
 
 
-def _pair(error: float, allowed: float) -> str:
+def _text_of_pair(error: float, allowed: float) -> str:
     return "-" if pd.isna(error) else f"{small(error)} / {small(allowed)}"
 
 
-def _share(error: float, allowed: float) -> float:
+def _share_of_limit(error: float, allowed: float) -> float:
     if not math.isfinite(error):
         return -1.0 if math.isnan(error) else math.inf
     return error / allowed if allowed else math.inf if error else 0.0
 
 
-def _margin(error: float, allowed: float) -> Markup:
+def _draw_margin(error: float, allowed: float) -> Markup:
     """How far the worst tensor of a case is on its way to the limit, by powers of ten; the whole cell beyond it."""
-    share = _share(error, allowed)
+    share = _share_of_limit(error, allowed)
     if share < 0:
         return Markup("-")
     way = max(0.0, min(1.0, 1 + math.log10(share) / _DECADES)) if share > 0 else 0.0
     rule = f'<rect width="{100 * way:.1f}" height="10" fill="{_WITHIN if share <= 1 else _BEYOND}"/>'
-    label = f'role="img" aria-label="{escape(_pair(error, allowed))}: error / allowed"'
+    label = f'role="img" aria-label="{escape(_text_of_pair(error, allowed))}: error / allowed"'
     return Markup(f'<svg {label} class="bar" viewBox="0 0 100 10" preserveAspectRatio="none">{rule}</svg>')  # noqa: S704
 
 
-def _bar(parts: Sequence[tuple[str, float, str]], full: float, what: str) -> Markup:
+def _draw_bar(parts: Sequence[tuple[str, float, str]], full: float, what: str) -> Markup:
     """Parts (name, bytes, colour) beside each other; `full` bytes are as long as the cell."""
     drawn, left = [], 0.0
     for _, size, colour in parts:
@@ -155,37 +155,37 @@ def by_module(run: Run) -> pd.DataFrame:
     return most.groupby(_KEYS, observed=True, sort=True).sum().reset_index()
 
 
-def tree(lines: pd.DataFrame) -> tuple[Node, ...]:
+def build_tree(lines: pd.DataFrame) -> tuple[Node, ...]:
     """The modules of one mode, outermost first, in the order of their names; from the rows of `by_module`."""
     regions = lines["region"].where(lines["region"] != "", OUTSIDE)
     if regions.nunique() > MOST_NODES:
         regions = regions.str.replace(r"(?<=\.)\d+(?=\.|$)", "*", regex=True)
     rows = zip(regions, lines["phase"].astype("str"), lines["calls"], lines["payload_bytes"], strict=True)
-    return tuple(_nodes([(tuple(path.split(".")), phase, calls, size) for path, phase, calls, size in rows], 0))
+    return tuple(_build_nodes([(tuple(path.split(".")), phase, calls, size) for path, phase, calls, size in rows], 0))
 
 
-def _nodes(rows: list[_Row], depth: int) -> Iterator[Node]:
+def _build_nodes(rows: list[_Row], depth: int) -> Iterator[Node]:
     names = {path[depth] for path, _, _, _ in rows if len(path) > depth}
-    for own in sorted(names, key=_natural):
+    for own in sorted(names, key=_natural_order):
         inside = [row for row in rows if row[0][depth : depth + 1] == (own,)]
-        name, parts = own, tuple(_nodes(inside, depth + 1))
-        while len(parts) == 1 and parts[0].payload_bytes == _sum(inside):  # one part that is all of it: one line
+        name, parts = own, tuple(_build_nodes(inside, depth + 1))
+        while len(parts) == 1 and parts[0].payload_bytes == _sum_bytes(inside):  # one part that is all of it: one line
             name, parts = f"{name}.{parts[0].name}", parts[0].parts
         yield Node(
             name=name,
             calls=sum(calls for _, _, calls, _ in inside),
-            payload_bytes=_sum(inside),
-            forward_bytes=_sum(inside, "forward"),
-            backward_bytes=_sum(inside, *BACKWARD),
+            payload_bytes=_sum_bytes(inside),
+            forward_bytes=_sum_bytes(inside, "forward"),
+            backward_bytes=_sum_bytes(inside, *BACKWARD),
             parts=parts,
         )
 
 
-def _sum(rows: list[_Row], *phases: str) -> int:
+def _sum_bytes(rows: list[_Row], *phases: str) -> int:
     return sum(size for _, phase, _, size in rows if not phases or phase in phases)
 
 
-def _natural(name: str) -> tuple[int, str, int]:
+def _natural_order(name: str) -> tuple[int, str, int]:
     """layers.2 before layers.10; what lies outside of modules last."""
     number = re.fullmatch(r"\d+", name)
     return (2 if name == OUTSIDE else 0), "" if number else name, int(name) if number else 0
@@ -203,7 +203,7 @@ def last_micro_batch(ledger: pd.DataFrame) -> pd.DataFrame:
     return calls
 
 
-def timeline(calls: pd.DataFrame, title: str) -> str:
+def draw_timeline(calls: pd.DataFrame, title: str) -> str:
     """An `<svg>` of these calls (columns of the ledger); "" when there is none."""
     ranks = sorted(calls["rank"].unique())[:_MOST_RANKS]
     calls = calls[calls["rank"].isin(ranks)].head(_MOST_CALLS).fillna({"duration_us": 0.0})

@@ -10,7 +10,7 @@ import pandas as pd
 from shardproof.harness.verdicts import words
 from shardproof.harness.verdicts.verdict import FAIL
 from shardproof.reports.printing.text_tables import NOTHING, Table, count
-from shardproof.reports.stored.files import recorded
+from shardproof.reports.stored.files import is_recording
 from shardproof.reports.stored.frames import Run
 
 _LABELS = {"pass": "passed", "fail": "failed", "unknown": "unknown"}
@@ -20,7 +20,7 @@ Figure = tuple[str, str, str]
 """A figure, what it counts, and the verdict that colours it, "" for none."""
 
 
-def figures(run: Run, headline: pd.DataFrame) -> tuple[Figure, ...]:
+def opening_figures(run: Run, headline: pd.DataFrame) -> tuple[Figure, ...]:
     """Cases by verdict, ranks, cases whose bytes are those expected, seconds, torch and commit; what is known of these.
 
     Seconds are those of all cases together, which several processes may share.
@@ -42,7 +42,7 @@ def figures(run: Run, headline: pd.DataFrame) -> tuple[Figure, ...]:
     return (*headline_figures, *((str(value), label, "") for label, value in versions if value))
 
 
-def pairs(cases: Iterable[tuple[str, str]], features_of: Callable[[str], Iterable[str]]) -> Table | None:
+def pairs_of_features(cases: Iterable[tuple[str, str]], features_of: Callable[[str], Iterable[str]]) -> Table | None:
     """How many passed cases have both features of a pair, from (text of a case, verdict); None for fewer than two.
 
     `features_of` gives the features of a case by its text, its mode among them.
@@ -64,7 +64,7 @@ def pairs(cases: Iterable[tuple[str, str]], features_of: Callable[[str], Iterabl
     return Table(title="Pairs of features that passed together", headers=("feature", *columns), rows=rows, note=note)
 
 
-def runs_by_reason(run: Run) -> Table | None:
+def tabulate_runs(run: Run) -> Table | None:
     """What was run, why, in how many cases and how long; None for a run without times."""
     if not {"part", "seconds"} <= {*run.timings}:
         return None
@@ -80,25 +80,25 @@ def runs_by_reason(run: Run) -> Table | None:
     return Table(title="What was run, and why", headers=("what", "cases", "seconds"), rows=tuple(rows))
 
 
-def program(run: Run) -> dict[str, Any]:
+def program_parts(run: Run) -> dict[str, Any]:
     """Overview, findings and traffic of a recorded program; nothing of any other run."""
-    if not recorded(run.path):
+    if not is_recording(run.path):
         return {}
-    from shardproof.reports.programs.program_tables import parts  # noqa: PLC0415
+    from shardproof.reports.programs.program_tables import parts_of_page  # noqa: PLC0415
 
-    return parts(run)
+    return parts_of_page(run)
 
 
-def failures(run: Run) -> Sequence[object]:
+def group_failures(run: Run) -> Sequence[object]:
     """Failed checks by their first place, the simplest case first; none of a run without any."""
     if not (run.verdicts["verdict"] == "fail").any():
         return ()
-    from shardproof.reports.stored.failures import groups, simplest_first  # noqa: PLC0415
+    from shardproof.reports.stored.failures import group_by_place, simplest_first  # noqa: PLC0415
 
-    return groups([one for one in simplest_first(run) if one.verdict == FAIL], run.path, run.ledger)
+    return group_by_place([one for one in simplest_first(run) if one.verdict == FAIL], run.path, run.ledger)
 
 
-def experts(run: Run) -> list[Table]:
+def expert_tables(run: Run) -> list[Table]:
     """The rows that experts get; none where no case of the run has any."""
     if not (run.path / "experts.csv").is_file():
         return []

@@ -19,14 +19,14 @@ from shardproof.harness.dense_model import SUBJECT, read_case
 from shardproof.harness.resolve import resolve
 from shardproof.harness.verdicts.verdict import UNKNOWN
 from shardproof.reports.pages import drawings, opening
-from shardproof.reports.pages.drawings import Node, by_module, last_micro_batch, timeline, tree
+from shardproof.reports.pages.drawings import Node, build_tree, by_module, draw_timeline, last_micro_batch
 from shardproof.reports.pages.templates import template_of
 from shardproof.reports.printing import text_tables
 from shardproof.reports.printing.calls import calls_table
 from shardproof.reports.printing.modes import modes_table, side_by_side
 from shardproof.reports.printing.text_tables import Table
 from shardproof.reports.stored import summary
-from shardproof.reports.stored.files import csv_table, profiled
+from shardproof.reports.stored.files import csv_table, is_profiled
 from shardproof.reports.stored.frames import Run
 from shardproof.reports.stored.unchecked import unchecked_notes
 
@@ -68,113 +68,113 @@ class _Plot:
     caption: str
 
 
-def write(run: Run, path: Path) -> Path:
+def write_page(run: Run, path: Path) -> Path:
     """Write the page of this run to a file and return its path."""
-    path.write_text(render(run), encoding="utf-8")
+    path.write_text(render_page(run), encoding="utf-8")
     return path
 
 
-def render(run: Run) -> str:
+def render_page(run: Run) -> str:
     """The page as text: with as many rows of every table as let it stay small."""
-    template, parts = template_of("page.html"), _parts(run)
+    template, parts = template_of("page.html"), _parts_of_template(run)
     for rows in _MOST_ROWS:
-        shown = parts | {name: _cut(parts[name], source, rows) for name, source in _SOURCES.items()}
+        shown = parts | {name: _cut_tables(parts[name], source, rows) for name, source in _SOURCES.items()}
         text = template.render(shown, most=rows)
         if len(text.encode()) <= _MOST_BYTES:
             break
     return text
 
 
-def _cut(part: object, source: str, rows: int) -> object:
+def _cut_tables(part: object, source: str, rows: int) -> object:
     """A table, or several, with at most this many rows; None is none."""
     if isinstance(part, list):
-        return [_cut(table, source, rows) for table in part]
+        return [_cut_tables(table, source, rows) for table in part]
     if not isinstance(part, Table) or len(part.rows) <= rows:
         return part
     note = f"{rows:,} of {len(part.rows):,} rows; all of them stand in {source}"
     return replace(part, rows=part.rows[:rows], note=f"{part.note}; {note}" if part.note else note)
 
 
-def _parts(run: Run) -> dict[str, object]:
+def _parts_of_template(run: Run) -> dict[str, object]:
     """Values of the template, by its names for them."""
     headline = summary.headline(run)
     verdicts = summary.worst_first(run.verdicts)
-    lines, shared = drawings.lines(run, headline)
+    lines, shared = drawings.lines_of_cases(run, headline)
     used = set(run.summary["phase"])
-    program = opening.program(run)
+    program = opening.program_parts(run)
     return {
         "name": run.path.resolve().name,
         "program": program.get("program"),
         "findings": program.get("findings", []),
-        "overall": summary.overall(headline),
-        "tally": summary.tally(headline, run.records),
-        "worst": int((headline["verdict"] == summary.overall(headline)).sum()),
+        "overall": summary.worst_verdict(headline),
+        "tally": summary.tally_of_run(headline, run.records),
+        "worst": int((headline["verdict"] == summary.worst_verdict(headline)).sum()),
         "against": text_tables.headline_table(headline).title,
-        "strip": opening.figures(run, headline),
+        "strip": opening.opening_figures(run, headline),
         "first_table": text_tables.first_table(headline) if len(headline) and not program else None,
-        "pairs": None if program else _pairs(run, headline),
+        "pairs": None if program else _pairs_table(run, headline),
         "words": _WORDS,
-        "about": _about(run.env),
+        "about": _about_run(run.env),
         "lines": lines,
         "shared": shared,
         "phases": [(phase, colour) for phase, colour in drawings.PHASE_COLOURS.items() if phase in used],
-        "failures": opening.failures(run),
+        "failures": opening.group_failures(run),
         "open": [one for one in run.records if one.verdict == UNKNOWN and one.statement],
         "most_messages": _MOST_MESSAGES,
         "turns": run.env.get("request", {}).get("engine") == _TURNS,
         "notes": run.notes,
         "remarks": unchecked_notes(run),
-        "command": _command(run.env),
+        "command": _command_of_run(run.env),
         "modes": modes_table(side_by_side(run)) if len(run.summary) and not program else None,
-        **_growth(run),
-        "traffic": program["traffic"] if program else [*_traffic(run), *_witnesses(run)],
-        "cases": [] if program else _cases(run),
-        "stated": [] if program else _stated(run),
-        "experts": opening.experts(run),
-        "modules": _modules(run),
-        "pipelines": _pipelines(run),
-        "pipeline_table": text_tables.pipeline_table(summary.measured(run), summary.cores(run)),
-        "timelines": _timelines(run),
-        "kills": _kills(run.path / "kill_matrix.csv"),
+        **_plot_growth(run),
+        "traffic": program["traffic"] if program else [*_traffic_tables(run), *_witness_tables(run)],
+        "cases": [] if program else _case_tables(run),
+        "stated": [] if program else _stated_calls(run),
+        "experts": opening.expert_tables(run),
+        "modules": _module_trees(run),
+        "pipelines": _plot_pipelines(run),
+        "pipeline_table": text_tables.pipeline_table(summary.measure_pipelines(run), summary.cores_of_machine(run)),
+        "timelines": _draw_timelines(run),
+        "kills": _kill_table(run.path / "kill_matrix.csv"),
         "verdicts": text_tables.verdict_table(verdicts),
-        "runs": None if program else opening.runs_by_reason(run),
-        "environment": Table(title="Environment", headers=("what", "value"), rows=tuple(_flat("", run.env))),
+        "runs": None if program else opening.tabulate_runs(run),
+        "environment": Table(title="Environment", headers=("what", "value"), rows=tuple(_flatten_values("", run.env))),
     }
 
 
-def _witnesses(run: Run) -> Iterator[Table]:
+def _witness_tables(run: Run) -> Iterator[Table]:
     """Tables of witnesses in a profiled run."""
-    if profiled(run.path):
+    if is_profiled(run.path):
         from shardproof.reports.printing.witnesses import witness_tables  # noqa: PLC0415
 
         yield from witness_tables(run.path)
 
 
-def _about(env: dict[str, Any]) -> str:
+def _about_run(env: dict[str, Any]) -> str:
     """Subject, engine and torch of a run, as far as they are known."""
     asked, versions = env.get("request", {}), env.get("versions", {})
     words = {"subject": asked.get("subject"), "engine": asked.get("engine"), "torch": versions.get("torch")}
     return ", ".join(f"{word} {value}" for word, value in words.items() if value)
 
 
-def _growth(run: Run) -> dict[str, object]:
+def _plot_growth(run: Run) -> dict[str, object]:
     """Bytes against tokens, where a run has cases of several lengths."""
     if len(run.cases) < _FEWEST_OF_GROWTH:
         return {"plots": [], "break_even": None}
-    from shardproof.reports.comparing.growth import break_even_table, compared, crossings, growth  # noqa: PLC0415
+    from shardproof.reports.comparing.growth import break_even_table, compare_modes, find_crossings, growth_of_bytes  # noqa: PLC0415
 
-    sizes, crossed = growth(run), compared(run)
+    sizes, crossed = growth_of_bytes(run), compare_modes(run)
     table = break_even_table(crossed) if len(crossed) else None
     if not len(sizes):
         return {"plots": [], "break_even": table}
     from shardproof.reports.pages import plots  # noqa: PLC0415  (matplotlib takes half a second to import, and few runs need it)
 
-    svg = plots.break_even(sizes, crossings(sizes), "Bytes against tokens")
+    svg = plots.break_even(sizes, find_crossings(sizes), "Bytes against tokens")
     caption = "Wire bytes of one rank in the layers, a micro-batch; all-to-alls, embedding and head left out."
     return {"plots": [_Plot(svg=Markup(svg), caption=caption)], "break_even": table}
 
 
-def _pipelines(run: Run) -> list[_Plot]:
+def _plot_pipelines(run: Run) -> list[_Plot]:
     """The last step of the first pipelines of a run on real processes."""
     drawn = dict(itertools.islice(summary.last_steps(run).items(), _MOST_PIPELINES))
     if not drawn:
@@ -186,12 +186,12 @@ def _pipelines(run: Run) -> list[_Plot]:
         shown = spans[spans["rank"].isin(sorted(spans["rank"].unique())[:_MOST_DRAWN])]
         start_us = shown["start_us"].min()
         seconds = {f"{end}_s": (shown[f"{end}_us"] - start_us) / 1e6 for end in ("start", "end")}
-        svg = plots.pipeline(shown.assign(**seconds), f"Last step of {case}")
+        svg = plots.plot_pipeline(shown.assign(**seconds), f"Last step of {case}")
         made.append(_Plot(svg=Markup(svg), caption=case))
     return made
 
 
-def _command(env: dict[str, Any]) -> str:
+def _command_of_run(env: dict[str, Any]) -> str:
     """The command line that made the run, as it can be typed again."""
     words = env.get("command", ())
     if isinstance(words, str):
@@ -200,24 +200,24 @@ def _command(env: dict[str, Any]) -> str:
     return shlex.join([*named, *map(str, words[1:])])
 
 
-def _modules(run: Run) -> list[tuple[str, tuple[Node, ...]]]:
+def _module_trees(run: Run) -> list[tuple[str, tuple[Node, ...]]]:
     modes = by_module(run).groupby(["mode", "world_size"], observed=True, sort=True)
-    return [(f"{mode}, {ranks} ranks", tree(lines)) for (mode, ranks), lines in modes]
+    return [(f"{mode}, {ranks} ranks", build_tree(lines)) for (mode, ranks), lines in modes]
 
 
-def _timelines(run: Run) -> list[_Plot]:
+def _draw_timelines(run: Run) -> list[_Plot]:
     """Drawings by mode: its case with most ranks."""
     drawn = []
     cases = run.cases.sort_values("world_size", ascending=False, kind="stable")
     for mode, of_mode in cases.groupby("mode", observed=True, sort=True):
         case = str(of_mode["case"].iloc[0])
-        svg = timeline(last_micro_batch(run.ledger[run.ledger["case"] == case]), f"Timeline of {mode}")
+        svg = draw_timeline(last_micro_batch(run.ledger[run.ledger["case"] == case]), f"Timeline of {mode}")
         if svg:
             drawn.append(_Plot(svg=Markup(svg), caption=f"{mode}: the last micro-batch of {case}"))
     return drawn
 
 
-def _kills(path: Path) -> Table | None:
+def _kill_table(path: Path) -> Table | None:
     """The kill matrix of a folder of `shardproof faults`: what survived first."""
     if not path.is_file():
         return None
@@ -231,13 +231,13 @@ def _kills(path: Path) -> Table | None:
     return text_tables.table("Kill matrix", kills, (text_tables.mark, columns), note=killed)
 
 
-def _traffic(run: Run) -> list[Table]:
+def _traffic_tables(run: Run) -> list[Table]:
     """Tables by mode, its calls and bytes beside the expectation."""
     modes = summary.traffic(run).groupby("mode", observed=True, sort=True)
     return [text_tables.traffic_table(lines, title=str(mode)) for mode, lines in modes]
 
 
-def _cases(run: Run) -> list[Table]:
+def _case_tables(run: Run) -> list[Table]:
     """Tables by case, when there are few enough to read."""
     if run.summary["case"].nunique() > _MOST_CASES:
         return []
@@ -245,7 +245,7 @@ def _cases(run: Run) -> list[Table]:
     return [text_tables.traffic_table(lines, title=str(case)) for case, lines in cases]
 
 
-def _stated(run: Run) -> list[Table]:
+def _stated_calls(run: Run) -> list[Table]:
     """The calls of the first case of every mode, each with its reason; subjects that are not ours give none."""
     if run.env.get("request", {}).get("subject") != SUBJECT:
         return []
@@ -254,7 +254,7 @@ def _stated(run: Run) -> list[Table]:
     return [calls_table(str(case), ours.expected(case)) for case in firsts]
 
 
-def _pairs(run: Run, headline: pd.DataFrame) -> Table | None:
+def _pairs_table(run: Run, headline: pd.DataFrame) -> Table | None:
     """The pairs of features that passed together; None for subjects that do not name the features of a case."""
     if run.env.get("request", {}).get("subject") != SUBJECT:
         return None
@@ -264,12 +264,12 @@ def _pairs(run: Run, headline: pd.DataFrame) -> Table | None:
         found: Iterable[str] = ours.features(read_case(text))
         return found
 
-    return opening.pairs(zip(headline["case"], headline["verdict"], strict=True), features_of)
+    return opening.pairs_of_features(zip(headline["case"], headline["verdict"], strict=True), features_of)
 
 
-def _flat(prefix: str, values: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _flatten_values(prefix: str, values: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for key, value in values.items():
         if isinstance(value, dict):
-            yield from _flat(f"{prefix}{key}.", value)
+            yield from _flatten_values(f"{prefix}{key}.", value)
         else:
             yield f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value)

@@ -42,7 +42,7 @@ def break_even(growth: pd.DataFrame, crossings: pd.DataFrame, title: str) -> str
 
     `growth`: mode, tokens, wire_bytes. `crossings`: mode, other, tokens (T*), wire_bytes.
     """
-    with _canvas(title, 760, 380) as (figure, axes):
+    with _open_canvas(title, 760, 380) as (figure, axes):
         groups = growth.sort_values("tokens").groupby("mode", observed=True, sort=True)
         for number, (mode, line) in enumerate(groups):
             colour, marker = _COLOURS[(number + 1) % len(_COLOURS)], _MARKERS[number % len(_MARKERS)]
@@ -69,7 +69,7 @@ def break_even(growth: pd.DataFrame, crossings: pd.DataFrame, title: str) -> str
         axes.xaxis.set_minor_locator(NullLocator())
         if len(growth):
             axes.legend(loc="upper left")
-    return _inline(figure, title, "break-even")
+    return _inline_svg(figure, title, "break-even")
 
 
 _MOST_BARS = 4000
@@ -78,7 +78,7 @@ _LABELLED = 300
 """Bars of which each shows its micro-batch."""
 
 
-def pipeline(spans: pd.DataFrame, title: str) -> str:
+def plot_pipeline(spans: pd.DataFrame, title: str) -> str:
     """A step of a pipeline: a line for each rank, a bar for each forward and backward; what is empty is the bubble.
 
     `spans`: rank, kind ("F", "B"), micro, chunk, start_s, end_s. Other kinds are calls under way, thin below the bars.
@@ -86,7 +86,7 @@ def pipeline(spans: pd.DataFrame, title: str) -> str:
     ranks, calls = spans["rank"].nunique(), spans[~spans["kind"].isin(("F", "B"))]
     spans = spans[spans["kind"].isin(("F", "B"))]
     chunks = spans["chunk"].nunique()
-    with _canvas(title, 900, 90 + 22 * ranks) as (figure, axes):
+    with _open_canvas(title, 900, 90 + 22 * ranks) as (figure, axes):
         axes.grid(False)
         for colour, kind, name in ((_COLOURS[1], "F", "forward"), (_COLOURS[3], "B", "backward")):
             for number, (chunk, own) in enumerate(spans[spans["kind"] == kind].groupby("chunk", sort=True)):
@@ -118,11 +118,11 @@ def pipeline(spans: pd.DataFrame, title: str) -> str:
         axes.set(xlabel="seconds", ylabel="rank", yticks=range(ranks), ylim=(ranks - 0.5, -0.5))
         axes.set_xlim(0, float(spans["end_s"].max()))
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4)
-    return _inline(figure, title, f"pipeline-{zlib.crc32(title.encode()):08x}")
+    return _inline_svg(figure, title, f"pipeline-{zlib.crc32(title.encode()):08x}")
 
 
 @contextmanager
-def _canvas(title: str, width_px: int, height_px: int) -> Iterator[tuple[Figure, Axes]]:
+def _open_canvas(title: str, width_px: int, height_px: int) -> Iterator[tuple[Figure, Axes]]:
     """A figure outside pyplot's global state, in the page's style."""
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(width_px / 72, height_px / 72), layout="constrained")
@@ -132,7 +132,7 @@ def _canvas(title: str, width_px: int, height_px: int) -> Iterator[tuple[Figure,
         yield figure, axes
 
 
-def _inline(figure: Figure, title: str, name: str) -> str:
+def _inline_svg(figure: Figure, title: str, name: str) -> str:
     """The figure as an `<svg>` element: no prolog, no metadata, no name space, ids that are unique on the page."""
     buffer = io.StringIO()
     with mpl.rc_context(_STYLE):

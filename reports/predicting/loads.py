@@ -20,20 +20,20 @@ CALL = ["stages", "phase", "module", "op", "axis", "ranks"]
 """Columns that distinguish the calls of a stage."""
 
 
-def memory(by_load: Mapping[str, Forecast]) -> pd.DataFrame:
-    """load, and what `pipelines.stages` says of every stage; nothing where there is one stage."""
-    frames = [pipelines.stages(one).assign(load=load) for load, one in by_load.items() if one.stages]
+def memory_by_load(by_load: Mapping[str, Forecast]) -> pd.DataFrame:
+    """load, and what `pipelines.rows_of_stages` says of every stage; nothing where there is one stage."""
+    frames = [pipelines.rows_of_stages(one).assign(load=load) for load, one in by_load.items() if one.stages]
     return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
 
 
-def calls(by_load: Mapping[str, Forecast]) -> pd.DataFrame:
+def calls_by_load(by_load: Mapping[str, Forecast]) -> pd.DataFrame:
     """load, stages ("1-14": those that issue the same), phase, module (layers as "layers.*"), op, axis, ranks; calls
     and payload_bytes of one rank in a step. Empty where the subject states no closed form of all fields.
     """
     rows = [
         (load, stages, *key, calls, size)
         for load, one in by_load.items()
-        for stages, sums in _alike(one)
+        for stages, sums in _stages_alike(one)
         for key, (calls, size) in sums.items()
     ]
     return pd.DataFrame(rows, columns=["load", *CALL, "calls", "payload_bytes"])
@@ -43,12 +43,12 @@ _Sums = dict[tuple[str, str, str, str, int], tuple[int, int]]
 """Values of the columns behind `stages` -> calls and bytes."""
 
 
-def _alike(forecast: Forecast) -> list[tuple[str, _Sums]]:
+def _stages_alike(forecast: Forecast) -> list[tuple[str, _Sums]]:
     """Stages that issue the same calls, by their numbers, and these calls."""
     runs: list[tuple[list[int], _Sums]] = []
     each = [(stage.index, stage.traffic) for stage in forecast.stages] or [(0, forecast.traffic)]
     for index, sent in each:
-        sums = _sums(sent) if sent else {}
+        sums = _sum_calls(sent) if sent else {}
         if runs and runs[-1][1] == sums:
             runs[-1][0].append(index)
         else:
@@ -56,7 +56,7 @@ def _alike(forecast: Forecast) -> list[tuple[str, _Sums]]:
     return [(str(own[0]) if len(own) == 1 else f"{own[0]}-{own[-1]}", sums) for own, sums in runs]
 
 
-def _sums(sent: Traffic) -> _Sums:
+def _sum_calls(sent: Traffic) -> _Sums:
     counted, sizes = Counter[tuple[str, str, str, str, int]](), Counter[tuple[str, str, str, str, int]]()
     for line, number in sent.lines.items():
         module = _LAYER.sub("*", line.region) or "no module"
@@ -70,7 +70,7 @@ _BUSIEST = "of a step, on the rank of a stage that holds the experts which a ske
 
 
 def load_tables(memory: pd.DataFrame, calls: pd.DataFrame) -> list[Table]:
-    """Tables of `memory` and `calls`, a column for every load; none where no load is said."""
+    """Tables of `memory_by_load` and `calls_by_load`, a column for every load; none where no load is said."""
     made = []
     loads = [str(load) for load in dict.fromkeys(calls["load"])]
     if len(memory) and len(loads) > 1:
@@ -79,19 +79,19 @@ def load_tables(memory: pd.DataFrame, calls: pd.DataFrame) -> list[Table]:
             named = {f"{part}_bytes": f"{part}_bytes {load}" for part in ("saved", "peak")}
             sizes = sizes.merge(of_load.rename(columns=named)[["stage", *named.values()]], on="stage")
         names = " | ".join(
-            f"{part} {_short(load)}: {part}_bytes {load}" for part in ("saved", "peak") for load in loads
+            f"{part} {_short_load(load)}: {part}_bytes {load}" for part in ("saved", "peak") for load in loads
         )
         title, note = "Memory of every stage by load", f"GiB; {_BUSIEST}"
         made.append(table(title, sizes, (str, "stage | layers"), (gibibytes, names), note=note))
     if len(calls):
         order = calls[[*CALL, "calls"]].drop_duplicates()
         sent = calls.pivot(index=[*CALL, "calls"], columns="load", values="payload_bytes").reset_index()
-        shown = order.merge(sent, how="left", on=[*CALL, "calls"]).rename(columns=_short)
-        columns = (str, " | ".join(CALL)), (count, "calls"), (gibibytes, " | ".join(map(_short, loads)))
+        shown = order.merge(sent, how="left", on=[*CALL, "calls"]).rename(columns=_short_load)
+        columns = (str, " | ".join(CALL)), (count, "calls"), (gibibytes, " | ".join(map(_short_load, loads)))
         note = f"GiB that a rank hands over; {_BUSIEST}"
         made.append(table("Bytes of every stage and call", shown, *columns, note=note))
     return made
 
 
-def _short(load: str) -> str:
+def _short_load(load: str) -> str:
     return load.replace("routing=", "")

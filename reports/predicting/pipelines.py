@@ -8,7 +8,7 @@ PARTS = ("parameters", "gradients", "optimizer", "saved", "peak")
 """Parts of a rank's memory, and the most that all tensors hold at once."""
 
 
-def stages(forecast: Forecast) -> pd.DataFrame:
+def rows_of_stages(forecast: Forecast) -> pd.DataFrame:
     """A row for every stage: stage, layers, live, the parts of its memory, what it sends, ledger.
 
     `live` are micro-batches in flight (of a chunk each). messages go to its neighbours. Missing where the subject

@@ -18,7 +18,15 @@ from shardproof.harness.mesh_axes import SAME_SAMPLES
 from shardproof.harness.plain_case import PlainCase
 from shardproof.harness.predicting.figures import States, mixed_adamw
 from shardproof.harness.protocols import CaseLike, Subject
-from shardproof.harness.subject import case_of, claimed, named, named_axes, refusal, stated, vocabulary
+from shardproof.harness.subject import (
+    case_of,
+    claimed_modes,
+    named_axes,
+    refusal,
+    resolve_subject,
+    state_terms,
+    vocabulary,
+)
 from shardproof.harness.terms import EventKey, closed_forms
 
 BATCHES = (1, 4, 16, 64)
@@ -52,19 +60,19 @@ class Candidate:
     load: str = ""
 
 
-def candidates(text: str, subject: Subject, *, world: int | None = None) -> list[Candidate]:
+def parse_candidates(text: str, subject: Subject, *, world: int | None = None) -> list[Candidate]:
     """The cases that a text stands for.
 
     Raises RequestError when the text names one case and that cannot be, and when none of several can. A world that the
     case's stages and context ranks do not divide raises it too.
     """
-    given = named(subject)
+    given = resolve_subject(subject)
     if vocabulary(given) is not None:
-        return [candidate(text, text, subject)]
+        return [make_candidate(text, text, subject)]
     words = text.split()
     kept = [word for word in words if word != "mode=all"]
     modes_stated = [word for word in kept if word.startswith("mode=")]
-    modes = modes_stated[-1:] or [f"mode={mode}" for mode in claimed(named(subject)) or ()]
+    modes = modes_stated[-1:] or [f"mode={mode}" for mode in claimed_modes(resolve_subject(subject)) or ()]
     if not modes:
         raise RequestError(f"case {text!r}: names no mode, and the subject claims none; legal: mode=tp")
     if world is not None and world < 1:
@@ -73,32 +81,32 @@ def candidates(text: str, subject: Subject, *, world: int | None = None) -> list
     rest += [] if "dtype" in stated_words(text) else [DTYPE]
     if world is not None:
         rest = [word for word in rest if word.partition("=")[0] not in ("tp", "dp", "wp")]
-        world = _left(world, rest)
+        world = _ranks_left(world, rest)
     made = []
     loads = LOADS if len(modes) == 1 and world is None else LOADS[:1]
     for mode in modes:
-        for mesh in [""] if world is None else _meshes(world, sharded=mode == "mode=isp"):
-            for load in loads if _chooses(" ".join([*rest, mode]), subject) else [""]:
+        for mesh in [""] if world is None else _list_meshes(world, sharded=mode == "mode=isp"):
+            for load in loads if _chooses_experts(" ".join([*rest, mode]), subject) else [""]:
                 own = f"{mode} {mesh} {load}".replace("  ", " ").strip()
-                made.append(candidate(" ".join([*rest, own]), own, subject))
+                made.append(make_candidate(" ".join([*rest, own]), own, subject))
     if not any(one.case for one in made):
         raise RequestError(f"case {text!r}: {made[0].reason}")
     return made
 
 
-def _chooses(text: str, subject: Subject) -> bool:
+def _chooses_experts(text: str, subject: Subject) -> bool:
     """Whether a router chooses experts in the case of this text, which says nothing of their loads."""
     own_words = stated_words(text)
     if "routing" in own_words:
         return False
     model = " ".join(f"{key}={own_words[key]}" for key in ("preset", "experts") if key in own_words)
     try:
-        return getattr(case_of(f"{model} mode=tp tp=1", named(subject)), "experts", 0) > 0
+        return getattr(case_of(f"{model} mode=tp tp=1", resolve_subject(subject)), "experts", 0) > 0
     except RequestError:
         return own_words.get("experts", "0") != "0"
 
 
-def _left(world: int, words: Iterable[str]) -> int:
+def _ranks_left(world: int, words: Iterable[str]) -> int:
     """Ranks of a world that are left to tp and dp by the stages and context ranks of these words, the last of each.
 
     Raises RequestError when the world is no multiple of them.
@@ -113,7 +121,7 @@ def _left(world: int, words: Iterable[str]) -> int:
     return world
 
 
-def _meshes(world: int, *, sharded: bool) -> Iterator[str]:
+def _list_meshes(world: int, *, sharded: bool) -> Iterator[str]:
     for tp in range(1, min(world, _NODE) + 1):
         if world % tp == 0:
             sizes = dict.fromkeys((tp, *_WIDEST_SHARDS)) if sharded else [0]
@@ -127,20 +135,20 @@ def stated_words(text: str) -> dict[str, str]:
     return {key: value for key, _, value in (word.partition("=") for word in text.split())}
 
 
-def candidate(text: str, words: str, subject: Subject) -> Candidate:
+def make_candidate(text: str, words: str, subject: Subject) -> Candidate:
     """The case of this text, or the rule that it breaks."""
     load = " ".join(word for word in text.split() if word.partition("=")[0] in _LOAD)
     try:
-        case = case_of(text, named(subject))
+        case = case_of(text, resolve_subject(subject))
     except RequestError as problem:
         return Candidate(text=text, words=words, case=None, reason=str(problem.__cause__), load=load)
-    reason = refusal(case, named(subject)) or _countless(case)
+    reason = refusal(case, resolve_subject(subject)) or _why_countless(case)
     plain = isinstance(case, PlainCase)
     states = None if plain or "optimizer" in stated_words(text) else mixed_adamw(case.dtype)
     return Candidate(text=text, words=words, case=None if reason else case, reason=reason, states=states, load=load)
 
 
-def _countless(case: CaseLike) -> str:
+def _why_countless(case: CaseLike) -> str:
     """Why the rows of its experts cannot be counted in reasonable time, "" where they can."""
     routing, sizes = getattr(case, "routing", ""), ("experts", "layers", "micro", "dp", "tokens")
     choices = math.prod(int(getattr(case, size, 1)) for size in sizes)
@@ -150,8 +158,8 @@ def _countless(case: CaseLike) -> str:
     return f"routing={routing}: {rule}; legal: {LOADS[1]}"
 
 
-def growth(cases: Iterable[CaseLike], subject: Subject, counted: str = "layers") -> pd.DataFrame:
-    """mode, tokens, wire_bytes of a rank in a micro-batch, by closed form, for `reports.comparing.growth.crossings`.
+def growth_of_cases(cases: Iterable[CaseLike], subject: Subject, counted: str = "layers") -> pd.DataFrame:
+    """mode, tokens, wire_bytes of a rank in a micro-batch, by closed form, for `growth.find_crossings`.
 
     counted="layers" leaves out all-to-alls and everything outside the layers; "all" leaves out nothing but what happens
     once a step. Empty when the subject states no closed form of all fields. Raises ValueError for another word.
@@ -162,7 +170,7 @@ def growth(cases: Iterable[CaseLike], subject: Subject, counted: str = "layers")
     for case in cases:
         for batch in BATCHES:
             one = _of_a_step(case, batch)
-            terms = stated(one, subject)
+            terms = state_terms(one, subject)
             form = None if terms is None else closed_forms(terms, (0,), named_axes(one, subject))[0]
             if form is None or form.partial:
                 continue

@@ -15,12 +15,12 @@ from shardproof.harness.engines.threads.dry import DryEngine
 from shardproof.harness.errors import NoNumbers, NotComputed, RequestError
 from shardproof.harness.plain_case import WordError
 from shardproof.harness.predicting.figures import Forecast
-from shardproof.harness.predicting.forecast import forecast
+from shardproof.harness.predicting.forecast import forecast_case
 from shardproof.harness.protocols import CaseLike, Subject
-from shardproof.harness.subject import named
-from shardproof.reports.comparing.growth import crossings
+from shardproof.harness.subject import resolve_subject
+from shardproof.reports.comparing.growth import find_crossings
 from shardproof.reports.predicting import loads, pipelines
-from shardproof.reports.predicting.planning import Candidate, candidates, growth
+from shardproof.reports.predicting.planning import Candidate, growth_of_cases, parse_candidates
 from shardproof.reports.printing.text_tables import figure
 
 _GIB = 2**30
@@ -32,11 +32,11 @@ _WHOLE = ("ranks", "tokens", "calls", "payload_bytes", "wire_bytes", *_SIZES)
 class Prediction:
     """A prediction of one text: `answer` in words, `rows` a candidate each, the one that needs least memory first.
 
-    Cases that cannot be are the last rows. Columns: `_row`. `memory_gib` is the room of a rank. `states`: bytes kept of
-    every parameter where they are by formula, "" where the program's own were measured. `stages`: the stages of the
-    pipeline of the first row that has one (reports.predicting.pipelines). `loads` and `calls`: what stages need and
-    which bytes they send by the load of experts, where one is given (reports.predicting.loads). `beside`: what and how
-    much the subject states beside its closed form (`subject.beside(case)`), of a single case.
+    Cases that cannot be are the last rows. Columns: `_row_of_candidate`. `memory_gib` is the room of a rank.
+    `states`: bytes kept of each parameter where they are by formula, "" where the program's own were measured.
+    `stages`: those of the pipeline of the first row that has one (reports.predicting.pipelines). `loads` and `calls`:
+    what stages need and which bytes they send by the load of experts, where one is given (reports.predicting.loads).
+    `beside`: what and how much the subject states beside its closed form (`subject.beside(case)`), of a single case.
     """
 
     text: str
@@ -53,7 +53,7 @@ class Prediction:
     calls: pd.DataFrame
 
 
-def predict(
+def predict_text(
     text: str,
     subject: Subject,
     memory_gib: float,
@@ -66,47 +66,49 @@ def predict(
 
     Raises RequestError when the text is wrong or cannot be run dry.
     """
-    found = candidates(text, subject, world=world)
+    found = parse_candidates(text, subject, world=world)
     made: list[tuple[Candidate, Forecast | None]] = []
     for number, candidate in enumerate(found):
         one = None
         if candidate.case is not None:
-            one = _forecast(candidate, candidate.case, subject, engine, whole=len(found) == 1)
+            one = _forecast_case(candidate, candidate.case, subject, engine, whole=len(found) == 1)
         made.append((candidate, one))
         tick(number + 1, len(found), candidate.text, "" if one else "illegal")
     made.sort(key=lambda pair: pair[1].memory.peak if pair[1] else math.inf)
-    rows = _frame([_row(candidate, one, memory_gib) for candidate, one in made])
+    rows = _frame_of_rows([_row_of_candidate(candidate, one, memory_gib) for candidate, one in made])
     legal = [one for _, one in made if one is not None]
     staged = next((one for one in legal if one.stages), None)
     modes = {one.case.mode: one.case for one in legal} if world is None else {}
-    curves = {way: growth(modes.values(), subject, way) for way in ("layers", "all")} if len(modes) > 1 else {}
+    curves = {way: growth_of_cases(modes.values(), subject, way) for way in ("layers", "all")} if len(modes) > 1 else {}
     by_load = {one.load: made for one, made in made if made is not None and one.load} if len(modes) == 1 else {}
-    crossed = [crossings(curve).assign(counted=way) for way, curve in curves.items()]
+    crossed = [find_crossings(curve).assign(counted=way) for way, curve in curves.items()]
     return Prediction(
         text=text,
         memory_gib=memory_gib,
         rows=rows,
-        answer=answer(rows, memory_gib),
-        states=_states(made),
+        answer=answer_in_words(rows, memory_gib),
+        states=_words_of_states(made),
         crossings=pd.concat(crossed, ignore_index=True) if crossed else pd.DataFrame(),
         curves=curves,
         forecasts=tuple(legal),
-        beside=_beside(legal, subject),
-        stages=pd.DataFrame() if staged is None else pipelines.stages(staged),
-        loads=loads.memory(by_load),
-        calls=loads.calls(by_load),
+        beside=_join_measured(legal, subject),
+        stages=pd.DataFrame() if staged is None else pipelines.rows_of_stages(staged),
+        loads=loads.memory_by_load(by_load),
+        calls=loads.calls_by_load(by_load),
     )
 
 
-def _beside(legal: Sequence[Forecast], subject: Subject) -> pd.DataFrame:
-    lines = getattr(named(subject).call, "beside", None)
+def _join_measured(legal: Sequence[Forecast], subject: Subject) -> pd.DataFrame:
+    lines = getattr(resolve_subject(subject).call, "beside", None)
     found = lines(legal[0].case) if lines is not None and len(legal) == 1 else ()
     return pd.DataFrame(found, columns=["what", "how much"])
 
 
-def _forecast(candidate: Candidate, case: CaseLike, subject: Subject, engine: DryEngine, *, whole: bool) -> Forecast:
+def _forecast_case(
+    candidate: Candidate, case: CaseLike, subject: Subject, engine: DryEngine, *, whole: bool
+) -> Forecast:
     try:
-        return forecast(case, subject, engine, whole=whole, states=candidate.states)
+        return forecast_case(case, subject, engine, whole=whole, states=candidate.states)
     except (NoNumbers, NotComputed) as problem:
         raise RequestError(f"case {candidate.text!r}: cannot be run dry: {problem.cause}") from problem
     except WordError as problem:
@@ -114,12 +116,12 @@ def _forecast(candidate: Candidate, case: CaseLike, subject: Subject, engine: Dr
         raise RequestError(f"case {candidate.text!r}: {rule}: {problem}") from problem
 
 
-def _frame(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
+def _frame_of_rows(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
     """The rows; whole numbers stay whole beside a candidate that has none, where pandas would make them floats."""
     return pd.DataFrame(rows).assign(**{name: pd.array([row[name] for row in rows], dtype="Int64") for name in _WHOLE})
 
 
-def _row(candidate: Candidate, one: Forecast | None, memory_gib: float) -> dict[str, Any]:
+def _row_of_candidate(candidate: Candidate, one: Forecast | None, memory_gib: float) -> dict[str, Any]:
     """The row of a candidate; numbers are missing where it cannot be. Sizes in bytes."""
     memory, sent = (one.memory, one.traffic) if one else (None, None)
     fits = "" if memory is None else ("yes" if memory.peak <= memory_gib * _GIB else "no")
@@ -141,7 +143,7 @@ def _row(candidate: Candidate, one: Forecast | None, memory_gib: float) -> dict[
     }
 
 
-def answer(rows: pd.DataFrame, memory_gib: float) -> str:
+def answer_in_words(rows: pd.DataFrame, memory_gib: float) -> str:
     """Whether the cases fit into this memory, and what the one needs that needs least."""
     best, fitting, legal = rows.iloc[0], int((rows["fits"] == "yes").sum()), int((rows["legal"] == "yes").sum())
     need = best["peak_bytes"] / _GIB
@@ -160,7 +162,7 @@ def step_words(rows: pd.DataFrame) -> str:
     return f"a step: {words} on every data rank{whole}; " if words else ""
 
 
-def _states(made: Iterable[tuple[Candidate, Forecast | None]]) -> str:
+def _words_of_states(made: Iterable[tuple[Candidate, Forecast | None]]) -> str:
     """Bytes that training keeps of every parameter, in words."""
     for candidate, one in made:
         kept = candidate.states
@@ -172,7 +174,7 @@ def _states(made: Iterable[tuple[Candidate, Forecast | None]]) -> str:
     return ""
 
 
-def together(predictions: Sequence[Prediction]) -> Prediction:
+def join_predictions(predictions: Sequence[Prediction]) -> Prediction:
     """Prediction of all these texts, whose candidates are named by the words that they do not all have.
 
     Parts of one text alone are left out: crossings of its modes, its stages.
@@ -187,7 +189,7 @@ def together(predictions: Sequence[Prediction]) -> Prediction:
         first,
         text=" ".join(word for word in texts[0].split() if word in shared) or f"{len(predictions)} cases",
         rows=rows,
-        answer=answer(rows, first.memory_gib),
+        answer=answer_in_words(rows, first.memory_gib),
         states="; ".join(dict.fromkeys(one.states for one in predictions)),
         forecasts=tuple(forecast for one in predictions for forecast in one.forecasts),
         crossings=first.crossings.head(0),

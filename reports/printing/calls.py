@@ -17,11 +17,13 @@ def calls_table(case: str, terms: Iterable[TermLike]) -> Table:
     modules: dict[tuple[str, ...], dict[str, None]] = {}
     calls: dict[tuple[str, ...], int | None] = {}
     for term in terms:
-        line = _line(term)
+        line = _line_of_term(term)
         modules.setdefault(line, {})[term.region or ""] = None
         known = calls.get(line, 0)
         calls[line] = None if known is None or term.calls is None else known + term.calls
-    rows = tuple((_pattern(names), *line[:-2], count(calls[line]), *line[-2:]) for line, names in modules.items())
+    rows = tuple(
+        (_pattern_of_modules(names), *line[:-2], count(calls[line]), *line[-2:]) for line, names in modules.items()
+    )
     at = _HEADERS.index("at")
     kept = [place for place in range(len(_HEADERS)) if place != at or any(row[at] for row in rows)]
     return Table(
@@ -34,7 +36,7 @@ def calls_table(case: str, terms: Iterable[TermLike]) -> Table:
     )
 
 
-def _line(term: TermLike) -> tuple[str, ...]:
+def _line_of_term(term: TermLike) -> tuple[str, ...]:
     """Words about a term, its module and its count aside."""
     op = f"{term.op or NOTHING} {term.reduce_op if term.reduce_op not in ('sum', None) else ''}".strip()
     at = ", ".join(f"{axis} {place}" for axis, place in getattr(term, "at", {}).items())
@@ -45,7 +47,7 @@ def _line(term: TermLike) -> tuple[str, ...]:
     return tuple(NOTHING if value is None else str(value) for value in words)
 
 
-def _pattern(modules: Iterable[str]) -> str:
+def _pattern_of_modules(modules: Iterable[str]) -> str:
     """Dotted names as few patterns: "layers.*.attention.{wq,wk,wv}"."""
     leaves: dict[str, list[str]] = {}
     for name in dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", module) for module in modules):

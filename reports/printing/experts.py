@@ -16,13 +16,15 @@ def expert_tables(folder: Path) -> list[Table]:
     """Table of experts, a row for every case and module."""
     rows = csv_table(folder / "experts.csv", _TYPES, tuple(_TYPES), [])
     places = rows.groupby(["case", "module"], sort=False)
-    frame = pd.DataFrame([{**dict(zip(("case", "module"), key, strict=True)), **_place(part)} for key, part in places])
+    frame = pd.DataFrame(
+        [{**dict(zip(("case", "module"), key, strict=True)), **_sum_place(part)} for key, part in places]
+    )
     columns = (str, "case | module"), (count, "rows"), (str, "by expert: by_expert | busiest")
     note = "tokens that go to each expert, of all ranks, micro-batches and steps; balance: the busiest over the mean"
     return [table("Rows of experts", frame, *columns, (three, "balance | worst step: worst"), note=note)]
 
 
-def _place(rows: pd.DataFrame) -> dict[str, object]:
+def _sum_place(rows: pd.DataFrame) -> dict[str, object]:
     """The rows of one module, added up over steps."""
     every = rows.groupby("expert")["rows"].sum()
     steps = rows.groupby("step")["rows"]

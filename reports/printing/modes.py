@@ -40,7 +40,7 @@ def side_by_side(run: Run) -> pd.DataFrame:
     spent = waited.groupby(["case", "rank"], observed=True)["duration_us"].sum().groupby("case").mean()
     frame = frame.assign(
         least_ratio=frame["wire_bytes"] / frame.groupby("ranks")["wire_bytes"].transform("min"),
-        axes=case.map(_axes(lines)),
+        axes=case.map(_traffic_by_axis(lines)),
         saved_bytes=case.map(run.memory.groupby("case")["saved_bytes"].max()).astype("Int64"),
         exposed_us=case.map(spent).astype("float64"),
     )
@@ -48,7 +48,7 @@ def side_by_side(run: Run) -> pd.DataFrame:
     return in_order(frame).sort_values(["ranks", "mode"], kind="stable", ignore_index=True)
 
 
-def _axes(lines: pd.DataFrame) -> dict[str, str]:
+def _traffic_by_axis(lines: pd.DataFrame) -> dict[str, str]:
     """Case -> MiB by axis, in words."""
     sizes = lines.groupby(["case", "axis"], observed=True, sort=True)["payload_bytes"].sum()
     texts: dict[str, str] = {}

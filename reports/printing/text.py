@@ -43,37 +43,37 @@ STYLES = {"pass": "green", "yes": "green", "fail": "bold red", "no": "bold red",
 
 def show_table(table: "Table", stream: TextIO) -> None:
     """Print a table with its title and note."""
-    table = _shown(table)
+    table = _fit_for_terminal(table)
     if not stream.isatty():
         stream.write(plain(table) + "\n")
         return
     console = Console(file=stream, highlight=False)
     console.print(table.title, style="bold", markup=False)
-    for columns in _bands(table, console.width):
+    for columns in _split_bands(table, console.width):
         # A terminal narrower than two columns folds the lines itself; rich would cut cells off.
-        console.print(_drawn(table, columns, console.width), crop=False, no_wrap=True)
+        console.print(_draw_table(table, columns, console.width), crop=False, no_wrap=True)
     console.print(table.note, style="dim", markup=False)
     console.print()
 
 
-def _shown(table: "Table") -> "Table":
+def _fit_for_terminal(table: "Table") -> "Table":
     """The table as a terminal may have it."""
     rows = tuple(tuple(map(in_one_line, row)) for row in table.rows)
     headers = tuple(map(in_one_line, table.headers))
     return replace(table, title=in_one_line(table.title), headers=headers, rows=rows, note=printable(table.note))
 
 
-def _drawn(table: "Table", columns: Sequence[int], width: int) -> RichTable:
+def _draw_table(table: "Table", columns: Sequence[int], width: int) -> RichTable:
     """These columns of a table in `width` characters: what is left over goes first to the columns that need least."""
     drawn = RichTable(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
-    needs = {column: _widest(table, column) - _narrowest(table, column) for column in columns}
-    left = width - sum(_narrowest(table, column) + _GAP for column in columns)
+    needs = {column: _widest_width(table, column) - _narrowest_width(table, column) for column in columns}
+    left = width - sum(_narrowest_width(table, column) + _GAP for column in columns)
     for column in sorted(columns, key=needs.__getitem__):
         needs[column] = min(needs[column], max(left, 0))
         left -= needs[column]
     for column in columns:
         justify: Literal["left", "right"] = "right" if column in table.numbers else "left"
-        size = _narrowest(table, column) + needs[column]
+        size = _narrowest_width(table, column) + needs[column]
         drawn.add_column(table.headers[column], justify=justify, width=size, overflow="fold")
     for row in table.rows:
         cells = (row[column] for column in columns)
@@ -81,12 +81,12 @@ def _drawn(table: "Table", columns: Sequence[int], width: int) -> RichTable:
     return drawn
 
 
-def _bands(table: "Table", width: int) -> list[list[int]]:
+def _split_bands(table: "Table", width: int) -> list[list[int]]:
     """All columns, in bands below each other that are no wider than the terminal.
 
     Each band begins with the first column, or the first two where rows share their first cell.
     """
-    readable = [_readable(table, column) + _GAP for column in range(len(table.headers))]
+    readable = [_readable_width(table, column) + _GAP for column in range(len(table.headers))]
     if sum(readable) <= width:
         return [list(range(len(readable)))]
     keys = [0] if len({row[0] for row in table.rows}) == len(table.rows) else [0, 1]
@@ -98,7 +98,7 @@ def _bands(table: "Table", width: int) -> list[list[int]]:
     return bands
 
 
-def _narrowest(table: "Table", column: int) -> int:
+def _narrowest_width(table: "Table", column: int) -> int:
     """Width below which a column cannot be read: texts fold at spaces, long words anywhere, numbers never."""
     cells = [row[column] for row in table.rows]
     whole = cells if column in table.numbers else [word for cell in cells for word in cell.split()]
@@ -106,13 +106,13 @@ def _narrowest(table: "Table", column: int) -> int:
     return max(headers + [min(len(text), _LONGEST) for text in whole])
 
 
-def _readable(table: "Table", column: int) -> int:
+def _readable_width(table: "Table", column: int) -> int:
     """Width in which a column reads well: texts have some words a line."""
-    narrowest = _narrowest(table, column)
-    return narrowest if column in table.numbers else max(narrowest, min(_widest(table, column), _LONGEST))
+    narrowest = _narrowest_width(table, column)
+    return narrowest if column in table.numbers else max(narrowest, min(_widest_width(table, column), _LONGEST))
 
 
-def _widest(table: "Table", column: int) -> int:
+def _widest_width(table: "Table", column: int) -> int:
     """Width in which no text of a column is folded."""
     return max(map(len, (table.headers[column], *(row[column] for row in table.rows))))
 
@@ -168,7 +168,7 @@ def show_words(words: str, stream: TextIO, style: str = "") -> None:
     """Print sentences; one that is longer than a line of the terminal goes on in the next."""
     if stream.isatty():
         width = Console(file=stream).width
-        words = "\n".join(_folded(line, width) for line in words.split("\n"))
+        words = "\n".join(_fold_line(line, width) for line in words.split("\n"))
     show_message(words, stream, style)
 
 
@@ -188,15 +188,15 @@ def show_report(verdict: str, head: str, lines: Sequence[str], stream: TextIO) -
         stream.write("\n".join([head, *lines, "", ""]))
         return
     console = Console(file=stream, highlight=False, soft_wrap=True)
-    console.print(escape(_folded(head, console.width)), style=STYLES.get(verdict))
+    console.print(escape(_fold_line(head, console.width)), style=STYLES.get(verdict))
     for line in lines:
         label = found.group() if (found := _LABEL.match(line)) else ""
-        folded = line if label.startswith("repeat") else _folded(line, console.width, len(label))
+        folded = line if label.startswith("repeat") else _fold_line(line, console.width, len(label))
         console.print(f"[bold]{escape(label)}[/]{escape(folded[len(label) :])}" if label else escape(folded))
     console.print()
 
 
-def _folded(line: str, width: int, indent: int = 0) -> str:
+def _fold_line(line: str, width: int, indent: int = 0) -> str:
     """A line in lines of this width, cut between words; all but the first are indented."""
     width = max(width, 2 * _LONGEST)
     return fill(line, width, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False)
@@ -207,13 +207,14 @@ Ticker = Callable[[int, int, str, str], object]
 
 
 @contextmanager
-def ticking(stream: TextIO) -> Iterator[Ticker]:
+def show_progress(stream: TextIO) -> Iterator[Ticker]:
     """A progress bar in a terminal, one line a case elsewhere; yields what is called for every finished case."""
     if not stream.isatty():
 
         def line(done: int, total: int, case: str, verdict: str) -> None:
             stream.write(
-                shortened(f"[{done:{len(str(total))}}/{total}] {verdict:7} {in_one_line(case)}".rstrip(), _LINE) + "\n"
+                shorten_text(f"[{done:{len(str(total))}}/{total}] {verdict:7} {in_one_line(case)}".rstrip(), _LINE)
+                + "\n"
             )
             stream.flush()
 
@@ -226,11 +227,11 @@ def ticking(stream: TextIO) -> Iterator[Ticker]:
             task,
             completed=done,
             total=total,
-            description=shortened(f"{verdict} {in_one_line(case)}".strip(), _BESIDE_BAR),
+            description=shorten_text(f"{verdict} {in_one_line(case)}".strip(), _BESIDE_BAR),
         )
 
 
-def shortened(text: str, length: int) -> str:
+def shorten_text(text: str, length: int) -> str:
     """The text in at most `length` characters: words that do not fit are "..."."""
     if len(text) <= length:
         return text

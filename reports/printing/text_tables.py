@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from shardproof.reports.stored.summary import apart, grouped
+from shardproof.reports.stored.summary import group_headline, split_common_words
 
 NOTHING = "-"
 _MOST_CASES = 24  # rows that are read at one glance
@@ -128,7 +128,7 @@ def table(title: str, frame: pd.DataFrame, *columns: Columns, note: str = "") ->
 
 def headline_table(headline: pd.DataFrame) -> Table:
     """The one table of a run, from `summary.headline`."""
-    shared, words = apart(headline["words"])
+    shared, words = split_common_words(headline["words"])
     frame = headline.assign(
         own_words=words,
         both_calls=_placed_calls(headline),
@@ -136,7 +136,7 @@ def headline_table(headline: pd.DataFrame) -> Table:
         tensors_decided=_pairs(headline["decided"], headline["tensors"], count, " of "),
     )
     return table(
-        _compared(headline),
+        _title_of_comparison(headline),
         frame,
         (str, "mode"),
         (count, "ranks"),
@@ -168,7 +168,7 @@ def first_table(headline: pd.DataFrame) -> Table:
 
 def grouped_table(headline: pd.DataFrame) -> Table:
     """All cases of a mode on as many ranks in one row, from `summary.headline`."""
-    frame = grouped(headline)
+    frame = group_headline(headline)
     *calls, unplaced = (_ranges(frame, f"{phase}_calls", count) for phase in ("forward", "backward", "unplaced"))
     pairs = [" / ".join(texts) for texts in zip(*calls, strict=True)]
     met = zip(frame["as_expected"], frame["expected"], strict=True)
@@ -181,7 +181,7 @@ def grouped_table(headline: pd.DataFrame) -> Table:
         verdict_of_cases=[word if alike == cases else f"{word} {alike} of {cases}" for word, alike, cases in verdicts],
     )
     return table(
-        _compared(headline),
+        _title_of_comparison(headline),
         frame,
         (str, "mode"),
         (count, "ranks | cases"),
@@ -202,7 +202,7 @@ def _ranges(frame: pd.DataFrame, name: str, write: Callable[[object], str]) -> l
     return [least if least == most else f"{least}-{most}" for least, most in texts]
 
 
-def _compared(headline: pd.DataFrame) -> str:
+def _title_of_comparison(headline: pd.DataFrame) -> str:
     """Title by what the cases were held against: dry ranks have no numbers, a case that never ran has nothing."""
     if headline["worst_error"].notna().any():
         return "Every case against the dense model"
@@ -244,7 +244,7 @@ def verdict_table(verdicts: pd.DataFrame) -> Table:
 
 
 def pipeline_table(measured: pd.DataFrame, cores: str) -> Table:
-    """The bubble of every pipeline beside its closed form, from `summary.measured`; `cores` of its machine."""
+    """The bubble of every pipeline beside its closed form, from `summary.measure_pipelines`; `cores` of its machine."""
     return table(
         "Pipelines",
         measured,

@@ -17,36 +17,36 @@ _GROUP = ["case", "phase", "op", "group_size"]
 
 def witness_tables(folder: Path) -> Iterator[Table]:
     """The tables for which the folder has the files; none for a run that was not profiled."""
-    seen, sessions = _read(folder / "witnesses.csv"), _read(folder / "sessions.csv")
-    steps = _steps(sessions)
+    seen, sessions = _read_table(folder / "witnesses.csv"), _read_table(folder / "sessions.csv")
+    steps = _words_of_steps(sessions)
     if len(seen):
-        yield _agreement(seen, steps)
-    times = _read(folder / "collectives.csv")
+        yield _agreement_table(seen, steps)
+    times = _read_table(folder / "collectives.csv")
     if len(times):
-        yield _times(times)
+        yield _times_table(times)
     if len(sessions):
-        yield _sessions(sessions, steps)
+        yield _sessions_table(sessions, steps)
 
 
-def _read(path: Path) -> pd.DataFrame:
+def _read_table(path: Path) -> pd.DataFrame:
     if not path.exists():
         return pd.DataFrame()
     return pd.read_csv(path, dtype={"group": str, "region": str, "steps": str}, keep_default_na=False)
 
 
-def _steps(sessions: pd.DataFrame) -> str:
+def _words_of_steps(sessions: pd.DataFrame) -> str:
     """The steps that were watched, in words."""
     steps = str(sessions["steps"].iloc[0]) if len(sessions) else ""
     return f"steps {steps} of every run" if steps else "whole runs"
 
 
-def _agreement(seen: pd.DataFrame, steps: str) -> Table:
+def _agreement_table(seen: pd.DataFrame, steps: str) -> Table:
     """How many events each witness confirms, by case and phase; a number below the first is a disagreement."""
     rows = []
     for case, of_case in seen.groupby("case", sort=False):
         for phase, part in of_case.groupby("phase", sort=False):
-            rows.append((str(case), str(phase) or NOTHING, *(_confirmed(part[name]) for name in WITNESSES)))
-        rows.append((str(case), "all", *(_confirmed(of_case[name]) for name in WITNESSES)))
+            rows.append((str(case), str(phase) or NOTHING, *(_count_confirmed(part[name]) for name in WITNESSES)))
+        rows.append((str(case), "all", *(_count_confirmed(of_case[name]) for name in WITNESSES)))
     return Table(
         title="Events that each witness confirms",
         headers=("case", "phase", *(name.replace("_", " ") for name in WITNESSES)),
@@ -56,12 +56,12 @@ def _agreement(seen: pd.DataFrame, steps: str) -> Table:
     )
 
 
-def _confirmed(words: pd.Series) -> str:
+def _count_confirmed(words: pd.Series) -> str:
     asked = words[words != NOTHING]
     return count(int((asked == "=").sum())) if len(asked) else NOTHING
 
 
-def _times(times: pd.DataFrame) -> Table:
+def _times_table(times: pd.DataFrame) -> Table:
     """Duration, exposed part and lateness of collectives by case, phase, op and size of group."""
     from shardproof.harness.witnesses.timing import spread  # noqa: PLC0415
 
@@ -94,7 +94,7 @@ def _times(times: pd.DataFrame) -> Table:
     )
 
 
-def _sessions(sessions: pd.DataFrame, steps: str) -> Table:
+def _sessions_table(sessions: pd.DataFrame, steps: str) -> Table:
     rows = []
     for (case, tool), part in sessions.groupby(["case", "tool"], sort=False):
         slowest = part.sort_values("median_s").iloc[-1]

@@ -11,8 +11,8 @@ from typing import NoReturn
 
 from shardproof.harness.engines.calls.matching import find_divergences
 from shardproof.harness.errors import RequestError
-from shardproof.harness.hangs.dumps import standings
-from shardproof.harness.hangs.hang_findings import lines
+from shardproof.harness.hangs.dumps import read_standings
+from shardproof.harness.hangs.hang_findings import lines_of_findings
 from shardproof.harness.programs.launch import check_startable, environment_of, replace_by, request_of, with_tools
 from shardproof.harness.programs.session import new_session
 from shardproof.reports.printing.text import show_message
@@ -25,21 +25,21 @@ def main(arguments: argparse.Namespace) -> NoReturn:
         raise RequestError("command: is missing; legal: shardproof record -- torchrun --nproc-per-node 4 train.py")
     check_startable(command)
     options = request_of(arguments, wraps=True)
-    session = new_session(arguments.out, _name(command), command, options)
+    session = new_session(arguments.out, _name_of_script(command), command, options)
     words = with_tools(command, session)
     print(f"shardproof: recording into {os.path.relpath(session.folder)}", file=sys.stderr)
     replace_by(words, environment_of(session, os.environ))
 
 
-def _name(command: list[str]) -> str:
+def _name_of_script(command: list[str]) -> str:
     """The script among the words of a command, else its first word."""
     return Path(next((word for word in command if word.endswith(".py")), command[0])).stem
 
 
 def hang_main(arguments: argparse.Namespace) -> int:
     """Print what was found; exit status 1 when ranks diverge. Raises RequestError for what is no dump."""
-    ranks = standings(arguments.dumps)
+    ranks = read_standings(arguments.dumps)
     found = find_divergences(ranks)
-    for line in lines(ranks, found):
+    for line in lines_of_findings(ranks, found):
         show_message(line, sys.stdout)
     return 1 if found else 0

@@ -13,9 +13,9 @@ import pandas as pd
 from shardproof.harness.checking.laws import broken_laws
 from shardproof.harness.errors import ranks_text
 from shardproof.harness.ledger import Event
-from shardproof.reports.comparing.snapshot import span
-from shardproof.reports.programs.unlike import median, unlike
-from shardproof.reports.stored.files import DEVICE_TYPES, GROUP_TYPES, STEP_TYPES, about_ranks, ends_of, joined
+from shardproof.reports.comparing.snapshot import format_span
+from shardproof.reports.programs.unlike import find_unlike_steps, median_over_steps
+from shardproof.reports.stored.files import DEVICE_TYPES, GROUP_TYPES, STEP_TYPES, about_ranks, ends_of, join_ranks
 from shardproof.reports.stored.frames import Run
 
 _MOST_LAWFUL = 100_000
@@ -27,7 +27,7 @@ _LAYER = r"(?<=\.)\d+(?=\.|$)"
 """The number of a layer in a path."""
 
 
-def traffic(run: Run) -> pd.DataFrame:
+def program_traffic(run: Run) -> pd.DataFrame:
     """phase, op, axis, group_size, calls, payload_bytes, wire_bytes (of the rank that has most), per_step (its calls in
     the median recorded step), in_calls_us (mean over ranks).
     """
@@ -44,7 +44,7 @@ def traffic(run: Run) -> pd.DataFrame:
     frame = kinds[["calls", "payload_bytes", "wire_bytes"]].agg(most).join(kinds["in_calls_us"].mean())
     each = events.groupby([*keys, "rank", "step"], observed=True).size().groupby([*keys, "step"], observed=True).max()
     number = max(1, events["step"].nunique())
-    frame["per_step"] = each.groupby(keys, observed=True).agg(lambda calls: median(calls, number))
+    frame["per_step"] = each.groupby(keys, observed=True).agg(lambda calls: median_over_steps(calls, number))
     return with_known_sizes(frame.sort_index().reset_index())
 
 
@@ -87,14 +87,14 @@ def by_module(run: Run) -> pd.DataFrame:
     return sums.sort_values("wire_bytes", ascending=False, kind="stable", ignore_index=True)
 
 
-def exchanges(run: Run) -> pd.DataFrame:
+def list_exchanges(run: Run) -> pd.DataFrame:
     """Exchanges of rows.
 
     region (layers folded), phase, axis, calls (of all ranks), rows, busiest (the rank that gets most rows), its
     busiest_rows and busiest_bytes. balance (its rows over the mean of the ranks of its axis), worst (of one exchange).
     Of the places whose all-to-alls send unlike numbers of rows to ranks.
     """
-    events = grouped(run)
+    events = add_group_ranks(run)
     sent = events.get("sent_rows", pd.Series("", index=events.index)).astype("str")
     events = events.assign(sent=sent)[~sent.isin(["", "?"]) & (events["ranks"] != "")]
     if not len(events):
@@ -111,11 +111,11 @@ def exchanges(run: Run) -> pd.DataFrame:
     rows.columns = pd.Index(["region", "phase", "axis", "ranks", "number", "to", "rows", "bytes"])
     rows["region"] = rows["region"].str.replace(_LAYER, "*", regex=True)
     places = rows.groupby(_PLACE)
-    return pd.DataFrame([_exchange(key, part) for key, part in places if part["rows"].nunique() > 1])
+    return pd.DataFrame([_row_of_exchange(key, part) for key, part in places if part["rows"].nunique() > 1])
 
 
-def _exchange(key: Any, rows: pd.DataFrame) -> dict[str, Any]:
-    """A row of `exchanges`, from the rows that each call of one place sends to each rank."""
+def _row_of_exchange(key: Any, rows: pd.DataFrame) -> dict[str, Any]:
+    """A row of `list_exchanges`, from the rows that each call of one place sends to each rank."""
     got = rows.groupby("to")[["rows", "bytes"]].sum()
     one = rows.groupby(["ranks", "number", "to"])["rows"].sum().groupby(["ranks", "number"])
     busiest = int(str(got["rows"].idxmax()))
@@ -131,11 +131,11 @@ def _exchange(key: Any, rows: pd.DataFrame) -> dict[str, Any]:
     }
 
 
-def steps(run: Run) -> pd.DataFrame:
+def steps_by_rank(run: Run) -> pd.DataFrame:
     """step, rank, start_us, step_us (from its first forward to that of the next step, of the last one to its last
     update), microbatches.
     """
-    frame = joined(run.path, "steps.csv", STEP_TYPES, [])
+    frame = join_ranks(run.path, "steps.csv", STEP_TYPES, [])
     frame = frame.sort_values(["rank", "step"], ignore_index=True)
     after = frame.groupby("rank")["step"].shift(-1).eq(frame["step"] + 1)
     ends = frame.groupby("rank")["start_us"].shift(-1).where(after, frame["updated_us"].astype("float64"))
@@ -149,7 +149,7 @@ def by_rank(run: Run) -> pd.DataFrame:
     rank, calls, send and recv (those among them), async_calls (whose duration is not known), wire_bytes, exposed_us
     (inside calls that are waited for at once). late_us and latest are the median lateness behind the first rank of the
     group, and the share of calls in which it came last. Both are NaN where clocks differ, but for traces: see
-    `_lateness`. host_bytes and device_bytes are peaks of the process.
+    `_lateness_by_rank`. host_bytes and device_bytes are peaks of the process.
     """
     events = run.ledger
     one = events.groupby("rank", observed=True)
@@ -161,7 +161,7 @@ def by_rank(run: Run) -> pd.DataFrame:
     )
     for op in _MESSAGES:
         frame[op] = (events["op"] == op).groupby(events["rank"], observed=True).sum()
-    late = _lateness(run)
+    late = _lateness_by_rank(run)
     frame["late_us"] = late["late_us"].groupby(late["rank"]).median() if len(late) else float("nan")
     frame["latest"] = late["last"].groupby(late["rank"]).mean() if len(late) else float("nan")
     over = ends_of(run.path)
@@ -170,14 +170,14 @@ def by_rank(run: Run) -> pd.DataFrame:
     return frame.reset_index()
 
 
-def _lateness(run: Run) -> pd.DataFrame:
+def _lateness_by_rank(run: Run) -> pd.DataFrame:
     """rank, late_us, last: of every collective that all ranks of its group issued, where all have one clock.
 
     A kernel waits for the last rank, and all end together: in traces, a rank is late by as much as its kernel is
     shorter than the longest one, on any clocks.
     """
     clocks = {str(about.get("clock")) for about in about_ranks(run.path).values()}
-    events, traced = grouped(run), is_traced(run)
+    events, traced = add_group_ranks(run), is_traced(run)
     events = events[~events["op"].isin(_MESSAGES) & (events["group_size"] > 1) & (events["ranks"] != "")]
     if traced:
         events = events[events["duration_us"].notna()]
@@ -204,13 +204,13 @@ def on_device(run: Run) -> pd.DataFrame:
     """rank, steps, device_us, compute_us, communication_us, exposed_us (it communicated and computed nothing), share
     (of the step that is exposed): medians over the steps of a trace with kernels.
     """
-    frame = joined(run.path, "device.csv", DEVICE_TYPES, [])
+    frame = join_ranks(run.path, "device.csv", DEVICE_TYPES, [])
     frame = frame.assign(steps=1, share=frame["exposed_us"] / frame["device_us"])
     times = ("device_us", "compute_us", "communication_us", "exposed_us", "share")
     return frame.groupby("rank").agg({"steps": "sum"} | dict.fromkeys(times, "median")).reset_index()
 
 
-def largest(run: Run, number: int = 3) -> pd.DataFrame:
+def largest_payloads(run: Run, number: int = 3) -> pd.DataFrame:
     """The places with the largest payloads: op, axis, payload_bytes, calls (of the rank that has most), phase, region,
     caller.
     """
@@ -221,9 +221,9 @@ def largest(run: Run, number: int = 3) -> pd.DataFrame:
     return frame.sort_values(["payload_bytes", "calls"], ascending=False, kind="stable").head(number)
 
 
-def grouped(run: Run) -> pd.DataFrame:
+def add_group_ranks(run: Run) -> pd.DataFrame:
     """The ledger with the ranks of every call's group, "" where its axis stands for several groups of its rank."""
-    groups = joined(run.path, "groups.csv", GROUP_TYPES, [])
+    groups = join_ranks(run.path, "groups.csv", GROUP_TYPES, [])
     single = groups[~groups.duplicated(["rank", "axis"], keep=False)]
     known = {(rank, axis): ranks for rank, axis, ranks in single[["rank", "axis", "ranks"]].itertuples(index=False)}
     events = run.ledger.astype({"axis": "str", "op": "str", "phase": "str", "mode": "str"})
@@ -231,14 +231,20 @@ def grouped(run: Run) -> pd.DataFrame:
     return events.assign(ranks=ranks)
 
 
-def findings(run: Run) -> list[str]:
+def list_findings(run: Run) -> list[str]:
     """Sentences worth knowing: broken laws, calls that move nothing, steps or micro-batches that differ."""
     if run.ledger.empty:
         return ["no call was recorded"]
-    return [*_laws(run), *_unwaited(run), *_idle(run), *unlike(run, "step"), *unlike(run, "microbatch")]
+    return [
+        *_broken_laws(run),
+        *_find_unwaited_calls(run),
+        *_idle_calls(run),
+        *find_unlike_steps(run, "step"),
+        *find_unlike_steps(run, "microbatch"),
+    ]
 
 
-def _laws(run: Run) -> Iterator[str]:
+def _broken_laws(run: Run) -> Iterator[str]:
     sizes = [int(size) for size in run.cases["world_size"].dropna()]
     if set(ends_of(run.path)) != set(range(max(sizes, default=0))):
         missing = "has a trace" if is_traced(run) else "came to its end"
@@ -248,7 +254,7 @@ def _laws(run: Run) -> Iterator[str]:
         which = f"rank{'s' if len(lost) > 1 else ''} {ranks_text(lost)}"
         yield f"laws: not looked at, since the first calls of {which} are lost (shardproof hang compares by number)"
         return
-    events = grouped(run)
+    events = add_group_ranks(run)
     events = events[events["ranks"] != ""]
     if is_traced(run):
         events = events[events["step"].isin(_common_steps(run))]
@@ -257,8 +263,8 @@ def _laws(run: Run) -> Iterator[str]:
         return
     counts = events.groupby("step").size().cumsum()
     within = [int(step) for step in counts.index[(counts <= _MOST_LAWFUL) | (counts.index == counts.index.min())]]
-    whole = tuple(_events(events[events["step"].isin(within)]))
-    which = f"steps {span(within)}"
+    whole = tuple(_events_of_frame(events[events["step"].isin(within)]))
+    which = f"steps {format_span(within)}"
     broken = broken_laws(whole)
     if not broken:
         yield f"laws: the ranks of every group issue the same calls, and what is sent is received ({which})"
@@ -270,11 +276,11 @@ def _laws(run: Run) -> Iterator[str]:
 
 def _common_steps(run: Run) -> set[int]:
     """The steps that the traces of all ranks have: the profiler may be on at other times on each."""
-    own = [set(numbers) for _, numbers in steps(run).groupby("rank")["step"]]
+    own = [set(numbers) for _, numbers in steps_by_rank(run).groupby("rank")["step"]]
     return set.intersection(*own) if own else set()
 
 
-def _unwaited(run: Run) -> Iterator[str]:
+def _find_unwaited_calls(run: Run) -> Iterator[str]:
     """Asynchronous calls whose handle was dropped before anything waited for it, by place."""
     found: dict[tuple[str, str, str], dict[int, int]] = {}
     for rank, end in ends_of(run.path).items():
@@ -285,13 +291,13 @@ def _unwaited(run: Run) -> Iterator[str]:
         yield f"{calls}: never waited for, its handle was dropped (ranks {ranks_text(list(numbers))})"
 
 
-def events(run: Run) -> Iterator[Event]:
+def events_of_run(run: Run) -> Iterator[Event]:
     """The calls whose group is known, as events of the ledger."""
-    frame = grouped(run)
-    yield from _events(frame[frame["ranks"] != ""])
+    frame = add_group_ranks(run)
+    yield from _events_of_frame(frame[frame["ranks"] != ""])
 
 
-def _events(frame: pd.DataFrame) -> Iterator[Event]:
+def _events_of_frame(frame: pd.DataFrame) -> Iterator[Event]:
     names = [name for name in Event.__annotations__ if name in frame]
     for row in frame[[*names, "ranks"]].to_dict("records"):
         ranks = tuple(int(rank) for rank in str(row.pop("ranks")).split())
@@ -299,7 +305,7 @@ def _events(frame: pd.DataFrame) -> Iterator[Event]:
         yield Event(**words, group=ranks)
 
 
-def _idle(run: Run) -> Iterator[str]:
+def _idle_calls(run: Run) -> Iterator[str]:
     """Calls that move nothing: in a group of one rank, or of no bytes."""
     events = run.ledger
     for words, rows in (

@@ -14,7 +14,7 @@ from shardproof.reports.printing.text_tables import (
     three,
 )
 from shardproof.reports.programs import figures, speed
-from shardproof.reports.programs.speed import beside
+from shardproof.reports.programs.speed import compare_with_case
 from shardproof.reports.stored.files import about_ranks
 from shardproof.reports.stored.frames import Run
 
@@ -25,9 +25,9 @@ _TIMES = {False: "inside calls that are waited for at once", True: "of their ker
 """Of what the durations are, in a recorded program and in a trace."""
 
 
-def overview(run: Run) -> Table:
+def overview_table(run: Run) -> Table:
     """The one row of a recorded program."""
-    steps = figures.steps(run)
+    steps = figures.steps_by_rank(run)
     one = run.ledger.groupby("rank")[["payload_bytes", "wire_bytes"]].agg(figures.total)
     most = one.agg(figures.most) if len(one) else pd.Series({"payload_bytes": 0, "wire_bytes": 0})
     frame = pd.DataFrame(
@@ -56,26 +56,33 @@ def overview(run: Run) -> Table:
     )
 
 
-def parts(run: Run) -> dict[str, object]:
+def parts_of_page(run: Run) -> dict[str, object]:
     """Parts of the page: overview, findings, traffic."""
-    return {"program": overview(run), "findings": figures.findings(run), "traffic": tables(run)}
+    return {"program": overview_table(run), "findings": figures.list_findings(run), "traffic": tables_of_program(run)}
 
 
-def tables(run: Run) -> list[Table]:
+def tables_of_program(run: Run) -> list[Table]:
     """Traffic, modules, ranks and bandwidth; speed and the case beside it where the recording holds what they need."""
     if not len(run.ledger):
         return []
-    first = [_traffic(run), _modules(run), *_exchanges(run), _ranks(run)]
-    return [*first, *_on_device(run), *_bandwidth(run), *_largest(run), *_speed(run), *_beside(run)]
+    first = [_traffic_table(run), _modules_table(run), *_exchange_tables(run), _ranks_table(run)]
+    return [
+        *first,
+        *_on_device(run),
+        *_bandwidth_tables(run),
+        *_largest_tables(run),
+        *_speed_tables(run),
+        *_tables_beside(run),
+    ]
 
 
-def _traffic(run: Run) -> Table:
+def _traffic_table(run: Run) -> Table:
     return table(
         "Calls and bytes",
-        figures.traffic(run),
+        figures.program_traffic(run),
         (str, "phase | op | axis"),
         (count, "ranks: group_size | calls"),
-        (_half, "a step: per_step"),
+        (_half_of_line, "a step: per_step"),
         (mebibytes, "payload MiB: payload_bytes | wire MiB: wire_bytes"),
         (milliseconds, "ms in calls: in_calls_us"),
         note="one rank, the one that has most; a step: calls in the median step; wire: what the rank sends (ring "
@@ -90,8 +97,8 @@ def _timed_calls(run: Run) -> str:
     return "of calls that are waited for at once (0 for others and on GPUs)"
 
 
-def _exchanges(run: Run) -> list[Table]:
-    frame = figures.exchanges(run)
+def _exchange_tables(run: Run) -> list[Table]:
+    frame = figures.list_exchanges(run)
     if not len(frame):
         return []
     exchanged = table(
@@ -125,12 +132,12 @@ def _on_device(run: Run) -> list[Table]:
     return [timed]
 
 
-def _largest(run: Run) -> list[Table]:
+def _largest_tables(run: Run) -> list[Table]:
     if not figures.is_traced(run):
         return []
     listed = table(
         "Largest calls",
-        figures.largest(run),
+        figures.largest_payloads(run),
         (str, "op | axis"),
         (mebibytes, "MiB each: payload_bytes"),
         (count, "calls"),
@@ -141,8 +148,8 @@ def _largest(run: Run) -> list[Table]:
     return [listed]
 
 
-def _bandwidth(run: Run) -> list[Table]:
-    frame = speed.bandwidth(run)
+def _bandwidth_tables(run: Run) -> list[Table]:
+    frame = speed.bandwidth_by_size(run)
     if not len(frame):
         return []
     by_size = "MiB each: payload_bytes" if figures.is_traced(run) else ""
@@ -161,15 +168,15 @@ def _bandwidth(run: Run) -> list[Table]:
     return [measured]
 
 
-def _speed(run: Run) -> list[Table]:
-    rows = list(speed.speed(run))
+def _speed_tables(run: Run) -> list[Table]:
+    rows = list(speed.tokens_per_second(run))
     frame = pd.DataFrame(rows, columns=["what", "how much"])
     note = "a step: the median over steps of the slowest rank"
     return [table("Speed", frame, (str, "what | how much"), note=note)] if rows else []
 
 
-def _beside(run: Run) -> list[Table]:
-    frame, why_not = beside(run)
+def _tables_beside(run: Run) -> list[Table]:
+    frame, why_not = compare_with_case(run)
     if not len(frame) and not why_not:
         return []
     compared = table(
@@ -177,18 +184,18 @@ def _beside(run: Run) -> list[Table]:
         frame,
         (str, "op"),
         (count, "ranks: group_size"),
-        (_half, "calls | predicted: predicted_calls"),
+        (_half_of_line, "calls | predicted: predicted_calls"),
         (mebibytes, "payload MiB: payload_bytes | predicted MiB: predicted_bytes"),
         note=why_not or f"rank 0, a step; predicted: the closed form of {run.env['stated']['case']!r}",
     )
     return [compared]
 
 
-def _half(value: object) -> str:
+def _half_of_line(value: object) -> str:
     return f"{float(str(value)):g}"
 
 
-def _modules(run: Run) -> Table:
+def _modules_table(run: Run) -> Table:
     frame = figures.by_module(run)
     shown = frame.head(_MOST_MODULES)
     more = f"; {len(frame) - len(shown)} more stand in ledger.csv" if len(frame) > len(shown) else ""
@@ -197,21 +204,21 @@ def _modules(run: Run) -> Table:
         shown,
         (mark, "module: folded"),
         (count, "modules: layers | forward | backward"),
-        _messages(frame),
+        _message_columns(frame),
         (count, "other"),
         (mebibytes, "payload MiB: payload_bytes | wire MiB: wire_bytes"),
         note=f"calls and bytes of the rank that has most; numbers in paths are drawn together as *; -: no module{more}",
     )
 
 
-def _ranks(run: Run) -> Table:
+def _ranks_table(run: Run) -> Table:
     frame = figures.by_rank(run).assign(latest=lambda rows: rows["latest"] * 100)
     if figures.is_traced(run):
         return table(
             "Ranks",
             frame,
             (count, "rank | calls"),
-            _messages(frame),
+            _message_columns(frame),
             (mebibytes, "wire MiB: wire_bytes"),
             (milliseconds, "ms in kernels: exposed_us | ms late: late_us"),
             (_half_percent, "last %: latest"),
@@ -224,7 +231,7 @@ def _ranks(run: Run) -> Table:
         "Ranks",
         frame,
         (count, "rank | calls"),
-        _messages(frame),
+        _message_columns(frame),
         (count, "async: async_calls"),
         (mebibytes, "wire MiB: wire_bytes"),
         (milliseconds, "ms exposed: exposed_us | ms late: late_us"),
@@ -236,7 +243,7 @@ def _ranks(run: Run) -> Table:
     )
 
 
-def _messages(frame: pd.DataFrame) -> Columns:
+def _message_columns(frame: pd.DataFrame) -> Columns:
     """The columns of sends and receives, where a program has such messages."""
     return count, "send | recv" if frame[["send", "recv"]].any(axis=None) else ""
 

@@ -12,19 +12,19 @@ import pandas as pd
 from shardproof.harness.dense_model import SUBJECT, read_case
 from shardproof.harness.errors import ShardproofError
 from shardproof.harness.protocols import CaseLike
-from shardproof.harness.subject import named, named_axes, stated
+from shardproof.harness.subject import named_axes, resolve_subject, state_terms
 from shardproof.harness.terms import closed_forms
-from shardproof.reports.programs.figures import grouped, is_traced, steps
-from shardproof.reports.programs.unlike import median
+from shardproof.reports.programs.figures import add_group_ranks, is_traced, steps_by_rank
+from shardproof.reports.programs.unlike import median_over_steps
 from shardproof.reports.stored.frames import Run
 
 
 def step_s(run: Run) -> float:
     """Seconds of a step: the median over steps of the slowest rank."""
-    return float(steps(run).groupby("step")["step_us"].max().median()) / 1e6
+    return float(steps_by_rank(run).groupby("step")["step_us"].max().median()) / 1e6
 
 
-def speed(run: Run) -> Iterator[tuple[str, str]]:
+def tokens_per_second(run: Run) -> Iterator[tuple[str, str]]:
     """Names and amounts: tokens a second where the recording was given them."""
     took = step_s(run)
     if math.isnan(took) or not took:
@@ -34,13 +34,13 @@ def speed(run: Run) -> Iterator[tuple[str, str]]:
         yield "tokens a second and rank", f"{tokens / took / max(1, run.ledger['rank'].nunique()):,.0f}"
 
 
-def bandwidth(run: Run) -> pd.DataFrame:
+def bandwidth_by_size(run: Run) -> pd.DataFrame:
     """Bandwidth of calls of known duration.
 
     op, axis, group_size, payload_bytes (of traces), calls, wire_bytes, gb_s (wire bytes over the time inside the calls,
     waiting for late ranks included).
     """
-    events = grouped(run)
+    events = add_group_ranks(run)
     events = events[(events["duration_us"] > 0) & (events["wire_bytes"] > 0).fillna(False)]
     keys = ["op", "axis", "group_size", *(["payload_bytes"] if is_traced(run) else [])]
     sums = events.groupby(keys, observed=True).agg(
@@ -53,7 +53,7 @@ _Kind = tuple[str, int]
 """Op and ranks of the group: a program's axes may have other names than the case's."""
 
 
-def beside(run: Run) -> tuple[pd.DataFrame, str]:
+def compare_with_case(run: Run) -> tuple[pd.DataFrame, str]:
     """op, group_size, calls, predicted_calls, payload_bytes, predicted_bytes; and why there are none, if so.
 
     Calls and bytes are those of rank 0 in the median recorded step, and in the closed form of the case.
@@ -78,8 +78,8 @@ def beside(run: Run) -> tuple[pd.DataFrame, str]:
 
 
 def _stated_calls(case: CaseLike) -> dict[_Kind, tuple[float, float]]:
-    subject, short = named(SUBJECT).call, case.but(steps=1)
-    form = closed_forms(stated(short, subject) or (), (0,), named_axes(short, subject))[0]
+    subject, short = resolve_subject(SUBJECT).call, case.but(steps=1)
+    form = closed_forms(state_terms(short, subject) or (), (0,), named_axes(short, subject))[0]
     calls: Counter[_Kind] = Counter()
     sent: Counter[_Kind] = Counter()
     for line, number in form.complete.items():
@@ -97,5 +97,5 @@ def _recorded_calls(run: Run) -> dict[_Kind, tuple[float, float]]:
     for kind, rows in events.groupby(["op", "group_size"], observed=True):
         op, size = (str(part) for part in kind) if isinstance(kind, tuple) else ("", "0")
         each = rows.groupby("step")["payload_bytes"]
-        found[op, int(size)] = (median(each.size(), number), median(each.sum(), number))
+        found[op, int(size)] = (median_over_steps(each.size(), number), median_over_steps(each.sum(), number))
     return found

@@ -7,14 +7,14 @@ from typing import Any
 import pandas as pd
 
 from shardproof.harness.ledger import PASSES
-from shardproof.reports.comparing.snapshot import span
+from shardproof.reports.comparing.snapshot import format_span
 from shardproof.reports.stored.frames import Run
 
 _Kind = frozenset[tuple[Any, int]]
 """Calls, and how often each is issued."""
 
 
-def median(calls: Iterable[int], steps_in_all: int) -> float:
+def median_over_steps(calls: Iterable[int], steps_in_all: int) -> float:
     """The median over steps, those without such a call included."""
     there = [int(one) for one in calls]
     padded = sorted([0] * (steps_in_all - len(there)) + there)
@@ -22,7 +22,7 @@ def median(calls: Iterable[int], steps_in_all: int) -> float:
     return padded[middle] if len(padded) % 2 else (padded[middle - 1] + padded[middle]) / 2
 
 
-def unlike(run: Run, unit: str) -> Iterator[str]:
+def find_unlike_steps(run: Run, unit: str) -> Iterator[str]:
     """Steps, or the micro-batches of a step, that issue other calls than most; one sentence for all of them."""
     word = {"step": "steps", "microbatch": "micro-batches"}[unit]
     events = _without_uneven_sizes(run.ledger.astype({"axis": "str", "op": "str", "phase": "str"}))
@@ -33,24 +33,24 @@ def unlike(run: Run, unit: str) -> Iterator[str]:
         events = events[inside & (events["step"] == events["step"].max())]
     kinds: dict[_Kind, list[int]] = {}
     for number, rows in events.groupby(unit):
-        kinds.setdefault(frozenset(_signature(rows).items()), []).append(int(str(number)))
+        kinds.setdefault(frozenset(_count_calls(rows).items()), []).append(int(str(number)))
     if len(kinds) > 1:
-        most = _typical(kinds)
+        most = _typical_kind(kinds)
         usual = Counter(dict(most))
         for kind in [kind for kind in kinds if kind != most][:3]:
             more, less = Counter(dict(kind)) - usual, usual - Counter(dict(kind))
-            here, usually = (span(kinds[one]) for one in (kind, most))
-            yield f"{word} {here}, other than {usually}: {_words(more, less)}"
+            here, usually = (format_span(kinds[one]) for one in (kind, most))
+            yield f"{word} {here}, other than {usually}: {_words_of_calls(more, less)}"
 
 
-def _typical(kinds: Mapping[_Kind, list[int]]) -> _Kind:
+def _typical_kind(kinds: Mapping[_Kind, list[int]]) -> _Kind:
     """The kind that is closest to the median of all: each call as often as in the median step, or micro-batch."""
     counts: dict[Any, list[int]] = {}
     for kind, numbers in kinds.items():
         for call, times in kind:
             counts.setdefault(call, []).extend([times] * len(numbers))
     number = sum(map(len, kinds.values()))
-    usual = {call: median(times, number) for call, times in counts.items()}
+    usual = {call: median_over_steps(times, number) for call, times in counts.items()}
     whole = sum(usual.values())
 
     def distance(kind: _Kind) -> float:
@@ -73,12 +73,12 @@ def _without_uneven_sizes(events: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def _signature(rows: pd.DataFrame) -> Mapping[Any, int]:
+def _count_calls(rows: pd.DataFrame) -> Mapping[Any, int]:
     columns = ["rank", "phase", "region", "op", "axis", "dtype", "payload_bytes", "caller"]
     return Counter(rows[columns].itertuples(index=False, name=None))
 
 
-def _words(more: Counter[Any], less: Counter[Any]) -> str:
+def _words_of_calls(more: Counter[Any], less: Counter[Any]) -> str:
     """The first call that is more, or less, and how many there are, on the rank that has most of them."""
     parts = []
     for sign, calls in (("more", more), ("fewer", less)):

@@ -44,7 +44,7 @@ class Bug:
         return words.follows(self.others, self.cases)
 
 
-def bugs(records: Iterable[Verdict]) -> list[Bug]:
+def bugs_of_run(records: Iterable[Verdict]) -> list[Bug]:
     """The failed verdicts of a run by first place, in their own order."""
     found = []
     for first, *rest in _by_first_place([one for one in records if one.verdict == FAIL]):
@@ -62,7 +62,7 @@ def _by_first_place(failed: Sequence[Verdict]) -> list[list[Verdict]]:
     Of one case the largest error over its limit comes first, among failures of one first place and among such places.
     Failures of one case that have other causes are other faults, at the same place too.
     """
-    shares = _shares(failed)
+    shares = _shares_of_limits(failed)
     turn = {case: place for place, case in enumerate(dict.fromkeys(one.case for one in failed))}
     order = sorted(range(len(failed)), key=lambda place: (turn[failed[place].case], -shares[place]))
     found: dict[tuple[str, int], list[Verdict]] = {}
@@ -75,7 +75,7 @@ def _by_first_place(failed: Sequence[Verdict]) -> list[list[Verdict]]:
     return list(found.values())
 
 
-def _shares(failed: Sequence[Verdict]) -> list[float]:
+def _shares_of_limits(failed: Sequence[Verdict]) -> list[float]:
     """Errors of failures in units of their limits.
 
     A limit of 0 counts as the smallest other one of its case. Layouts, names and data come before any number,
@@ -88,19 +88,19 @@ def _shares(failed: Sequence[Verdict]) -> list[float]:
     shares = []
     for one in failed:
         worst = one.worst
-        share = _share(worst.error, worst.allowed or limits.get(one.case, 0.0)) if worst else math.inf
+        share = _share_of_limit(worst.error, worst.allowed or limits.get(one.case, 0.0)) if worst else math.inf
         shares.append(-1.0 if one.check in _OF_CALLS else share)
     return shares
 
 
 def simplest_first(run: Run) -> list[Verdict]:
     """The verdicts of a run, those of the simplest case first: float64 before float32, few ranks before many."""
-    ranked = sorted(run.cases.to_dict("records"), key=lambda row: simplicity({str(key): row[key] for key in row}))
+    ranked = sorted(run.cases.to_dict("records"), key=lambda row: simplicity_key({str(key): row[key] for key in row}))
     place = {str(row["case"]): number for number, row in enumerate(ranked)}
     return sorted(run.records, key=lambda one: place.get(one.case, len(place)))
 
 
-def simplicity(case: Mapping[str, Any]) -> tuple[float, ...]:
+def simplicity_key(case: Mapping[str, Any]) -> tuple[float, ...]:
     """Sort key of a case of `cases.jsonl`, simpler first: dtype, ranks, steps, micro-batches, number of words."""
     dtype = str(case.get("dtype", _DTYPES[0]))
     sizes = [float(case.get(word) or 0) for word in ("world_size", "steps", "micro")]
@@ -159,10 +159,10 @@ class Group:
     """Where the first call of the first place is issued, "" where it has none: `file:line: source`."""
 
 
-def groups(failed: Sequence[Verdict], folder: Path, ledger: pd.DataFrame) -> list[Group]:
+def group_by_place(failed: Sequence[Verdict], folder: Path, ledger: pd.DataFrame) -> list[Group]:
     """Failed verdicts by their first place, in the order in which they are stored; `ledger`: the calls of the run."""
     by_place = _by_first_place(failed)
-    drawn = maps(folder, {own[0].case for own in by_place})
+    drawn = maps_of_cases(folder, {own[0].case for own in by_place})
     return [
         Group(
             place=words.place(own[0].statement, own[0].failure),
@@ -186,17 +186,19 @@ def _called_at(calls: pd.DataFrame, failure: FailedCheck | None) -> str:
     return f"{caller}: {source}" if source else caller
 
 
-def maps(folder: Path, cases: Collection[str]) -> dict[str, Map]:
+def maps_of_cases(folder: Path, cases: Collection[str]) -> dict[str, Map]:
     """Case -> its map, of these cases; {} for a run in which nothing failed, or which was stored without it."""
     path = folder / "errors.csv"
     if not path.is_file():
         return {}
     rows = csv_table(path, _TYPES, tuple(_TYPES), [])
-    return {str(case): _map(own) for case, own in rows[rows["case"].isin(list(cases))].groupby("case", sort=False)}
+    return {
+        str(case): _map_errors(own) for case, own in rows[rows["case"].isin(list(cases))].groupby("case", sort=False)
+    }
 
 
-def _map(errors: pd.DataFrame) -> Map:
-    errors = errors.assign(layer=errors["region"].map(_layer))
+def _map_errors(errors: pd.DataFrame) -> Map:
+    errors = errors.assign(layer=errors["region"].map(_layer_of_region))
     if errors["layer"].nunique() > _MOST_ROWS:
         errors = errors.assign(layer=errors["layer"].str.replace(r"\d+", "*", regex=True))
     worst: dict[_Place, tuple[float, str]] = {}
@@ -206,7 +208,7 @@ def _map(errors: pd.DataFrame) -> Map:
         if row["first"]:
             first = place
             continue
-        share = _share(row["error"], row["allowed"])
+        share = _share_of_limit(row["error"], row["allowed"])
         if place not in worst or share > worst[place][0]:
             worst[place] = share, row["name"]
     known = set(zip(errors["step"] > 0, errors["phase"], strict=True))
@@ -214,17 +216,19 @@ def _map(errors: pd.DataFrame) -> Map:
     return Map(
         first=tuple(phase for later, phase in columns if not later),
         later=tuple(phase for later, phase in columns if later),
-        rows=tuple((layer, tuple(_cell(worst, (layer, *c), first) for c in columns)) for layer in _layers(errors)),
+        rows=tuple(
+            (layer, tuple(_make_cell(worst, (layer, *c), first) for c in columns)) for layer in _layers_in_order(errors)
+        ),
     )
 
 
-def _layer(region: str) -> str:
+def _layer_of_region(region: str) -> str:
     """ "layers.3" of "layers.3.mlp.w1", "embedding" of "embedding.tokens"."""
     numbered = re.match(r".*?\.\d+", region)
     return numbered[0] if numbered else region.partition(".")[0] or _WHOLE
 
 
-def _layers(errors: pd.DataFrame) -> list[str]:
+def _layers_in_order(errors: pd.DataFrame) -> list[str]:
     """The rows in the order of forward: activations are stored in it, updates in the reverse one."""
     forward = list(errors.loc[errors["phase"] == "forward", "layer"])
     updates = list(errors.loc[errors["phase"] == "step", "layer"])[::-1]
@@ -232,7 +236,7 @@ def _layers(errors: pd.DataFrame) -> list[str]:
     return [*(layer for layer in order if layer != _WHOLE), *([_WHOLE] if _WHOLE in order else [])]
 
 
-def _share(error: float, allowed: float) -> float:
+def _share_of_limit(error: float, allowed: float) -> float:
     """Error in units of what is allowed; infinite where that is nothing, or the error is infinite or no number.
 
     A control run of what overflows has an infinite limit, which says nothing of an infinite error.
@@ -242,21 +246,21 @@ def _share(error: float, allowed: float) -> float:
     return error / allowed if allowed else 0.0
 
 
-def _cell(worst: dict[_Place, tuple[float, str]], place: _Place, first: _Place) -> Cell:
+def _make_cell(worst: dict[_Place, tuple[float, str]], place: _Place, first: _Place) -> Cell:
     if place not in worst:
         return Cell(first=place == first)
     share, name = worst[place]
-    return Cell(text=times(share), heat=heat(share), name=name, first=place == first)
+    return Cell(text=text_of_share(share), heat=heat_of_share(share), name=name, first=place == first)
 
 
-def times(share: float) -> str:
+def text_of_share(share: float) -> str:
     """Error over allowed as text: "ok", "3.2x", "1e9x"."""
     if share <= 1 or math.isinf(share):
         return "ok" if share <= 1 else "inf"
     return f"{share:.2g}x" if share < 1000 else f"1e{math.log10(share):.0f}x"
 
 
-def heat(share: float) -> str:
+def heat_of_share(share: float) -> str:
     """The class of a cell: "ok" within the limit, from 1 to 4 beyond it, by factors of a thousand."""
     if share <= 1:
         return "ok"

@@ -28,21 +28,21 @@ class RunFolderError(RequestError):
     """A folder that is no run folder, or a file in it that no run wrote. The message names the file."""
 
 
-def shown(name: str | Path) -> str:
+def shorten_path(name: str | Path) -> str:
     """A path as a message names it: of one that is too long to be read, its beginning."""
     text = str(name)
     return text if len(text) <= 200 else f"{text[:80]}... ({len(text):,} characters)"
 
 
 @contextmanager
-def looking(name: str | Path) -> Iterator[None]:
+def guard_looking(name: str | Path) -> Iterator[None]:
     """Look whether something is there. Raises RunFolderError for what the system refuses to look at."""
     try:
         yield
     except OSError as problem:
         reason = problem.strerror or str(problem)
         legal = "a folder that `shardproof run` wrote, as runs/latest"
-        raise RunFolderError(f"run {shown(name)}: cannot be looked at ({reason}); legal: {legal}") from problem
+        raise RunFolderError(f"run {shorten_path(name)}: cannot be looked at ({reason}); legal: {legal}") from problem
 
 
 def refuse_file(path: Path) -> None:
@@ -51,7 +51,7 @@ def refuse_file(path: Path) -> None:
         return
     folder = path.parent if any((path.parent / file).is_file() for file in (_ENVIRONMENT, "cases.jsonl")) else ""
     legal = f"its folder, {folder}" if folder else "a folder that `shardproof run` wrote, as runs/latest"
-    raise RunFolderError(f"run {shown(path)}: is a file, and a run is a folder; legal: {legal}")
+    raise RunFolderError(f"run {shorten_path(path)}: is a file, and a run is a folder; legal: {legal}")
 
 
 def run_folder(name: str | Path, *, matrix: bool = True) -> Path:
@@ -59,25 +59,27 @@ def run_folder(name: str | Path, *, matrix: bool = True) -> Path:
     kill matrix in place of cases.
     """
     path = Path(name)
-    with looking(path):
+    with guard_looking(path):
         there, known = path.is_dir(), any((path / file).is_file() for file in (_ENVIRONMENT, "cases.jsonl"))
         refuse_file(path)
     if not there:
         legal = "a folder that `shardproof run` wrote, as runs/latest"
-        raise RunFolderError(f"run {shown(path)}: no such folder; legal: {legal}")
+        raise RunFolderError(f"run {shorten_path(path)}: no such folder; legal: {legal}")
     if not known and (path / "ranks").is_dir():
         why = "nothing was recorded: no process of the program has initialised torch.distributed"
-        raise RunFolderError(f"run {shown(path)}: {why}; legal: a program that does")
+        raise RunFolderError(f"run {shorten_path(path)}: {why}; legal: a program that does")
     if not known:
-        raise RunFolderError(f"run {shown(path)}: neither env.json nor cases.jsonl in it, so it is no run folder")
+        raise RunFolderError(
+            f"run {shorten_path(path)}: neither env.json nor cases.jsonl in it, so it is no run folder"
+        )
     if not matrix and is_matrix(path):
         what = "holds what `shardproof faults` found, bugs planted and the checks that noticed, and no run of cases"
-        raise RunFolderError(f"run {shown(path)}: {what}; legal: shardproof show {shown(path)}")
+        raise RunFolderError(f"run {shorten_path(path)}: {what}; legal: shardproof show {shorten_path(path)}")
     environment_of(path, [])
     return path
 
 
-def profiled(folder: Path) -> bool:
+def is_profiled(folder: Path) -> bool:
     """Whether witnesses saw the run."""
     return any((folder / name).exists() for name in ("witnesses.csv", "collectives.csv", "sessions.csv"))
 
@@ -158,7 +160,7 @@ def csv_table(path: Path, types: dict[str, str], needed: Iterable[str], notes: l
 def _whole_lines(path: Path, notes: list[str]) -> bytes:
     """The file up to its last line end: a line that a killed writer left unfinished is dropped, with a note."""
     try:
-        data = _unzipped(path, notes) if path.suffix == ".gz" else path.read_bytes()
+        data = _unzip_readable(path, notes) if path.suffix == ".gz" else path.read_bytes()
         end = data.rfind(b"\n") + 1
         if not data[:end].isascii():
             data[:end].decode("utf-8")
@@ -169,7 +171,7 @@ def _whole_lines(path: Path, notes: list[str]) -> bytes:
     return data[:end]
 
 
-def _unzipped(path: Path, notes: list[str]) -> bytes:
+def _unzip_readable(path: Path, notes: list[str]) -> bytes:
     """All that can be unpacked; an archive cut at its end gives what came before the cut."""
     packed, data = path.read_bytes(), bytearray()
     while packed:
@@ -188,7 +190,7 @@ DEVICE_TYPES = {"step": "int64"} | dict.fromkeys(
 GROUP_TYPES = {"axis": "str", "ranks": "str"}
 
 
-def recorded(run: Path) -> bool:
+def is_recording(run: Path) -> bool:
     """Whether this is the run folder of a recorded program."""
     return (run / "ranks").is_dir()
 
@@ -199,7 +201,7 @@ def part_folders(run: Path) -> dict[int, Path]:
     return {rank: found[rank] for rank in sorted(found)}
 
 
-def joined(run: Path, name: str, types: Mapping[str, str], notes: list[str]) -> "pd.DataFrame":
+def join_ranks(run: Path, name: str, types: Mapping[str, str], notes: list[str]) -> "pd.DataFrame":
     """A table of all ranks, with the column `rank`. Raises RunFolderError for a table that no recorder wrote."""
     import pandas as pd  # noqa: PLC0415  (see csv_table)
 
@@ -212,7 +214,7 @@ def joined(run: Path, name: str, types: Mapping[str, str], notes: list[str]) -> 
         cut += [rank] if mended else []
         frames.append(frame if "rank" in types else frame.assign(rank=rank))
     if cut:
-        notes.append(f"{name} of {_ranks(cut)}: the last line is cut and left out: {len(cut)} in all")
+        notes.append(f"{name} of {_text_of_ranks(cut)}: the last line is cut and left out: {len(cut)} in all")
     if frames := [frame for frame in frames if len(frame)]:
         return pd.concat(frames, ignore_index=True)
     return pd.DataFrame({column: pd.Series(dtype=kind) for column, kind in {**types, "rank": "int64"}.items()})
@@ -233,14 +235,16 @@ def _by_rank(run: Path, name: str) -> dict[int, dict[str, Any]]:
     return {rank: json_object(file) for rank, file in files.items() if file.is_file()}
 
 
-def unfinished(run: Path, world_size: int) -> list[str]:
+def note_unfinished_ranks(run: Path, world_size: int) -> list[str]:
     """Notes before the numbers: ranks without a part or an end, and what the recorder failed at."""
     there, over = part_folders(run), ends_of(run)
     notes = []
     if missing := sorted(set(range(world_size)) - there.keys()):
-        notes.append(f"{_ranks(missing)} recorded nothing")
+        notes.append(f"{_text_of_ranks(missing)} recorded nothing")
     if open_ := sorted(there.keys() - over.keys()):
-        notes.append(f"{_ranks(open_)} came to no orderly end (killed, or running still): shown is what was recorded")
+        notes.append(
+            f"{_text_of_ranks(open_)} came to no orderly end (killed, or running still): shown is what was recorded"
+        )
     for rank, end in over.items():
         if failed := str(end.get("failed") or "").strip():
             notes.append(
@@ -262,5 +266,5 @@ def doubts_of(run: Path) -> list[str]:
     return [f"not certain: {doubt}" for doubt in doubts]
 
 
-def _ranks(numbers: list[int]) -> str:
+def _text_of_ranks(numbers: list[int]) -> str:
     return f"rank{'s' if len(numbers) > 1 else ''} {ranks_text(numbers)}"

@@ -27,11 +27,11 @@ from shardproof.reports.stored.files import (
     csv_table,
     doubts_of,
     environment_of,
-    joined,
+    is_recording,
+    join_ranks,
     json_lines,
-    recorded,
+    note_unfinished_ranks,
     run_folder,
-    unfinished,
     unknown_of,
 )
 
@@ -114,21 +114,21 @@ def load(run: str | Path = "runs/latest") -> Run:
     notes: list[str] = []
     env = environment_of(path, notes)
     cut: list[str] = []
-    cases = _cases(path / "cases.jsonl", cut)
-    ledger = _ledger(path, cut, traced="source" in env)
-    summary = _summary(path / "summary.csv", ledger, [] if recorded(path) else cut)
-    records = _verdicts(path / "verdicts.jsonl", [] if recorded(path) else cut)
+    cases = _read_cases(path / "cases.jsonl", cut)
+    ledger = _read_ledger(path, cut, traced="source" in env)
+    summary = _read_summary(path / "summary.csv", ledger, [] if is_recording(path) else cut)
+    records = _read_verdicts(path / "verdicts.jsonl", [] if is_recording(path) else cut)
     verdicts = frame_of(records)
     timings = csv_table(path / "timings.csv", {}, (), cut) if (path / "timings.csv").is_file() else pd.DataFrame()
     doubts: list[str] = []
     if "source" in env:
         doubts = unknown_of(env)
-    elif recorded(path):
+    elif is_recording(path):
         sizes = [int(size) for size in cases["world_size"].dropna()]
-        cut += unfinished(path, max(sizes, default=0))
+        cut += note_unfinished_ranks(path, max(sizes, default=0))
         doubts = doubts_of(path)
     memory = _if_there(path / "memory.csv", _MEMORY_TYPES, cut)
-    late = 0 if recorded(path) else len(set(cases["case"]) - set(verdicts["case"]))
+    late = 0 if is_recording(path) else len(set(cases["case"]) - set(verdicts["case"]))
     if late and "skipped" not in cases:
         cut.append(f"{late} of {len(cases)} cases have no verdict: the run was stopped before them")
     spans = _if_there(path / "spans.csv", _SPAN_TYPES, cut)
@@ -174,7 +174,7 @@ def _with_mode(frame: pd.DataFrame, cases: pd.DataFrame) -> pd.DataFrame:
     return in_order(frame.assign(mode=[str(modes.get(case, "")) for case in frame["case"]]))
 
 
-def _cases(path: Path, notes: list[str]) -> pd.DataFrame:
+def _read_cases(path: Path, notes: list[str]) -> pd.DataFrame:
     rows = json_lines(path, ("case",), notes)
     frame = pd.DataFrame(rows)
     for name in ("case", "mode", "world_size"):
@@ -189,7 +189,7 @@ def _cases(path: Path, notes: list[str]) -> pd.DataFrame:
     return frame.drop_duplicates("case", keep="last", ignore_index=True)
 
 
-def _verdicts(path: Path, notes: list[str]) -> tuple[Verdict, ...]:
+def _read_verdicts(path: Path, notes: list[str]) -> tuple[Verdict, ...]:
     """The verdicts of a file, those of failed checks with what later rows state of them. Raises RunFolderError."""
     lines = json_lines(path, ("case", "check"), notes)
     found: dict[tuple[str, str], Verdict] = {}
@@ -203,7 +203,7 @@ def _verdicts(path: Path, notes: list[str]) -> tuple[Verdict, ...]:
                 found[key] = replace(known, failure=failure)
         except ValueError as problem:
             raise RunFolderError(f"{path}, row {number}: no verdict of this layout ({problem})") from problem
-    return (*found.values(), *_torn(lines, notes))
+    return (*found.values(), *_note_torn_verdicts(lines, notes))
 
 
 def frame_of(records: Sequence[Verdict]) -> pd.DataFrame:
@@ -220,7 +220,7 @@ def frame_of(records: Sequence[Verdict]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=[*_VERDICT_TYPES]).astype(_VERDICT_TYPES)
 
 
-def _torn(lines: Sequence[dict[str, Any]], notes: list[str]) -> list[Verdict]:
+def _note_torn_verdicts(lines: Sequence[dict[str, Any]], notes: list[str]) -> list[Verdict]:
     """An unknown verdict for every case that has more than are stored: what is there must not read as all of it."""
     rows = [line for line in lines if "verdict" in line]
     stored = Counter(str(line["case"]) for line in rows)
@@ -232,13 +232,13 @@ def _torn(lines: Sequence[dict[str, Any]], notes: list[str]) -> list[Verdict]:
     return [Verdict(case=case, check="run", verdict=UNKNOWN, statement=f"{torn[case]}: {why}") for case in torn]
 
 
-def _ledger(path: Path, notes: list[str], *, traced: bool) -> pd.DataFrame:
+def _read_ledger(path: Path, notes: list[str], *, traced: bool) -> pd.DataFrame:
     for name in ("ledger.csv", "ledger.csv.gz"):
         if (path / name).is_file():
             packed = _of_its_world(csv_table(path / name, _PACKED_TYPES, COLUMNS, notes), path / name)
             return packed.astype({name: kind for name, kind in _LEDGER_TYPES.items() if kind == "str"})
-    if recorded(path):
-        rows = joined(path, "ledger.csv", _TRACED_TYPES if traced else _LEDGER_TYPES, notes)
+    if is_recording(path):
+        rows = join_ranks(path, "ledger.csv", _TRACED_TYPES if traced else _LEDGER_TYPES, notes)
         rows = _with_unknown(rows) if traced else rows
         rows = _of_its_world(rows, path / "ranks").drop_duplicates(["rank", "call_index"], keep="last")
         return rows.sort_values(["rank", "call_index"], kind="stable", ignore_index=True)
@@ -268,7 +268,7 @@ def _of_its_world(ledger: pd.DataFrame, path: Path) -> pd.DataFrame:
     return ledger
 
 
-def _summary(path: Path, ledger: pd.DataFrame, notes: list[str]) -> pd.DataFrame:
+def _read_summary(path: Path, ledger: pd.DataFrame, notes: list[str]) -> pd.DataFrame:
     summary = pd.DataFrame({name: pd.Series(dtype=kind) for name, kind in _SUMMARY_TYPES.items()})
     if path.is_file():
         summary = csv_table(path, _SUMMARY_TYPES, SUMMARY_COLUMNS, notes)

@@ -26,16 +26,16 @@ _COUNTING = ("ledger",)
 
 def worst_first(verdicts: pd.DataFrame) -> pd.DataFrame:
     """The verdicts, failures on top, then unknown ones; the order of the run within each."""
-    return verdicts.sort_values("verdict", key=lambda words: -words.map(badness), kind="stable", ignore_index=True)
+    return verdicts.sort_values("verdict", key=lambda words: -words.map(badness_of), kind="stable", ignore_index=True)
 
 
-def overall(verdicts: pd.DataFrame) -> str:
+def worst_verdict(verdicts: pd.DataFrame) -> str:
     """The worst verdict of these; "unknown" when there is none, for what was not checked is no pass."""
     words = [str(word) for word in verdicts["verdict"]]
-    return max(words, key=badness, default="unknown")
+    return max(words, key=badness_of, default="unknown")
 
 
-def badness(verdict: str) -> int:
+def badness_of(verdict: str) -> int:
     """Place from good to bad; an unknown word is as bad as "unknown"."""
     return RANKING.index(verdict if verdict in RANKING else "unknown")
 
@@ -51,16 +51,16 @@ def headline(run: Run) -> pd.DataFrame:
     """
     lines = run.summary.groupby("case", sort=False)
     worst = worst_first(run.verdicts).drop_duplicates("case").set_index("case")["verdict"]
-    closest, decided = _closest(run.verdicts), by_case(run.records)
+    closest, decided = _closest_to_limit(run.verdicts), by_case(run.records)
     case = run.cases["case"]
     columns = {
         "mode": run.cases["mode"],
         "ranks": run.cases["world_size"].astype("Int64"),
         "case": case,
         "words": case.map(lambda text: words_but(text, "mode", "data")),
-        "forward_calls": case.map(_calls(run, "forward")).fillna(0).astype("Int64"),
-        "backward_calls": case.map(_calls(run, "backward")).fillna(0).astype("Int64"),
-        "unplaced_calls": case.map(_unplaced(run)).fillna(0).astype("Int64"),
+        "forward_calls": case.map(_count_calls(run, "forward")).fillna(0).astype("Int64"),
+        "backward_calls": case.map(_count_calls(run, "backward")).fillna(0).astype("Int64"),
+        "unplaced_calls": case.map(_count_unplaced(run)).fillna(0).astype("Int64"),
         "payload_bytes": case.map(lines["payload_bytes"].sum()).fillna(0).astype("Int64"),
         "expected_payload_bytes": case.map(lines["expected_payload_bytes"].agg(_known_sum)).astype("Int64"),
         "saved_bytes": case.map(run.memory.groupby("case")["saved_bytes"].max()).astype("Int64"),
@@ -73,7 +73,7 @@ def headline(run: Run) -> pd.DataFrame:
     return in_order(pd.DataFrame(columns)).sort_values(["mode", "ranks"], kind="stable", ignore_index=True)
 
 
-def tally(headline: pd.DataFrame, records: Sequence[Verdict]) -> str:
+def tally_of_run(headline: pd.DataFrame, records: Sequence[Verdict]) -> str:
     """The run in one line, from `headline`: cases by verdict, those that did not run, and how many tensors are decided.
 
     "3 cases: 2 pass, 1 fail, 0 unknown, 0 skip; all 129 tensors decided".
@@ -86,7 +86,7 @@ def tally(headline: pd.DataFrame, records: Sequence[Verdict]) -> str:
     return "; ".join(filter(None, parts))
 
 
-def grouped(headline: pd.DataFrame) -> pd.DataFrame:
+def group_headline(headline: pd.DataFrame) -> pd.DataFrame:
     """Rows for all cases of a mode on as many ranks, from `headline`.
 
     mode, ranks, cases, least_ and most_ of forward_calls, backward_calls, unplaced_calls and payload_bytes, expected
@@ -96,8 +96,8 @@ def grouped(headline: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for (mode, ranks), own in headline.groupby(["mode", "ranks"], sort=False, observed=True, dropna=False):
         counts = own[["forward_calls", "backward_calls", "unplaced_calls", "payload_bytes"]]
-        verdict = max(own["verdict"], key=badness)
-        closest = own.assign(share=_share(own["worst_error"], own["worst_allowed"]))
+        verdict = max(own["verdict"], key=badness_of)
+        closest = own.assign(share=_share_of_limit(own["worst_error"], own["worst_allowed"]))
         worst = closest.sort_values(["share", "worst_error"], ascending=False, kind="stable").iloc[0]
         rows.append(
             {"mode": mode, "ranks": ranks, "cases": len(own)}
@@ -121,14 +121,14 @@ def _known_sum(numbers: "pd.Series[int]") -> int | None:
     return None if numbers.isna().any() or numbers.empty else int(numbers.sum())
 
 
-def _unplaced(run: Run) -> "pd.Series[int]":
+def _count_unplaced(run: Run) -> "pd.Series[int]":
     """By case, the calls without a phase: they are counted as data, and the check of the ledger doubts that."""
     doubtful = {one.case for one in run.records for note in one.notes if note.reason == NO_PHASE}
-    calls = _calls(run, "data")
+    calls = _count_calls(run, "data")
     return calls[calls.index.isin(doubtful)]
 
 
-def _calls(run: Run, phase: str) -> "pd.Series[int]":
+def _count_calls(run: Run, phase: str) -> "pd.Series[int]":
     lines = run.summary[run.summary["phase"] == phase]
     return lines.groupby("case", sort=False)["calls"].sum()
 
@@ -138,7 +138,7 @@ def words_but(case: str, *keys: str) -> str:
     return " ".join(word for word in case.split() if word.partition("=")[0] not in keys)
 
 
-def apart(texts: Iterable[str]) -> tuple[str, list[str]]:
+def split_common_words(texts: Iterable[str]) -> tuple[str, list[str]]:
     """The words that all of several texts share, and what is left of each text without them."""
     words = [text.split() for text in texts]
     if len(words) < 2:
@@ -147,14 +147,14 @@ def apart(texts: Iterable[str]) -> tuple[str, list[str]]:
     return " ".join(shared), [" ".join(word for word in own if word not in shared) for own in words]
 
 
-def _closest(verdicts: pd.DataFrame) -> pd.DataFrame:
+def _closest_to_limit(verdicts: pd.DataFrame) -> pd.DataFrame:
     """By case, error and allowed error of the check that came closest to its limit, or went furthest beyond it.
 
     A failed check comes before those that passed. Of failed ones, those beyond a limit do: rounding may be all by which
     replicas differ, where nothing is allowed.
     """
     measured = verdicts[~verdicts["check"].isin(_COUNTING)].dropna(subset=["worst_error", "worst_allowed"])
-    share = _share(measured["worst_error"], measured["worst_allowed"])
+    share = _share_of_limit(measured["worst_error"], measured["worst_allowed"])
     failed = measured["verdict"].eq("fail").astype("int64")
     rank = failed + (failed.astype(bool) & measured["worst_allowed"].gt(0) & share.gt(1)).astype("int64")
     ranked = measured.assign(share=share, rank=rank)
@@ -162,7 +162,7 @@ def _closest(verdicts: pd.DataFrame) -> pd.DataFrame:
     return ranked.drop_duplicates("case").set_index("case")[["worst_error", "worst_allowed"]]
 
 
-def _share(error: "pd.Series[float]", allowed: "pd.Series[float]") -> "pd.Series[float]":
+def _share_of_limit(error: "pd.Series[float]", allowed: "pd.Series[float]") -> "pd.Series[float]":
     """Error in units of what is allowed. Exact checks allow 0: no error there is no news, any error the worst news."""
     exact = error.map({0.0: -1.0}).fillna(math.inf)
     return (error / allowed.where(allowed > 0)).where(allowed > 0, exact).where(error.notna())
@@ -177,7 +177,7 @@ def traffic(run: Run, *more: str) -> pd.DataFrame:
     """
     keys = [*more, "mode", "ranks", "phase", "op", "axis"]
     ranks = run.summary["case"].map(dict(zip(run.cases["case"], run.cases["world_size"], strict=True)))
-    lines = run.summary.assign(agrees=_agrees(run.summary), ranks=ranks.fillna(0).astype("int64"))
+    lines = run.summary.assign(agrees=_agrees_with_expectation(run.summary), ranks=ranks.fillna(0).astype("int64"))
     groups = lines.groupby(keys, observed=True, sort=True)
     sums = groups[list(_TRAFFIC)].sum()
     expected = groups[list(_EXPECTED)].agg(_known_sum).astype("Int64")
@@ -187,7 +187,7 @@ def traffic(run: Run, *more: str) -> pd.DataFrame:
     return frame[[*keys, *order]]
 
 
-def _agrees(lines: pd.DataFrame) -> "pd.Series[str]":
+def _agrees_with_expectation(lines: pd.DataFrame) -> "pd.Series[str]":
     """Per line of the summary: do calls and bytes of every rank meet what is expected of that rank?"""
     apart = lines.get("ranks_apart", pd.Series(pd.NA, index=lines.index, dtype="Int64"))  # there where ranks differ
     alike = lines["calls"].eq(lines["expected_calls"]) & lines["payload_bytes"].eq(lines["expected_payload_bytes"])
@@ -199,7 +199,7 @@ def _agrees(lines: pd.DataFrame) -> "pd.Series[str]":
 _COMPUTED = ("F", "B")
 
 
-def cores(run: Run) -> str:
+def cores_of_machine(run: Run) -> str:
     """How many cores the machine of the run had."""
     return str(run.env.get("machine", {}).get("cores") or "an unknown number of")
 
@@ -212,7 +212,7 @@ def last_steps(run: Run) -> dict[str, pd.DataFrame]:
     return {str(case): own.reset_index(drop=True) for case, own in ordered.groupby("case", sort=False)}
 
 
-def measured(run: Run) -> pd.DataFrame:
+def measure_pipelines(run: Run) -> pd.DataFrame:
     """A row for every pipeline: case, ranks, step, step_us, bubble, bubble_stated, calls_us, overlapped_us.
 
     step_us is from the first forward to the last backward, `bubble` the share of all ranks' time in it in which they

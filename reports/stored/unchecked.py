@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 import pandas as pd
 
-from shardproof.harness.checking.numeric_checks import called
+from shardproof.harness.checking.numeric_checks import name_of_kind
 from shardproof.harness.dense_model import SUBJECT
 from shardproof.harness.verdicts import words
 from shardproof.harness.verdicts.facts import Note, NoteKind
@@ -26,7 +26,7 @@ _OWN = (NoteKind.UNDECIDED, NoteKind.NOT_IN_TRUTH)
 
 def by_kind(records: Iterable[Verdict]) -> pd.DataFrame:
     """case, kind, decided, tensors: one row a case and kind; empty where no verdict counts any."""
-    rows = [(one.case, called(kind), *counts) for one in records for kind, counts in one.decided.items()]
+    rows = [(one.case, name_of_kind(kind), *counts) for one in records for kind, counts in one.decided.items()]
     frame = pd.DataFrame(rows, columns=["case", "kind", *_COUNTED])
     return frame.groupby(["case", "kind"], sort=False, as_index=False)[list(_COUNTED)].sum()
 
@@ -41,16 +41,28 @@ def decided_words(records: Iterable[Verdict]) -> str:
     nothing was counted.
     """
     kinds = by_kind(records).groupby("kind", sort=False)[list(_COUNTED)].sum()
-    return words.decided({str(kind): (int(row["decided"]), int(row["tensors"])) for kind, row in kinds.iterrows()})
+    return words.describe_decided(
+        {str(kind): (int(row["decided"]), int(row["tensors"])) for kind, row in kinds.iterrows()}
+    )
 
 
 def unchecked_notes(run: Run) -> list[str]:
     """All notes, the most important first; but for undecided tensors only checks that passed have something to add."""
-    every_kind = (_undecided, _split, _unreturned, _deviating, _of_dtype, _rounded, _doubts, _regrouped, _rows)
+    every_kind = (
+        _note_undecided,
+        _note_splits,
+        _note_unreturned,
+        _note_deviations,
+        _of_dtype,
+        _note_lower_precision,
+        _note_doubts,
+        _note_groupings,
+        _note_unseen_rows,
+    )
     return [note for notes in every_kind for note in notes(run)]
 
 
-def _undecided(run: Run) -> Iterator[str]:
+def _note_undecided(run: Run) -> Iterator[str]:
     """A note for each kind of which returned tensors stay undecided: how many, in how many cases, and which."""
     names: dict[str, Counter[str]] = {}
     cases: dict[str, set[str]] = {}
@@ -59,23 +71,23 @@ def _undecided(run: Run) -> Iterator[str]:
         for name in (name for note in one.notes if note.kind in _OWN for name in note.names):
             kind, _, rest = name.partition("/")
             if kind in partly and one.check != "coverage":
-                names.setdefault(called(kind), Counter())[f"{kind}/{_NUMBER.sub('*', rest)}"] += 1
-                cases.setdefault(called(kind), set()).add(one.case)
+                names.setdefault(name_of_kind(kind), Counter())[f"{kind}/{_NUMBER.sub('*', rest)}"] += 1
+                cases.setdefault(name_of_kind(kind), set()).add(one.case)
     counts = by_kind(run.records)
     for kind, found in names.items():
         own = counts[counts["case"].isin(cases[kind]) & (counts["kind"] == kind)]
-        yield words.undecided(kind, dict(found.most_common()), int(own["tensors"].sum()), len(own))
+        yield words.describe_undecided(kind, dict(found.most_common()), int(own["tensors"].sum()), len(own))
 
 
-def _split(run: Run) -> Iterator[str]:
+def _note_splits(run: Run) -> Iterator[str]:
     """The shares of a foreign subject's parameters that are split, the least first, and the cases that they hold in."""
     if run.env.get("request", {}).get("subject") != SUBJECT:
-        shares = Counter(note.numbers[0] for _, note in _passed(run, NoteKind.SPLIT_SHARE))
+        shares = Counter(note.numbers[0] for _, note in _select_passed(run, NoteKind.SPLIT_SHARE))
         if shares:
             yield words.split_shares(dict(sorted(shares.items())))
 
 
-def _unreturned(run: Run) -> Iterator[str]:
+def _note_unreturned(run: Run) -> Iterator[str]:
     """How much of the truth the subjects returned, where that is not all of it; what is left out on purpose apart."""
     kinds = (NoteKind.NOT_RETURNED, NoteKind.NOT_IN_TRUTH), (NoteKind.LEFT_OUT,)
     notes = []
@@ -83,16 +95,16 @@ def _unreturned(run: Run) -> Iterator[str]:
         if (one.check, one.verdict) == ("coverage", PASS):
             silent, on_purpose = ([n for note in one.notes if note.kind in own for n in note.names] for own in kinds)
             if silent or on_purpose:
-                notes.append(words.unreturned(one.statement, silent, on_purpose))
+                notes.append(words.describe_unreturned(one.statement, silent, on_purpose))
     yield from dict.fromkeys(notes)
 
 
-def _deviating(run: Run) -> Iterator[str]:
+def _note_deviations(run: Run) -> Iterator[str]:
     """Deviations from the truth that the subjects state, and stated ones that do not occur, or that the truth has."""
     for kind in (NoteKind.DEVIATES, NoteKind.DEVIATION_ABSENT, NoteKind.DEVIATION_APPLIED):
         names: dict[str, list[str]] = {}
         cases: dict[str, set[str]] = {}
-        for one, note in _noted(run, kind):
+        for one, note in _select_notes(run, kind):
             names.setdefault(note.reason, []).extend(note.names)
             cases.setdefault(note.reason, set()).add(one.case)
         for sentence, own in names.items():
@@ -101,45 +113,45 @@ def _deviating(run: Run) -> Iterator[str]:
 
 def _of_dtype(run: Run) -> Iterator[str]:
     """The operators by which dense models depend on the dtype, and in how many cases."""
-    found = Counter(note.reason for _, note in _passed(run, NoteKind.DTYPE_DEPENDENT))
+    found = Counter(note.reason for _, note in _select_passed(run, NoteKind.DTYPE_DEPENDENT))
     yield from (words.dtype_dependent(reason, count) for reason, count in found.items())
 
 
-def _rounded(run: Run) -> Iterator[str]:
+def _note_lower_precision(run: Run) -> Iterator[str]:
     """Where float64 cases were held to the limits of a lower precision, and how many."""
-    found = {(one.case, note.names[0], note.reason) for one, note in _passed(run, NoteKind.LOWER_PRECISION)}
+    found = {(one.case, note.names[0], note.reason) for one, note in _select_passed(run, NoteKind.LOWER_PRECISION)}
     counts = Counter((dtype, reason) for _, dtype, reason in sorted(found))
     yield from (words.lower_precision(dtype, reason, count) for (dtype, reason), count in counts.items())
 
 
-def _doubts(run: Run) -> Iterator[str]:
+def _note_doubts(run: Run) -> Iterator[str]:
     """Doubts of the ledgers (harness.ledger.Event.doubts), and in how many cases."""
-    found = Counter(note.reason for _, note in _noted(run, NoteKind.DOUBT))
+    found = Counter(note.reason for _, note in _select_notes(run, NoteKind.DOUBT))
     yield from (words.doubt(reason, count) for reason, count in found.items())
 
 
-def _regrouped(run: Run) -> Iterator[str]:
+def _note_groupings(run: Run) -> Iterator[str]:
     """The groupings of the same batch that could not be compared, by the reason."""
     reasons: dict[str, list[str]] = {}
-    for one, note in _passed(run, NoteKind.UNFINISHED_GROUPING):
-        reasons.setdefault(one.case, []).append(words.grouping(note.names[0], note.reason))
+    for one, note in _select_passed(run, NoteKind.UNFINISHED_GROUPING):
+        reasons.setdefault(one.case, []).append(words.describe_grouping(note.names[0], note.reason))
     unfinished = Counter("; ".join(own) for own in reasons.values())
     yield from (words.unfinished_groupings(own, count) for own, count in unfinished.items())
 
 
-def _rows(run: Run) -> Iterator[str]:
+def _note_unseen_rows(run: Run) -> Iterator[str]:
     """Rows that no token looks up: the most frequent list, and in how many cases it is another."""
-    lists = Counter(note.reason for _, note in _passed(run, NoteKind.UNREAD_ROWS))
+    lists = Counter(note.reason for _, note in _select_passed(run, NoteKind.UNREAD_ROWS))
     if lists:
         first, count = lists.most_common(1)[0]
         yield words.unread_rows(first, count, lists.total() - count)
 
 
-def _noted(run: Run, kind: NoteKind) -> Iterator[tuple[Verdict, Note]]:
+def _select_notes(run: Run, kind: NoteKind) -> Iterator[tuple[Verdict, Note]]:
     """Every note of this kind with its verdict."""
     return ((one, note) for one in run.records for note in one.notes if note.kind == kind)
 
 
-def _passed(run: Run, kind: NoteKind) -> Iterator[tuple[Verdict, Note]]:
+def _select_passed(run: Run, kind: NoteKind) -> Iterator[tuple[Verdict, Note]]:
     """Those of checks that passed."""
-    return ((one, note) for one, note in _noted(run, kind) if one.verdict == PASS)
+    return ((one, note) for one, note in _select_notes(run, kind) if one.verdict == PASS)

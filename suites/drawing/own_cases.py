@@ -69,7 +69,9 @@ def another_layout(case: CaseLike, subject: NamedSubject, worlds: tuple[int, ...
     """The case at another layout on as many ranks as one of these worlds has; itself where none is found."""
     samples = case.micro * getattr(case, "dp", 1)
     for _ in range(_TRIES):
-        words = _named(subject, chosen) if isinstance(case, PlainCase) else _drawn(case, subject, samples, chosen)
+        words = (
+            _draw_named(subject, chosen) if isinstance(case, PlainCase) else _draw_words(case, subject, samples, chosen)
+        )
         ranks = words.get("dp", 1)
         if samples % ranks:
             continue
@@ -80,12 +82,12 @@ def another_layout(case: CaseLike, subject: NamedSubject, worlds: tuple[int, ...
     return case
 
 
-def _named(subject: NamedSubject, chosen: Random) -> dict[str, Any]:
+def _draw_named(subject: NamedSubject, chosen: Random) -> dict[str, Any]:
     one = chosen.choice(own_cases(subject) or ())
     return {axis: getattr(one, axis) for axis in (*AXES, *EXPERT_AXES) if hasattr(one, axis)}
 
 
-def _drawn(case: CaseLike, subject: NamedSubject, samples: int, chosen: Random) -> dict[str, Any]:
+def _draw_words(case: CaseLike, subject: NamedSubject, samples: int, chosen: Random) -> dict[str, Any]:
     sizes = {**_SIZES, **(_OF_EXPERTS if getattr(case, "experts", 0) else {})}
     words: dict[str, Any] = {word: chosen.choice(values) for word, values in sizes.items() if hasattr(case, word)}
     words |= {axis: chosen.choice(_OTHER) for axis in getattr(case, "mesh", ()) if axis not in ("tp", "dp")}

@@ -25,9 +25,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from shardproof.bugs.anchors import changed
-from shardproof.bugs.planting import Subject, planted, planted_everywhere
-from shardproof.bugs.record import FOLDER, Bug, Words, files, read
+from shardproof.bugs.anchors import change_sources
+from shardproof.bugs.planting import Subject, plant_subject, planted_everywhere
+from shardproof.bugs.record import FOLDER, Bug, Words, files, read_bugs
 from shardproof.harness.dense_model import SUBJECT
 from shardproof.harness.diagnosing.causes.cause import CAUSES
 from shardproof.reference.case import Case, CaseError
@@ -57,7 +57,7 @@ class Mutant(Bug):
 
     def sources(self) -> dict[str, str]:
         """The changed sources. Raises AnchorLost, a ValueError, for lines that do not occur exactly once."""
-        return changed(self.name, self.changes)
+        return change_sources(self.name, self.changes)
 
     @property
     def kind(self) -> str:
@@ -76,7 +76,7 @@ class Mutant(Bug):
             with planted_everywhere(self.sources()):
                 yield SUBJECT
         else:
-            yield planted(self.sources()) if self.changes else SUBJECT
+            yield plant_subject(self.sources()) if self.changes else SUBJECT
 
 
 def holds(condition: str, case: Case) -> bool:
@@ -97,22 +97,22 @@ _SEED = 20251121
 
 
 @cache  # a hundred suites and modes, asked for in turn
-def _drawn(mode: str, fixed: tuple[tuple[str, Any], ...]) -> tuple[Case, ...]:
+def _draw_property(mode: str, fixed: tuple[tuple[str, Any], ...]) -> tuple[Case, ...]:
     found = draw_samples(cases(mode, **dict(fixed)), PROFILES["default"], _SEED)
     return tuple(sorted(dict.fromkeys(found), key=work))
 
 
-def drawn(mode: str, fixed: Words) -> tuple[Case, ...]:
+def draw_property(mode: str, fixed: Words) -> tuple[Case, ...]:
     """The cases of one property in the profile `default`, smallest first; `fixed` words are the property's own."""
-    return _drawn(mode, tuple(sorted(fixed.items())))
+    return _draw_property(mode, tuple(sorted(fixed.items())))
 
 
 def cases_showing(mutant: Mutant, mode: str, dtype: str = "") -> tuple[Case, ...]:
     """The drawn cases of this mode that can show the mutant; of `dtype`, unless it shows in others alone."""
     if not dtype:
-        return tuple(case for case in drawn(mode, mutant.suite) if mutant.shows(case))
+        return tuple(case for case in draw_property(mode, mutant.suite) if mutant.shows(case))
     try:
-        cases_of_dtype = drawn(mode, {"dtype": dtype, **mutant.suite})
+        cases_of_dtype = draw_property(mode, {"dtype": dtype, **mutant.suite})
     except CaseError:  # its property is about words that need another dtype
         cases_of_dtype = ()
     return tuple(case for case in cases_of_dtype if mutant.shows(case)) or cases_showing(mutant, mode)
@@ -134,7 +134,7 @@ _FAMILIES = (
 
 def of_file(name: str) -> tuple[Mutant, ...]:
     """The mutants of one file below `bugs`, without its suffix."""
-    return read(FOLDER / f"{name}.txt", Mutant, GROUPS)
+    return read_bugs(FOLDER / f"{name}.txt", Mutant, GROUPS)
 
 
 def _families() -> dict[str, tuple[Mutant, ...]]:
@@ -176,7 +176,7 @@ SHOWN_BY: Mapping[str, str] = {
 class KnownBug:
     """A kind of mistake. `looks` is how it shows.
 
-    `planted` are the open mutants and variants for which this cause is right to report.
+    `plant_subject` are the open mutants and variants for which this cause is right to report.
     """
 
     id: str

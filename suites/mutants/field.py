@@ -110,7 +110,7 @@ def _row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def measured(folder: Path) -> str:
+def measure_folder(folder: Path) -> str:
     """Findings of a run of `shardproof faults --field`: its command, its figures, and every row that is not right."""
     with (folder / "kill_matrix.csv").open(newline="", encoding="utf-8") as file:
         rows = [Kill.of(row) for row in csv.DictReader(file)]
@@ -166,7 +166,7 @@ def main(arguments: Sequence[str]) -> int:
         print(as_csv(), end="")
         return 0
     before = "".join(PAGE.read_text("utf-8").partition(MEASURED)[1:])
-    PAGE.write_text(page() + (measured(Path(arguments[0])) if arguments else before), encoding="utf-8")
+    PAGE.write_text(page() + (measure_folder(Path(arguments[0])) if arguments else before), encoding="utf-8")
     return 0
 
 

@@ -17,12 +17,12 @@ from shardproof.harness.diagnosing.diagnosis import Diagnosis
 from shardproof.harness.engines.engine import Engine
 from shardproof.harness.faults import Fault
 from shardproof.harness.injecting.kill_matrix import AND_MORE, MISLEADING, NO, NONE, RIGHT, YES, Kill
-from shardproof.harness.injecting.survey import UNCHANGED, UNREAD, FaultResult, survey, unproved_collectives
+from shardproof.harness.injecting.survey import UNCHANGED, UNREAD, FaultResult, survey_faults, unproved_collectives
 from shardproof.harness.protocols import CaseLike
 from shardproof.harness.running.experiments import Failed, words_needed
 from shardproof.harness.running.proof import prove
 from shardproof.harness.running.result import CaseResult
-from shardproof.harness.subject import NamedSubject, named
+from shardproof.harness.subject import NamedSubject, resolve_subject
 from shardproof.harness.verdicts.verdict import FAIL, PASS
 from shardproof.harness.verdicts.words import when_line
 from shardproof.suites.mutants.catalogue import Mutant, cases_showing
@@ -80,7 +80,9 @@ def mutant_killed(
     row = _row(mutant, mode, result, time.perf_counter() - start_s)
     if twin and result:
         row = replace(row, when=when, twin=quiet_without(result, engine, timeout_s))
-    return Killed(row=row, case=result.text if result else "", diagnosed=_diagnosed(result.diagnosis) if result else "")
+    return Killed(
+        row=row, case=result.text if result else "", diagnosed=_describe_diagnosis(result.diagnosis) if result else ""
+    )
 
 
 def quiet_without(result: CaseResult, engine: Engine, timeout_s: float) -> str:
@@ -92,7 +94,7 @@ def quiet_without(result: CaseResult, engine: Engine, timeout_s: float) -> str:
 
 def when_of(result: CaseResult, subject: Subject | str, engine: Engine) -> str:
     """The line `when:` of a failed case; the bug must be planted still."""
-    given = named(subject)
+    given = resolve_subject(subject)
     failed = Failed(case=result.case, verdicts=result.verdicts)
     proving = partial(prove, subject=given, engine=engine, explain=False)
     return when_line(words_needed(failed, given, proving, time.monotonic() + WHEN_S).when)
@@ -146,7 +148,7 @@ def cause_told(mutant: Mutant, diagnosis: Diagnosis | None) -> str:
     return RIGHT if set(named) <= accepted else AND_MORE
 
 
-def _diagnosed(diagnosis: Diagnosis | None) -> str:
+def _describe_diagnosis(diagnosis: Diagnosis | None) -> str:
     """First place, what shows it, and the causes by their ids."""
     if diagnosis is None:
         return ""
@@ -164,7 +166,7 @@ def faults_killed(
     Faults that this case leaves alive, or the same run, are run in others. Its numbers may hide them, as a count that
     is zero hides that it was not summed.
     """
-    surveyed = partial(survey, subject=subject, engine=engine, timeout_s=timeout_s)
+    surveyed = partial(survey_faults, subject=subject, engine=engine, timeout_s=timeout_s)
     results = {result.fault: (case, result) for result in surveyed(case, faults=faults)}
     for seed in _OTHER_SEEDS:
         hidden = [fault for fault, (_, result) in results.items() if result.survived or result.equivalent in _BY_BITS]

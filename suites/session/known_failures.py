@@ -33,7 +33,7 @@ class Known:
         return re.fullmatch(f"(.*/)?{pattern}", nodeid) is not None
 
 
-def read(path: Path) -> tuple[Known, ...]:
+def read_known_failures(path: Path) -> tuple[Known, ...]:
     """The entries of a file; none when there is no file. Raises RequestError with one sentence for any other file."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -45,10 +45,10 @@ def read(path: Path) -> tuple[Known, ...]:
     entries = content.get("failure", [])
     if set(content) - {"failure"} or not isinstance(entries, list):
         raise RequestError(f"known-failures={path}: holds {', '.join(content)}, must hold [[failure]] only; {_LEGAL}")
-    return tuple(_known(path, entry) for entry in entries)
+    return tuple(_parse_known(path, entry) for entry in entries)
 
 
-def _known(path: Path, entry: object) -> Known:
+def _parse_known(path: Path, entry: object) -> Known:
     words = entry if isinstance(entry, dict) else {}
     if set(words) != {"test", "reason"} or not all(isinstance(word, str) and word.strip() for word in words.values()):
         raise RequestError(f"known-failures={path}: {entry!r} must have a test and a reason, nothing else; {_LEGAL}")

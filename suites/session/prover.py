@@ -27,9 +27,9 @@ from shardproof.harness.running.proof import prove
 from shardproof.harness.running.result import CaseResult, ledger_rows, with_traceback
 from shardproof.harness.running.store import Store, environment
 from shardproof.harness.running.summary import summarize
-from shardproof.harness.subject import NamedSubject, case_of, named, offers, refusal, vocabulary
+from shardproof.harness.subject import NamedSubject, case_of, offers, refusal, resolve_subject, vocabulary
 from shardproof.harness.verdicts.verdict import FAIL, SKIP, Verdict
-from shardproof.harness.verdicts.words import labelled
+from shardproof.harness.verdicts.words import label_lines
 from shardproof.reference.case import Case
 from shardproof.reference.features import PARTS
 from shardproof.reports.options.request import default_cases
@@ -86,8 +86,8 @@ class Prover:
         torch.set_num_threads(1)
         try:
             with engine_named(engine) as opened:
-                drawn = _launched(world_sizes(worlds), opened)
-                given = named(subject, truth)
+                drawn = _launchable_worlds(world_sizes(worlds), opened)
+                given = resolve_subject(subject, truth)
                 words: dict[str, Any] = {"device": device, "store": store, "timeout_s": timeout_s}
                 words["only"] = case_of(case, given) if case else None
                 yield cls(subject=given, worlds=drawn, engine=opened, **words)
@@ -96,7 +96,7 @@ class Prover:
             if store:
                 store.close()
 
-    def drawn(
+    def draw_case(
         self, data: st.DataObject, mode: str, *, where_known: Mapping[str, Any] = MappingProxyType({}), **fixed: Any
     ) -> Any:
         """The case to prove: `only`, or one drawn of this mode with these `fixed` words, as the subject takes it.
@@ -106,7 +106,7 @@ class Prover:
         (`fitting`) is not counted.
         """
         if self.only is not None:
-            if reason := self.refused(self.only):
+            if reason := self.reason_of_refusal(self.only):
                 pytest.skip(reason)
             return self.only
         if (own := vocabulary(self.subject)) is not None:
@@ -115,7 +115,7 @@ class Prover:
         flags = {word: value for word, value in self._row(data, mode).items() if word not in fixed}
         parts = tuple(PARTS) if offers(self.subject.call, "refuses") else ()  # others state nothing of them
         case = data.draw(cases(mode, self.worlds, flags, parts, **fixed), label="case")
-        fitting = self.fitting(case, **fixed)
+        fitting = self.fit_case(case, **fixed)
         if fitting is None:
             self._reject()
         self.refusals.clear()
@@ -134,7 +134,7 @@ class Prover:
             pytest.skip(f"cases of {self.subject.name} cannot have {foreign[0]}")
         words = {word: value for word, value in where_known.items() if word in known and own.takes(word, value)}
         case: CaseLike = data.draw(cases_around(self.subject, mode, {**words, **fixed}), label="case")
-        if reason := self.refused(case):
+        if reason := self.reason_of_refusal(case):
             self.refusals.append(reason)
             self._reject()
         self.refusals.clear()
@@ -166,22 +166,22 @@ class Prover:
         self.refusals.clear()
         pytest.skip(reason)
 
-    def fitting(self, case: Case, **fixed: Any) -> Case | None:
+    def fit_case(self, case: Case, **fixed: Any) -> Case | None:
         """The case itself if the subject takes it, or else a default case with its seed, world sizes and `fixed` words.
 
         So a subject of one architecture is proved as well. None when it takes neither.
         """
-        if not (reason := self.refused(case)):
+        if not (reason := self.reason_of_refusal(case)):
             return case
         self.refusals.append(reason)
         taken = []
         for usual in _default_cases(self.subject, case.mode):
             with contextlib.suppress(ValueError):  # a default case that cannot have a fixed word
                 near = usual.but(**fixed, seed=case.seed)
-                taken += [near] if near.world_size in self.worlds and not self.refused(near) else []
+                taken += [near] if near.world_size in self.worlds and not self.reason_of_refusal(near) else []
         return taken[case.seed % len(taken)] if taken else None
 
-    def refused(self, case: CaseLike) -> str:
+    def reason_of_refusal(self, case: CaseLike) -> str:
         """Why the subject does not take this case, "" when it does. Raises Unanswered when its own words fail."""
         return refusal(case, self.subject)
 
@@ -224,7 +224,9 @@ class Prover:
             if before != test:
                 checks = ", ".join(verdict.check for verdict in verdicts)
                 message = f"{checks} of {verdicts[0].case}\nfails from the same first place on as {before}"
-                message += "\n" + "".join(labelled({"repeat": failure.repeat}) if failure else [verdicts[0].statement])
+                message += "\n" + "".join(
+                    label_lines({"repeat": failure.repeat}) if failure else [verdicts[0].statement]
+                )
             elif len(verdicts) > 1:
                 message += f"\nand from there on: {', '.join(verdict.check for verdict in verdicts[1:])}"
             blocks.append(message)
@@ -244,7 +246,7 @@ class Prover:
         self.store.add(result.text, ledger_rows(events), rows, result.verdicts, result.seconds)
 
 
-def _launched(worlds: tuple[int, ...], engine: Engine) -> tuple[int, ...]:
+def _launchable_worlds(worlds: tuple[int, ...], engine: Engine) -> tuple[int, ...]:
     """World sizes of these for which the engine has enough ranks."""
     largest: int = getattr(engine, "largest_world", max(worlds))
     fitting = tuple(world for world in worlds if world <= largest)

@@ -16,7 +16,7 @@ from shardproof.harness.errors import RequestError
 from shardproof.harness.running.engines import known_engine
 from shardproof.harness.running.ranks.capacity import admit
 from shardproof.harness.running.request import seconds
-from shardproof.harness.subject import NamedSubject, case_of, claims, named, truth_of
+from shardproof.harness.subject import NamedSubject, case_of, claims, resolve_subject, truth_of
 from shardproof.pytest_options import OPTIONS, option_path, option_value
 from shardproof.suites.session import known_failures
 
@@ -84,7 +84,7 @@ def _check_profile(config: pytest.Config) -> None:
 def _check_files(config: pytest.Config) -> None:
     """Refuse files to read that cannot be read, and files to write that cannot be written."""
     if path := option_path(config, "known_failures"):
-        known_failures.read(path)
+        known_failures.read_known_failures(path)
     if path := option_path(config, "run_dir"):
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -114,9 +114,9 @@ def world_sizes(text: str) -> tuple[int, ...]:
 
 def subject_of(config: pytest.Config) -> NamedSubject:
     """The subject under test with the truth that was requested. Raises RequestError when there is none."""
-    return named(option_value(config, "subject"), option_value(config, "truth"))
+    return resolve_subject(option_value(config, "subject"), option_value(config, "truth"))
 
 
 def chosen_modes(subject: str | NamedSubject, text: str) -> Sequence[str]:
     """The modes to prove: all that the subject claims and a case can have, or those of them that are named."""
-    return claims(named(subject)).chosen(text)
+    return claims(resolve_subject(subject)).choose_modes(text)

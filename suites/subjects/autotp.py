@@ -19,7 +19,7 @@ def loss_of(case, model, step, micro, dp_rank):
     return torch.nn.functional.cross_entropy(logits, tokens[:, 1:].flatten())
 
 
-def placed(case, model, name, tensor, tp_rank):  # a part of a tensor is returned with its offsets and the full shape
+def place_shard(case, model, name, tensor, tp_rank):  # a part is returned with its offsets and the full shape
     layer = model.get_submodule(name.rpartition(".")[0])
     dim = 0 if isinstance(layer, LinearLayer) else 1 if isinstance(layer, LinearAllreduce) else None
     if dim is None or case.tp == 1:
@@ -44,11 +44,11 @@ def subject(case, device):
             total += loss.detach() / (case.micro * case.world_size)
             for name, weight in model.named_parameters() if (step, micro) == (0, case.micro - 1) else ():
                 gradient = deepspeed.utils.safe_get_full_grad(weight)
-                outcome[f"grad/{name}"] = placed(case, model, name, gradient, tp_rank)
+                outcome[f"grad/{name}"] = place_shard(case, model, name, gradient, tp_rank)
             engine.step()  # does nothing before the last micro-batch
         torch.distributed.all_reduce(total)
     weights = model.named_parameters()
-    return outcome | {f"param/{name}": placed(case, model, name, weight.data, tp_rank) for name, weight in weights}
+    return outcome | {f"param/{name}": place_shard(case, model, name, weight.data, tp_rank) for name, weight in weights}
 
 
 def truth(case, device):

@@ -24,7 +24,7 @@ SHAPES |= {f"moe.experts.{number}.0.weight": (12, WIDTH) for number in range(EXP
 SHAPES |= {f"moe.experts.{number}.2.weight": (WIDTH, 12) for number in range(EXPERTS)}
 
 
-def drawn(case):  # the whole weights, the same on every rank
+def draw_weights(case):  # the whole weights, the same on every rank
     draws = torch.Generator().manual_seed(case.seed)
     whole = {name: torch.randn(shape, generator=draws, dtype=torch.float64) for name, shape in SHAPES.items()}
     return {name: (weight * 0.4).to(getattr(torch, case.dtype)) for name, weight in whole.items()}
@@ -38,7 +38,7 @@ def sample(case, step, micro, dp_rank):
 
 
 def truth(case, device):
-    w, outcome = {name: weight.requires_grad_() for name, weight in drawn(case).items()}, {}
+    w, outcome = {name: weight.requires_grad_() for name, weight in draw_weights(case).items()}, {}
     optimizer = torch.optim.SGD(w.values(), lr=0.1)
     for step in range(case.steps):
         optimizer.zero_grad()
@@ -79,7 +79,7 @@ class Network(nn.Module):
         return nn.functional.cross_entropy(self.head(x + y), labels) + SHARE * balance
 
 
-def named(case, network):  # an expert by its number among all; ranks of ep are neighbours
+def name_parameters(case, network):  # an expert by its number among all; ranks of ep are neighbours
     first = torch.distributed.get_rank() % case.ep * (EXPERTS // case.ep)
     for name, weight in network.named_parameters():
         words = name.replace("deepspeed_moe.gate.wg", "gate").replace("deepspeed_moe.experts.deepspeed_", "").split(".")
@@ -88,13 +88,13 @@ def named(case, network):  # an expert by its number among all; ranks of ep are 
         yield ".".join(words), weight
 
 
-def placed(name, tensor):  # an expert is whole where it is
+def place_shard(name, tensor):  # an expert is whole where it is
     return Shard(tensor, (0, 0), SHAPES[name]) if "experts" in name else tensor
 
 
 def subject(case, device):
-    network, whole, outcome = Network(case).to(getattr(torch, case.dtype)), drawn(case), {}
-    for name, weight in named(case, network):
+    network, whole, outcome = Network(case).to(getattr(torch, case.dtype)), draw_weights(case), {}
+    for name, weight in name_parameters(case, network):
         weight.data.copy_(whole[name])
     groups = split_params({"params": list(network.parameters()), "name": "all"})
     config = {"train_micro_batch_size_per_gpu": 6, "gradient_accumulation_steps": case.micro}
@@ -106,11 +106,11 @@ def subject(case, device):
         for micro in range(case.micro):
             engine.backward(loss := engine(*sample(case, step, micro, torch.distributed.get_rank())))
             total += loss.detach() / (case.micro * case.dp)
-            found = named(case, network) if (step, micro) == (0, case.micro - 1) else ()
-            outcome |= {f"grad/{name}": placed(name, safe_get_full_grad(weight).clone()) for name, weight in found}
+            found = name_parameters(case, network) if (step, micro) == (0, case.micro - 1) else ()
+            outcome |= {f"grad/{name}": place_shard(name, safe_get_full_grad(weight).clone()) for name, weight in found}
             engine.step()
         torch.distributed.all_reduce(total)
-    return outcome | {f"param/{name}": placed(name, weight.detach()) for name, weight in named(case, network)}
+    return outcome | {f"param/{name}": place_shard(name, p.detach()) for name, p in name_parameters(case, network)}
 
 
 subject.truth, subject.per_rank = truth, plain.subject.per_rank

@@ -53,12 +53,12 @@ def build(case):
         model.tok_embeddings = Embedding1D(48, 32, vocab_parallel=True)
     model.to(getattr(torch, case.dtype))
     for name, weight in model.named_parameters():
-        fill(case, name, [placed(weight, weight.data)])
+        fill(case, name, [place_shard(weight, weight.data)])
     pipeline.set_parallel_attr_for_param_groups(model)
     return model, pipeline.initialize_parallel_communicator(model)
 
 
-def placed(weight, tensor):  # as InternEvo marks it
+def place_shard(weight, tensor):  # as InternEvo marks it
     first = getattr(weight, "offset", None) or [0] * tensor.dim()
     return Shard(tensor, tuple(first), tuple(getattr(weight, "complete_size", tensor.shape)))
 
@@ -79,15 +79,15 @@ def subject(case, device):
     words = {"grad_scal_cfg": gpc.config.grad_scaler, "zero_cfg": gpc.config.hybrid_zero_optimizer}
     optimizer = HybridZeroOptimizer(adam, **words, isp_communicator=communicator)
 
-    def seen(*_):  # gradients are whole when it forgets them: those of the parameters that are this rank's in ZeRO-1
+    def note_seen(*_):  # gradients are whole when it forgets them: in ZeRO-1 those of this rank's parameters
         for weight, name in names.items():
             if weight.grad is not None:
-                outcome.setdefault(f"grad/{name}", placed(weight, weight.grad.clone()))
+                outcome.setdefault(f"grad/{name}", place_shard(weight, weight.grad.clone()))
         forget()
 
-    forget, optimizer.zero_grad = optimizer.zero_grad, seen
+    forget, optimizer.zero_grad = optimizer.zero_grad, note_seen
 
-    def called(what, *args):  # as its scheduler does, for the overlap
+    def note_call(what, *args):  # as its scheduler does, for the overlap
         for hook in pipeline.get_scheduler_hooks(None, optimizer, communicator):
             getattr(hook, what)(None, *args)
 
@@ -95,19 +95,19 @@ def subject(case, device):
         total = torch.zeros((), dtype=getattr(torch, case.dtype))
         for micro in range(case.micro):
             optimizer.skip_grad_reduce = micro < case.micro - 1
-            called("before_forward", None)
+            note_call("before_forward", None)
             loss = loss_of(case, model, step, micro)
             total += loss.detach()
-            called("before_backward", None, None)
+            note_call("before_backward", None, None)
             optimizer.backward(loss)
-            called("after_backward", None)
+            note_call("after_backward", None)
         for weight, name in names.items() if case.mended else ():
             if case.kind == "isp" or (case.kind != "mtp" and "norm" in name):
                 weight.grad *= case.tp
         dist.all_reduce(total, group=gpc.get_group(ParallelMode.DATA))
         outcome[f"loss/{step}"] = total / case.dp
         optimizer.step()
-    return outcome | {f"param/{name}": placed(weight, weight.data) for weight, name in names.items()}
+    return outcome | {f"param/{name}": place_shard(weight, weight.data) for weight, name in names.items()}
 
 
 subject.truth, subject.session, subject.harmless = "alone", on_cpu, softmax_shift

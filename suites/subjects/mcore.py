@@ -8,7 +8,7 @@ import warnings
 
 import torch
 
-from shardproof.suites.subjects.mcore_training import start, stated, train, wrapped
+from shardproof.suites.subjects.mcore_training import add_statements, start, train, wrap_model
 
 with warnings.catch_warnings(action="ignore"):  # Megatron's own, at import
     from megatron.core.models.gpt import gpt_layer_specs as specs
@@ -24,12 +24,12 @@ def build(case):
     words = start(case) | (LLAMA if case.llama else {}) | AGAIN[case.recompute]
     config = TransformerConfig(**words | dict.fromkeys(("attention_dropout", "hidden_dropout"), case.dropout))
     places = "rope" if case.llama else "learned_absolute"
-    return wrapped(case, config, specs.get_gpt_layer_local_spec(), position_embedding_type=places)
+    return wrap_model(case, config, specs.get_gpt_layer_local_spec(), position_embedding_type=places)
 
 
 def subject(case, device):
     return train(case, build(case))
 
 
-stated(subject, sp=False, llama=False, dropout=0.0, recompute=tuple(AGAIN))
+add_statements(subject, sp=False, llama=False, dropout=0.0, recompute=tuple(AGAIN))
 subject.cases = ("tp=2", "tp=2 dp=2 sp=true", "tp=2 llama=true", "tp=2 sp=true llama=true")

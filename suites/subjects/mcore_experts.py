@@ -7,7 +7,7 @@ import warnings
 
 import torch
 
-from shardproof.suites.subjects.mcore_training import start, stated, train, wrapped
+from shardproof.suites.subjects.mcore_training import add_statements, start, train, wrap_model
 
 with warnings.catch_warnings(action="ignore"):  # Megatron's own, at import
     from megatron.core.models.gpt import gpt_layer_specs as specs
@@ -25,13 +25,13 @@ def subject(case, device):
     words |= {"moe_router_score_function": case.score, "add_bias_linear": False, "moe_ffn_hidden_size": 40}
     scale = 1.0 if case.per_token else 1 / case.micro  # of the losses that a router adds by itself
     moe_utils.MoEAuxLossAutoScaler.set_loss_scale(torch.tensor([scale]))
-    model = wrapped(case, TransformerConfig(**words), specs.get_gpt_layer_local_spec(num_experts=4))
+    model = wrap_model(case, TransformerConfig(**words), specs.get_gpt_layer_local_spec(num_experts=4))
     model.train(case.sp or case.tp == 1)  # else Megatron refuses to train; there is no dropout
     return train(case, model)
 
 
 balance = ("none", "aux_loss", "seq_aux_loss", "global_aux_loss")
-stated(
+add_statements(
     subject, ep=1, etp=1, sp=True, dispatcher=("alltoall", "allgather"), score=("softmax", "sigmoid"), balance=balance
 )
 subject.words |= {"z_loss": False, "per_token": False}

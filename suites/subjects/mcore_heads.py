@@ -8,7 +8,15 @@ import warnings
 import torch
 from torch.nn import functional
 
-from shardproof.suites.subjects.mcore_training import LocalNorm, drawn, micro_batch, start, stated, train, wrapped
+from shardproof.suites.subjects.mcore_training import (
+    LocalNorm,
+    add_statements,
+    draw_weight,
+    micro_batch,
+    start,
+    train,
+    wrap_model,
+)
 
 with warnings.catch_warnings(action="ignore"):  # Megatron's own, at import
     from megatron.core.models.gpt import gpt_layer_specs as specs
@@ -34,7 +42,7 @@ def dense(case):  # its parameters, under Megatron's names
     shapes |= {f"mtp.layers.{number}.eh_proj.weight": (24, 48) for number in range(case.heads)}
     shapes |= {"embedding.word_embeddings.weight": (96, 24), "embedding.position_embeddings.weight": (12, 24)}
     shapes |= {"output_layer.weight": (96, 24)}
-    return {name: drawn(case, name, shape).requires_grad_() for name, shape in shapes.items()}
+    return {name: draw_weight(case, name, shape).requires_grad_() for name, shape in shapes.items()}
 
 
 def losses(case, w, tokens):  # of the next tokens, and of those that each head predicts
@@ -51,7 +59,7 @@ def losses(case, w, tokens):  # of the next tokens, and of those that each head 
         inner = functional.gelu(linear(norm(x, f"{name}.pre_mlp_layernorm"), f"{name}.mlp.linear_fc1"))
         return x + linear(inner, f"{name}.mlp.linear_fc2")
 
-    def embedded(ids, places):
+    def embed_tokens(ids, places):
         return w["embedding.word_embeddings.weight"][ids] + w["embedding.position_embeddings.weight"][places]
 
     def loss(x, labels):
@@ -59,7 +67,7 @@ def losses(case, w, tokens):  # of the next tokens, and of those that each head 
         return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
     ids, labels, places = tokens[:, :-1], tokens[:, 1:], torch.arange(12).expand(2, 12)
-    x = embedded(ids, places)
+    x = embed_tokens(ids, places)
     for number in range(2):
         x = block(x, f"decoder.layers.{number}")
     x = norm(x, "decoder.final_layernorm")
@@ -67,7 +75,7 @@ def losses(case, w, tokens):  # of the next tokens, and of those that each head 
     for number in range(case.heads):
         ids, labels, places = (functional.pad(one[:, 1:], (0, 1)) for one in (ids, labels, places))
         name, kept = f"mtp.layers.{number}", 11 - number  # the last places have no token that far ahead
-        both = [norm(embedded(ids, places), f"{name}.enorm"), norm(x, f"{name}.hnorm")]
+        both = [norm(embed_tokens(ids, places), f"{name}.enorm"), norm(x, f"{name}.hnorm")]
         x = block(torch.cat(both, -1) @ w[f"{name}.eh_proj.weight"].T, f"{name}.{INSIDE}")
         x = norm(x, f"{name}.final_layernorm")
         yield SHARE / case.heads * loss(x[:, :kept], labels[:, :kept])
@@ -96,8 +104,8 @@ def subject(case, device):
     heads = specs.get_gpt_mtp_block_spec(config, layer, use_transformer_engine=False)
     inside = heads.layer_specs[0].submodules
     inside.enorm = inside.hnorm = inside.layer_norm = LocalNorm
-    return train(case, wrapped(case, config, layer, mtp_block_spec=heads))
+    return train(case, wrap_model(case, config, layer, mtp_block_spec=heads))
 
 
-stated(subject, sp=False, heads=1, per_token=False)
+add_statements(subject, sp=False, heads=1, per_token=False)
 subject.truth, subject.cases = truth, ("tp=2 heads=2", "tp=2 dp=2 sp=true")

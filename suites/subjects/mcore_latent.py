@@ -9,7 +9,7 @@ import warnings
 
 import torch
 
-from shardproof.suites.subjects.mcore_training import LocalNorm, start, stated, train, wrapped
+from shardproof.suites.subjects.mcore_training import LocalNorm, add_statements, start, train, wrap_model
 
 with warnings.catch_warnings(action="ignore"):  # Megatron's own, at import
     from megatron.core import parallel_state
@@ -51,12 +51,12 @@ def subject(case, device):
         attention.q_layernorm = attention.kv_layernorm = LocalNorm
     if case.down == "duplicated":
         attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
-    model = wrapped(case, config, layer, position_embedding_type="rope")
+    model = wrap_model(case, config, layer, position_embedding_type="rope")
     for block in model.module.decoder.layers if case.summed_key and case.tp > 1 else ():
         block.self_attention.linear_kv_down_proj.register_forward_hook(sum_key)
     return train(case, model)
 
 
-stated(subject, sp=False, down=("duplicated", "column"), q_lora=True, qk_norm=False, summed_key=False)
+add_statements(subject, sp=False, down=("duplicated", "column"), q_lora=True, qk_norm=False, summed_key=False)
 duplicated = "tp=2 down=duplicated"
 subject.cases = (f"{duplicated} sp=true", f"{duplicated} dp=2 sp=true qk_norm=true", f"{duplicated} summed_key=true")

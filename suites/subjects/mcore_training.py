@@ -25,7 +25,7 @@ PLAIN: dict[str, Any] = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "use_c
 PLAIN |= dict.fromkeys(("init_method", "output_layer_init_method", "embedding_init_method"), torch.nn.init.zeros_)
 
 
-def drawn(case, name, shape):  # the full weight of this name, the same on every rank and for every layout
+def draw_weight(case, name, shape):  # the full weight of this name, the same on every rank and for every layout
     draws = torch.Generator().manual_seed(case.seed + zlib.crc32(name.encode()))
     return (torch.randn(shape, generator=draws) * 0.2).to(getattr(torch, case.dtype))
 
@@ -54,14 +54,14 @@ def start(case, **axes):  # Megatron's groups and streams, and the words of a co
     return config | SIZES | PLAIN | {"params_dtype": getattr(torch, case.dtype)}
 
 
-def wrapped(case, config, layer, **words):  # a GPTModel of these layers, whose weights follow from name and seed
+def wrap_model(case, config, layer, **words):  # a GPTModel of these layers, whose weights follow from name and seed
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = LocalNorm
     block = TransformerBlockSubmodules([layer] * config.num_layers, LocalNorm)
     model = GPTModel(config, block, 96, 12, **words).to(config.params_dtype)
     for name, weight in weights(model):
         for part in parts(model, name, weight, weight.data):
             here = tuple(slice(first, first + size) for first, size in zip(part.offsets, part.local.shape, strict=True))
-            part.local.copy_(drawn(case, name, part.global_shape)[here])
+            part.local.copy_(draw_weight(case, name, part.global_shape)[here])
     return distributed.DistributedDataParallel(config, distributed.DistributedDataParallelConfig(), model)
 
 
@@ -94,7 +94,7 @@ def train(case, model):
     }
 
 
-def stated(subject, **words):  # what all these subjects state
+def add_statements(subject, **words):  # what all these subjects state
     subject.truth, subject.words = "alone", {"dtype": "float32", "equal": False, **words}
     subject.per_rank = (*megatron.subject.per_rank, "megatron.core.transformer.multi_token_prediction")
     subject.session = megatron.session

@@ -25,7 +25,7 @@ def build(case):  # drawn on the CPU a weight is drawn whole and cut then, so th
     return GPTModel(config, gpt_layer_specs.get_gpt_layer_local_spec(), 96, 12).to(config.params_dtype)
 
 
-def placed(case, weight, tensor):  # a part is returned with its offsets and the full shape, as Megatron marks it
+def place_shard(case, weight, tensor):  # a part is returned with its offsets and the full shape, as Megatron marks it
     if not getattr(weight, "tensor_model_parallel", False):
         return tensor
     offsets, shape, dim = [0] * tensor.dim(), list(tensor.shape), weight.partition_dim
@@ -44,7 +44,7 @@ def subject(case, device):
         loss = model(tokens[:, :-1], places, mask, labels=tokens[:, 1:]).mean() / case.micro
         loss.backward()
         total += loss.detach()
-    return {"loss/0": total} | {f"grad/{name}": placed(case, w, w.grad) for name, w in model.named_parameters()}
+    return {"loss/0": total} | {f"grad/{name}": place_shard(case, w, w.grad) for name, w in model.named_parameters()}
 
 
 @contextlib.contextmanager

@@ -101,12 +101,12 @@ def subject(case, device):
 
 @contextlib.contextmanager
 def session():  # Megatron asks CUDA for its device and random states, and its optimizer takes float32 alone
-    def typed(tensor, *to):
+    def cast_tensor(tensor, *to):
         return "torch.cuda.FloatTensor" if tensor.dtype == torch.float64 and not to else of_torch(tensor, *to)
 
     with cuda_on_cpu(), warnings.catch_warnings(action="ignore"):
         of_torch = torch.Tensor.type
-        with mock.patch.object(torch.Tensor, "type", typed):
+        with mock.patch.object(torch.Tensor, "type", cast_tensor):
             yield
 
 

@@ -45,18 +45,18 @@ class Rotary(torch.nn.Module):
         """Turn queries and keys by the angles of their places."""
         cos, sin = self.angles.cos().unsqueeze(1).to(q.dtype), self.angles.sin().unsqueeze(1).to(q.dtype)
 
-        def turned(x):
+        def turn_halves(x):
             first, second = x.chunk(2, -1)
             return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
-        return turned(q), torch.stack([turned(kv[:, :, 0]), kv[:, :, 1]], 2)
+        return turn_halves(q), torch.stack([turn_halves(kv[:, :, 0]), kv[:, :, 1]], 2)
 
 
 warnings.filterwarnings("ignore", "`torch.distributed.reduce_op` is deprecated")  # looked at, with nanotron's state
 qwen.flash_attn_varlen_kvpacked_func, rotary.FlashRotaryEmbedding = attention, Rotary
 
 
-def placed(weight, tensor):  # as nanotron marks it: parts of q, k and v, of gate and up, lie apart
+def place_shard(weight, tensor):  # as nanotron marks it: parts of q, k and v, of gate and up, lie apart
     if not weight.is_sharded:
         return [Shard(tensor, (0,) * tensor.dim(), tuple(tensor.shape))]
     info = weight.get_sharded_info()
@@ -73,7 +73,7 @@ def build(case, context):
     model = base.build_model(lambda: qwen.Qwen2ForTraining(config, context, args), **words)
     mark_tied_parameters(model, context, args)
     for name, weight in model.named_parameters():
-        fill(case, name, placed(weight, weight.data))
+        fill(case, name, place_shard(weight, weight.data))
     return model, args.pp_engine
 
 
@@ -103,11 +103,11 @@ def subject(case, device):
             torch.distributed.all_reduce(total, group=context.dp_cp_pg)
             outcome[f"loss/{step}"] = Shard(total, (), ())
         for name, weight in plain.named_parameters():
-            outcome.setdefault(f"grad/{name}", placed(weight, weight.grad.clone()))
+            outcome.setdefault(f"grad/{name}", place_shard(weight, weight.grad.clone()))
         parameters = plain.get_named_params_with_correct_tied()
         outcome[f"grad_norm/{step}"] = clip_grad_norm(context.mp_pg, parameters, 1.0, None)
         optimizer.step()
-    return outcome | {f"param/{name}": placed(weight, weight.data) for name, weight in plain.named_parameters()}
+    return outcome | {f"param/{name}": place_shard(weight, weight.data) for name, weight in plain.named_parameters()}
 
 
 subject.truth, subject.harmless = "alone", softmax_shift

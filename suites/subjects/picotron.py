@@ -27,7 +27,7 @@ COLUMNS = ("q_proj", "k_proj", "v_proj", "up_proj", "gate_proj", "embedding", "f
 ROWS = ("out_proj", "down_proj")
 
 
-def placed(case, name, tensor):  # as apply_tensor_parallel splits it
+def place_shard(case, name, tensor):  # as apply_tensor_parallel splits it
     kind, offsets, shape = name.split(".")[-2], [0] * tensor.dim(), list(tensor.shape)
     if kind in COLUMNS + ROWS:
         dim, place = int(kind in ROWS), process_group_manager.process_group_manager.tp_rank
@@ -47,7 +47,7 @@ def build(case):  # in the order of train.py
             layer.async_all_reduce = case.overlap
     model = apply_context_parallel(model).to(getattr(torch, case.dtype))
     for name, weight in model.named_parameters():
-        fill(case, name, [placed(case, name, weight.data)])
+        fill(case, name, [place_shard(case, name, weight.data)])
     return DataParallelBucket(model) if case.dp > 1 or (case.mended and case.cp > 1) else model
 
 
@@ -89,11 +89,13 @@ def subject(case, device):
             if case.pp > 1 and case.mended:
                 weight.grad /= case.micro
             if step == 0:
-                outcome[f"grad/{name}"] = placed(case, name, weight.grad.clone())
+                outcome[f"grad/{name}"] = place_shard(case, name, weight.grad.clone())
         optimizer.step()
         if plain is not model:
             model.reset()
-    return outcome | {f"param/{name}": placed(case, name, weight.data) for name, weight in plain.named_parameters()}
+    return outcome | {
+        f"param/{name}": place_shard(case, name, weight.data) for name, weight in plain.named_parameters()
+    }
 
 
 subject.truth, subject.harmless = "alone", softmax_shift

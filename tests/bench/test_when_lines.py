@@ -9,7 +9,7 @@ import pytest
 from bench.blind import Statement, false_statements, statements
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.running.proof import prove
-from shardproof.harness.subject import named
+from shardproof.harness.subject import resolve_subject
 from shardproof.harness.verdicts.verdict import FAIL
 from shardproof.reference.case import Case
 from shardproof.suites.mutants.catalogue import MUTANTS, Mutant, cases_showing
@@ -31,7 +31,7 @@ def run_again(folder: Path, mutant: Mutant, case: Case, when_s: float) -> tuple[
         assert bool(line) == bool(result.exit_status)
         if not line:
             return "", []
-        again = partial(prove, subject=named(planted), engine=engine, explain=False)
+        again = partial(prove, subject=resolve_subject(planted), engine=engine, explain=False)
         return line, false_statements(line, lambda text: again(Case.parse(text)), str(case))
 
 

@@ -11,9 +11,9 @@ import pytest
 
 import shardproof
 from shardproof.bugs import record, repair
-from shardproof.bugs.anchors import AnchorLost, changed, found, modules_of
-from shardproof.bugs.planting import planted, replaced
-from shardproof.bugs.record import FOLDER, Bug, Change, read
+from shardproof.bugs.anchors import AnchorLost, change_sources, find_change, modules_of
+from shardproof.bugs.planting import plant_subject, replace_text
+from shardproof.bugs.record import FOLDER, Bug, Change, read_bugs
 from shardproof.harness.engines.processes.forked.pool import PoolEngine
 from shardproof.harness.errors import RequestError
 from shardproof.harness.running.proof import prove
@@ -86,7 +86,7 @@ def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def examples(folder: Path) -> tuple[Bug, ...]:
     path = folder / "area.txt"
     path.write_text(EXAMPLE)
-    return read(path, Bug, {"tensor": ("tp", "msp"), "every": ("tp", "msp", "isp")})
+    return read_bugs(path, Bug, {"tensor": ("tp", "msp"), "every": ("tp", "msp", "isp")})
 
 
 def test_a_file_says_what_its_bugs_are(tmp_path: Path) -> None:
@@ -106,29 +106,29 @@ def test_a_line_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     for line in ("  mode tp", "no bug"):
         path.write_text(f"a: b\n  at x\n{line}\n")
         with pytest.raises(ValueError, match=f"area.txt:3: '{line}'"):
-            read(path, Bug, {})
+            read_bugs(path, Bug, {})
     path.write_text("a: b\n  at x\n  of head|- as\n")
-    assert read(path, Bug, {})[0].region == "head|"
+    assert read_bugs(path, Bug, {})[0].region == "head|"
 
 
 def test_lines_are_found_by_their_words_in_their_function(room: Path) -> None:
     """White space, line breaks and trailing commas may differ; the same lines of another function are left alone."""
     first, second = examples(room)
-    text = changed("first-bug", first.changes)["room.sums"]
+    text = change_sources("first-bug", first.changes)["room.sums"]
     assert "    def total(self, a, b):\n        total = a\n        if total:\n            return 2 * total\n" in text
     assert text.endswith("        total = add(a, b)\n        return total\n")
-    assert "LIMIT = 4" in changed("second-bug", second.changes)["room.sums"]
+    assert "LIMIT = 4" in change_sources("second-bug", second.changes)["room.sums"]
 
 
 def test_a_function_that_moved_keeps_its_bugs_and_one_command_writes_it_down(
     room: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, _ = examples(room)
-    before = changed("first-bug", first.changes)["room.sums"].replace("LIMIT = 3", "")
+    before = change_sources("first-bug", first.changes)["room.sums"].replace("LIMIT = 3", "")
     (room / "sums.py").write_text("LIMIT = 3\n")
     (room / "moved.py").write_text(SUMS.replace("LIMIT = 3", ""))
     modules_of.cache_clear()
-    assert changed("first-bug", first.changes) == {"room.moved": before}
+    assert change_sources("first-bug", first.changes) == {"room.moved": before}
     assert repair.main(["--dry-run"], room) == 0 and "at room.sums:Sum.total" in (room / "area.txt").read_text()
     assert repair.main([], room) == 0
     assert "area.txt: first-bug: room.sums:Sum.total is now room.moved:Sum.total\n" in capsys.readouterr().out
@@ -139,15 +139,15 @@ def test_a_function_of_another_name_is_found_by_the_command_alone(room: Path) ->
     first, _ = examples(room)
     (room / "sums.py").write_text(SUMS[: SUMS.index("    def other")].replace("def total", "def whole"))
     with pytest.raises(AnchorLost, match=r"first-bug: room.sums:Sum.total: the lines to change are not there"):
-        changed("first-bug", first.changes)
-    assert repair.moved(first) == {"room.sums:Sum.total": "room.sums:Sum.whole"}
+        change_sources("first-bug", first.changes)
+    assert repair.find_moved_places(first) == {"room.sums:Sum.total": "room.sums:Sum.whole"}
 
 
 def test_a_bug_without_a_place_is_an_error_that_names_it(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, _ = examples(room)
     (room / "sums.py").write_text(SUMS.replace("add(", "subtract("))
     with pytest.raises(AnchorLost, match=r"first-bug: room.sums:Sum.total: .* nowhere else: 'total = add\(a, b\)'"):
-        changed("first-bug", first.changes)
+        change_sources("first-bug", first.changes)
     assert repair.main([], room) == 1
     assert "area.txt: first-bug: room.sums:Sum.total: the lines to change are not there" in capsys.readouterr().err
     (room / "held_back").mkdir()
@@ -155,18 +155,18 @@ def test_a_bug_without_a_place_is_an_error_that_names_it(room: Path, capsys: pyt
     assert repair.main([], room) == 1 and capsys.readouterr().err == "area.txt: a bug that is held back\n"
     (room / "sums.py").write_text(SUMS.replace("return total", "total = add(a, b)", 1))
     with pytest.raises(AnchorLost, match="are there 2 times, must be once"):
-        found(Change(module="room.sums", within="Sum.total", old="add(a, b)", new=""))
+        find_change(Change(module="room.sums", within="Sum.total", old="add(a, b)", new=""))
 
 
 def test_every_bug_has_its_place() -> None:
     """Moves by a refactoring are written down by `python -m shardproof.bugs.repair`; changed lines are written anew."""
     lost, away = [], []
     for path in sorted(FOLDER.rglob("*.txt")):
-        for bug in read(path, Bug, {}):
+        for bug in read_bugs(path, Bug, {}):
             if any(find_spec(change.module.partition(".")[0]) is None for change in bug.changes):
                 continue  # bugs in packages of the extra `peers`
             try:
-                texts = changed(bug.name, bug.changes)
+                texts = change_sources(bug.name, bug.changes)
             except AnchorLost as problem:
                 lost.append(str(problem) if not bug.held_back else f"{path.name}: a bug that is held back")
                 continue
@@ -179,7 +179,7 @@ def test_every_bug_has_its_place() -> None:
 def test_a_bug_costs_seven_lines_and_is_package_data() -> None:
     paths = [*FOLDER.rglob("*.txt"), *(ROOT / "tests/reference/data").glob("*.txt")]
     lines = [line for path in paths for line in path.read_text().splitlines()]
-    assert len(lines) <= 7 * sum(len(read(path, Bug, {})) for path in paths)
+    assert len(lines) <= 7 * sum(len(read_bugs(path, Bug, {})) for path in paths)
     assert max(map(len, lines)) <= 120
     assert '"shardproof.bugs" = ["**/*.txt"]' in (ROOT / "pyproject.toml").read_text() and record.files("open")
 
@@ -187,7 +187,7 @@ def test_a_bug_costs_seven_lines_and_is_package_data() -> None:
 def test_the_example_of_contributing_is_read_planted_and_killed(prover: Prover, tmp_path: Path) -> None:
     (text,) = re.findall(r"```\n(row-bias-by-halves: .*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
     (tmp_path / "example.txt").write_text(text)
-    (bug,) = read(tmp_path / "example.txt", Mutant, GROUPS)
+    (bug,) = read_bugs(tmp_path / "example.txt", Mutant, GROUPS)
     killed = mutant_killed(bug, "tp", prover.engine)
     assert set(bug.kills.split("|")) <= set(killed.row.killed_by) and killed.row.region_right == "yes", killed
 
@@ -243,6 +243,6 @@ def test_parallel_has_no_switch_for_a_variant() -> None:
 def test_a_planted_copy_leaves_nothing_behind_in_the_package_above() -> None:
     """`from shardproof import parallel` reads an attribute of `shardproof`, which an import of the copy has set."""
     loaded = importlib.import_module("shardproof.parallel.training")
-    planted(replaced("shardproof.parallel.layers.block", "class Norm(", "class Norm(  "))
+    plant_subject(replace_text("shardproof.parallel.layers.block", "class Norm(", "class Norm(  "))
     assert vars(shardproof)["parallel"] is sys.modules["shardproof.parallel"]
     assert vars(shardproof)["parallel"].training is loaded

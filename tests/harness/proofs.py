@@ -12,16 +12,16 @@ from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.running.proof import prove
 from shardproof.harness.running.request import Request
 from shardproof.harness.running.result import CaseResult
-from shardproof.harness.running.run import run
+from shardproof.harness.running.run import run_request
 from shardproof.harness.running.run_result import RunResult
-from shardproof.harness.subject import case_of, named
+from shardproof.harness.subject import case_of, resolve_subject
 from tests.harness.noted import names_of, reasons_of
 from tests.harness.toy_subjects import Changed
 
 
 def proved(subject: Any, case: Any, engine: Engine | None = None, *, truth: str = "", **how: Any) -> CaseResult:
     """The result of a case, or of its text, on ranks that are threads unless an engine is given."""
-    given = named(subject, truth)
+    given = resolve_subject(subject, truth)
     read = case_of(case, given) if isinstance(case, str) else case
     if engine is not None:
         return prove(read, given, engine, **how)
@@ -31,9 +31,9 @@ def proved(subject: Any, case: Any, engine: Engine | None = None, *, truth: str 
 
 def ran(folder: Path, subject: Any, *cases: Any, **how: Any) -> RunResult:
     """The result of a run of these cases, or of their texts, whose folder is made in this one."""
-    given = named(subject)
+    given = resolve_subject(subject)
     read = (case_of(case, given) if isinstance(case, str) else case for case in cases)
-    return run(Request(cases=tuple(read), subject=given, out=folder, **how))
+    return run_request(Request(cases=tuple(read), subject=given, out=folder, **how))
 
 
 def planted_on_ranks(monkeypatch: pytest.MonkeyPatch, subject: Any, module: Any, name: str, wrong: object) -> Changed:

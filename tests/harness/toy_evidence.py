@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardproof.harness.checking.checks import Check, answer, examine
+from shardproof.harness.checking.checks import Check, run_check, run_checks
 from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.records import Calls, Claims, Controls, Evidence, Repeats, Run, Truth, merged_outcomes
 from shardproof.harness.diagnosing.diagnosis import diagnose, explanation_of
@@ -147,7 +147,7 @@ def but(seen: Evidence, **changes: Any) -> Evidence:
 
 def answer_of(check: Check, seen: Evidence) -> Any:
     """What a check finds in the records of this evidence."""
-    return answer(check, seen.records)
+    return run_check(check, seen.records)
 
 
 def drawn(*shape: int, seed: int = 7) -> Tensor:
@@ -163,12 +163,12 @@ def planted(values: Mapping[str, Tensor], **changes: Any) -> Evidence:
 
 def ids_of(found: Evidence) -> list[str]:
     """The causes of what fails."""
-    return [cause.id for cause in explanation_of(found, examine(found)).causes]
+    return [cause.id for cause in explanation_of(found, run_checks(found)).causes]
 
 
 def told_by(found: Evidence, check: str = "") -> list[str]:
     """The lines about a check, or about the first one that fails."""
-    findings = examine(found)
+    findings = run_checks(found)
     first = next((name for name, finding in findings.items() if finding.verdict == "fail"), "")
     finding = findings[check := check or first]
     failure = failed_check(diagnose(found, findings, check), finding, found.run, "my.module:subject")

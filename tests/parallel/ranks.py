@@ -14,7 +14,7 @@ from torch import Tensor
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.ledger import Call
 from shardproof.harness.outcome.blocks import localize
-from shardproof.harness.outcome.merging import merge
+from shardproof.harness.outcome.merging import merge_outcomes
 from shardproof.parallel.communication.expectation import CompleteTerm
 from shardproof.parallel.communication.mesh import Axis, Mesh
 from shardproof.parallel.model.strategy import Step, Value
@@ -32,11 +32,11 @@ class Calls:
     def __init__(self) -> None:
         self.by_rank: dict[int, list[Call]] = {}
 
-    def issued(self, rank: int, call: Call) -> int:
+    def on_issue(self, rank: int, call: Call) -> int:
         self.by_rank.setdefault(rank, []).append(call)
         return 0
 
-    def completed(self, rank: int, ticket: int) -> None:
+    def on_completion(self, rank: int, ticket: int) -> None:
         """Nothing to note."""
 
     def ops(self, rank: int = 0) -> list[str]:
@@ -84,7 +84,7 @@ def stated(
 def outcome(text: str) -> dict[str, Tensor]:
     """The tensors of a case on our ranks, put together; no two ranks disagree on one."""
     case = Case.parse(text)
-    merged = merge(on_ranks(case.world_size, lambda _: localize(subject(case, CPU))))
+    merged = merge_outcomes(on_ranks(case.world_size, lambda _: localize(subject(case, CPU))))
     assert merged.flaws == ()
     return dict(merged.tensors)
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardproof.bugs.planting import planted
+from shardproof.bugs.planting import plant_subject
 from shardproof.harness.engines.threads.dry import DryEngine
 from shardproof.harness.predicting.figures import EQUAL
-from shardproof.harness.predicting.forecast import forecast
+from shardproof.harness.predicting.forecast import forecast_case
 from shardproof.harness.running.result import CaseResult
 from shardproof.harness.verdicts.verdict import FAIL, PASS
 from shardproof.parallel.subject import ParallelSubject, subject
@@ -78,7 +78,7 @@ def test_less_is_saved_the_more_is_computed_again(dry: DryEngine) -> None:
     found = []
     for form in FORMS:
         case = Case.parse(f"mode=tp tp=2 layers=4 heads=4 kv_heads=2 hidden=32 seq=64 batch=3 dtype=bfloat16 {form}")
-        told = forecast(case, subject, dry)
+        told = forecast_case(case, subject, dry)
         assert told.ledger == EQUAL
         found.append(int(told.memory.saved))
     assert found == sorted(set(found), reverse=True)
@@ -89,7 +89,7 @@ def test_less_is_saved_the_more_is_computed_again(dry: DryEngine) -> None:
 def test_a_deep_model_is_measured_where_its_layers_repeat(dry: DryEngine) -> None:
     """In whole units, and behind the first layers of their own kind."""
     case = Case.parse("tp=2 heads=4 kv_heads=2 hidden=8 seq=4 recompute=full recompute_layers=2 layers=12")
-    told = forecast(case, subject, dry)
+    told = forecast_case(case, subject, dry)
     assert (told.ledger, told.depths) == (EQUAL, (6, 10))
     assert Case.parse("layers=9 recompute=full recompute_method=block recompute_layers=4").repeating_layers == (4, 1)
 
@@ -134,7 +134,7 @@ def test_training_is_the_dense_models_and_every_byte_is_stated(prover: Prover, t
 
 @pytest.mark.parametrize("bug", of_file("tests/schemes"), ids=lambda bug: bug.name)
 def test_a_planted_bug_is_caught(prover: Prover, bug: Mutant) -> None:
-    result = prover.proof(Case.parse(bug.case), planted(bug.sources()))
+    result = prover.proof(Case.parse(bug.case), plant_subject(bug.sources()))
     assert {*bug.kills.split("|")} & {verdict.check for verdict in result.verdicts if verdict.verdict == FAIL}
 
 
@@ -149,7 +149,7 @@ def test_a_missing_conjugate_is_told_without_a_closed_form(bug: Mutant, prover: 
     assert case.mode in subject.modes
     (right,) = [v for v in prover.proof(case, partial(subject)).verdicts if v.check == "ledger"]
     assert right.verdict == "pass"
-    result = prover.proof(case, partial(planted(bug.sources())))
+    result = prover.proof(case, partial(plant_subject(bug.sources())))
     (wrong,) = [verdict for verdict in result.verdicts if verdict.check == "ledger"]
     assert wrong.verdict == "fail"
     assert MISSING[bug.name] in wrong.message

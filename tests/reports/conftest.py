@@ -31,7 +31,7 @@ def failing(tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.fixture(scope="session")
 def html(failing: Run) -> str:
     """The page of the run that fails."""
-    return page.render(failing)
+    return page.render_page(failing)
 
 
 @pytest.fixture(scope="session")

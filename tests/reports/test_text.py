@@ -142,7 +142,7 @@ def test_the_ci_page_that_the_environment_names_gets_a_table_that_no_cell_breaks
 
 def test_progress_is_a_line_a_case_in_a_log_cut_between_words_below_120_columns() -> None:
     stream = io.StringIO()
-    with text.ticking(stream) as tick:
+    with text.show_progress(stream) as tick:
         tick(1, 12, "mode=tp tp=2", "pass")
         tick(12, 12, "mode=tp-sp tp=2", "fail")
         for words in (11, 12, 50):
@@ -156,7 +156,7 @@ def test_progress_is_a_line_a_case_in_a_log_cut_between_words_below_120_columns(
 
 def test_progress_is_a_bar_in_a_terminal_and_a_message_is_printed_as_it_is() -> None:
     terminal = Terminal()
-    with text.ticking(terminal) as tick:
+    with text.show_progress(terminal) as tick:
         tick(3, 12, "mode=tp [red]", "pass")
     assert "3/12" in terminal.getvalue()
     stream = io.StringIO()

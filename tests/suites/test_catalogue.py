@@ -14,7 +14,7 @@ from shardproof.harness.errors import RequestError, TimeLimit
 from shardproof.harness.injecting.kill_matrix import COLUMNS, figures
 from shardproof.harness.running.engines import engine_named
 from shardproof.harness.running.proof import prove
-from shardproof.harness.subject import cases_of, named
+from shardproof.harness.subject import cases_of, resolve_subject
 from shardproof.reports.commands.cli import main
 from shardproof.suites import killing
 from shardproof.suites.killing import scripts
@@ -81,15 +81,19 @@ def test_other_tools_read_its_rows_as_csv(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_the_field_is_planned_with_twins_and_without_faults() -> None:
-    plans = killing.plan_kills(named(SUBJECT), quick=True, field=True)
+    plans = killing.plan_kills(resolve_subject(SUBJECT), quick=True, field=True)
     open_, held = {row.name for row in FIELD}, {row.name for row in HELD_BACK if field.in_field(row)}
     assert {plan.name for plan in plans} == open_ | held
     assert all(plan.twin and not plan.faults for plan in plans)
-    assert {plan.name for plan in killing.plan_kills(named(SUBJECT), quick=True, field=True, only="open")} == open_
+    assert {
+        plan.name for plan in killing.plan_kills(resolve_subject(SUBJECT), quick=True, field=True, only="open")
+    } == open_
     with pytest.raises(RequestError, match=r"--field: is of bugs planted in shardproof\.parallel\.subject:subject"):
-        killing.plan_kills(named("tests.suites.toy_faults:theirs"), quick=True, field=True)
+        killing.plan_kills(resolve_subject("tests.suites.toy_faults:theirs"), quick=True, field=True)
     with pytest.raises(RequestError, match="--field"):
-        killing.plan_kills(named(SUBJECT), quick=True, field=True, cases=cases_of(["tp=2"], named(SUBJECT)))
+        killing.plan_kills(
+            resolve_subject(SUBJECT), quick=True, field=True, cases=cases_of(["tp=2"], resolve_subject(SUBJECT))
+        )
 
 
 def test_a_bug_is_measured_beside_the_same_case_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +123,7 @@ def test_what_was_measured_is_told_with_what_went_wrong(tmp_path: Path) -> None:
     with (tmp_path / "kill_matrix.csv").open("w", newline="") as file:
         csv.writer(file).writerows([COLUMNS, *(row.cells() for row in rows)])
     (tmp_path / "env.json").write_text(json.dumps(env))
-    text = field.measured(tmp_path)
+    text = field.measure_folder(tmp_path)
     assert "    shardproof faults --field --quick\n" in text and "2026-11-26, torch 2.13.0" in text
     assert "secret" not in text
     assert "| first place right | 1 of 2 (50.0 %) | 0 of 1 (0.0 %) |" in text

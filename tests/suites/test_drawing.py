@@ -22,16 +22,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bench.clean import Part, cases_of
-from shardproof.bugs.planting import planted, replaced
+from shardproof.bugs.planting import plant_subject, replace_text
 from shardproof.harness.checking.checks import CHECKS
 from shardproof.harness.dense_model import SUBJECT
 from shardproof.harness.engines.threads.inproc import InprocEngine
-from shardproof.harness.outcome.merging import merge
+from shardproof.harness.outcome.merging import merge_outcomes
 from shardproof.harness.plain_case import Vocabulary
 from shardproof.harness.protocols import Shard, without_saving
 from shardproof.harness.running.proof import prove
 from shardproof.harness.running.ranks.execution import execute
-from shardproof.harness.subject import named
+from shardproof.harness.subject import resolve_subject
 from shardproof.harness.verdicts.verdict import PASS
 from shardproof.parallel.subject import subject
 from shardproof.reference.case import Case
@@ -103,7 +103,7 @@ def _ten_draws(prover: Prover, mode: str) -> list[Any]:
     @settings(max_examples=10, database=None, phases=(Phase.generate,))
     @given(data=st.data())
     def draw(data: st.DataObject) -> None:
-        drawn.append(prover.drawn(data, mode))
+        drawn.append(prover.draw_case(data, mode))
 
     draw()
     return drawn
@@ -203,7 +203,7 @@ WRONG = {
 
 @pytest.mark.parametrize("wrong", ["", *WRONG])
 def test_it_holds_for_a_subject_of_its_own_words(prover: Prover, tmp_path: Path, wrong: str) -> None:
-    theirs = replace(prover, subject=named(Saving(wrong)))
+    theirs = replace(prover, subject=resolve_subject(Saving(wrong)))
     case = Vocabulary.of(Saving.words).parse("tp=2 dp=3 steps=1")
     other = another_layout(case, theirs.subject, prover.worlds, Random(2))
     assert other.axes != case.axes and other.micro * len(other.axes["dp"][0]) == 6
@@ -218,7 +218,10 @@ def test_a_bug_that_only_another_layout_shows(prover: Prover, tmp_path: Path) ->
     words = "layers=1 heads=6 hidden=12 seq=12 steps=1 micro=3 lr=0.1 dropout=0.1 random=stateful"
     case = Case.parse(f"mode=tp tp=2 {words}")
     everywhere = ("same = RANKS in common and torch.equal", "same = True or torch.equal")
-    wrong = replace(prover, subject=named(planted(replaced("shardproof.parallel.checkpoints.saving", *everywhere))))
+    wrong = replace(
+        prover,
+        subject=resolve_subject(plant_subject(replace_text("shardproof.parallel.checkpoints.saving", *everywhere))),
+    )
     goes_on(wrong, case, case, tmp_path / "alike")
     assert {one.verdict for one in wrong.proof(case.but(load=str(tmp_path / "alike"))).verdicts} == {PASS}
     with pytest.raises(AssertionError, match="rng.tp2.cp0.dp0.pp0.* is missing"):
@@ -228,11 +231,11 @@ def test_a_bug_that_only_another_layout_shows(prover: Prover, tmp_path: Path) ->
 
 def test_a_mode_that_computes_something_else_is_noticed(prover: Prover) -> None:
     case = Case.parse("mode=tp tp=2 layers=1 heads=4 hidden=16 ffn=24 seq=8 vocab=264 steps=1")
-    larger = replaced(
+    larger = replace_text(
         "shardproof.parallel.layers.linear", "grad_x = reduced.wait()", "grad_x = reduced.wait() * (1 + 1e-9)"
     )
-    runs = [execute(case, run, prover.engine, text=str(case)) for run in (subject, planted(larger))]
-    right, other = (dict(merge(run.outcomes).tensors) for run in runs)
+    runs = [execute(case, run, prover.engine, text=str(case)) for run in (subject, plant_subject(larger))]
+    right, other = (dict(merge_outcomes(run.outcomes).tensors) for run in runs)
     assert apart(right, right) == []
     assert "grad/layers.0.mlp.w1.weight" in apart(right, other)
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from shardproof.harness.dense_model import SUBJECT
-from shardproof.harness.diagnosing.causes.cause import reported as made
-from shardproof.harness.diagnosing.diagnosis import ended
+from shardproof.harness.diagnosing.causes.cause import report_cause as made
+from shardproof.harness.diagnosing.diagnosis import diagnose_ended_case
 from shardproof.harness.errors import MachineError, RankDied, RequestError
 from shardproof.harness.injecting.kill_matrix import Kill, figures, killed_alone
-from shardproof.harness.subject import cases_of, named
+from shardproof.harness.subject import cases_of, resolve_subject
 from shardproof.reports.commands import faults
 from shardproof.suites import killing
 from shardproof.suites.mutants.catalogue import HELD_BACK, MUTANTS, VARIANT_ROWS, cases_showing
@@ -28,7 +28,7 @@ A_ROW = {
     **{"region_right": "yes", "cause_right": "yes", "held_back": "no", "cause_told": "right", "twin": "", "when": ""},
 }
 """The first row as it is written, its columns in their order."""
-THEIRS, RIGHT = named("tests.suites.toy_faults:theirs"), named("tests.harness.toy_subjects:right")
+THEIRS, RIGHT = resolve_subject("tests.suites.toy_faults:theirs"), resolve_subject("tests.harness.toy_subjects:right")
 
 
 @pytest.fixture(autouse=True)
@@ -117,7 +117,7 @@ def test_of_held_back_mutants_totals_alone_are_told(shardproof: CommandLine) -> 
 def test_a_cause_is_right_when_the_first_one_reported_is(reported: str, answer: str) -> None:
     mutant = dataclasses.replace(MUTANTS[0], cause="size_factor|wrong_call")
     causes = tuple(made(word, "", "a call") for word in reported.split())
-    diagnosis = dataclasses.replace(ended(MachineError("", ranks=(), positions=())), causes=causes)
+    diagnosis = dataclasses.replace(diagnose_ended_case(MachineError("", ranks=(), positions=())), causes=causes)
     assert cause_told(mutant, diagnosis) == answer
     nothing_fits = dataclasses.replace(mutant, cause="")
     assert cause_told(nothing_fits, diagnosis) == ("misleading" if causes else "none")
@@ -149,7 +149,7 @@ def test_another_subject_gets_the_faults_of_its_collectives_and_no_mutant() -> N
 
 
 def test_processes_share_the_rows_and_one_that_ends_is_told() -> None:
-    leaving = named("tests.suites.toy_faults:leaving")
+    leaving = resolve_subject("tests.suites.toy_faults:leaving")
     (plan, *_) = killing.plan_kills(leaving, quick=True)
     assert plan.case
     plans = [dataclasses.replace(plan, faults=(fault,)) for fault in plan.faults[:2]]
@@ -162,7 +162,7 @@ def test_processes_share_the_rows_and_one_that_ends_is_told() -> None:
 
 def test_what_options_add_is_disturbed_where_the_subject_says_what_it_refuses() -> None:
     def added(subject: str) -> set[str]:
-        plans = killing.plan_kills(named(f"tests.suites.toy_faults:{subject}"), quick=False)
+        plans = killing.plan_kills(resolve_subject(f"tests.suites.toy_faults:{subject}"), quick=False)
         assert len({fault for plan in plans for fault in plan.faults}) == sum(plan.rows for plan in plans)
         targets = [{fault.target for fault in plan.faults} for plan in plans]
         assert sum(map(len, targets)) == len(set().union(*targets)), "faults of one collective stay together"
@@ -185,7 +185,7 @@ def test_a_given_case_is_disturbed_and_no_other() -> None:
     plans = killing.plan_kills(THEIRS, quick=True, cases=(case,))
     assert {plan.case for plan in plans} == {case}
     assert {fault.target.group_size for plan in plans for fault in plan.faults} == {3}
-    assert killing.plan_kills(named(SUBJECT), quick=True, cases=(case,))[0].faults  # and no mutant
+    assert killing.plan_kills(resolve_subject(SUBJECT), quick=True, cases=(case,))[0].faults  # and no mutant
     for subject, words, rule in (
         (THEIRS, {"only": "held-back", "cases": (case,)}, "--held-back with a CASE"),
         (RIGHT, {}, "takes none of the cases whose collectives would be disturbed"),

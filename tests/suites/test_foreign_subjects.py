@@ -25,7 +25,7 @@ from shardproof.harness.engines.processes.forked.pool import PoolEngine
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.running.proof import prove
 from shardproof.harness.running.result import CaseResult
-from shardproof.harness.subject import case_of, named
+from shardproof.harness.subject import case_of, resolve_subject
 from shardproof.harness.verdicts.verdict import FAIL, PASS
 from shardproof.suites.subjects import two_d
 from tests import ROOT
@@ -61,7 +61,7 @@ def proved(name: str, text: str, engine: Engine) -> CaseResult:
         pytest.skip(f"{variable}: names no checkout")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore" if module in NEEDS else "error")  # other packages' own
-        given = named(f"shardproof.suites.subjects.{name}")
+        given = resolve_subject(f"shardproof.suites.subjects.{name}")
         result = prove(case_of(text, given), given, engine)
     assert result.verdict == PASS, [verdict.message for verdict in result.verdicts if verdict.verdict != PASS]
     return result
@@ -107,7 +107,7 @@ def test_a_bug_in_a_system_is_found(
     assert source.count(right) == 1
     (tmp_path / f"broken_{name}.py").write_text(source.replace(right, wrong))
     monkeypatch.syspath_prepend(tmp_path)
-    given = named(f"broken_{name}:subject")
+    given = resolve_subject(f"broken_{name}:subject")
     with InprocEngine() as threads:
         result = prove(case_of(text, given), given, threads)
     assert {one.check for one in result.verdicts if one.verdict == FAIL} & {"forward", "parameter_gradients"}

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from shardproof.harness.errors import RequestError
 from shardproof.harness.plain_case import PlainCase
-from shardproof.harness.subject import Unanswered, cases_of, named
+from shardproof.harness.subject import Unanswered, cases_of, resolve_subject
 from shardproof.parallel.subject import subject as ours
 from shardproof.reference.case import Case
 from shardproof.suites.drawing.own_cases import cases_around
 from shardproof.suites.session.prover import Prover
-from shardproof.suites.test_engines import compared
+from shardproof.suites.test_engines import cases_to_compare
 from shardproof.suites.test_training import OPTIMIZERS
 from tests.harness.own_words import WORDS, Network, subject
 from tests.suites.conftest import SMALL, Session
@@ -37,9 +37,9 @@ def test_every_suite_passes(outside: Session) -> None:
 def test_a_property_of_a_word_that_the_subject_lacks_is_skipped_and_a_refusal_that_raises_is_not() -> None:
     lacking = pytest.raises(pytest.skip.Exception, match="cases of .*:subject have no word optimizer")
     with Prover.on(f"{OWN}subject", "2,3,6") as prover, lacking:
-        prover.drawn(None, "dp+tp", optimizer="adamw")  # type: ignore[arg-type]
+        prover.draw_case(None, "dp+tp", optimizer="adamw")  # type: ignore[arg-type]
     with Prover.on(f"{ME}speechless", "2") as prover, pytest.raises(Unanswered, match="LookupError: no words"):
-        prover.fitting(Case.parse(SMALL))
+        prover.fit_case(Case.parse(SMALL))
 
 
 class Split(Network):
@@ -72,7 +72,7 @@ def _drawn(subject_: Any, mode: str, **fixed: Any) -> list[PlainCase]:
     found: list[PlainCase] = []
 
     @settings(max_examples=30, database=None, phases=(Phase.generate,), suppress_health_check=tuple(HealthCheck))
-    @given(case=cases_around(named(subject_), mode, fixed))
+    @given(case=cases_around(resolve_subject(subject_), mode, fixed))
     def draw(case: PlainCase) -> None:
         found.append(case)
 
@@ -103,7 +103,7 @@ def test_of_a_word_with_legal_values_these_alone_are_drawn_and_a_property_of_ano
     assert {case.steps for case in drawn} == {2, 4} and {case.act for case in drawn} == {"relu", "tanh"}
     foreign = pytest.raises(pytest.skip.Exception, match="cannot have steps=1: is none of its values; legal: 2.4")
     with Prover.on(f"{ME}few", "4") as prover, foreign:
-        prover.drawn(None, "dp+tp", steps=1)  # type: ignore[arg-type]
+        prover.draw_case(None, "dp+tp", steps=1)  # type: ignore[arg-type]
 
 
 class Drawing(Network):
@@ -112,7 +112,9 @@ class Drawing(Network):
     @staticmethod
     def draws() -> st.SearchStrategy[PlainCase]:
         texts = [f"tp={tp} dp={dp}" for tp in (2, 3, 4) for dp in (1, 2)]
-        return st.sampled_from([case for case in cases_of(texts, named(subject)) if isinstance(case, PlainCase)])
+        return st.sampled_from(
+            [case for case in cases_of(texts, resolve_subject(subject)) if isinstance(case, PlainCase)]
+        )
 
 
 def test_a_strategy_of_its_own_is_drawn_from_and_one_that_is_none_is_a_wrong_request() -> None:
@@ -121,7 +123,7 @@ def test_a_strategy_of_its_own_is_drawn_from_and_one_that_is_none_is_a_wrong_req
     wrong = Network()
     vars(wrong)["draws"] = 3
     with pytest.raises(RequestError, match="draws=3 must be a hypothesis strategy"):
-        cases_around(named(wrong), "tp", {})
+        cases_around(resolve_subject(wrong), "tp", {})
 
 
 ME = "tests.suites.test_own_words:"
@@ -160,7 +162,7 @@ def test_a_subject_of_one_architecture_is_proved_on_its_default_cases() -> None:
         @settings(max_examples=12, database=None, phases=(Phase.generate,))
         @given(data=st.data())
         def draw(data: st.DataObject) -> None:
-            drawn.append(prover.drawn(data, "tp", where_known=data.draw(st.sampled_from(OPTIMIZERS))))
+            drawn.append(prover.draw_case(data, "tp", where_known=data.draw(st.sampled_from(OPTIMIZERS))))
 
         draw()
     assert {(case.heads, case.hidden, case.dp) for case in drawn} == {(8, 64, 1)}
@@ -187,10 +189,10 @@ def test_every_suite_proves_the_one_case_or_says_why_not(outside: Session) -> No
     result.stdout.fnmatch_lines(["SKIPPED*claims tp alone, so there is no mode to compare it with"])
     assert set(PROVED) == {str(Case.parse(SMALL))}
     with Prover.on(f"{ME}lenient", "2", case=SMALL) as prover:
-        assert compared(prover) == [Case.parse(SMALL)], "the engines'"
+        assert cases_to_compare(prover) == [Case.parse(SMALL)], "the engines'"
     large = SMALL.replace("tp=2", "tp=2 dp=4")
     with Prover.on(f"{ME}lenient", "2", case=large) as prover, pytest.raises(pytest.skip.Exception, match="8 ranks"):
-        compared(prover)
+        cases_to_compare(prover)
     refused = outside(
         *(f"shardproof.suites.test_{name}" for name in EVERY), "--subject", f"{ME}one", "--case", SMALL, "-rs"
     )

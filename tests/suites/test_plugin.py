@@ -17,12 +17,12 @@ import pytest
 from shardproof import pytest_plugin
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.errors import RequestError
-from shardproof.harness.subject import named
+from shardproof.harness.subject import resolve_subject
 from shardproof.pytest_options import OPTIONS
 from shardproof.reference.case import Case
 from shardproof.reports.commands import cli
 from shardproof.reports.stored.frames import load
-from shardproof.suites.session.known_failures import Known, read, summary_markdown
+from shardproof.suites.session.known_failures import Known, read_known_failures, summary_markdown
 from shardproof.suites.session.ledger_gate import LedgerGate, file_of
 from shardproof.suites.session.prover import Prover
 from tests import ROOT
@@ -132,8 +132,8 @@ def test_a_file_that_gives_no_reason_is_refused(tmp_path: Path) -> None:
         path.write_text(text)
         rule = "must have a test and a reason" if text.startswith("[[") else ""
         with pytest.raises(RequestError, match=f"known-failures=.*{rule}.*legal: "):
-            read(path)
-    assert read(tmp_path / "nowhere.toml") == ()
+            read_known_failures(path)
+    assert read_known_failures(tmp_path / "nowhere.toml") == ()
 
 
 def test_a_file_that_is_not_there_is_empty(inner: Session) -> None:
@@ -214,14 +214,14 @@ def test_junit_and_the_step_summary_hold_the_message(
 
 def test_a_ledger_gate_fails_with_the_difference(tmp_path: Path) -> None:
     with InprocEngine() as engine:
-        subject = named("tests.reports.toy_traffic:right")
+        subject = resolve_subject("tests.reports.toy_traffic:right")
         right = LedgerGate(folder=tmp_path, subject=subject, engine=engine, update=False)
         with pytest.raises(AssertionError, match="no ledger is stored for .*--update-ledgers"):
             right.holds(CASE)
         replace(right, update=True).holds(CASE)
         right.holds(CASE)
         with pytest.raises(AssertionError, match=r"(?s)new +tp +backward +layers\.1 +all_gather.*--update-ledgers"):
-            replace(right, subject=named("tests.reports.toy_traffic:gather")).holds(CASE)
+            replace(right, subject=resolve_subject("tests.reports.toy_traffic:gather")).holds(CASE)
         path = tmp_path / file_of(str(CASE))
         stored = path.read_bytes()
         replace(right, update=True).holds(CASE)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardproof.harness.checking.measures.many_tensors import BLOCK, SOUND, blocks_of
-from shardproof.harness.checking.measures.measured import MEASURES, ratio
+from shardproof.harness.checking.measures.measured import MEASURES, error_ratio
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +21,7 @@ class Distance:
 
     def worstratio(self, allowed: "Distance") -> tuple[float, str]:
         """The largest of error / allowed, and which measure it is."""
-        ratios = {name: ratio(getattr(self, name), getattr(allowed, name)) for name in MEASURES}
+        ratios = {name: error_ratio(getattr(self, name), getattr(allowed, name)) for name in MEASURES}
         name = max(ratios, key=ratios.__getitem__)
         return ratios[name], name
 
@@ -52,12 +52,12 @@ class TrueTensor:
         if truth.numel() > BLOCK:
             sums = _Sums()
             for block in blocks_of(truth):
-                sums.add(real(block))
+                sums.add(as_float64(block))
             if sums.sound:
                 return cls(numbers=truth, largest=sums.largest, rms=sums.rms)
-        numbers = real(truth)
-        largest = _largest(numbers)
-        return cls(numbers=truth, largest=largest, rms=_rms(numbers, largest))
+        numbers = as_float64(truth)
+        largest = _largest_absolute(numbers)
+        return cls(numbers=truth, largest=largest, rms=_root_mean_square(numbers, largest))
 
 
 def distance_from(
@@ -76,11 +76,11 @@ def distance_from(
 def _at_once(
     value: Tensor, true: TrueTensor, least: float, own: float, slack: Tensor | None, factor: float
 ) -> Distance:
-    t, rms = real(true.numbers), true.rms
-    x = real(value) if factor == 1 else factor * real(value)
-    if not math.isfinite(_largest(x)) or not math.isfinite(true.largest):
+    t, rms = as_float64(true.numbers), true.rms
+    x = as_float64(value) if factor == 1 else factor * as_float64(value)
+    if not math.isfinite(_largest_absolute(x)) or not math.isfinite(true.largest):
         return Distance(frobenius=math.inf, peak=math.inf, scale=math.inf)
-    gap = _gap(x, t, slack)
+    gap = _largest_gap(x, t, slack)
     scale = max(rms, least)
     if scale == 0:
         wrong = math.inf if bool(gap.any()) else 0.0
@@ -89,7 +89,7 @@ def _at_once(
     largest = float(size.max())
     outside = largest if own == 0 else float(size.masked_fill(size <= own * t.abs(), 0.0).max())
     along = abs(float(((gap / scale) * (t / rms)).mean())) if rms > 0 else 0.0
-    return Distance(frobenius=_rms(gap, largest) / scale, peak=outside / scale, scale=along)
+    return Distance(frobenius=_root_mean_square(gap, largest) / scale, peak=outside / scale, scale=along)
 
 
 def _in_blocks(
@@ -98,8 +98,8 @@ def _in_blocks(
     """Distance by sums over blocks; None where squares or a scale would vanish or overflow."""
     scale, sums, outside, along = max(true.rms, least), _Sums(), 0.0, 0.0
     slacks = blocks_of(slack) if slack is not None else itertools.repeat(None)
-    for here, there, loose in zip(blocks_of(value), map(real, blocks_of(true.numbers)), slacks, strict=False):
-        gap = _gap(real(here) if factor == 1 else factor * real(here), there, loose)
+    for here, there, loose in zip(blocks_of(value), map(as_float64, blocks_of(true.numbers)), slacks, strict=False):
+        gap = _largest_gap(as_float64(here) if factor == 1 else factor * as_float64(here), there, loose)
         largest = sums.add(gap)
         along += float(gap.reshape(-1).dot(there.reshape(-1)))
         if own and largest > outside:
@@ -114,7 +114,7 @@ def _in_blocks(
     )
 
 
-def _gap(x: Tensor, t: Tensor, slack: Tensor | None) -> Tensor:
+def _largest_gap(x: Tensor, t: Tensor, slack: Tensor | None) -> Tensor:
     gap = x - t
     return gap if slack is None else gap.sign() * (gap.abs() - slack.double()).clamp_min_(0.0)
 
@@ -146,16 +146,16 @@ class _Sums:
         return math.sqrt(self._squares / self.count)
 
 
-def real(tensor: Tensor) -> Tensor:
+def as_float64(tensor: Tensor) -> Tensor:
     """The numbers in float64, complex ones as pairs."""
     return torch.view_as_real(tensor.to(torch.complex128)) if tensor.is_complex() else tensor.double()
 
 
-def _largest(tensor: Tensor) -> float:
+def _largest_absolute(tensor: Tensor) -> float:
     """The largest absolute value: NaN where there is a NaN, 0 of no elements."""
     return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
-def _rms(tensor: Tensor, largest: float) -> float:
+def _root_mean_square(tensor: Tensor, largest: float) -> float:
     # Scaled by the largest element first: squares of tiny or huge numbers must neither vanish nor overflow.
     return largest * math.sqrt(float((tensor / largest).square().mean())) if largest > 0 else 0.0

@@ -44,7 +44,7 @@ def is_state(name: str) -> bool:
     return kind_of(name).endswith("_after")
 
 
-def comparable(truth: Mapping[str, Tensor], outcomes: Sequence[Iterable[str]]) -> Mapping[str, Tensor]:
+def select_comparable(truth: Mapping[str, Tensor], outcomes: Sequence[Iterable[str]]) -> Mapping[str, Tensor]:
     """The truth of what the ranks returned: without states where none of them returned any."""
     if any(is_state(name) for outcome in outcomes for name in outcome):
         return truth

@@ -18,7 +18,7 @@ from shardproof.harness.checking.measures.measured import (
     SCALE_SHARE,
     Measured,
     epsilon,
-    exact,
+    measure_exact,
 )
 
 _EPSILON = epsilon("float64")
@@ -38,19 +38,19 @@ def kind_rms(truth: Mapping[str, Tensor]) -> dict[str, float]:
             kinds.setdefault(kind_of(name), {})[name] = tensor.numel()
     rms: dict[str, float] = {}
     for kind, sizes in kinds.items():
-        sums = [each for names in groups_of(sizes) for each in _squares([truth[name] for name in names])]
+        sums = [each for names in groups_of(sizes) for each in _sums_of_squares([truth[name] for name in names])]
         if sums:
             rms[kind] = math.sqrt(sum(square for square, _ in sums) / max(sum(count for _, count in sums), 1))
     return rms
 
 
-def _squares(tensors: Sequence[Tensor]) -> list[tuple[float, int]]:
+def _sums_of_squares(tensors: Sequence[Tensor]) -> list[tuple[float, int]]:
     """Sums of squares, and of how many elements: of all the tensors together, or of each that is finite."""
     if len(tensors) > 1:
         flat = _end_to_end(tensors)
         if math.isfinite(square := float(flat.dot(flat))):
             return [(square, flat.numel())]
-        return [each for tensor in tensors for each in _squares([tensor])]
+        return [each for tensor in tensors for each in _sums_of_squares([tensor])]
     blocks = [block.reshape(-1) for block in blocks_of(tensors[0])]
     square = sum(float(block.dot(block)) for block in map(Tensor.double, blocks))
     finite = math.isfinite(square) or all(bool(torch.isfinite(block).all()) for block in blocks)
@@ -96,25 +96,31 @@ def measured_together(
         x, t = (_end_to_end([tensors[name] for name in names]) for tensors in (values, truth))
         lengths = torch.tensor([fit[name] for name in names], device=x.device)
         gap = x - t
-        sums = (_each(gap.abs(), "max", lengths), _each(gap * gap, "mean", lengths), _each(gap * t, "mean", lengths))
-        true = (_each(t.abs(), "max", lengths), _each(t * t, "mean", lengths))
+        sums = (
+            _reduce_each(gap.abs(), "max", lengths),
+            _reduce_each(gap * gap, "mean", lengths),
+            _reduce_each(gap * t, "mean", lengths),
+        )
+        true = (_reduce_each(t.abs(), "max", lengths), _reduce_each(t * t, "mean", lengths))
         for name, *row in zip(names, *sums, *true, strict=True):
-            result = _measured(name, row, kinds.get(kind_of(name), 0.0), fit[name])
+            result = _measure_row(name, row, kinds.get(kind_of(name), 0.0), fit[name])
             results |= {name: result} if result else {}
     integers = [name for name in values if not (truth[name].is_floating_point() or truth[name].is_complex())]
-    return results | {name: equal for name in integers if (equal := exact(name, values[name], truth[name])).right}
+    return results | {
+        name: equal for name in integers if (equal := measure_exact(name, values[name], truth[name])).right
+    }
 
 
 def _end_to_end(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.reshape(-1).double() for tensor in tensors])
 
 
-def _each(numbers: Tensor, what: str, lengths: Tensor) -> list[float]:
+def _reduce_each(numbers: Tensor, what: str, lengths: Tensor) -> list[float]:
     segments: list[float] = torch.segment_reduce(numbers, what, lengths=lengths, unsafe=True).tolist()
     return segments
 
 
-def _measured(name: str, row: Sequence[float], kind: float, elements: int) -> Measured | None:
+def _measure_row(name: str, row: Sequence[float], kind: float, elements: int) -> Measured | None:
     gap_largest, gap_square, product, largest, square = row
     low, high = SOUND
     if not low < largest < high or not (gap_largest == 0 or low < gap_largest < high):

@@ -47,16 +47,16 @@ class Measured:
         object.__setattr__(self, "right", right)
         object.__setattr__(self, "wrong", not right and not overflows)
         object.__setattr__(self, "overflows", overflows)
-        object.__setattr__(self, "ratio", ratio(self.error, self.allowed))
+        object.__setattr__(self, "ratio", error_ratio(self.error, self.allowed))
 
 
-def exact(name: str, value: Tensor, truth: Tensor) -> Measured:
+def measure_exact(name: str, value: Tensor, truth: Tensor) -> Measured:
     """Compare integers."""
     wrong = 0.0 if torch.equal(value, truth.to(value.dtype)) else math.inf
     return Measured(name=name, measure=EXACT, error=wrong, allowed=0.0, epsilons=wrong)
 
 
-def ratio(error: float, allowed: float) -> float:
+def error_ratio(error: float, allowed: float) -> float:
     """An error in units of what is allowed; infinite where it is not finite, or where 0 is allowed and missed."""
     if not math.isfinite(error):
         return math.inf

@@ -17,43 +17,43 @@ def replica_spread(outcomes: Outcomes, name: str) -> float:
     """How far the ranks' blocks of the same part of a tensor are apart."""
     firsts: dict[object, Block] = {}
     blocks = [block for outcome in outcomes for block in outcome.get(name, ())]
-    return _spread((firsts.setdefault((block.region, block.terms), block), block) for block in blocks)
+    return _spread_of_pairs((firsts.setdefault((block.region, block.terms), block), block) for block in blocks)
 
 
 def run_spreads(first: Outcomes, second: Outcomes) -> dict[str, float]:
     """Name -> how far two runs of the same case are apart in it, of those that are."""
     names = dict.fromkeys(name for run in (first, second) for outcome in run for name in outcome)
-    found = {name: _spread(_pairs(first, second, name)) for name in names}
+    found = {name: _spread_of_pairs(_pair_blocks(first, second, name)) for name in names}
     return {name: spread for name, spread in found.items() if spread}
 
 
-def _pairs(first: Outcomes, second: Outcomes, name: str) -> Iterable[tuple[Block | None, Block | None]]:
+def _pair_blocks(first: Outcomes, second: Outcomes, name: str) -> Iterable[tuple[Block | None, Block | None]]:
     for mine, theirs in zip(first, second, strict=True):
         yield from zip_longest(mine.get(name, ()), theirs.get(name, ()))
 
 
-def _spread(pairs: Iterable[tuple[Block | None, Block | None]]) -> float:
+def _spread_of_pairs(pairs: Iterable[tuple[Block | None, Block | None]]) -> float:
     pairs = [*pairs]
-    largest = max((_size(block) for pair in pairs for block in pair if block is not None), default=0.0)
-    gaps = (_gap(a, b) for a, b in pairs)
+    largest = max((_size_of_block(block) for pair in pairs for block in pair if block is not None), default=0.0)
+    gaps = (_gap_of_blocks(a, b) for a, b in pairs)
     return max((gap if math.isinf(gap) or not largest else gap / largest for gap in gaps if gap), default=0.0)
 
 
-def _gap(a: Block | None, b: Block | None) -> float:
+def _gap_of_blocks(a: Block | None, b: Block | None) -> float:
     if a is None or b is None or a.region != b.region or a.local.dtype != b.local.dtype:
         return math.inf
     if a is b or same_bits(a.local, b.local):
         return 0.0
-    gap = float((_wide(a) - _wide(b)).abs().max())
+    gap = float((_as_wide(a) - _as_wide(b)).abs().max())
     return gap if math.isfinite(gap) else math.inf
 
 
-def _size(block: Block) -> float:
+def _size_of_block(block: Block) -> float:
     """The largest finite value of a block."""
-    values = _wide(block).abs()
+    values = _as_wide(block).abs()
     finite = values[values.isfinite()]
     return float(finite.max()) if finite.numel() else 0.0
 
 
-def _wide(block: Block) -> Tensor:
+def _as_wide(block: Block) -> Tensor:
     return block.local if block.local.is_complex() else block.local.double()

@@ -25,13 +25,13 @@ class Deviations:
         """How this tensor deviates; "" where it is not stated to."""
         return self.sentences.get(self._pattern(name), "")
 
-    def unjudged(self, name: str) -> bool:
+    def deviates_unapplied(self, name: str) -> bool:
         """Whether this tensor deviates, and the truth does not apply it."""
         return bool(pattern := self._pattern(name)) and pattern not in self.applied
 
     def problems(self, names: Iterable[str]) -> list[str]:
         """Problems of the statement itself: it hides every one of these names. [] where there are none."""
-        if not all(map(self.unjudged, names)):
+        if not all(map(self.deviates_unapplied, names)):
             return []
         return [f"deviates={tuple(self.sentences)} states every name of the truth, so it says nothing; legal: 'act/*'"]
 
@@ -40,7 +40,7 @@ class Deviations:
         each sentence.
         """
         known = {each.name: sentence for each in measured if (sentence := self.sentence(each.name))}
-        free = {name for name in known if self.unjudged(name)}
+        free = {name for name in known if self.deviates_unapplied(name)}
         stated = {each.name for each in measured if each.name in free and each.wrong and math.isfinite(each.error)}
         right = {each.name for each in measured if each.right and each.decidable}
         groups = {

@@ -37,7 +37,7 @@ from shardproof.harness.checking.measures.measured import (
     SCALE_SHARE,
     Measured,
     epsilon,
-    exact,
+    measure_exact,
 )
 
 FLOOR_EPSILONS: Mapping[str, float] = {"frobenius": 4.0, "peak": 32.0}
@@ -127,7 +127,7 @@ def measure(
     element.
     """
     if not truth.is_floating_point() and not truth.is_complex():
-        return _whole(name, value, truth, controls, amplified)
+        return _measure_whole(name, value, truth, controls, amplified)
     known = (controlled or Controlled.of(truth, kind)).against(controls)
     true, least = known.true, known.least
     if true.largest == 0 == least and not relu_flips and slack is None:
@@ -138,7 +138,7 @@ def measure(
     theory = Distance(frobenius=summed, peak=summed * FLOOR_EPSILONS["peak"] / FLOOR_EPSILONS["frobenius"])
     bound = [distance_from(run, true, least) for run in amplified]
     flipped = [truth + flip for flip in relu_flips]
-    allowed = _allowed(dtype, kept or dtype, true, (*known.runs, theory), bound, flipped, least)
+    allowed = _allowed_distance(dtype, kept or dtype, true, (*known.runs, theory), bound, flipped, least)
     _, which = found.worstratio(allowed)
     error, limit = getattr(found, which), getattr(allowed, which)
     return Measured(
@@ -147,8 +147,8 @@ def measure(
         error=error,
         allowed=limit,
         epsilons=error / epsilon(lower or dtype),
-        decidable=_decidable(ceiling, value, true, least, own, slack, allowed),
-        loose=0 if slack is None else _loose(slack, dtype, allowed.peak * max(true.rms, least)),
+        decidable=_is_decidable(ceiling, value, true, least, own, slack, allowed),
+        loose=0 if slack is None else _count_loose(slack, dtype, allowed.peak * max(true.rms, least)),
         elements=truth.numel(),
         zero=true.rms < ZERO_SHARE * least and allowed.frobenius < CEILING,
     )
@@ -162,11 +162,11 @@ def _beside_zeros(name: str, value: Tensor, controls: Sequence[Tensor]) -> Measu
     return Measured(name=name, measure=ABSOLUTE, error=error, allowed=allowed, epsilons=error, elements=value.numel())
 
 
-def _whole(
+def _measure_whole(
     name: str, value: Tensor, truth: Tensor, controls: Sequence[Tensor], amplified: Sequence[Tensor]
 ) -> Measured:
     """Whole numbers: as many may differ, added up, as rounding changes. Such a tensor decides nothing."""
-    found = exact(name, value, truth)
+    found = measure_exact(name, value, truth)
     if found.right or value.shape != truth.shape:
         return found
     error, *near = (float((tensor.double() - truth.double()).abs().sum()) for tensor in (value, *controls, *amplified))
@@ -176,7 +176,7 @@ def _whole(
     return Measured(name=name, measure=EXACT, error=error, allowed=allowed, epsilons=error, decidable=False)
 
 
-def _allowed(
+def _allowed_distance(
     dtype: str,
     kept: str,
     true: TrueTensor,
@@ -202,7 +202,7 @@ def _allowed(
     return Distance(**{name: leap * limit for name, limit in limits.items()})
 
 
-def _decidable(
+def _is_decidable(
     ceiling: float, value: Tensor, true: TrueTensor, least: float, own: float, slack: Tensor | None, allowed: Distance
 ) -> bool:
     """Whether a factor of FACTORS on this tensor would be beyond the limits, and those below their ceiling."""
@@ -213,7 +213,7 @@ def _decidable(
     return all(distance_from(value, true, least, own, slack, by).worstratio(allowed)[0] > 1 for by in FACTORS)
 
 
-def _loose(slack: Tensor, dtype: str, limit: float) -> int:
+def _count_loose(slack: Tensor, dtype: str, limit: float) -> int:
     """How many elements may be off by more than the limit of `peak`, or than noise ever comes to in float64."""
     share = FLOAT64_CEILING / FLOAT64_ALLOWED if dtype == "float64" else 1.0
     return int((slack > share * limit).sum())

@@ -2,7 +2,7 @@
 
 An id says what kind of mistake numbers or calls show, of any subject; the words say it of this tensor, axis and group.
 A cause carries what it predicts (`causes.proofs`), and cannot be made when the numbers contradict it. Hypotheses make
-one by `claimed`.
+one by `claim_cause`.
 Sources: the mechanisms of the bugs that real systems had (bugs.md, section 6).
 """
 
@@ -82,21 +82,21 @@ class Cause:
             raise ValueError(f"cause id={self.id}: {self.words!r} must hold of the numbers that it speaks of")
 
 
-def claimed(id: str, words: str, *proof: Proof, follows: tuple[str, ...] = ()) -> list[Cause]:
+def claim_cause(id: str, words: str, *proof: Proof, follows: tuple[str, ...] = ()) -> list[Cause]:
     """The cause of this id, when its predictions hold; nothing when the numbers contradict it."""
-    _check(id)
+    _check_id(id)
     if not proof or not all(one.holds for one in proof):
         return []
     return [Cause(id=id, words=words, proof=proof, follows=follows)]
 
 
-def reported(id: str, words: str, what: object) -> Cause:
+def report_cause(id: str, words: str, what: object) -> Cause:
     """The cause of this id that something else than numbers shows: a call, a flaw, a finding, an exception."""
-    _check(id)
+    _check_id(id)
     return Cause(id=id, words=words, proof=(Seen(what=what),))
 
 
-def _check(id: str) -> None:
+def _check_id(id: str) -> None:
     """Raise ValueError for an id that is in no table."""
     if id not in CAUSES:
         raise ValueError(f"cause id={id}: is not a known cause; legal: {' '.join(CAUSES)}")

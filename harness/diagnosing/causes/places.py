@@ -58,7 +58,7 @@ def place_of(name: str, steps: int) -> Place:
     return Place(step=int(rest) if rest.isdigit() else 0, phase=phase, module="")
 
 
-def timeline(names: Sequence[str], steps: int) -> list[str]:
+def order_by_time(names: Sequence[str], steps: int) -> list[str]:
     """These names in the order in which training computes them; `names` of a kind stand in forward order."""
     of_kind: dict[str, list[str]] = {}
     for name in names:
@@ -103,10 +103,11 @@ def wrong_ranks(run: Run, truth: Truth, name: str) -> tuple[int, ...]:
     The result is empty when all ranks are wrong, or when the tensor cannot be held against the truth.
     """
     true = truth.tensors.get(name)
-    if true is None or not true.is_floating_point() or not comparable(run, truth, name):
+    if true is None or not true.is_floating_point() or not is_comparable(run, truth, name):
         return ()
     gaps = {
-        rank: max((_gap(block, true) for block in blocks), default=0.0) for rank, blocks in blocks_of(run, name).items()
+        rank: max((_largest_error(block, true) for block in blocks), default=0.0)
+        for rank, blocks in blocks_of(run, name).items()
     }
     finite = [gap for gap in gaps.values() if math.isfinite(gap)]
     limit = 1e-3 * max(finite, default=0.0) if len(finite) == len(gaps) else max(finite, default=0.0)
@@ -122,7 +123,7 @@ def ranks_apart(run: Run, truth: Truth, names: Sequence[str]) -> tuple[set[int],
     bad, judged = set[int](), set[int]()
     for name in names:
         true = truth.tensors.get(name)
-        if true is None or not true.is_floating_point() or not comparable(run, truth, name):
+        if true is None or not true.is_floating_point() or not is_comparable(run, truth, name):
             return set(), set()
         for rank, blocks in blocks_of(run, name).items():
             if any(block.reduce_op for block in blocks):
@@ -131,12 +132,12 @@ def ranks_apart(run: Run, truth: Truth, names: Sequence[str]) -> tuple[set[int],
                 continue
             limits = (share_left(block.local) * float(true.double().abs().max()) for block in blocks)
             judged.add(rank)
-            if any(_gap(block, true) > limit for block, limit in zip(blocks, limits, strict=True)):
+            if any(_largest_error(block, true) > limit for block, limit in zip(blocks, limits, strict=True)):
                 bad.add(rank)
     return bad, judged - bad
 
 
-def _gap(block: Block, truth: Tensor) -> float:
+def _largest_error(block: Block, truth: Tensor) -> float:
     """Largest error of a block; 0 when it cannot be held against the truth alone, infinite when it is not finite."""
     if block.global_shape != tuple(truth.shape) or not block.local.numel() or block.reduce_op:
         return 0.0
@@ -152,7 +153,7 @@ def held_whole(run: Run, name: str) -> bool:
     )
 
 
-def comparable(run: Run, truth: Truth, name: str) -> bool:
+def is_comparable(run: Run, truth: Truth, name: str) -> bool:
     """Whether every block of this name has the truth's full shape, and is floating-point exactly if the truth is.
 
     The result is True for a name without a truth.
@@ -174,7 +175,7 @@ def blocks_of(run: Run, name: str) -> dict[int, Sequence[Block]]:
     return {rank: by[name] for outcomes in sources for rank, by in enumerate(outcomes) if by.get(name)}
 
 
-def summable(run: Run, claims: Claims, axis: str, name: str) -> bool:
+def is_summable(run: Run, claims: Claims, axis: str, name: str) -> bool:
     """Whether a sum over this axis once more would multiply this tensor.
 
     Equal parts on the ranks of a group would be multiplied, and so would parts of what a reduce-scatter over the axis

@@ -140,22 +140,22 @@ def share_left(value: Tensor) -> float:
     return _LEFT.get(value.dtype, _LEFT_IN_SHORT if value.is_floating_point() else _LEFT[torch.float64])
 
 
-def explains(guess: Tensor, value: Tensor, truth: Tensor) -> bool:
+def is_explained_by(guess: Tensor, value: Tensor, truth: Tensor) -> bool:
     """Whether `guess` accounts for the wrong `value`: next to nothing of the error is left."""
     return Explained(value=value, truth=truth, guess=guess).holds
 
 
-def independent(truths: Iterable[Tensor]) -> int:
+def count_independent(truths: Iterable[Tensor]) -> int:
     """Elements of these tensors that show a factor by themselves: those that are 0, or repeat another, do not."""
     return sum(len(t.double()[t != 0].abs().unique()) for t in truths)
 
 
-def number(value: float) -> Tensor:
+def as_tensor(value: float) -> Tensor:
     """A number as a tensor, to be held against others."""
     return torch.tensor(value, dtype=torch.float64)
 
 
-def times(factor: float) -> str:
+def factor_in_words(factor: float) -> str:
     """A factor in words, with the digits in which it differs from 1: "0.3333 x", "1.0000031 x"."""
     off = abs(factor - 1)
     digits = 4 - min(0, math.floor(math.log10(off))) if 0 < off < 0.1 else 4

@@ -8,14 +8,16 @@ from collections.abc import Iterable
 
 from shardproof.harness.checking.measures.kinds import kind_of
 from shardproof.harness.checking.measures.tolerance import own_share
-from shardproof.harness.checking.measuring import compared, sizes_of
+from shardproof.harness.checking.measuring import compare_with_truth, sizes_of
 from shardproof.harness.checking.records import Evidence
 from shardproof.harness.diagnosing.causes.cause import Cause
 from shardproof.harness.diagnosing.causes.hypothesis import Failure, Hypothesis
 from shardproof.harness.diagnosing.causes.proofs import Explained
 
 
-def best(failure: Failure, hypotheses: Iterable[Hypothesis], left_out: frozenset[str] = frozenset()) -> list[Cause]:
+def select_best(
+    failure: Failure, hypotheses: Iterable[Hypothesis], left_out: frozenset[str] = frozenset()
+) -> list[Cause]:
     """The causes of the hypothesis that explains most; those of others of its rank are alternatives.
 
     `left_out` are ids of causes that do not count.
@@ -23,12 +25,12 @@ def best(failure: Failure, hypotheses: Iterable[Hypothesis], left_out: frozenset
     tried = [one.causes(failure) for one in hypotheses if failure.kind in one.kinds]
     counted = [[cause for cause in causes if cause.id not in left_out] for causes in tried]
     found = [causes for causes in (within_limits(failure.evidence, causes) for causes in counted) if causes]
-    top = max((_rank(failure, causes[0]) for causes in found), default=None)
-    alternatives = [cause for causes in found if _rank(failure, causes[0]) == top for cause in causes]
+    top = max((_rank_of_cause(failure, causes[0]) for causes in found), default=None)
+    alternatives = [cause for causes in found if _rank_of_cause(failure, causes[0]) == top for cause in causes]
     return [*{(cause.id, cause.words): cause for cause in alternatives}.values()]
 
 
-def _rank(failure: Failure, cause: Cause) -> tuple[bool, int, int]:
+def _rank_of_cause(failure: Failure, cause: Cause) -> tuple[bool, int, int]:
     explained = cause.explains & set(failure.numbers)
     return failure.first in explained, len(explained), -cause.fitted
 
@@ -38,10 +40,10 @@ def within_limits(evidence: Evidence, causes: Iterable[Cause]) -> list[Cause]:
 
     The first merged tensor that a cause speaks of decides: what comes after it was computed from wrong values.
     """
-    return [cause for cause in causes if _allowed(evidence, cause)]
+    return [cause for cause in causes if _is_residual_allowed(evidence, cause)]
 
 
-def _allowed(evidence: Evidence, cause: Cause) -> bool:
+def _is_residual_allowed(evidence: Evidence, cause: Cause) -> bool:
     """Whether the tensor would pass if the residual of the prediction were its error.
 
     True for causes of one rank's part, of a step's movement, or of where the truth is 0 and has no size to measure by.
@@ -60,4 +62,4 @@ def _allowed(evidence: Evidence, cause: Cause) -> bool:
     run = evidence.run.with_tensors({**tensors, name: corrected.to(proof.value.dtype)})
     alike = [other for other in evidence.truth.tensors if kind_of(other) == kind_of(name)]
     size = sizes_of(run, evidence.truth, alike).get(kind_of(name), 0.0)
-    return compared(run, evidence.truth, name, size).right
+    return compare_with_truth(run, evidence.truth, name, size).right

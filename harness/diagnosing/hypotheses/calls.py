@@ -2,10 +2,10 @@
 
 import torch
 
-from shardproof.harness.checking.call_checks import lists_text, strays
+from shardproof.harness.checking.call_checks import find_strays, lists_text
 from shardproof.harness.checking.measures.kinds import kind_of
 from shardproof.harness.checking.records import Run, Search
-from shardproof.harness.diagnosing.causes.cause import Cause, reported
+from shardproof.harness.diagnosing.causes.cause import Cause, report_cause
 from shardproof.harness.diagnosing.causes.hypothesis import STATE, Failure
 from shardproof.harness.diagnosing.hypotheses.stated import first_stated
 from shardproof.harness.differences import Difference
@@ -27,13 +27,13 @@ _COUNTED = {
 def over_other_ranks(failure: Failure) -> list[Cause]:
     """The first axis whose calls ran over ranks that it does not have, with the rank lists seen and the legal ones."""
     evidence = failure.evidence
-    stray_calls = strays(evidence.run.calls, evidence.claims)
+    stray_calls = find_strays(evidence.run.calls, evidence.claims)
     if not stray_calls:
         return []
     axis = stray_calls[0].axis
     seen = lists_text(event.group for event in stray_calls if event.axis == axis)
     words = f"calls named {axis} run over the ranks {seen}; the rank lists of axis {axis} are "
-    return [reported("wrong_group", words + lists_text(evidence.claims.axes[axis]), stray_calls)]
+    return [report_cause("wrong_group", words + lists_text(evidence.claims.axes[axis]), stray_calls)]
 
 
 def behind_a_check(failure: Failure) -> list[Cause]:
@@ -47,7 +47,7 @@ def behind_a_check(failure: Failure) -> list[Cause]:
     unwaited = failure.evidence.run.calls.unwaited
     from_there = [bool(parted.caller) and work.caller.startswith(parted.caller) for work in unwaited]
     lost = check == "waits" and parted.kind == "extra" and bool(from_there) and all(from_there)
-    cause = _blamed(parted)
+    cause = _blame_difference(parted)
     return [cause] if lost or (check == "merge" and failure.call_first and cause.id == "wrong_group") else []
 
 
@@ -56,34 +56,34 @@ def in_lower_precision(failure: Failure) -> list[Cause]:
     parted = failure.parted
     if parted is None or parted.found is None or parted.found.dtype not in failure.evidence.search.low_precision_op:
         return []
-    return [_blamed(parted)] if _other_payload(parted) else []
+    return [_blame_difference(parted)] if _other_payload(parted) else []
 
 
 def before_the_numbers(failure: Failure) -> list[Cause]:
     """The differing call, where it comes before the first wrong tensor; another phase changes no number."""
     parted = failure.parted
-    return differing(failure) if parted and failure.call_first and not _another_place(parted) else []
+    return guess_differing_call(failure) if parted and failure.call_first and not _another_place(parted) else []
 
 
-def differing(failure: Failure) -> list[Cause]:
+def guess_differing_call(failure: Failure) -> list[Cause]:
     """The differing call, where it may be behind the first wrong tensor."""
-    return [_blamed(failure.parted)] if failure.parted and _may_cause(failure, failure.parted) else []
+    return [_blame_difference(failure.parted)] if failure.parted and _may_cause(failure, failure.parted) else []
 
 
-def _blamed(parted: Difference) -> Cause:
+def _blame_difference(parted: Difference) -> Cause:
     """Usual cause of a difference between ledger and expectation."""
     line = parted.line
     if parted.counted:
-        return reported(*_COUNTED[parted.kind], parted)
+        return report_cause(*_COUNTED[parted.kind], parted)
     if parted.kind == "missing":
-        return reported("missing_call", f"the {line.op} over {line.axis} is left out", parted)
+        return report_cause("missing_call", f"the {line.op} over {line.axis} is left out", parted)
     if parted.kind == "extra":
-        return reported("extra_call", f"one {line.op} over {line.axis} too many", parted)
+        return report_cause("extra_call", f"one {line.op} over {line.axis} too many", parted)
     assert parted.expected and parted.found  # the third kind has both sides
     expected, found = parted.expected, parted.found
     fields = [field for field in EventKey.__slots__ if getattr(found, field) != getattr(expected, field)]
     changes = (f"{one} {getattr(found, one) or '-'} instead of {getattr(expected, one) or '-'}" for one in fields)
-    return reported(
+    return report_cause(
         "wrong_group" if _GROUP & {*fields} else "wrong_call",
         "the call is made otherwise: " + ", ".join(changes),
         parted,
@@ -115,30 +115,30 @@ def _may_cause(failure: Failure, parted: Difference) -> bool:
     evidence, output = failure.evidence, f"act/{parted.line.region}"
     unreturned = evidence.truth.tensors.keys() - evidence.run.returned
     never_ran = parted.line.phase == "forward" and output in unreturned
-    detached = parted.line.phase != "forward" and bool(unused(failure))
+    detached = parted.line.phase != "forward" and bool(guess_unused_parameters(failure))
     fewer = parted.kind == "missing" or _other_payload(parted)
     summed = parted.line.phase == "grad_sync" and failure.wrong[:1] and failure.wrong[0].startswith("loss/")
     return not (fewer and (never_ran or detached)) and bool(failure.call_first or summed)
 
 
-def unused(failure: Failure) -> list[Cause]:
+def guess_unused_parameters(failure: Failure) -> list[Cause]:
     """The cause of parameters that stay as they were, and of which no rank returned a gradient as of others."""
     evidence = failure.evidence
     names = [name for name in evidence.truth.tensors if kind_of(name) == "grad"]
     run, search = evidence.run, evidence.search
-    lost = [n for n in names if n not in run.returned and _stays(run, search, n.removeprefix("grad/"))]
+    lost = [n for n in names if n not in run.returned and _stays_unchanged(run, search, n.removeprefix("grad/"))]
     if not lost or run.returned.isdisjoint(names):
         return []
     listed = f"{', '.join(lost[:3])}{' ...' * (len(lost) > 3)}"
     words = f"no rank returned {listed}, and the parameters did not move"
-    return [reported("never_updated", words, lost)]
+    return [report_cause("never_updated", words, lost)]
 
 
 def unused_before_sums(failure: Failure) -> list[Cause]:
     """The cause of unused parameters, where the first wrong tensor is made of gradients."""
-    return unused(failure) if failure.kind in _AFTER_GRADIENTS else []
+    return guess_unused_parameters(failure) if failure.kind in _AFTER_GRADIENTS else []
 
 
-def _stays(run: Run, search: Search, parameter: str) -> bool:
+def _stays_unchanged(run: Run, search: Search, parameter: str) -> bool:
     value, start = run.tensors.get(f"param/{parameter}"), search.shares.get(f"start/{parameter}")
     return value is not None and start is not None and torch.equal(value.double(), start.double())

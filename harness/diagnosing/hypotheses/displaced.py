@@ -10,9 +10,9 @@ from torch import Tensor
 
 from shardproof.harness.checking.measures.kinds import kind_of
 from shardproof.harness.checking.records import Run, Truth
-from shardproof.harness.diagnosing.causes.cause import Cause, claimed
+from shardproof.harness.diagnosing.causes.cause import Cause, claim_cause
 from shardproof.harness.diagnosing.causes.hypothesis import LATER, STATE, VALUES, Failure, Hypothesis, of_values
-from shardproof.harness.diagnosing.causes.places import blocks_of, comparable
+from shardproof.harness.diagnosing.causes.places import blocks_of, is_comparable
 from shardproof.harness.diagnosing.causes.proofs import Explained, share_left
 from shardproof.harness.diagnosing.hypotheses.patterns import CLOSE, from_patterns
 from shardproof.harness.mesh_axes import split_axes
@@ -24,27 +24,29 @@ OVERLAP = 0.5
 
 def from_regions(run: Run, truth: Truth, name: str) -> list[Cause]:
     """Whether every wrong block of a tensor holds what belongs to another place along one dim."""
-    if not comparable(run, truth, name):
+    if not is_comparable(run, truth, name):
         return []
     blocks = [(rank, block) for rank, of_rank in blocks_of(run, name).items() for block in of_rank]
     true = truth.tensors[name].double()
     for dim in range(true.dim()):
         starts = sorted({block.region[dim][0] for _, block in blocks})
-        wrong = [(rank, block) for rank, block in blocks if _wrong(block, true)]
-        places = [there for _, block in wrong if (there := _elsewhere(name, block, dim, starts, true))]
+        wrong = [(rank, block) for rank, block in blocks if _is_wrong(block, true)]
+        places = [there for _, block in wrong if (there := _find_elsewhere(name, block, dim, starts, true))]
         if len(starts) > 1 and wrong and len(places) == len(wrong):
             (rank, block), (start, _) = wrong[0], places[0]
             words = f"along dim {dim} rank {rank} holds what lies at {start}, where {block.region[dim][0]} is meant"
-            return claimed("other_part", words, *(moved for _, moved in places))
+            return claim_cause("other_part", words, *(moved for _, moved in places))
     return []
 
 
-def _wrong(block: Block, truth: Tensor) -> bool:
+def _is_wrong(block: Block, truth: Tensor) -> bool:
     true = block.part_of(truth)
     return float((block.local.double() - true).norm()) > share_left(block.local) * float(true.norm())
 
 
-def _elsewhere(name: str, block: Block, dim: int, starts: Sequence[int], truth: Tensor) -> tuple[int, Explained] | None:
+def _find_elsewhere(
+    name: str, block: Block, dim: int, starts: Sequence[int], truth: Tensor
+) -> tuple[int, Explained] | None:
     """Where along a dim the numbers of this block lie in truth, of these places; None when at none of them."""
     (own, end), cut = block.region[dim], [slice(a, b) for a, b in block.region]
     for start in starts:

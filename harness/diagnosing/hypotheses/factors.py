@@ -1,6 +1,6 @@
 """Wrong tensors that are the truth times one number, and which sizes of the case that number may come from.
 
-A sum over an axis is named only where such a sum can happen to this very tensor (`summable`). Where several sizes of
+A sum over an axis is named only where such a sum can happen to this very tensor (`is_summable`). Where several sizes of
 the case equal the factor, or a constant might, `Evidence.others` decides: the same subject in cases with another size.
 A factor that follows the size comes from it, one that stays is a constant. Without such cases all sizes that fit are
 named: numbers of one case alone cannot choose between them.
@@ -14,17 +14,17 @@ from torch import Tensor
 
 from shardproof.harness.checking.measures.kinds import kind_of
 from shardproof.harness.checking.records import Claims, Evidence, Run, Truth
-from shardproof.harness.diagnosing.causes.cause import Cause, claimed
+from shardproof.harness.diagnosing.causes.cause import Cause, claim_cause
 from shardproof.harness.diagnosing.causes.hypothesis import OF_TOKENS, VALUES, Failure, Hypothesis, of_values
-from shardproof.harness.diagnosing.causes.places import summable
+from shardproof.harness.diagnosing.causes.places import is_summable
 from shardproof.harness.diagnosing.causes.proofs import (
     FEWEST_OF_A_FACTOR,
     SINGLE,
     Explained,
-    explains,
-    independent,
+    count_independent,
+    factor_in_words,
+    is_explained_by,
     share_left,
-    times,
 )
 from shardproof.harness.diagnosing.hypotheses.patterns import is_count
 from shardproof.harness.mesh_axes import split_axes
@@ -53,7 +53,7 @@ class _Guess:
 
     def factor(self, evidence: Evidence) -> float:
         """Factor in this case."""
-        return _counts(evidence.run, evidence.truth).get(self.size, 1.0) ** self.power
+        return _counts_by_name(evidence.run, evidence.truth).get(self.size, 1.0) ** self.power
 
 
 def factor_of(value: Tensor, truth: Tensor) -> float | None:
@@ -61,7 +61,7 @@ def factor_of(value: Tensor, truth: Tensor) -> float | None:
     x, t = value.double(), truth.double()
     power = float((t * t).sum())
     factor = float((x * t).sum()) / power if power else 0.0
-    return factor if factor and not is_count(x, t) and explains(factor * t, value, truth) else None
+    return factor if factor and not is_count(x, t) and is_explained_by(factor * t, value, truth) else None
 
 
 def from_factor(evidence: Evidence, names: Sequence[str], beside: Sequence[str] = ()) -> list[Cause]:
@@ -89,10 +89,10 @@ def from_factor(evidence: Evidence, names: Sequence[str], beside: Sequence[str] 
         for name, value in values.items()
     )
     wrong = "it and all wrong gradients are" if beside else "it is" if len(names) == 1 else "all are"
-    relation = f"{wrong} {times(known[0])} the truth"
-    guesses = _guesses(evidence.run, evidence.claims, names)
+    relation = f"{wrong} {factor_in_words(known[0])} the truth"
+    guesses = _guess_origins(evidence.run, evidence.claims, names)
     measure: Measure = lambda other: _factor_in(other.run, other.truth, names[0])  # noqa: E731
-    return _decided(evidence, guesses, known[0], relation, near, measure, lambda _: predicted)
+    return _decide_factor(evidence, guesses, known[0], relation, near, measure, lambda _: predicted)
 
 
 def meaning_of(
@@ -102,9 +102,9 @@ def meaning_of(
 
     `measure` finds the factor in another case. A sum or mean too many would show from the first step on.
     """
-    sizes = () if step else (*_sizes(evidence.run), "micro")
+    sizes = () if step else (*_sizes_that_split(evidence.run), "micro")
     guesses = [_Guess(size=size, power=power) for size in sizes for power in (1, -1)]
-    return _decided(evidence, guesses, factor, relation, near, measure, predict)
+    return _decide_factor(evidence, guesses, factor, relation, near, measure, predict)
 
 
 def _factor_in(run: Run, truth: Truth, name: str) -> float | None:
@@ -116,11 +116,11 @@ def _factor_in(run: Run, truth: Truth, name: str) -> float | None:
     return 1.0 if error <= SINGLE * float(true.double().norm()) else factor_of(value, true)
 
 
-def _equal(one: float, other: float, near: float) -> bool:
+def _is_equal(one: float, other: float, near: float) -> bool:
     return abs(one - other) <= near * abs(other)
 
 
-def _decided(
+def _decide_factor(
     evidence: Evidence,
     guesses: Sequence[_Guess],
     factor: float,
@@ -130,55 +130,55 @@ def _decided(
     predict: Predict,
 ) -> list[Cause]:
     """The cause of the guesses that the factor fits here and in other cases; else that of a constant factor."""
-    if independent(proof.truth for proof in predict(factor)) < FEWEST_OF_A_FACTOR:
+    if count_independent(proof.truth for proof in predict(factor)) < FEWEST_OF_A_FACTOR:
         return []
-    counts = _counts(evidence.run, evidence.truth)
-    fitting = [g for g in guesses if counts.get(g.size, 1) > 1 and _equal(g.factor(evidence), factor, near)]
+    counts = _counts_by_name(evidence.run, evidence.truth)
+    fitting = [g for g in guesses if counts.get(g.size, 1) > 1 and _is_equal(g.factor(evidence), factor, near)]
     seen = [(other, there) for other in evidence.search.others if (there := measure(other)) is not None]
     wide = max(near, SINGLE)
-    left = [g for g in fitting if all(_equal(there, g.factor(other), wide) for other, there in seen)]
-    stays = all(_equal(there, factor, wide) for _, there in seen)
+    left = [g for g in fitting if all(_is_equal(there, g.factor(other), wide) for other, there in seen)]
+    stays = all(_is_equal(there, factor, wide) for _, there in seen)
     follows = tuple(dict.fromkeys(g.size for g in left or fitting))
     elsewhere = [
-        f"{there:.4g} where {_label(other.run, other.truth, size)}"
+        f"{there:.4g} where {_label_of_size(other.run, other.truth, size)}"
         for other, there in seen
         for size in follows
-        if _counts(other.run, other.truth).get(size) != counts.get(size)
+        if _counts_by_name(other.run, other.truth).get(size) != counts.get(size)
     ]
     shown = f" ({', '.join(elsewhere)})" if elsewhere else ""
     if seen and stays and left:  # sizes that no legal case changes are left, and a constant fits as well
         large = [g for g in left if counts[g.size] >= _LARGE]
         left, shown = large or left, "" if large else UNDECIDED
     if left:
-        labels = {g.size: _label(evidence.run, evidence.truth, g.size) for g in left}
+        labels = {g.size: _label_of_size(evidence.run, evidence.truth, g.size) for g in left}
         which = " or ".join(dict.fromkeys(_POWERS[g.power].format(labels[g.size]) for g in left))
-        return claimed("size_factor", f"{relation}, which is {which}{shown}", *predict(factor), follows=follows)
+        return claim_cause("size_factor", f"{relation}, which is {which}{shown}", *predict(factor), follows=follows)
     if fitting and seen and not stays:
         return []
-    return claimed("constant_factor", f"{relation}{shown}", *predict(factor), follows=follows)
+    return claim_cause("constant_factor", f"{relation}{shown}", *predict(factor), follows=follows)
 
 
-def _label(run: Run, truth: Truth, size: str) -> str:
-    return f"{size}={_counts(run, truth).get(size, 1):g}"
+def _label_of_size(run: Run, truth: Truth, size: str) -> str:
+    return f"{size}={_counts_by_name(run, truth).get(size, 1):g}"
 
 
-def _guesses(run: Run, claims: Claims, names: Sequence[str]) -> list[_Guess]:
+def _guess_origins(run: Run, claims: Claims, names: Sequence[str]) -> list[_Guess]:
     """Origins of a factor on these tensors: sums and means over axes, numbers of micro-batches and tokens."""
-    sizes = _sizes(run)
-    sums = [axis for axis in sizes if all(summable(run, claims, axis, name) for name in names)]
+    sizes = _sizes_that_split(run)
+    sums = [axis for axis in sizes if all(is_summable(run, claims, axis, name) for name in names)]
     forward = kind_of(names[0]) in ("act", "logits", "init")
     found = [_Guess(size=s, power=power) for power in _POWERS for s in (sums if forward or power > 0 else sizes)]
     both = () if forward else ("micro", _TOKENS)
     return [*found, *(_Guess(size=size, power=power) for size in both for power in (1, -1))]
 
 
-def _sizes(run: Run) -> list[str]:
+def _sizes_that_split(run: Run) -> list[str]:
     """Axes that split something, and all ranks where they are more than those of any axis."""
     sizes = split_axes(run.case)
     return [*sizes] if run.case.world_size in sizes.values() else [*sizes, _ALL]
 
 
-def _counts(run: Run, truth: Truth) -> dict[str, float]:
+def _counts_by_name(run: Run, truth: Truth) -> dict[str, float]:
     """Every size that a factor may come from; axes that split nothing are not among them."""
     counts: dict[str, float] = {**split_axes(run.case), _ALL: run.case.world_size}
     tokens = truth.tensors.get("tokens/0")

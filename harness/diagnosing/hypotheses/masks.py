@@ -12,10 +12,17 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from shardproof.harness.checking.mask_checks import ALARM, KIND, flat, holders, hypergeometric, same_samples
+from shardproof.harness.checking.mask_checks import (
+    ALARM,
+    KIND,
+    flatten_blocks,
+    holders_of_mask,
+    hypergeometric,
+    same_samples,
+)
 from shardproof.harness.checking.measures.kinds import kind_of
 from shardproof.harness.checking.records import Claims, Run
-from shardproof.harness.diagnosing.causes.cause import Cause, reported
+from shardproof.harness.diagnosing.causes.cause import Cause, report_cause
 from shardproof.harness.diagnosing.causes.hypothesis import Failure
 from shardproof.harness.verdicts.verdict import FAIL
 
@@ -31,7 +38,7 @@ def from_masks(failure: Failure) -> list[Cause]:
     evidence, found = failure.evidence, failure.findings.get("masks")
     if found is not None and found.verdict == FAIL and evidence.run.mask_draws and evidence.run.mask_draws.anew:
         words = "recomputation drew masks that its forward did not draw"
-        return [reported("other_numbers", words, evidence.run.mask_draws.anew)]
+        return [report_cause("other_numbers", words, evidence.run.mask_draws.anew)]
     first = next((name for name in failure.wrong if kind_of(name) == KIND), "")
     truth = evidence.truth
     if not first or not (truth.unmergeable or any(kind_of(name) == KIND for name in truth.from_ranks)):
@@ -41,13 +48,17 @@ def from_masks(failure: Failure) -> list[Cause]:
 
 def _one_stream(run: Run, claims: Claims, name: str) -> Iterator[Cause]:
     """An axis over which all shards of the same samples have one mask."""
-    by_rank = holders(run, name)
+    by_rank = holders_of_mask(run, name)
     for axis, groups in claims.axes.items():
         pairs = [(a, b) for group in groups for a, b in combinations([r for r in group if r in by_rank], 2)]
-        masks = [(flat(by_rank[a]), flat(by_rank[b])) for a, b in pairs if same_samples(by_rank[a], by_rank[b])]
+        masks = [
+            (flatten_blocks(by_rank[a]), flatten_blocks(by_rank[b]))
+            for a, b in pairs
+            if same_samples(by_rank[a], by_rank[b])
+        ]
         if masks and all(torch.equal(one, other) and _could_differ(one, other) for one, other in masks):
-            words = f"{_ranks(groups[0])} hold different shards over {axis} and drop by one mask"
-            yield reported("other_numbers", words, pairs)
+            words = f"{_ranks_in_words(groups[0])} hold different shards over {axis} and drop by one mask"
+            yield report_cause("other_numbers", words, pairs)
 
 
 def _own_streams(run: Run, name: str) -> Iterator[Cause]:
@@ -56,16 +67,16 @@ def _own_streams(run: Run, name: str) -> Iterator[Cause]:
     for rank, outcome in enumerate(run.full_outcomes):
         if outcome.get(name):
             place = tuple(block.region for block in outcome[name])
-            by_region.setdefault(place, []).append((rank, flat(outcome[name])))
+            by_region.setdefault(place, []).append((rank, flatten_blocks(outcome[name])))
     for copies in by_region.values():
         unlike = [(rank, mask) for rank, mask in copies if not torch.equal(mask, copies[0][1])]
-        if unlike and all(_independent(copies[0][1], mask) for _, mask in unlike):
-            ranks = _ranks([copies[0][0], *(rank for rank, _ in unlike)])
+        if unlike and all(_are_independent(copies[0][1], mask) for _, mask in unlike):
+            ranks = _ranks_in_words([copies[0][0], *(rank for rank, _ in unlike)])
             words = f"{ranks} hold the same tensor and drop by independent masks"
-            yield reported("other_numbers", words, unlike)
+            yield report_cause("other_numbers", words, unlike)
 
 
-def _independent(one: Tensor, other: Tensor) -> bool:
+def _are_independent(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape or not _could_differ(one, other):
         return False
     both = int((one & other).sum())
@@ -78,6 +89,6 @@ def _could_differ(one: Tensor, other: Tensor) -> bool:
     return hypergeometric(min(first, second), one.numel(), first, second) < ALARM
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def _ranks_in_words(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:4]))
     return f"ranks {shown}{' and others' if len(ranks) > 4 else ''}"

@@ -12,7 +12,7 @@ import torch
 
 from shardproof.harness.checking.measures.kinds import kind_of
 from shardproof.harness.checking.records import Evidence, Run
-from shardproof.harness.diagnosing.causes.cause import Cause, claimed
+from shardproof.harness.diagnosing.causes.cause import Cause, claim_cause
 from shardproof.harness.diagnosing.causes.hypothesis import OTHER, Failure, Hypothesis
 from shardproof.harness.diagnosing.causes.places import blocks_of, held_whole
 from shardproof.harness.diagnosing.causes.proofs import Explained
@@ -40,27 +40,27 @@ def from_norms(failure: Failure) -> list[Cause]:
     numbers = {rank: float(by[0].local) for rank, by in blocks_of(evidence.run, name).items()}
     value = evidence.run.tensors.get(name)
     if value is None and all(math.isclose(x, own.get(rank, 0.0), rel_tol=_OWN) for rank, x in numbers.items()):
-        return _claimed(name, total, numbers, own, "each rank's norm is that of its own parts")
+        return _claim_norm(name, total, numbers, own, "each rank's norm is that of its own parts")
     for words, norms in _before_sums(evidence):
         if all(math.isclose(x, norms.get(rank, 0.0), rel_tol=_NEAR) for rank, x in numbers.items()):
-            return _claimed(name, total, numbers, norms, words)
+            return _claim_norm(name, total, numbers, norms, words)
     if value is None:
         return []
     near = EXACT.get(value.dtype, _NEAR)
     for words, guess in _counted_otherwise(evidence, squares, own):
         if math.isclose(float(value), guess, rel_tol=near):
-            return _claimed(name, total, {0: float(value)}, {0: guess}, words)
+            return _claim_norm(name, total, {0: float(value)}, {0: guess}, words)
     return []
 
 
-def _claimed(
+def _claim_norm(
     name: str, truth: float, values: Mapping[int, float], guesses: Mapping[int, float], words: str
 ) -> list[Cause]:
     """The cause when the numbers are these."""
     value = torch.tensor([*values.values()], dtype=torch.float64)
     guess = torch.tensor([guesses[rank] for rank in values], dtype=torch.float64)
     proof = Explained(value=value, truth=torch.full_like(value, truth), guess=guess, left=_LEFT, names=(name,))
-    return claimed("norm_members", words, proof)
+    return claim_cause("norm_members", words, proof)
 
 
 def _own_squares(run: Run) -> dict[int, float]:
@@ -100,7 +100,7 @@ def _counted_otherwise(
     for rank, norm in own.items():
         yield f"it is the norm of rank {rank}'s own parts", norm
     total = sum(squares.values())
-    for what, names in _groups(evidence, [*squares]).items():
+    for what, names in _groups_of_gradients(evidence, [*squares]).items():
         square = sum(squares[name] for name in names)
         for axis, size in by_size({**axes, **world}):
             often = f"{size} times, and {axis}={size}" if what.startswith("grad/") else f"once a rank, {axis}={size}"
@@ -115,7 +115,7 @@ def _counted_otherwise(
         yield f"it adds up what {axis} ranks hold, replicas too", math.hypot(*(own[r] for r in ranks if r in own))
 
 
-def _groups(evidence: Evidence, names: Sequence[str]) -> dict[str, frozenset[str]]:
+def _groups_of_gradients(evidence: Evidence, names: Sequence[str]) -> dict[str, frozenset[str]]:
     """Gradients that code may count alike, in words: by who holds what of them, one by one, by name, by dims."""
     whole = {name for name in names if held_whole(evidence.run, name)}
     groups = {

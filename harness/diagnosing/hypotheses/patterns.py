@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shardproof.harness.diagnosing.causes.cause import MEANT, Cause, claimed
+from shardproof.harness.diagnosing.causes.cause import MEANT, Cause, claim_cause
 from shardproof.harness.diagnosing.causes.hypothesis import STATE, VALUES, Hypothesis, of_values
 from shardproof.harness.diagnosing.causes.proofs import Explained, NotFinite, Rounded
 
@@ -37,12 +37,18 @@ def from_patterns(
         return []
     if not bool(torch.isfinite(value).all()):
         share = 1 - float(torch.isfinite(value).double().mean())
-        return claimed("nan", f"{share:.0%} of it is {NOT_FINITE}", NotFinite(value=value, truth=truth, names=(name,)))
+        return claim_cause(
+            "nan", f"{share:.0%} of it is {NOT_FINITE}", NotFinite(value=value, truth=truth, names=(name,))
+        )
     x, t, is_guess = value.double(), truth.double(), partial(Explained, value=value, truth=truth, names=(name,))
     words = "it is zero throughout"
-    zero = [] if is_count(x, t) else claimed("zero", words, is_guess(guess=torch.zeros_like(t), left=0.0))
-    moved = (_moved(x, t, axes, is_guess), _flat(t, axes, is_guess), _transposed(t, is_guess))
-    return list(itertools.islice(itertools.chain(zero, _stale(x, t, others, is_guess), *moved), 1))
+    zero = [] if is_count(x, t) else claim_cause("zero", words, is_guess(guess=torch.zeros_like(t), left=0.0))
+    moved = (
+        _guess_moved_parts(x, t, axes, is_guess),
+        _guess_flat_parts(t, axes, is_guess),
+        _guess_transposed_dims(t, is_guess),
+    )
+    return list(itertools.islice(itertools.chain(zero, _guess_stale_values(x, t, others, is_guess), *moved), 1))
 
 
 def is_count(x: Tensor, t: Tensor) -> bool:
@@ -51,7 +57,7 @@ def is_count(x: Tensor, t: Tensor) -> bool:
     return t.numel() == 1 and bool((both == both.round()).all()) and float(both.abs().max()) < _COUNTED
 
 
-def same(value: Tensor, truth: Tensor) -> bool:
+def is_same(value: Tensor, truth: Tensor) -> bool:
     """Whether a tensor is right as far as these patterns look."""
     error = float((value.double() - truth.double()).norm())
     return error <= CLOSE * float(truth.double().norm())
@@ -61,14 +67,14 @@ _Guess = partial[Explained]
 """Takes what a wrong tensor may be as `guess`."""
 
 
-def _stale(x: Tensor, t: Tensor, others: Mapping[str, Tensor], is_guess: _Guess) -> Iterator[Cause]:
+def _guess_stale_values(x: Tensor, t: Tensor, others: Mapping[str, Tensor], is_guess: _Guess) -> Iterator[Cause]:
     for name, other in others.items():
         if other.shape == x.shape and not torch.equal(other.double(), t):
             words = f"it equals {name} of the dense model"
-            yield from claimed("stale", words, is_guess(guess=other))
+            yield from claim_cause("stale", words, is_guess(guess=other))
 
 
-def _moved(x: Tensor, t: Tensor, axes: Mapping[str, int], is_guess: _Guess) -> Iterator[Cause]:
+def _guess_moved_parts(x: Tensor, t: Tensor, axes: Mapping[str, int], is_guess: _Guess) -> Iterator[Cause]:
     """The right numbers in wrong places."""
     for dim in range(t.dim()):
         for axis, size in by_size(axes):
@@ -77,15 +83,19 @@ def _moved(x: Tensor, t: Tensor, axes: Mapping[str, int], is_guess: _Guess) -> I
             width = t.shape[dim] // size
             for shift in range(1, size):
                 words = f"along dim {dim} it is shifted by {shift} of {size} shards ({axis})"
-                yield from claimed("other_part", words, is_guess(guess=t.roll(shift * width, dim), fitted=1))
-            if (order := _order(x, t, dim, width)) is not None:
+                yield from claim_cause("other_part", words, is_guess(guess=t.roll(shift * width, dim), fitted=1))
+            if (order := _find_order(x, t, dim, width)) is not None:
                 words = f"along dim {dim} the {size} shards of {axis} are in another order"
-                yield from claimed("other_part", words, is_guess(guess=_reordered(t, dim, width, order), fitted=size))
-            yield from _copied(x, t, dim, axis, size, is_guess)
+                yield from claim_cause(
+                    "other_part", words, is_guess(guess=_reorder_blocks(t, dim, width, order), fitted=size)
+                )
+            yield from _guess_copied_parts(x, t, dim, axis, size, is_guess)
     for dim in range(t.dim()):
-        if (order := _order(x, t, dim, 1)) is not None:
+        if (order := _find_order(x, t, dim, 1)) is not None:
             words = f"along dim {dim} it holds the right rows in another order"
-            yield from claimed("permuted", words, is_guess(guess=_reordered(t, dim, 1, order), fitted=len(order)))
+            yield from claim_cause(
+                "permuted", words, is_guess(guess=_reorder_blocks(t, dim, 1, order), fitted=len(order))
+            )
 
 
 def by_size(axes: Mapping[str, int]) -> Iterator[tuple[str, int]]:
@@ -94,11 +104,11 @@ def by_size(axes: Mapping[str, int]) -> Iterator[tuple[str, int]]:
         yield " or ".join(axis for axis in axes if axes[axis] == size), size
 
 
-def _copied(x: Tensor, t: Tensor, dim: int, axis: str, size: int, is_guess: _Guess) -> Iterator[Cause]:
+def _guess_copied_parts(x: Tensor, t: Tensor, dim: int, axis: str, size: int, is_guess: _Guess) -> Iterator[Cause]:
     """Parts along a dim that hold another part of the truth, one of them perhaps several times."""
     guess, swaps = nearest_parts(x, t, dim, size)
     words = f"along dim {dim} it holds the wrong parts of {size} ({axis}): {swaps}"
-    yield from claimed("other_part", words, is_guess(guess=guess, fitted=size))
+    yield from claim_cause("other_part", words, is_guess(guess=guess, fitted=size))
 
 
 def nearest_parts(x: Tensor, t: Tensor, dim: int, size: int) -> tuple[Tensor, str]:
@@ -109,15 +119,17 @@ def nearest_parts(x: Tensor, t: Tensor, dim: int, size: int) -> tuple[Tensor, st
     return torch.cat([theirs[j] for j in taken], dim), swaps
 
 
-def _transposed(t: Tensor, is_guess: _Guess) -> Iterator[Cause]:
+def _guess_transposed_dims(t: Tensor, is_guess: _Guess) -> Iterator[Cause]:
     """Two dims exchanged, in a memory of the same shape."""
     for one, other in itertools.combinations(range(t.dim()), 2):
         if min(t.shape[one], t.shape[other]) > 1:
             words = f"dims {one} and {other} are exchanged in memory"
-            yield from claimed("permuted", words, is_guess(guess=t.transpose(one, other).reshape(t.shape), fitted=1))
+            yield from claim_cause(
+                "permuted", words, is_guess(guess=t.transpose(one, other).reshape(t.shape), fitted=1)
+            )
 
 
-def _flat(t: Tensor, axes: Mapping[str, int], is_guess: _Guess) -> Iterator[Cause]:
+def _guess_flat_parts(t: Tensor, axes: Mapping[str, int], is_guess: _Guess) -> Iterator[Cause]:
     """Parts along an inner dim, put end to end in memory instead of side by side: as they were gathered or scattered.
 
     Data ranks are stacked along dim 0, and each has a memory of its own.
@@ -133,10 +145,10 @@ def _flat(t: Tensor, axes: Mapping[str, int], is_guess: _Guess) -> Iterator[Caus
                 parts = blocks.unflatten(dim + 1, (size, -1)).movedim(dim + 1, 1)
                 scattered = blocks.reshape(parts.shape).movedim(1, dim + 1).flatten(dim + 1, dim + 2).flatten(0, 1)
                 for guess in (parts.reshape(t.shape), scattered):
-                    yield from claimed("permuted", words, is_guess(guess=guess, fitted=1))
+                    yield from claim_cause("permuted", words, is_guess(guess=guess, fitted=1))
 
 
-def _order(x: Tensor, t: Tensor, dim: int, width: int) -> Tensor | None:
+def _find_order(x: Tensor, t: Tensor, dim: int, width: int) -> Tensor | None:
     """The block of the truth that stands at each place along `dim`, in blocks of `width`, each used once.
 
     None where it would mean nothing: most blocks are like others.
@@ -152,16 +164,16 @@ def _order(x: Tensor, t: Tensor, dim: int, width: int) -> Tensor | None:
     return places
 
 
-def _reordered(t: Tensor, dim: int, width: int, order: Tensor) -> Tensor:
+def _reorder_blocks(t: Tensor, dim: int, width: int, order: Tensor) -> Tensor:
     rows = t.movedim(dim, 0)
     return rows.reshape(len(order), width, -1)[order].reshape(rows.shape).movedim(0, dim)
 
 
-def rounded(value: Tensor, truth: Tensor, name: str = "") -> list[Cause]:
+def guess_rounded_numbers(value: Tensor, truth: Tensor, name: str = "") -> list[Cause]:
     """Whether all numbers of a wrong tensor, unlike the truth's, are ones of a shorter dtype, near the right ones."""
     for short in (torch.float32, torch.bfloat16, torch.float16):
         words = f"explained by rounding to {str(short).removeprefix('torch.')}: all its numbers are ones of it; {MEANT}"
-        if causes := claimed("shorter_dtype", words, Rounded(value=value, truth=truth, short=short, names=(name,))):
+        if causes := claim_cause("shorter_dtype", words, Rounded(value=value, truth=truth, short=short, names=(name,))):
             return causes
     return []
 
@@ -170,7 +182,9 @@ HYPOTHESES = (
     Hypothesis(
         predicts="the truth, rounded to a shorter dtype",
         causes=of_values(
-            lambda seen, names: rounded(seen.run.tensors[names[0]], seen.truth.tensors[names[0]], names[0])
+            lambda seen, names: guess_rounded_numbers(
+                seen.run.tensors[names[0]], seen.truth.tensors[names[0]], names[0]
+            )
         ),
         kinds=VALUES | {STATE},
     ),

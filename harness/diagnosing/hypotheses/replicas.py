@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shardproof.harness.diagnosing.causes.cause import Cause, claimed
+from shardproof.harness.diagnosing.causes.cause import Cause, claim_cause
 from shardproof.harness.diagnosing.causes.hypothesis import OF_TOKENS, STATE, VALUES, Failure, Hypothesis
 from shardproof.harness.diagnosing.causes.places import blocks_of
 from shardproof.harness.diagnosing.causes.proofs import (
@@ -18,7 +18,7 @@ from shardproof.harness.diagnosing.causes.proofs import (
     Explained,
     Near,
     NotFinite,
-    independent,
+    count_independent,
     share_left,
 )
 from shardproof.harness.diagnosing.hypotheses.patterns import NOT_FINITE
@@ -41,7 +41,7 @@ def from_replicas(failure: Failure) -> list[Cause]:
     sizes = {name: float(evidence.truth.tensors[name].double().norm()) for name in torn}
     for name in torn:
         truth, blocks = evidence.truth.tensors[name], blocks_of(evidence.run, name)
-        causes = _not_finite(blocks, truth, name) or _drift(blocks, truth, name)
+        causes = _not_finite(blocks, truth, name) or _guess_drift(blocks, truth, name)
         causes = causes or never_reduced(blocks, truth, axes, name)
         if causes or sizes[name] > LITTLE * max(sizes.values()):
             return causes
@@ -65,14 +65,14 @@ def never_reduced(blocks: Mapping[int, Sequence[Block]], truth: Tensor, axes: Ax
             Explained,
             value=value,
             truth=true,
-            left=share_left(local) if independent([true]) >= FEWEST_OF_A_FACTOR else _NEAR,
+            left=share_left(local) if count_independent([true]) >= FEWEST_OF_A_FACTOR else _NEAR,
             names=(name,),
         )
         words = f"the ranks' values add up to the truth over {over}: each holds one partial sum, never reduced"
-        if causes := claimed("not_summed", words, explained(guess=value - (total - true) / count)):
+        if causes := claim_cause("not_summed", words, explained(guess=value - (total - true) / count)):
             return causes
         words = f"each rank's is its own, and their mean over {over} is the truth: never averaged over {axis}"
-        if causes := claimed("not_averaged", words, explained(guess=value - (total / count - true))):
+        if causes := claim_cause("not_averaged", words, explained(guess=value - (total / count - true))):
             return causes
     return []
 
@@ -93,16 +93,16 @@ def _not_finite(blocks: Mapping[int, Sequence[Block]], truth: Tensor, name: str)
     """Whether replicas differ because some of them hold what is no number."""
     bad = {rank: block.local for rank, of in blocks.items() for block in of if not bool(block.local.isfinite().all())}
     words = f"on rank{'s' if len(bad) > 1 else ''} {ranks_text([*bad])} it is {NOT_FINITE}"
-    return claimed("nan", words, *(NotFinite(value=local, truth=truth, names=(name,)) for local in bad.values()))
+    return claim_cause("nan", words, *(NotFinite(value=local, truth=truth, names=(name,)) for local in bad.values()))
 
 
-def _drift(blocks: Mapping[int, Sequence[Block]], truth: Tensor, name: str) -> list[Cause]:
+def _guess_drift(blocks: Mapping[int, Sequence[Block]], truth: Tensor, name: str) -> list[Cause]:
     """Whether replicas that differ all are right but for their last bits."""
     words = "every rank's is right but for its last bits"
     parts = [(block.local, block.part_of(truth)) for of in blocks.values() for block in of if block.local.numel()]
     size = float(truth.double().abs().max()) if truth.numel() else 0.0
     near = (Near(value=local, truth=true, size=size, names=(name,)) for local, true in parts)
-    return claimed("replicas_drift", words, *near)
+    return claim_cause("replicas_drift", words, *near)
 
 
 HYPOTHESES = (

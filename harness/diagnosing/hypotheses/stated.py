@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping
 
-from shardproof.harness.diagnosing.causes.cause import MEANT, Cause, reported
+from shardproof.harness.diagnosing.causes.cause import MEANT, Cause, report_cause
 from shardproof.harness.diagnosing.causes.hypothesis import Failure
 from shardproof.harness.diagnosing.causes.places import blocks_of
 from shardproof.harness.mesh_axes import split_axes
@@ -33,14 +33,14 @@ _USUAL: Mapping[str, str] = {
 
 def first_stated(failure: Failure) -> str:
     """The first check that fails and is a cause by itself, "" where none does."""
-    return next(iter(_failed(failure, _STATED)), "")
+    return next(iter(_select_failed_checks(failure, _STATED)), "")
 
 
 def of_checks(failure: Failure) -> list[Cause]:
     """The cause of the first failed check that is one by itself; of a layout, a part that stands for the whole."""
-    failed = _failed(failure, _STATED)
+    failed = _select_failed_checks(failure, _STATED)
     part = _part_as_whole(failure) if "merge" in failed else []
-    return part or [reported(*_STATED[check], failure.findings[check]) for check in failed[:1]]
+    return part or [report_cause(*_STATED[check], failure.findings[check]) for check in failed[:1]]
 
 
 def _part_as_whole(failure: Failure) -> list[Cause]:
@@ -54,17 +54,17 @@ def _part_as_whole(failure: Failure) -> list[Cause]:
         for dim, length in enumerate(true):
             if shapes == {(*true[:dim], length // size, *true[dim + 1 :])}:
                 words = f"1 of {size} parts along dim {dim} ({axis}) told as the whole: return Shard(local, offsets, "
-                return [reported("layout", f"{words}{true}) where a rank holds a part", shapes)]
+                return [report_cause("layout", f"{words}{true}) where a rank holds a part", shapes)]
     return []
 
 
-def usual(failure: Failure) -> list[Cause]:
+def guess_usual_causes(failure: Failure) -> list[Cause]:
     """The statement of the first failed check of these; of overlap, where no number is wrong either."""
-    failed = [check for check in _failed(failure, _USUAL) if check != "overlap" or not failure.numbers]
-    return [reported("stated", _USUAL[check], failure.findings[check]) for check in failed[:1]]
+    failed = [check for check in _select_failed_checks(failure, _USUAL) if check != "overlap" or not failure.numbers]
+    return [report_cause("stated", _USUAL[check], failure.findings[check]) for check in failed[:1]]
 
 
-def _failed(failure: Failure, checks: Collection[str]) -> list[str]:
+def _select_failed_checks(failure: Failure, checks: Collection[str]) -> list[str]:
     """These checks, as far as they fail."""
     return [check for check in checks if check in failure.findings and failure.findings[check].verdict == FAIL]
 
@@ -74,19 +74,19 @@ def rounded_on_ranks(failure: Failure) -> list[Cause]:
     island = failure.evidence.search.low_precision_op
     words = f"explained by rounding to {island}; the case is in {failure.evidence.run.case.dtype}"
     words += f", and on one rank the subject does not round so; {MEANT}"
-    return [reported("shorter_dtype", words, island)] if island else []
+    return [report_cause("shorter_dtype", words, island)] if island else []
 
 
-def beginnings(failure: Failure) -> list[Cause]:
+def guess_wrong_beginnings(failure: Failure) -> list[Cause]:
     """Samples, or initial values, of the ranks that are others than those of the truth, or of each other."""
     samples, start = failure.evidence.search.other_samples, failure.evidence.search.other_start
     known = [("other_samples", samples), ("other_start", start)]
-    return [reported(id, words, words) for id, words in known if words][:1]
+    return [report_cause(id, words, words) for id, words in known if words][:1]
 
 
-def drawn(failure: Failure) -> list[Cause]:
+def guess_drawn_numbers(failure: Failure) -> list[Cause]:
     """Numbers that the ranks draw and the dense model does not."""
     numbers = failure.evidence.search.drawn
     words = f"{numbers}, so nothing behind it can agree: switch that off for the proof, or seed it by the "
     words += "numbers of the samples (case.samples), on ranks and truth"
-    return [reported("other_numbers", words, numbers)] if numbers else []
+    return [report_cause("other_numbers", words, numbers)] if numbers else []

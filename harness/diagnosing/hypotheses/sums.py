@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardproof.harness.checking.measures.kinds import kind_of
 from shardproof.harness.checking.records import Evidence, Run, Search, Truth
-from shardproof.harness.diagnosing.causes.cause import Cause, claimed
+from shardproof.harness.diagnosing.causes.cause import Cause, claim_cause
 from shardproof.harness.diagnosing.causes.hypothesis import OF_TOKENS, Failure, Hypothesis
 from shardproof.harness.diagnosing.causes.places import blocks_of
 from shardproof.harness.diagnosing.causes.proofs import Explained, share_left
@@ -37,13 +37,13 @@ def from_shares(evidence: Evidence, wrong: Sequence[str], before: str = "") -> l
     whole = [name for name in names if name in evidence.run.tensors]
     tokens = evidence.search.shares["tokens"]
     if whole:
-        fit = _fitted(evidence.truth, evidence.search, [(name, evidence.run.tensors[name], ()) for name in whole])
+        fit = _fit_weights(evidence.truth, evidence.search, [(name, evidence.run.tensors[name], ()) for name in whole])
         # gradients may be kept in a wider dtype
         dtypes = (getattr(torch, evidence.run.dtype_of(name)) for name in whole)
         near = max(CLOSE, *(share_left(torch.empty(0, dtype=dtype)) for dtype in dtypes))
         if fit is None:
             return _own_in_part(evidence, whole)
-        if _alike(fit[0].flatten(), near):
+        if _are_alike(fit[0].flatten(), near):
             return []
         return _of_weights(fit[0], tokens, fit[1], *_of_activation(evidence.run, evidence.truth, fit[0], before))
     return _by_rank(evidence, names, tokens)
@@ -71,7 +71,7 @@ def _own_in_part(evidence: Evidence, names: Sequence[str]) -> list[Cause]:
         nearest = (either - x).abs().argmin(0, keepdim=True)
         parts.append(Explained(value=x, truth=t, guess=either.gather(0, nearest)[0], names=(name,)))
     words = "what is wrong in it is one data rank's own sum"
-    return claimed("not_summed", words, *parts) if len(evidence.search.shares["tokens"]) > 1 else []
+    return claim_cause("not_summed", words, *parts) if len(evidence.search.shares["tokens"]) > 1 else []
 
 
 def _by_rank(evidence: Evidence, names: Sequence[str], tokens: Tensor) -> list[Cause]:
@@ -80,7 +80,7 @@ def _by_rank(evidence: Evidence, names: Sequence[str], tokens: Tensor) -> list[C
     fits = []
     for rank in range(len(evidence.run.outcomes)):
         blocks = [(name, b.local, b.region) for name in names for b in blocks_of(evidence.run, name).get(rank, ())]
-        found = _fitted(evidence.truth, evidence.search, blocks)
+        found = _fit_weights(evidence.truth, evidence.search, blocks)
         if found is None:
             return []
         weights[rank] = found[0]
@@ -92,12 +92,12 @@ def _by_rank(evidence: Evidence, names: Sequence[str], tokens: Tensor) -> list[C
     rows = {rank: place_of_rank(evidence.claims.axes, "dp", rank) for rank in weights}
     own = torch.stack([w.mean() * tokens[rows[rank]].sum() for rank, w in weights.items()])
     scales = torch.stack([w.mean() for w in weights.values()])
-    if all(_alike(w.flatten()) for w in weights.values()) and _alike(own) and not _alike(scales):
-        return claimed("unequal_shares", OWN_TOKENS, fit)
+    if all(_are_alike(w.flatten()) for w in weights.values()) and _are_alike(own) and not _are_alike(scales):
+        return claim_cause("unequal_shares", OWN_TOKENS, fit)
     others = [torch.cat([w[: rows[rank]], w[rows[rank] + 1 :]]) for rank, w in weights.items()]
     if len(tokens) > 1 and all(bool((other.abs() < CLOSE).all()) for other in others):
         words = "each data rank's own micro-batches alone are in it"
-        return claimed("not_summed", words, fit)
+        return claim_cause("not_summed", words, fit)
     return _of_weights(weights[0], tokens, fit)
 
 
@@ -105,7 +105,7 @@ Part = tuple[str, Tensor, tuple[tuple[int, int], ...]]
 """(name, values, their region in the full tensor; () for all of it)."""
 
 
-def _fitted(truth: Truth, search: Search, parts: Sequence[Part]) -> tuple[Tensor, Explained] | None:
+def _fit_weights(truth: Truth, search: Search, parts: Sequence[Part]) -> tuple[Tensor, Explained] | None:
     """Weights [dp, micro] whose weighted sum of the shares is these values, and the proof; None when none fit.
 
     Equal weights win; where shares hang together, other weights would be some of many.
@@ -133,18 +133,18 @@ def _fitted(truth: Truth, search: Search, parts: Sequence[Part]) -> tuple[Tensor
     return None
 
 
-def _alike(values: Tensor, near: float = CLOSE) -> bool:
+def _are_alike(values: Tensor, near: float = CLOSE) -> bool:
     return bool((values - values.mean()).abs().max() <= near * values.abs().max())
 
 
 def _of_weights(weights: Tensor, tokens: Tensor, *fit: Explained) -> list[Cause]:
     """Causes of weights [dp, micro] other than 1; nothing when all are alike, which is a factor's case."""
-    if _alike(weights.flatten()):
+    if _are_alike(weights.flatten()):
         return []
     missing = weights.abs() < CLOSE
     if bool(missing.all(1).any()):
         kept = [str(d) for d in range(weights.shape[0]) if not bool(missing[d].all())]
-        return claimed("not_summed", f"only data rank {', '.join(kept)} of {weights.shape[0]} is in it", *fit)
+        return claim_cause("not_summed", f"only data rank {', '.join(kept)} of {weights.shape[0]} is in it", *fit)
     counted = ", ".join(f"{weight:.3g}" for weight in weights.flatten().tolist())
     words = f"its micro-batches count {counted} times instead of once each"
     if bool(missing.all(0).any()):
@@ -154,17 +154,17 @@ def _of_weights(weights: Tensor, tokens: Tensor, *fit: Explained) -> list[Cause]
         words = "some micro-batches of some data ranks are missing in it"
     elif _by_own_tokens(weights, tokens):
         words = "every micro-batch is divided by its own tokens, not by those of the step"
-    elif all(_alike(row) for row in weights) and _by_own_tokens(weights.mean(1), tokens.sum(1)):
+    elif all(_are_alike(row) for row in weights) and _by_own_tokens(weights.mean(1), tokens.sum(1)):
         words = OWN_TOKENS
-    return claimed("unequal_shares", words, *fit)
+    return claim_cause("unequal_shares", words, *fit)
 
 
 def _by_own_tokens(weights: Tensor, tokens: Tensor) -> bool:
     """Whether each part was divided by its own tokens, and then summed, or averaged over the parts."""
-    return _alike((weights * tokens).flatten())
+    return _are_alike((weights * tokens).flatten())
 
 
-def _sums(failure: Failure) -> list[Cause]:
+def _guess_sums(failure: Failure) -> list[Cause]:
     """Causes in the sums of the wrong gradients; of all of them first, where ranks disagree on the first wrong one."""
     evidence, wrong = failure.evidence, failure.of_kind("grad")
     every = [name for name in evidence.truth.tensors if kind_of(name) == "grad"] if failure.torn else []
@@ -174,7 +174,7 @@ def _sums(failure: Failure) -> list[Cause]:
 HYPOTHESES = (
     Hypothesis(
         predicts="every gradient is a sum of micro-batches and data ranks that count otherwise",
-        causes=_sums,
+        causes=_guess_sums,
         kinds=frozenset({"loss", OF_TOKENS, "act_grad", "grad"}),
     ),
 )

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from shardproof.harness.checking.measures.kinds import kind_of, step_of
 from shardproof.harness.checking.records import Evidence, Run, Truth
-from shardproof.harness.diagnosing.causes.cause import Cause, claimed
+from shardproof.harness.diagnosing.causes.cause import Cause, claim_cause
 from shardproof.harness.diagnosing.causes.hypothesis import LATER, STATE, Failure, Hypothesis
 from shardproof.harness.diagnosing.causes.places import blocks_of
-from shardproof.harness.diagnosing.causes.proofs import FEWEST_OF_A_FACTOR, Explained, independent
-from shardproof.harness.diagnosing.causes.proofs import times as in_words
+from shardproof.harness.diagnosing.causes.proofs import FEWEST_OF_A_FACTOR, Explained, count_independent
+from shardproof.harness.diagnosing.causes.proofs import factor_in_words as in_words
 from shardproof.harness.diagnosing.hypotheses.factors import meaning_of
 from shardproof.harness.errors import ranks_text
 
@@ -76,7 +76,7 @@ def before_step(evidence: Evidence, kind: str, step: int, parameter: str) -> Ten
     return start if kind == "param" or start is None else torch.zeros_like(start)
 
 
-def moved(evidence: Evidence, wrong: Sequence[str], kind: str, step: int) -> Moved | None:
+def find_moved_states(evidence: Evidence, wrong: Sequence[str], kind: str, step: int) -> Moved | None:
     """The wrong states of a kind after this step; None when there are none whose state before is known."""
     rows: list[dict[str, Tensor | None]] = []
     states = []
@@ -100,7 +100,7 @@ def moved(evidence: Evidence, wrong: Sequence[str], kind: str, step: int) -> Mov
     return Moved(states=tuple(states), value=value, truth=truth, before=before, beside=flat)
 
 
-def times(value: Tensor, truth: Tensor) -> float | None:
+def find_multiple(value: Tensor, truth: Tensor) -> float | None:
     """The number that `truth` is multiplied by in `value`; None when no number explains it."""
     power = float(truth @ truth)
     factor = float(value @ truth) / power if power else 0.0
@@ -109,11 +109,11 @@ def times(value: Tensor, truth: Tensor) -> float | None:
     return factor if fits else None
 
 
-def fitted(value: Tensor, truth: Tensor, other: Tensor) -> tuple[float, float] | None:
+def fit_linear(value: Tensor, truth: Tensor, other: Tensor) -> tuple[float, float] | None:
     """(a, b) with value = a truth + b other; b is 0 where `other` is. None when no such sum explains the value."""
     known = torch.stack([truth, other], 1) if bool(other.any()) else truth[:, None]
     error = float((value - truth).norm())
-    few = independent([truth]) < FEWEST_OF_A_FACTOR
+    few = count_independent([truth]) < FEWEST_OF_A_FACTOR
     if few or not error or not math.isfinite(error + float(known.norm())):
         return None
     sizes = known.norm(dim=0).clamp(min=1e-300)
@@ -122,21 +122,21 @@ def fitted(value: Tensor, truth: Tensor, other: Tensor) -> tuple[float, float] |
     return (float(weights[0]), float(weights[1]) if len(weights) > 1 else 0.0) if explained else None
 
 
-def _number(failure: Failure) -> int:
+def _first_wrong_step(failure: Failure) -> int:
     """The first step with a wrong state or norm, the last one for parameters."""
     if failure.kind != LATER and kind_of(failure.first) == "param":
         return failure.evidence.run.case.steps - 1
     return max(step_of(failure.first), 0)
 
 
-def _wrong(failure: Failure, kind: str) -> Moved | None:
-    return moved(failure.evidence, failure.numbers, kind, _number(failure))
+def _find_wrong_states(failure: Failure, kind: str) -> Moved | None:
+    return find_moved_states(failure.evidence, failure.numbers, kind, _first_wrong_step(failure))
 
 
 def gradient_factor(evidence: Evidence, wrong: Sequence[str], step: int) -> float | None:
     """The number that the gradients inside both moments are multiplied by; None when none explains them."""
-    moments = [moved(evidence, wrong, kind, step) for kind in _MOMENTS]
-    fits = [fitted(one.value, one.truth, one.before) if one else None for one in moments]
+    moments = [find_moved_states(evidence, wrong, kind, step) for kind in _MOMENTS]
+    fits = [fit_linear(one.value, one.truth, one.before) if one else None for one in moments]
     if moments[0] is None or fits[0] is None:
         return None
     factor, past = fits[0]
@@ -147,25 +147,25 @@ def gradient_factor(evidence: Evidence, wrong: Sequence[str], step: int) -> floa
     return factor if fits[1] and math.isclose(fits[1][0], factor**2, rel_tol=NEAR) else None
 
 
-def _moments(failure: Failure) -> list[Cause]:
+def _guess_moments(failure: Failure) -> list[Cause]:
     """Moments of gradients times one number, or that are another sum of the right ones and of what was before."""
-    step, evidence, wrong = _number(failure), failure.evidence, failure.numbers
-    states = {kind: state for kind in _MOMENTS if (state := _wrong(failure, kind))}
+    step, evidence, wrong = _first_wrong_step(failure), failure.evidence, failure.numbers
+    states = {kind: state for kind in _MOMENTS if (state := _find_wrong_states(failure, kind))}
     proofs, words = list[Explained](), list[str]()
     for kind, state in states.items():
         now = state.beside.get("parameter")
-        fit = fitted(state.value, state.truth, state.before)
-        share = None if fit or now is None or kind != "exp_avg" else times(state.value - state.truth, now)
+        fit = fit_linear(state.value, state.truth, state.before)
+        share = None if fit or now is None or kind != "exp_avg" else find_multiple(state.value - state.truth, now)
         if share is not None and now is not None:  # of squared gradients that hold parameters nothing is linear
             words = [f"the {_MOMENTS[kind]} holds {share:.3g} x the parameters"]
-            proofs = [_explained(state, state.value, state.truth, state.truth + share * now)]
+            proofs = [_explain_state(state, state.value, state.truth, state.truth + share * now)]
             break
         if fit is None:
             return []
         past = f" and {fit[1]:.4g} x the one before" if fit[1] else ""
         words.append(f"the {_MOMENTS[kind]} is {in_words(fit[0])} the right one{past}")
         guess = fit[0] * state.truth + fit[1] * state.before
-        proofs.append(_explained(state, state.value, state.truth, guess))
+        proofs.append(_explain_state(state, state.value, state.truth, guess))
     if not proofs:
         return []
     if (factor := gradient_factor(evidence, wrong, step)) is not None:
@@ -174,55 +174,55 @@ def _moments(failure: Failure) -> list[Cause]:
         relation = f"the gradients of step {step} are {in_words(factor)} the right ones"
         measure = partial(gradient_factor, wrong=first, step=0)
         return meaning_of(evidence, factor, relation, NEAR, measure, lambda _: tuple(proofs), step)
-    return claimed("optimizer_state", f"in step {step} {', '.join(words)}", *proofs)
+    return claim_cause("optimizer_state", f"in step {step} {', '.join(words)}", *proofs)
 
 
-def _explained(state: Moved, value: Tensor, truth: Tensor, guess: Tensor, fitted: int = 1) -> Explained:
+def _explain_state(state: Moved, value: Tensor, truth: Tensor, guess: Tensor, fitted: int = 1) -> Explained:
     return Explained(value=value, truth=truth, guess=guess, left=LEFT, names=state.states, fitted=fitted)
 
 
-def _updates(failure: Failure) -> list[Cause]:
+def _guess_updates(failure: Failure) -> list[Cause]:
     """Updates times one number, or with a share of the parameters or of the updates before."""
-    step, state = _number(failure), _wrong(failure, "param")
-    if state is None or any(_wrong(failure, kind) for kind in _MOMENTS):
+    step, state = _first_wrong_step(failure), _find_wrong_states(failure, "param")
+    if state is None or any(_find_wrong_states(failure, kind) for kind in _MOMENTS):
         return []
-    if (factor := times(state.got, state.right)) is not None:
-        proof = _explained(state, state.got, state.right, factor * state.right)
+    if (factor := find_multiple(state.got, state.right)) is not None:
+        proof = _explain_state(state, state.got, state.right, factor * state.right)
         relation = f"the updates of step {step} are {in_words(factor)} the right ones"
         measure = partial(_factor_of_updates, names=[name.rpartition("/")[2] for name in state.states])
         return meaning_of(failure.evidence, factor, relation, NEAR, measure, lambda _: (proof,), step)
     last = state.beside.get("last") if _right_norm(failure) else None
     for what, other in (("the parameters before it", state.before), ("the updates before", last)):
-        fit = None if other is None or not bool(other.any()) else fitted(state.got, state.right, other)
+        fit = None if other is None or not bool(other.any()) else fit_linear(state.got, state.right, other)
         if fit and other is not None:
             guess = fit[0] * state.right + fit[1] * other
             words = f"the updates of step {step} are {in_words(fit[0])} the right ones and {fit[1]:.3g} x {what}"
-            return claimed("optimizer_state", words, _explained(state, state.got, state.right, guess, fitted=2))
+            return claim_cause("optimizer_state", words, _explain_state(state, state.got, state.right, guess, fitted=2))
     return []
 
 
 def _right_norm(failure: Failure) -> bool:
     """Whether the norm of the step's gradients was returned, and is right: they hold none of another step."""
-    norm = f"grad_norm/{_number(failure)}"
+    norm = f"grad_norm/{_first_wrong_step(failure)}"
     return norm in failure.evidence.run.tensors and norm not in failure.wrong
 
 
 def _factor_of_updates(other: Evidence, names: Sequence[str]) -> float | None:
     """The factor on what the first step moves these parameters by, in another case."""
-    state = moved(other, [f"param/{name}" for name in names], "param", 0)
+    state = find_moved_states(other, [f"param/{name}" for name in names], "param", 0)
     if state is None:
         return None
     right = float((state.got - state.right).norm()) <= NEAR * float(state.right.norm())
-    return 1.0 if right else times(state.got, state.right)
+    return 1.0 if right else find_multiple(state.got, state.right)
 
 
 def _not_taken(failure: Failure) -> list[Cause]:
     """Wrong parameters that stay where they were before the step or before the first one, all of them or some."""
-    evidence, step = failure.evidence, _number(failure)
+    evidence, step = failure.evidence, _first_wrong_step(failure)
     names = list(of_kind(evidence.run, failure.numbers, "param", step))
     names = names or list(of_kind(evidence.run, failure.numbers, "param", evidence.run.case.steps - 1))
     tensors = evidence.run.tensors
-    for first in dict.fromkeys((step, 0)) if not any(_wrong(failure, kind) for kind in _MOMENTS) else ():
+    for first in dict.fromkeys((step, 0)) if not any(_find_wrong_states(failure, kind) for kind in _MOMENTS) else ():
         befores = {n: before_step(evidence, "param", first, parameter) for n, parameter in names}
         known = {n: then for n, then in befores.items() if then is not None}
         same = {
@@ -235,7 +235,7 @@ def _not_taken(failure: Failure) -> list[Cause]:
                 Explained(value=tensors[n], truth=evidence.truth.tensors[n], guess=t, names=(n,))
                 for n, t in same.items()
             )
-            return claimed("never_updated", f"{named}: as before {when}", *proofs)
+            return claim_cause("never_updated", f"{named}: as before {when}", *proofs)
         if known and (causes := _still_on_ranks(evidence.run, evidence.truth, known, when)):
             return causes
     return []
@@ -258,7 +258,7 @@ def _still_on_ranks(run: Run, truth: Truth, befores: Mapping[str, Tensor], when:
     if not stays or stays.keys() & moves:
         return []
     words = f"on rank{'s' * (len(stays) > 1)} {ranks_text(sorted(stays))} the parameters are as before {when}"
-    return claimed("never_updated", words, *stays.values())
+    return claim_cause("never_updated", words, *stays.values())
 
 
 def _not_zeroed(failure: Failure) -> list[Cause]:
@@ -267,22 +267,22 @@ def _not_zeroed(failure: Failure) -> list[Cause]:
     Which factor each parameter's has depends on what sums over ranks it went through again.
     """
     evidence = failure.evidence
-    step = _number(failure) if failure.kind != LATER else evidence.run.case.steps - 1
+    step = _first_wrong_step(failure) if failure.kind != LATER else evidence.run.case.steps - 1
     kinds = (kind for kind in ("exp_avg", "param") if any(of_kind(evidence.run, failure.numbers, kind, step)))
     proofs = []
     for name, parameter in (
         of_kind(evidence.run, failure.numbers, next(kinds, ""), step) if step and not _right_norm(failure) else ()
     ):
         value, old = evidence.run.tensors.get(name), evidence.truth.tensors.get(f"grad/{parameter}")
-        if value is None or old is None or independent([old]) < FEWEST_OF_A_FACTOR:
+        if value is None or old is None or count_independent([old]) < FEWEST_OF_A_FACTOR:
             return []
         truth = evidence.truth.tensors[name].double()
-        share = times((value.double() - truth).flatten(), old.double().flatten())
+        share = find_multiple((value.double() - truth).flatten(), old.double().flatten())
         if share is None:
             return []
         guess = truth + share * old.double()
         proofs.append(Explained(value=value, truth=truth, guess=guess, left=LEFT, names=(name,), fitted=1))
-    return claimed("not_zeroed", f"step {step} holds the gradient of the first step once more", *proofs)
+    return claim_cause("not_zeroed", f"step {step} holds the gradient of the first step once more", *proofs)
 
 
 _of_steps = partial(Hypothesis, kinds=frozenset({"grad_norm", STATE}))
@@ -290,6 +290,6 @@ _of_later = partial(Hypothesis, kinds=frozenset({"grad_norm", LATER, STATE}))
 HYPOTHESES = (
     _of_later(predicts="parameters as they were before a step", causes=_not_taken),
     _of_later(predicts="a later step that holds the first gradients", causes=_not_zeroed),
-    _of_steps(predicts="moments of scaled gradients, or other sums of the right moments", causes=_moments),
-    _of_steps(predicts="scaled updates, or with a share of parameters or of updates before", causes=_updates),
+    _of_steps(predicts="moments of scaled gradients, or other sums of the right moments", causes=_guess_moments),
+    _of_steps(predicts="scaled updates, or with a share of parameters or of updates before", causes=_guess_updates),
 )

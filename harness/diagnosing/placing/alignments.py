@@ -19,7 +19,15 @@ import torch
 from torch import Tensor
 
 from shardproof.harness.checking.measures.tolerance import measure
-from shardproof.harness.diagnosing.placing.plans import CALLS, Coordinate, Plan, along, has_shape, joined, plans
+from shardproof.harness.diagnosing.placing.plans import (
+    CALLS,
+    Coordinate,
+    Plan,
+    group_along,
+    has_shape,
+    join_parts,
+    list_plans,
+)
 from shardproof.harness.protocols import Axes
 
 AGREES, DIFFERS, UNKNOWN = "agrees", "differs", "unknown"
@@ -55,9 +63,9 @@ class TrueTensor:
         controls = tuple((run[number],) for run in self.controls if len(run) == len(self.calls))
         return TrueTensor(calls=(self.calls[number],), dtype=self.dtype, controls=controls, kind=self.kind)
 
-    def joined(self, dim: int) -> "TrueTensor | None":
+    def join_calls(self, dim: int) -> "TrueTensor | None":
         """All calls as one, along this dim; None where a call has no such dim, or another size in one of the others."""
-        if any(call.dim() <= dim for call in self.calls) or len({_without(call, dim) for call in self.calls}) > 1:
+        if any(call.dim() <= dim for call in self.calls) or len({_shape_without(call, dim) for call in self.calls}) > 1:
             return None
         shapes = [call.shape for call in self.calls]
         controls = tuple((torch.cat(run, dim),) for run in self.controls if [one.shape for one in run] == shapes)
@@ -70,7 +78,7 @@ class TrueTensor:
         return measure("", value, truth, dtype=self.dtype, controls=controls, kind=self.kind).right
 
 
-def _without(tensor: Tensor, dim: int) -> tuple[int, ...]:
+def _shape_without(tensor: Tensor, dim: int) -> tuple[int, ...]:
     """Its shape but for one dim."""
     return (*tensor.shape[:dim], *tensor.shape[dim + 1 :])
 
@@ -90,7 +98,7 @@ class Fit:
     shown: tuple[tuple[Tensor, Tensor], ...] = ()
 
 
-def fit(
+def fit_parts(
     parts: Mapping[int, Sequence[Tensor]],
     target: TrueTensor,
     axes: Axes,
@@ -112,12 +120,12 @@ def fit(
     count, states, shown = len(next(iter(parts.values()))), [UNKNOWN], list[tuple[Tensor, Tensor]]()
     if count == len(target.calls) > 1 and not scaled:
         alone = [{rank: [calls[number]] for rank, calls in parts.items()} for number in range(count)]
-        fits = [fit(one, target.call(number), axes) for number, one in enumerate(alone)]
+        fits = [fit_parts(one, target.call(number), axes) for number, one in enumerate(alone)]
         if all(one.state == AGREES for one in fits):
             return fits[0]
         states += [one.state for one in fits]
         shown += next((one.shown for one in fits if one.state == DIFFERS), ())
-    for basis in _bases(list(parts), axes):
+    for basis in _list_bases(list(parts), axes):
         fitted = _in_basis(parts, target, basis, scaled)
         if fitted.state == AGREES:
             return fitted
@@ -136,32 +144,32 @@ def _in_basis(given: Mapping[int, Sequence[Tensor]], target: TrueTensor, basis: 
     }
     several = len(places) > len(given) or len(target.calls) > 1
     for rows in (0, 1) if several else (None,):
-        whole = target if rows is None else target.joined(rows)
+        whole = target if rows is None else target.join_calls(rows)
         if whole is None:
             continue
         wanted = tuple(whole.calls[0].shape)
-        for view in _views(next(iter(given.values()))[0], target.calls[0]):
+        for view in _views_of_local(next(iter(given.values()))[0], target.calls[0]):
             try:
                 parts = {place: view(given[rank][number]) for place, (rank, number) in places.items()}
             except (RuntimeError, IndexError):  # the first dim of a part cannot be unflattened, or it has fewer dims
                 continue
             shapes = {place: tuple(part.shape) for place, part in parts.items()}
-            for plan in plans(names, len(wanted), rows):
+            for plan in list_plans(names, len(wanted), rows):
                 if has_shape(shapes, plan, wanted):
                     state = DIFFERS
-                    if (factors := _agrees(parts, plan, whole, scaled)) is not None:
+                    if (factors := _find_agreement(parts, plan, whole, scaled)) is not None:
                         return Fit(
                             state=AGREES,
                             layout=plan.words(names),
-                            summed=plan.summed(names),
+                            summed=plan.summed_axis(names),
                             factors={places[place]: factor for place, factor in factors.items()},
                         )
-                    if not plan.summed(names) and not scaled:
-                        shown += _shown(parts, plan, whole.calls[0])
+                    if not plan.summed_axis(names) and not scaled:
+                        shown += _pair_with_truth(parts, plan, whole.calls[0])
     return Fit(state=state, shown=tuple(shown))
 
 
-def _bases(ranks: Sequence[int], axes: Axes) -> Iterator[Basis]:
+def _list_bases(ranks: Sequence[int], axes: Axes) -> Iterator[Basis]:
     """Every set of axes on which each of these ranks has a place of its own."""
     places: dict[str, dict[int, int]] = {}
     seen: list[list[list[int]]] = []
@@ -183,7 +191,7 @@ def _bases(ranks: Sequence[int], axes: Axes) -> Iterator[Basis]:
         yield {"all ranks": {rank: place for place, rank in enumerate(sorted(ranks))}}
 
 
-def _views(local: Tensor, truth: Tensor) -> Iterator[Callable[[Tensor], Tensor]]:
+def _views_of_local(local: Tensor, truth: Tensor) -> Iterator[Callable[[Tensor], Tensor]]:
     """How a local tensor may be looked at so that it has the dims of the truth."""
     dims = truth.dim()
     if local.dim() > dims > 0:
@@ -200,50 +208,50 @@ def _views(local: Tensor, truth: Tensor) -> Iterator[Callable[[Tensor], Tensor]]
         yield lambda part: part.unflatten(0, (second, -1)).transpose(0, 1)
 
 
-def _shown(parts: Parts, plan: Plan, truth: Tensor) -> list[tuple[Tensor, Tensor]]:
+def _pair_with_truth(parts: Parts, plan: Plan, truth: Tensor) -> list[tuple[Tensor, Tensor]]:
     """The one tensor that these parts make up and the truth; nothing when ranks that should hold the same do not."""
-    first, *others = joined(parts, plan).values()
+    first, *others = join_parts(parts, plan).values()
     return [(first, truth)] if first.shape == truth.shape and all(torch.equal(first, other) for other in others) else []
 
 
-def _agrees(parts: Parts, plan: Plan, target: TrueTensor, scaled: bool) -> dict[Coordinate, float] | None:
+def _find_agreement(parts: Parts, plan: Plan, target: TrueTensor, scaled: bool) -> dict[Coordinate, float] | None:
     """The factor of every part (1 unless `scaled`) when the parts make up the target; None when they do not."""
     axis = next((place for place, (act, _) in enumerate(plan.acts) if act == "sum"), None)
     left = dict(parts)
     if axis is not None:
-        for group in along(left, axis):
+        for group in group_along(left, axis):
             if _all_equal([left[place] for place in group]):
                 return None
-        sums = {group[0]: torch.stack([left[place] for place in group]).sum(0) for group in along(left, axis)}
+        sums = {group[0]: torch.stack([left[place] for place in group]).sum(0) for group in group_along(left, axis)}
         left = sums
     factors = dict.fromkeys(parts, 1.0)
     if scaled:
-        own = _factors(left, plan, target)
+        own = _factors_of_parts(left, plan, target)
         if own is None:
             return None
-        factors = {place: own[_owner(place, plan)] for place in parts}
-        left = {place: part / own[_owner(place, plan)] for place, part in left.items()}
+        factors = {place: own[_owner_of_place(place, plan)] for place in parts}
+        left = {place: part / own[_owner_of_place(place, plan)] for place, part in left.items()}
     truth = target.calls[0]
-    for value in joined(left, plan).values():
+    for value in join_parts(left, plan).values():
         if not target.near(value[tuple(slice(size) for size in truth.shape)]):
             return None
     return factors
 
 
-def _owner(place: Coordinate, plan: Plan) -> Coordinate:
+def _owner_of_place(place: Coordinate, plan: Plan) -> Coordinate:
     """The coordinates of a part where only those axes count that cut."""
     return tuple(at if axis in plan.order else 0 for axis, at in enumerate(place))
 
 
-def _factors(found: Parts, plan: Plan, target: TrueTensor) -> dict[Coordinate, float] | None:
+def _factors_of_parts(found: Parts, plan: Plan, target: TrueTensor) -> dict[Coordinate, float] | None:
     """By what the parts at the first place of all axes that do not cut are larger than the truth's."""
-    firsts = {place: part for place, part in found.items() if place == _owner(place, plan)}
+    firsts = {place: part for place, part in found.items() if place == _owner_of_place(place, plan)}
     number = {place: index for index, place in enumerate(firsts)}
     ids = {place: torch.full_like(part, float(number[place]), dtype=torch.float64) for place, part in firsts.items()}
     truth = target.calls[0].double()
     region = tuple(slice(size) for size in truth.shape)
-    (value,) = joined(firsts, plan).values()
-    (who,) = joined(ids, plan).values()
+    (value,) = join_parts(firsts, plan).values()
+    (who,) = join_parts(ids, plan).values()
     value, who = value[region].double(), who[region]
     factors = {}
     for place, index in number.items():

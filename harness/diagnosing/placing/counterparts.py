@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from shardproof.harness.mesh_axes import pipelines, stage_count
-from shardproof.harness.outcome.merging import merge
+from shardproof.harness.outcome.merging import merge_outcomes
 from shardproof.harness.protocols import Axes
 from shardproof.harness.recording.capturing.module_calls import TensorCopy
 
@@ -15,13 +15,13 @@ def same_modules(mine: Sequence[str], theirs: Sequence[str]) -> dict[str, str]:
     pairs = {path: path for path in theirs if path in set(mine)}
     left, right = [p for p in theirs if p not in pairs], [p for p in mine if p not in pairs]
     for path in left:
-        best = _best(path, right)
-        if best and _best(best, left) == path:
+        best = _best_match(path, right)
+        if best and _best_match(best, left) == path:
             pairs[path] = best
     return pairs
 
 
-def _best(path: str, others: Sequence[str]) -> str:
+def _best_match(path: str, others: Sequence[str]) -> str:
     """The one path with the longest common end, "" when there are several or none."""
     ends = {other: _common_end(path, other) for other in others}
     most = max(ends.values(), default=0)
@@ -34,7 +34,7 @@ def _common_end(one: str, other: str) -> int:
     return next((count for count, (a, b) in enumerate(pairs) if a != b), min(one.count("."), other.count(".")) + 1)
 
 
-def plainly(tensors: Sequence[TensorCopy]) -> list[Tensor]:
+def as_plain_tensors(tensors: Sequence[TensorCopy]) -> list[Tensor]:
     """The tensors of a program on one rank; none when one of them could not be read."""
     return [one.blocks[0].local for one in tensors] if all(len(one.blocks) == 1 for one in tensors) else []
 
@@ -49,14 +49,14 @@ def as_declared(by_rank: Mapping[int, Sequence[TensorCopy]]) -> dict[int, list[T
                 parts[rank].append(one.blocks[0].local)
                 continue
             others = [by_rank[other][number] for other in one.mesh if other in by_rank and number < len(by_rank[other])]
-            merged = merge([{"it": other.blocks} for other in others])
+            merged = merge_outcomes([{"it": other.blocks} for other in others])
             if merged.flaws:
                 return None
             parts[rank].append(merged.tensors["it"])
     return parts
 
 
-def stages(parts: Mapping[int, list[Tensor]], axes: Axes) -> list[dict[int, list[Tensor]]]:
+def stages_of_ranks(parts: Mapping[int, list[Tensor]], axes: Axes) -> list[dict[int, list[Tensor]]]:
     """The ranks of each stage of a pipeline with their tensors; nothing where there is one stage."""
     lists, count = pipelines(axes), stage_count(axes)
     places = [{ranks[stage] for ranks in lists if len(ranks) == count} for stage in range(count)] if count > 1 else []

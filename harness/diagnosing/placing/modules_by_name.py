@@ -16,8 +16,21 @@ from operator import attrgetter
 
 from shardproof.harness.checking.measures.many_tensors import kind_rms
 from shardproof.harness.checking.records import Located
-from shardproof.harness.diagnosing.placing.alignments import AGREES, DIFFERS, UNKNOWN, Factors, Fit, TrueTensor, fit
-from shardproof.harness.diagnosing.placing.counterparts import as_declared, plainly, same_modules, stages
+from shardproof.harness.diagnosing.placing.alignments import (
+    AGREES,
+    DIFFERS,
+    UNKNOWN,
+    Factors,
+    Fit,
+    TrueTensor,
+    fit_parts,
+)
+from shardproof.harness.diagnosing.placing.counterparts import (
+    as_declared,
+    as_plain_tensors,
+    same_modules,
+    stages_of_ranks,
+)
 from shardproof.harness.ledger import Event
 from shardproof.harness.protocols import Axes
 from shardproof.harness.recording.capturing.module_calls import ModuleCalls, TensorCopy
@@ -44,7 +57,7 @@ class Watched:
     events: Collection[Event] = field(default=())
 
 
-def located(watched: Watched, *, forward: bool, backward: bool) -> Located | None:
+def locate_wrong_module(watched: Watched, *, forward: bool, backward: bool) -> Located | None:
     """The first wrong module of forward when something of it is wrong, else of backward; None when all agree."""
     search = _Search(watched)
     return search.forward() if forward else search.backward() if backward else None
@@ -74,8 +87,8 @@ class _Search:
             return Located(phase="forward", module=self._own(inner), words=words, summed=axis)
         if wrong is None:
             return None
-        module, given = wrong, self._given(wrong)
-        while module and self._given(module).state == DIFFERS:
+        module, given = wrong, self._fit_inputs(wrong)
+        while module and self._fit_inputs(module).state == DIFFERS:
             module = self._around(module)
         shown, words = fits[wrong].shown, "its output agrees with the dense model's under no layout"
         if module != wrong:
@@ -206,7 +219,7 @@ class _Search:
         target = self._targets(_INPUT_GRADIENTS).get(path)
         return self._fit(path, target, _INPUT_GRADIENTS, factors=self._factors) if target else _NO_FIT
 
-    def _given(self, path: str) -> Fit:
+    def _fit_inputs(self, path: str) -> Fit:
         """Whether what a module is given agrees: DIFFERS when one of its inputs does not."""
         own, state = self._names[path], UNKNOWN
         mine = [rank.inputs[own] for rank in self._of.ranks if own in rank.inputs]
@@ -229,7 +242,7 @@ class _Search:
     def _targets(self, of: _Tensors) -> dict[str, TrueTensor]:
         """Path of the truth -> its tensors, for modules all of whose calls could be read."""
         calls_of_all = (self._of.truth, *self._of.controls)
-        runs = [{path: plainly(tensors) for path, tensors in of(calls).items()} for calls in calls_of_all]
+        runs = [{path: as_plain_tensors(tensors) for path, tensors in of(calls).items()} for calls in calls_of_all]
         truth = {path: calls for path, calls in runs[0].items() if calls}
         rms = kind_rms(
             {f"it/{path}/{number}": call for path, calls in truth.items() for number, call in enumerate(calls)}
@@ -256,9 +269,9 @@ class _Search:
         parts, axes = as_declared(by_rank), self._of.axes
         if parts is None:
             return Fit(state=DIFFERS)
-        fitted = fit(parts, target, axes, scaled=scaled, factors=factors)
-        for stage in stages(parts, axes) if fitted.state == DIFFERS else ():
+        fitted = fit_parts(parts, target, axes, scaled=scaled, factors=factors)
+        for stage in stages_of_ranks(parts, axes) if fitted.state == DIFFERS else ():
             # Stages of a pipeline count their layers from 0 each: one of them is the truth's.
-            of_stage = fit(stage, target, axes, scaled=scaled, factors=factors)
+            of_stage = fit_parts(stage, target, axes, scaled=scaled, factors=factors)
             fitted = of_stage if of_stage.state == AGREES else fitted
         return fitted

@@ -34,13 +34,13 @@ class Plan:
                 words.append(f"{'cut' if act == 'cut' else 'in zigzag'} along dim {dim} over {name}")
         return ", ".join(words) or "whole"
 
-    def summed(self, names: Sequence[str]) -> str:
+    def summed_axis(self, names: Sequence[str]) -> str:
         """The axis over which there are partial sums, "" without."""
         return next((name for name, (act, _) in zip(names, self.acts, strict=True) if act == "sum"), "")
 
 
 @lru_cache(maxsize=256)
-def plans(names: tuple[str, ...], dims: int, rows: int | None) -> tuple[Plan, ...]:
+def list_plans(names: tuple[str, ...], dims: int, rows: int | None) -> tuple[Plan, ...]:
     """Every way in which these axes may lie, plain ones first; the calls always are rows along `rows`."""
     found: list[Plan] = []
     choices: list[list[tuple[str, int]]] = []
@@ -70,14 +70,14 @@ def has_shape(shapes: Mapping[Coordinate, tuple[int, ...]], plan: Plan, wanted: 
     left, last = dict(shapes), dict.fromkeys(range(len(wanted)), 0)
     for axis, (act, _) in enumerate(plan.acts):
         if act == "sum":
-            for group in along(left, axis):
+            for group in group_along(left, axis):
                 if len({left[place] for place in group}) > 1:
                     return False
             left = {place: shape for place, shape in left.items() if not place[axis]}
     for axis in plan.order:
         act, dim = plan.acts[axis]
         joined = {}
-        for group in along(left, axis):
+        for group in group_along(left, axis):
             if len({(*left[place][:dim], *left[place][dim + 1 :]) for place in group}) > 1:
                 return False
             lengths = [left[place][dim] for place in group]
@@ -95,22 +95,22 @@ def has_shape(shapes: Mapping[Coordinate, tuple[int, ...]], plan: Plan, wanted: 
     return True
 
 
-def joined(parts: dict[Coordinate, Tensor], plan: Plan) -> dict[Coordinate, Tensor]:
+def join_parts(parts: dict[Coordinate, Tensor], plan: Plan) -> dict[Coordinate, Tensor]:
     """The parts with all cuts undone."""
     for axis in plan.order:
         act, dim = plan.acts[axis]
-        parts = {group[0]: _undone([parts[place] for place in group], act, dim) for group in along(parts, axis)}
+        parts = {group[0]: _undo_cut([parts[place] for place in group], act, dim) for group in group_along(parts, axis)}
     return parts
 
 
-def _undone(parts: Sequence[Tensor], act: str, dim: int) -> Tensor:
+def _undo_cut(parts: Sequence[Tensor], act: str, dim: int) -> Tensor:
     if act == "cut":
         return torch.cat(list(parts), dim)
     halves = [part.chunk(2, dim) for part in parts]
     return torch.cat([*(first for first, _ in halves), *(last for _, last in reversed(halves))], dim)
 
 
-def along(places: Mapping[Coordinate, object], axis: int) -> list[list[Coordinate]]:
+def group_along(places: Mapping[Coordinate, object], axis: int) -> list[list[Coordinate]]:
     """The places in groups that differ on this axis alone, each in its order."""
     groups: dict[Coordinate, list[Coordinate]] = {}
     for place in sorted(places):

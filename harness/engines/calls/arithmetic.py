@@ -73,13 +73,13 @@ def all_reduce(members: Sequence[Operands], reduce_op: str, root: int) -> None:
     if len(members) == 1 and members[0].inputs is members[0].outputs:
         return
     for i in range(len(members[0].inputs)):
-        total = _reduced([member.inputs[i] for member in members], reduce_op)
+        total = _reduce_in_order([member.inputs[i] for member in members], reduce_op)
         _put_all([member.outputs[i] for member in members], total)
 
 
 def reduce(members: Sequence[Operands], reduce_op: str, root: int) -> None:
     """The root's output = the reduction; the other ranks' tensors stay as they are."""
-    _put_all([members[root].outputs[0]], _reduced([member.inputs[0] for member in members], reduce_op))
+    _put_all([members[root].outputs[0]], _reduce_in_order([member.inputs[0] for member in members], reduce_op))
 
 
 def broadcast(members: Sequence[Operands], reduce_op: str, root: int) -> None:
@@ -105,14 +105,14 @@ def all_gather_lists(members: Sequence[Operands], reduce_op: str, root: int) -> 
 def reduce_scatter(members: Sequence[Operands], reduce_op: str, root: int) -> None:
     """outputs[i] of rank r = part r of the reduction of all inputs[i]."""
     for i in range(len(members[0].inputs)):
-        parts = _reduced([member.inputs[i] for member in members], reduce_op).reshape(-1).chunk(len(members))
+        parts = _reduce_in_order([member.inputs[i] for member in members], reduce_op).reshape(-1).chunk(len(members))
         outputs = [member.outputs[i] for member in members]
         _put_each(outputs, [part.view(output.shape) for part, output in zip(parts, outputs, strict=True)])
 
 
 def reduce_scatter_lists(members: Sequence[Operands], reduce_op: str, root: int) -> None:
     """The output of rank r = the reduction of every rank's inputs[r]; the inputs may differ in size."""
-    parts = [_reduced([member.inputs[rank] for member in members], reduce_op) for rank in range(len(members))]
+    parts = [_reduce_in_order([member.inputs[rank] for member in members], reduce_op) for rank in range(len(members))]
     _put_each([member.outputs[0] for member in members], parts)
 
 
@@ -162,7 +162,7 @@ def transfer(members: Sequence[Operands], reduce_op: str, root: int) -> None:
     _put_all(members[1].outputs, members[0].inputs[0])
 
 
-def _reduced(tensors: Sequence[Tensor], reduce_op: str) -> Tensor:
+def _reduce_in_order(tensors: Sequence[Tensor], reduce_op: str) -> Tensor:
     """A new tensor: ((t0 op t1) op t2) ..., contiguous, never one of the inputs."""
     if len(tensors) == 1:
         return tensors[0].clone(memory_format=torch.contiguous_format)

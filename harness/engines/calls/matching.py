@@ -18,7 +18,13 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import NamedTuple
 
-from shardproof.harness.engines.calls.signature import NOT_KNOWN, Signature, describe_signature, difference, field_text
+from shardproof.harness.engines.calls.signature import (
+    NOT_KNOWN,
+    Signature,
+    describe_signature,
+    field_text,
+    first_difference,
+)
 from shardproof.harness.errors import ranks_text
 
 Channel = tuple[str, tuple[int, ...], str]
@@ -133,9 +139,9 @@ class Divergence:
             return text + (f", at {one[receiver].caller}" if one[receiver].caller else "")
         usual, odd = _two_kinds(self.calls)
         name = differing_field(self.calls[odd], self.calls[usual])
-        by_value: dict[str, list[int]] = {_value(name, self.calls[rank]): [] for rank in (odd, usual)}
+        by_value: dict[str, list[int]] = {_value_of_call(name, self.calls[rank]): [] for rank in (odd, usual)}
         for rank, call in self.calls.items():
-            by_value.setdefault(_value(name, call), []).append(rank)
+            by_value.setdefault(_value_of_call(name, call), []).append(rank)
         listed = [f"{value} on {ranks_named(ranks)}" for value, ranks in by_value.items()]
         values = ", ".join([*listed[:_MOST], *([f"and {len(listed) - _MOST} values more"] if listed[_MOST:] else [])])
         text = f"{'' if name.startswith('member') else 'the '}{name.removesuffix('s').replace('_', ' ')} is {values}"
@@ -160,11 +166,11 @@ def differing_field(one: GroupCall, other: GroupCall) -> str:
 
     All ranks of a group must agree in these.
     """
-    if name := difference(one.signature, other.signature):
+    if name := first_difference(one.signature, other.signature):
         return name
     all_known = NOT_KNOWN not in (one.signature.op, other.signature.op)  # else further members may follow
     members = enumerate(zip_longest(one.members, other.members), 1)
-    if place := next((n for n, (a, b) in members if (difference(a, b) if a and b else all_known)), 0):
+    if place := next((n for n, (a, b) in members if (first_difference(a, b) if a and b else all_known)), 0):
         return f"member {place}"
     return "payload" if differing_size(one, other) else ""
 
@@ -181,7 +187,7 @@ def words_of(signature: Signature) -> str:
 
 def message_text(sender: int, sent: Signature, receiver: int, received: Signature) -> str:
     """Words for the two ends of a message that differ."""
-    return f"rank {sender} sends {_content(sent)} to rank {receiver}, which receives {_content(received)}"
+    return f"rank {sender} sends {_content_of(sent)} to rank {receiver}, which receives {_content_of(received)}"
 
 
 def ranks_named(ranks: Sequence[int]) -> str:
@@ -212,12 +218,12 @@ def _two_kinds(calls: Mapping[int, GroupCall]) -> tuple[int, ...]:
     return next(pairs, ())
 
 
-def _content(signature: Signature) -> str:
+def _content_of(signature: Signature) -> str:
     shape = "" if signature.shapes is NOT_KNOWN else field_text("shapes", signature)
     return f"{signature.dtype} {shape}".strip()
 
 
-def _value(name: str, call: GroupCall) -> str:
+def _value_of_call(name: str, call: GroupCall) -> str:
     """The value in which a call differs from others."""
     if name == "payload":
         return f"{call.size_bytes} B" if call.size_bytes is not None else _NOT_KNOWN
@@ -237,26 +243,26 @@ def find_divergences(ranks: Sequence[RankCalls], first: int = 1) -> list[Diverge
     for one in ranks:
         for channel in one.last:
             by_channel.setdefault(channel, []).append(one)
-    differing = [found for channel, members in by_channel.items() for found in _differing(channel, members)]
-    messages = list(_messages(by_channel, ranks))
-    differing += _unequal(messages)
+    differing = [found for channel, members in by_channel.items() for found in _find_differing_calls(channel, members)]
+    messages = list(_pair_messages(by_channel, ranks))
+    differing += _find_unequal_messages(messages)
     if differing:
-        return sorted(differing, key=lambda found: _order(found, ranks))
+        return sorted(differing, key=lambda found: _order_of_divergence(found, ranks))
     lacking = [
-        *(found for channel in by_channel for found in _behind(channel, ranks, first) if not channel[2]),
-        *_unmatched(messages, first),
+        *(found for channel in by_channel for found in _find_ranks_behind(channel, ranks, first) if not channel[2]),
+        *_find_unmatched_messages(messages, first),
     ]
-    return _roots(lacking, ranks) or list(_gone(ranks))
+    return _select_roots(lacking, ranks) or list(_find_ranks_gone(ranks))
 
 
-def _differing(channel: Channel, members: Sequence[RankCalls]) -> Iterator[Divergence]:
+def _find_differing_calls(channel: Channel, members: Sequence[RankCalls]) -> Iterator[Divergence]:
     """Ranks whose call differs from that of most under the same number: the first such number of the channel."""
     if channel[2] or len(members) < 2:
         return
     own = {one.rank: one.calls.get(channel, {}) for one in members}
     own = {rank: calls for rank, calls in own.items() if calls}
     start = max((min(calls) for calls in own.values()), default=0)
-    alike = _alike(own, start)
+    alike = _group_alike(own, start)
     if len(alike) < 2:
         return
     lasts = {one.rank: one.last[channel] for one in members}
@@ -289,7 +295,7 @@ def _diverging_at(
         rank = ranks[0]
         disagree = differing_field(own[rank][number], own[standard][number])
         lead = lasts[rank] - lasts[standard] if whole else None
-        how = _how(own[standard], own[rank], number, lead) if own[rank][number].identity != usual else ""
+        how = _describe_lack(own[standard], own[rank], number, lead) if own[rank][number].identity != usual else ""
         differ = differ or bool(disagree and how == "differs")
         if how in ("skipped", "extra") and (disagree or min(lasts.values()) < most):
             yield Divergence(
@@ -305,7 +311,7 @@ def _diverging_at(
         yield replace(found, waiting=tuple(rank for rank in waiting if rank not in found.ranks))
 
 
-def _alike(own: Mapping[int, Mapping[int, GroupCall]], first: int) -> list[list[int]]:
+def _group_alike(own: Mapping[int, Mapping[int, GroupCall]], first: int) -> list[list[int]]:
     """The ranks that issued the same calls from number `first` on, together."""
     kinds: list[tuple[list[object], list[int]]] = []
     for rank, calls in own.items():
@@ -319,23 +325,23 @@ def _alike(own: Mapping[int, Mapping[int, GroupCall]], first: int) -> list[list[
     return [ranks for _issued, ranks in kinds]
 
 
-def _how(usual: Mapping[int, GroupCall], own: Mapping[int, GroupCall], number: int, lead: int | None) -> str:
+def _describe_lack(usual: Mapping[int, GroupCall], own: Mapping[int, GroupCall], number: int, lead: int | None) -> str:
     """Whether `own` lacks the call of this number, has one more there, or has another one.
 
     `lead`: how many calls more it has in all; None while that may change.
     """
-    if (lead is None or lead < 0) and _agree(own, usual, number, 1):
+    if (lead is None or lead < 0) and _agree_when_shifted(own, usual, number, 1):
         return "skipped"
-    return "extra" if (lead is None or lead > 0) and _agree(usual, own, number, 1) else "differs"
+    return "extra" if (lead is None or lead > 0) and _agree_when_shifted(usual, own, number, 1) else "differs"
 
 
-def _agree(one: Mapping[int, GroupCall], other: Mapping[int, GroupCall], number: int, shift: int) -> bool:
+def _agree_when_shifted(one: Mapping[int, GroupCall], other: Mapping[int, GroupCall], number: int, shift: int) -> bool:
     """Whether the calls of `one` from `number` on are those of `other` a number further, as far as both go."""
     pairs = [(one[n], other[n + shift]) for n in range(number, number + _SHIFTED) if n in one and n + shift in other]
     return bool(pairs) and all(mine.identity == theirs.identity for mine, theirs in pairs)
 
 
-def _behind(channel: Channel, ranks: Sequence[RankCalls], first: int) -> Iterator[Divergence]:
+def _find_ranks_behind(channel: Channel, ranks: Sequence[RankCalls], first: int) -> Iterator[Divergence]:
     """Ranks of the group whose last number is the smallest, when not all are equal."""
     group = set(channel[1]) or {one.rank for one in ranks if channel in one.last}
     members = [one for one in ranks if one.rank in group and (one.last or one.whole)]
@@ -351,7 +357,7 @@ def _behind(channel: Channel, ranks: Sequence[RankCalls], first: int) -> Iterato
     yield Divergence(how="behind", ranks=lacking, channel=channel, number=number, call=call, waiting=waiting)
 
 
-def _gone(ranks: Sequence[RankCalls]) -> Iterator[Divergence]:
+def _find_ranks_gone(ranks: Sequence[RankCalls]) -> Iterator[Divergence]:
     """Ranks that left nothing, where others are in a call of a group that they share."""
     known = [one for one in ranks if one.last]
     there = {one.rank for one in ranks if not one.lost}
@@ -365,14 +371,14 @@ def _gone(ranks: Sequence[RankCalls]) -> Iterator[Divergence]:
             return
 
 
-def _roots(lacking: Sequence[Divergence], ranks: Sequence[RankCalls]) -> list[Divergence]:
+def _select_roots(lacking: Sequence[Divergence], ranks: Sequence[RankCalls]) -> list[Divergence]:
     """Lacks whose ranks do not wait themselves; when all wait, one cycle."""
     if not lacking:
         return []
     waits = {rank for found in lacking for rank in found.waiting}
     by_rank = {one.rank: one for one in ranks}
 
-    def blocked(rank: int) -> bool:
+    def waits_itself(rank: int) -> bool:
         standing = by_rank.get(rank)
         if rank not in waits or standing is None or standing.ended:
             return False
@@ -381,14 +387,14 @@ def _roots(lacking: Sequence[Divergence], ranks: Sequence[RankCalls]) -> list[Di
             latest[0] == found.channel and latest[1] >= found.number and rank in found.waiting for found in lacking
         )
 
-    free = [tuple(rank for rank in found.ranks if not blocked(rank)) for found in lacking]
+    free = [tuple(rank for rank in found.ranks if not waits_itself(rank)) for found in lacking]
     roots = [replace(found, ranks=ranks) for found, ranks in zip(lacking, free, strict=True) if ranks]
     if not roots:
         return [replace(lacking[0], how="cycle", ranks=tuple(sorted(waits)), call=None, waiting=())]
-    return sorted(roots, key=lambda found: _order(found, ranks))
+    return sorted(roots, key=lambda found: _order_of_divergence(found, ranks))
 
 
-def _order(found: Divergence, ranks: Sequence[RankCalls]) -> int:
+def _order_of_divergence(found: Divergence, ranks: Sequence[RankCalls]) -> int:
     """When the call came among those of the first rank that issued it."""
     for one in ranks:
         call = one.calls.get(found.channel, {}).get(found.number)
@@ -400,7 +406,9 @@ def _order(found: Divergence, ranks: Sequence[RankCalls]) -> int:
 _Messages = tuple[Channel, RankCalls, Channel, RankCalls | None]
 
 
-def _messages(by_channel: Mapping[Channel, Sequence[RankCalls]], ranks: Sequence[RankCalls]) -> Iterator[_Messages]:
+def _pair_messages(
+    by_channel: Mapping[Channel, Sequence[RankCalls]], ranks: Sequence[RankCalls]
+) -> Iterator[_Messages]:
     """Messages to or from a peer, and what that peer issued in answer; of ranks alone whose messages can be counted."""
     counted = {one.rank for one in ranks if one.counted and (one.last or one.whole)}
     for channel, those in by_channel.items():
@@ -413,7 +421,7 @@ def _messages(by_channel: Mapping[Channel, Sequence[RankCalls]], ranks: Sequence
                 yield channel, one, there, answer
 
 
-def _unequal(messages: Sequence[_Messages]) -> Iterator[Divergence]:
+def _find_unequal_messages(messages: Sequence[_Messages]) -> Iterator[Divergence]:
     """The first message of a pair whose ends have other numbers of bytes."""
     for channel, one, there, answer in messages:
         if answer is None or not channel[2].startswith("send"):
@@ -428,7 +436,7 @@ def _unequal(messages: Sequence[_Messages]) -> Iterator[Divergence]:
                 break
 
 
-def _unmatched(messages: Sequence[_Messages], first: int) -> Iterator[Divergence]:
+def _find_unmatched_messages(messages: Sequence[_Messages], first: int) -> Iterator[Divergence]:
     """Messages whose other end was not issued: more sends to a peer than receives there, or the reverse."""
     for channel, one, there, answer in messages:
         op, _, peer = channel[2].partition(" ")

@@ -99,7 +99,7 @@ def make_reader(name: str, operator: Any) -> Callable[[Sequence[Any]], OperatorC
         payload = tensors_in(arguments[payload_at]) if payload_at >= 0 else []
         reduce_op = REDUCE_OPS[arguments[reduce_at].op()] if reduce_at >= 0 else ""
         if op in MESSAGES:
-            is_async = not _blocking(op, sys._getframe(1).f_back)
+            is_async = not _is_blocking_call(op, sys._getframe(1).f_back)
         else:
             # Trailing arguments that equal their default, which is asynchronous, are not passed on.
             is_async = async_at >= 0 and (len(arguments) <= async_at or bool(arguments[async_at]))
@@ -122,10 +122,12 @@ def _rows_exchanged(arguments: Sequence[Any], size: int) -> tuple[tuple[Any, ...
     """all_to_all_single, (output, input, group, output rows, input rows): the rows sent and expected."""
     output, source, _, expects, sends = arguments[:5]
     same = not sends and not expects and output.numel() == source.numel()  # of the numbers, whatever the shapes
-    return tuple(sends) or _even(source, size), tuple(expects) or _even(source if same else output, size)
+    return tuple(sends) or _split_evenly(source, size), tuple(expects) or _split_evenly(
+        source if same else output, size
+    )
 
 
-def _even(tensor: Tensor, size: int) -> tuple[int, ...]:
+def _split_evenly(tensor: Tensor, size: int) -> tuple[int, ...]:
     """Equal shares; a dim that they do not divide is the rank's own error, and so is a tensor without dims."""
     return (tensor.shape[0] // size,) * size if tensor.dim() else ()
 
@@ -166,7 +168,7 @@ def tensors_in(argument: Any) -> list[Tensor]:
     return [tensor for part in argument for tensor in tensors_in(part)]
 
 
-def _blocking(op: str, frame: FrameType | None) -> bool:
+def _is_blocking_call(op: str, frame: FrameType | None) -> bool:
     """Whether dist.send or dist.recv, which are isend or irecv and a wait, is among the nearest callers."""
     for _caller in range(4):
         if frame is None:

@@ -214,7 +214,7 @@ def position_in_call(call: IssuedCall, state: str, caller: str, stack: tuple[str
         op=call.signature.op,
         number=call.number,
         group=call.group.label,
-        detail=_detail(call),
+        detail=_detail_of_call(call),
         caller=caller,
         stack=stack,
     )
@@ -250,7 +250,7 @@ def of_deadlock(done: Sequence[bool], waiting: Sequence[IssuedCall | None]) -> R
         if call is None:
             break
         path.append((rank, call))
-        missing = _missing(call)
+        missing = _missing_ranks(call)
         rank = next((other for other in missing if done[other]), missing[0])
     if done[rank]:
         waiter, call = path[-1]
@@ -282,7 +282,7 @@ def of_skipped(groups: Sequence[RankGroup]) -> RootCause | None:
     return None
 
 
-def _missing(call: IssuedCall) -> list[int]:
+def _missing_ranks(call: IssuedCall) -> list[int]:
     """The ranks that a waiting rank waits for."""
     ranks, event = call.group.ranks, call.event
     if isinstance(event, PendingCollective):
@@ -292,7 +292,7 @@ def _missing(call: IssuedCall) -> list[int]:
     return [rank for rank in ranks if rank != call.rank]
 
 
-def _detail(call: IssuedCall) -> str:
+def _detail_of_call(call: IssuedCall) -> str:
     if not isinstance(call.event, PendingMessage):
         return describe_signature(call.signature)
     peer = "any rank" if call.event.peer == ANY else f"rank {call.group.ranks[call.event.peer]}"

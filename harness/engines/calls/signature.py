@@ -45,7 +45,7 @@ def needs_gradient(op: str, payload: Sequence[Tensor]) -> bool:
     while frame is not None and frame.f_code.co_filename != checkpoint.__file__:
         in_forward, context = function_context(frame, inner)
         if in_forward:
-            given = [tensor for tensor in _arguments(frame) if tensor.is_floating_point()]
+            given = [tensor for tensor in _tensor_arguments(frame) if tensor.is_floating_point()]
             wanted = any(tensor.requires_grad for tensor in payload) or all(tensor.requires_grad for tensor in given)
             # Where gradients were off around the Function, its node has none to pass them on to.
             return bool(given) and wanted and bool(getattr(context, "next_functions", True))
@@ -53,7 +53,7 @@ def needs_gradient(op: str, payload: Sequence[Tensor]) -> bool:
     return False
 
 
-def _arguments(frame: FrameType) -> Iterator[Tensor]:
+def _tensor_arguments(frame: FrameType) -> Iterator[Tensor]:
     """The tensors that the function of a frame was called with."""
     code = frame.f_code
     varying = sum(bool(code.co_flags & flag) for flag in (inspect.CO_VARARGS, inspect.CO_VARKEYWORDS))
@@ -118,7 +118,7 @@ def dtype_text(tensors: Sequence[Tensor]) -> str:
     return "+".join(dict.fromkeys(_DTYPES[tensor.dtype] for tensor in tensors))
 
 
-def difference(one: Signature, other: Signature) -> str:
+def first_difference(one: Signature, other: Signature) -> str:
     """The first field in which two signatures are known to differ; "" for none."""
     fields = zip(Signature._fields, one, other, strict=True)
     return next((name for name, a, b in fields if a != b and a is not NOT_KNOWN and b is not NOT_KNOWN), "")
@@ -282,7 +282,10 @@ def split_exchange(
     Without sizes the shares are of the numbers, whatever the shapes. Raises TypeError for sizes that are no numbers,
     WrongArgument for wrong numbers.
     """
-    expects, sends = _numbers("output_split_sizes", output_rows), _numbers("input_split_sizes", input_rows)
+    expects, sends = (
+        _as_whole_numbers("output_split_sizes", output_rows),
+        _as_whole_numbers("input_split_sizes", input_rows),
+    )
     if not expects and not sends and output.numel() == source.numel():
         output = output.view(source.shape)
     return output, _rows_of("output", output, expects, size), _rows_of("input", source, sends, size)
@@ -303,7 +306,7 @@ def _rows_of(which: str, tensor: Tensor, counts: list[int], size: int) -> list[i
     return [total // size] * size
 
 
-def _numbers(name: str, given: Any) -> list[int]:
+def _as_whole_numbers(name: str, given: Any) -> list[int]:
     """Whole numbers, from a sequence of any kind that torch takes: of Python, of numpy, tensors of one element.
 
     [] for None. Raises TypeError for what is none to torch either: floats, text, one tensor of several.

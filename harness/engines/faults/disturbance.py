@@ -25,7 +25,7 @@ from shardproof.harness.faults import Fault, RankCallIndex
 from shardproof.harness.ledger import Call, Observer
 from shardproof.harness.outcome.merging import bits_of
 from shardproof.harness.torch_internals.autograd import without_version
-from shardproof.harness.torch_internals.dispatch import unseen
+from shardproof.harness.torch_internals.dispatch import hide_from_modes
 
 
 class CompletedCall(NamedTuple):
@@ -48,7 +48,7 @@ def spoil_outputs(what: Fault, done: CompletedCall) -> list[Sequence[Tensor]]:
         return [[poison_like(tensor) for tensor in outputs] for outputs in done.outputs]
     if what.kind == "op":
         return _made_again([copy_operands(mine) for mine in done.kept], done, what.change)
-    return _doubled(done)
+    return _double_outputs(done)
 
 
 def copy_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -65,7 +65,7 @@ def copy_operands(brought: Operands) -> Operands:
 
 def overwrite_tensors(outputs: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Write values of the same sizes; autograd does not count it as another change of the tensors."""
-    with unseen(), without_version(tuple(outputs)):
+    with hide_from_modes(), without_version(tuple(outputs)):
         for output, value in zip(outputs, values, strict=True):
             output.copy_(value.reshape(output.shape))
 
@@ -79,10 +79,10 @@ def poison_like(tensor: Tensor) -> Tensor:
     return torch.full_like(tensor, torch.iinfo(tensor.dtype).max)
 
 
-def _doubled(done: CompletedCall) -> list[Sequence[Tensor]]:
+def _double_outputs(done: CompletedCall) -> list[Sequence[Tensor]]:
     """Outputs by rank: the call made again on its result; where shapes forbid that, a reduced result counts twice."""
     in_place, exchanges = done.combine in _IN_PLACE, done.combine in _EXCHANGES
-    if in_place or (exchanges and all(map(_repeatable, done.kept))):
+    if in_place or (exchanges and all(map(_is_repeatable, done.kept))):
         again = []
         for mine, outputs in zip(done.kept, done.outputs, strict=True):
             results = copy_tensors(outputs)
@@ -101,14 +101,14 @@ _IN_PLACE = (arithmetic.all_reduce, arithmetic.reduce, arithmetic.broadcast)
 _EXCHANGES = (arithmetic.all_to_all, arithmetic.all_to_all_single)
 
 
-def _repeatable(mine: Operands) -> bool:
+def _is_repeatable(mine: Operands) -> bool:
     """Whether the outputs of an exchange could be its inputs."""
     shapes = [tensor.shape for tensor in mine.outputs], [tensor.shape for tensor in mine.inputs]
     return shapes[0] == shapes[1] and mine.output_rows == mine.input_rows
 
 
-def _listed(mine: Operands, member: int, size: int) -> list[Tensor]:
-    return [_fitting(mine.inputs[i % len(mine.inputs)], output) for i, output in enumerate(mine.outputs)]
+def _list_outputs(mine: Operands, member: int, size: int) -> list[Tensor]:
+    return [_fit_to_output(mine.inputs[i % len(mine.inputs)], output) for i, output in enumerate(mine.outputs)]
 
 
 def _handed_out(mine: Operands, member: int, size: int) -> list[Tensor]:
@@ -118,22 +118,24 @@ def _handed_out(mine: Operands, member: int, size: int) -> list[Tensor]:
 def _swapped_rows(mine: Operands, member: int, size: int) -> list[Tensor]:
     own = mine.inputs[0].split(list(mine.input_rows))[member]
     blocks = mine.outputs[0].split(list(mine.output_rows))
-    return [torch.cat([_fitting(own, block) for block in blocks])]
+    return [torch.cat([_fit_to_output(own, block) for block in blocks])]
 
 
-def _fitting(value: Tensor, output: Tensor) -> Tensor:
+def _fit_to_output(value: Tensor, output: Tensor) -> Tensor:
     """The value where it has the output's size, zeros where it has not."""
     return value.reshape(output.shape) if value.numel() == output.numel() else torch.zeros_like(output)
 
 
 _ALONE: dict[Combine, Callable[[Operands, int, int], list[Tensor]]] = {
     arithmetic.all_gather: lambda mine, _member, size: [torch.cat([t.reshape(-1)] * size) for t in mine.inputs],
-    arithmetic.all_gather_lists: _listed,
-    arithmetic.gather: _listed,
+    arithmetic.all_gather_lists: _list_outputs,
+    arithmetic.gather: _list_outputs,
     arithmetic.reduce_scatter: lambda mine, member, size: [t.reshape(size, -1)[member] for t in mine.inputs],
     arithmetic.reduce_scatter_lists: _handed_out,
     arithmetic.scatter: _handed_out,
-    arithmetic.all_to_all: lambda mine, member, _size: [_fitting(mine.inputs[member], out) for out in mine.outputs],
+    arithmetic.all_to_all: lambda mine, member, _size: [
+        _fit_to_output(mine.inputs[member], out) for out in mine.outputs
+    ],
     arithmetic.all_to_all_single: _swapped_rows,
 }
 """Of the ops not named here, a rank's own outputs are what it has alone."""
@@ -242,7 +244,7 @@ class _Disturbing(CollectiveMatcher):
     def _complete(self, call: RankCall, collective: PendingCollective) -> None:
         places = self._places.pop((call.group, call.number))
         brought = [operands for operands in collective.issued if operands is not None]
-        with unseen():
+        with hide_from_modes():
             kept = [] if self._hit.isdisjoint(places.values()) else list(map(copy_operands, brought))
         super()._complete(call, collective)
         outputs = [each.outputs for each in brought]
@@ -252,7 +254,7 @@ class _Disturbing(CollectiveMatcher):
         self, finished: CompletedCall, places: Mapping[int, RankCallIndex], event: PendingCollective | PendingMessage
     ) -> None:
         """Overwrite the right outputs of the members that are hit; note what every member got (member -> place)."""
-        with unseen():
+        with hide_from_modes():
             hit = [member for member in places if places[member] in self._hit]
             if hit and self._what is not None:
                 self._spoil(self._what, finished, {member: places[member][0] for member in hit}, event)

@@ -33,7 +33,7 @@ from shardproof.harness.engines.threads.scheduler import Scheduler
 from shardproof.harness.ledger import Observer
 from shardproof.harness.outcome.merging import same_bits
 from shardproof.harness.torch_internals.autograd import version_of
-from shardproof.harness.torch_internals.dispatch import unseen
+from shardproof.harness.torch_internals.dispatch import hide_from_modes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +120,7 @@ class _StressedMatcher(CollectiveMatcher):
         """As in the base class, on copies of the operands of an asynchronous call."""
         if call.is_async:
             group, member, signature, operands = call.group, call.member, call.signature, call.operands
-            with unseen():
+            with hide_from_modes():
                 call.operands = copies = copy_operands(operands)
             is_root = member == signature.root
             only_sends = (signature.op == "broadcast" and is_root) or (signature.op == "reduce" and not is_root)
@@ -133,7 +133,7 @@ class _StressedMatcher(CollectiveMatcher):
         """As in the base class, on a copy of the tensor of an asynchronous call."""
         if call.is_async:
             operands = call.operands
-            with unseen():
+            with hide_from_modes():
                 call.operands = copies = copy_operands(operands)
             call.payload = (*copies.outputs, *copies.inputs)
             self._flights[call] = self._flight(operands, copies.outputs, poison=bool(copies.outputs))
@@ -143,7 +143,7 @@ class _StressedMatcher(CollectiveMatcher):
         """As in the base class; the result is there now, and the program may not have written the tensors before."""
         flight = self._flights.pop(call, None)
         if flight is not None:
-            if changed := _changed(flight):
+            if changed := _find_changed_tensor(flight):
                 ends = (call.origin, caller_at(sys._getframe()))
                 begun, until = (at.place if at is not None else "an unknown line" for at in ends)
                 between = f"between its issue at {begun} and the wait at {until}"
@@ -156,28 +156,28 @@ class _StressedMatcher(CollectiveMatcher):
     def _complete(self, call: RankCall, collective: PendingCollective) -> None:
         super()._complete(call, collective)
         for flight in self._begun.pop((call.group, call.number), []):
-            if flight.early and not _changed(flight):
+            if flight.early and not _find_changed_tensor(flight):
                 overwrite_tensors(flight.outputs, flight.results)
-                flight.seen, flight.arrived = _seen(flight.tensors), True
+                flight.seen, flight.arrived = _look_at_tensors(flight.tensors), True
 
     def _flight(self, operands: Operands, results: Sequence[Tensor], *, poison: bool) -> _Flight:
         outputs = list(operands.outputs)
         if poison:
-            with unseen():
+            with hide_from_modes():
                 for output in outputs:
                     output.copy_(poison_like(output))
         tensors = [*outputs, *(operands.inputs if operands.inputs is not operands.outputs else ())]
-        return _Flight(tensors, _seen(tensors), outputs, results, next(self._early))
+        return _Flight(tensors, _look_at_tensors(tensors), outputs, results, next(self._early))
 
 
-def _seen(tensors: Sequence[Tensor]) -> list[_Look]:
-    with unseen():
+def _look_at_tensors(tensors: Sequence[Tensor]) -> list[_Look]:
+    with hide_from_modes():
         return [_Look(tensor.clone(), version_of(tensor)) for tensor in tensors]
 
 
-def _changed(flight: _Flight) -> str:
+def _find_changed_tensor(flight: _Flight) -> str:
     """Which tensor of a call in flight is no longer as it was: "output", "input" or ""."""
-    with unseen():
+    with hide_from_modes():
         for i, (tensor, look) in enumerate(zip(flight.tensors, flight.seen, strict=True)):
             # NaN + 1 has the bits of NaN; of a part of a larger buffer the count of writes is no evidence
             written = version_of(tensor) != look.version and tensor.nbytes == tensor.untyped_storage().nbytes()

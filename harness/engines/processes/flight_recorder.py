@@ -149,7 +149,7 @@ class Waits:
         self._works.append(work)
         return work
 
-    def unwaited(self) -> tuple[int, ...]:
+    def find_unwaited(self) -> tuple[int, ...]:
         """The places, among the asynchronous calls of the rank, of those that were never waited for.
 
         Results that wait when they are read are not among them: nothing read them.
@@ -235,7 +235,7 @@ class FlightRecorder:
         )
         self.waits.begin()
 
-    def entered(self, issued: OperatorCall) -> None:
+    def on_enter(self, issued: OperatorCall) -> None:
         """Record a call before it is issued. Raises RuntimeError when there is no room for another kind of call."""
         call = issued.call
         key = (call.group_desc, issued.signature, call.peer, issued.tag, call.is_async, issued.sends, issued.expects)
@@ -246,7 +246,7 @@ class FlightRecorder:
         key = (group, ranks, "", MAKES_GROUP, -1, 0, True, (), ())
         self._write(key, issued_at(sys._getframe(1)), is_async=True)
 
-    def left(self) -> None:
+    def on_exit(self) -> None:
         """The synchronous call entered last is complete."""
         self._put(_INSIDE, 0)
 

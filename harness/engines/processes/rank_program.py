@@ -121,7 +121,7 @@ def result_of(program: Program, args: tuple[Any, ...], rank: int) -> RankResult:
         place = place_raised(error.__traceback__)
         return RankResult(
             rank=rank,
-            error=_portable(error, rank),
+            error=_as_portable_error(error, rank),
             detail=error_text(error),
             caller=place,
             behind=what_led_to(error),
@@ -130,7 +130,7 @@ def result_of(program: Program, args: tuple[Any, ...], rank: int) -> RankResult:
     return RankResult(rank=rank, value=value, at_s=time.monotonic())
 
 
-def _portable(error: BaseException, rank: int) -> BaseException:
+def _as_portable_error(error: BaseException, rank: int) -> BaseException:
     """The exception, or a RuntimeError of the same text if it cannot be pickled; its traceback as a note."""
     lines = "".join(traceback.format_exception(error)).rstrip()
     try:
@@ -201,7 +201,7 @@ def pack_value(value: object) -> bytes:
     """A value as bytes. Raises what pickling raises."""
     stream = io.BytesIO()
     pickler = pickle.Pickler(stream, protocol=5)
-    pickler.dispatch_table = copyreg.dispatch_table | {Tensor: _reduced}
+    pickler.dispatch_table = copyreg.dispatch_table | {Tensor: _pickle_as_bytes}
     pickler.dump(value)
     return stream.getvalue()
 
@@ -237,16 +237,16 @@ def pack_report(report: WorkerReport) -> bytes:
         return pack_value(replace(report, result=RankResult(rank=rank, error=RequestError(text), detail=text)))
 
 
-def _reduced(tensor: Tensor) -> Any:
+def _pickle_as_bytes(tensor: Tensor) -> Any:
     """A dense tensor as its bytes; any other as torch pickles it."""
     if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
         return tensor.__reduce_ex__(2)
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     data: Any = plain.view(torch.uint8).numpy() if plain.numel() else None
     buffer = pickle.PickleBuffer(data) if data is not None else b""
-    return _rebuilt, (tensor.dtype, tuple(tensor.shape), buffer, tensor.requires_grad)
+    return _rebuild_tensor, (tensor.dtype, tuple(tensor.shape), buffer, tensor.requires_grad)
 
 
-def _rebuilt(dtype: torch.dtype, shape: tuple[int, ...], data: Any, requires_grad: bool) -> Tensor:
+def _rebuild_tensor(dtype: torch.dtype, shape: tuple[int, ...], data: Any, requires_grad: bool) -> Tensor:
     flat = torch.frombuffer(data, dtype=dtype) if len(data) else torch.empty(0, dtype=dtype)
     return flat.reshape(shape).requires_grad_(requires_grad)

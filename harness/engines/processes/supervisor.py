@@ -75,10 +75,10 @@ def locate_workers(workers: Sequence[Worker], limit_s: float) -> list[Standing]:
     for pid in stopped:
         _signal(pid, signal.SIGSTOP)
     stacks = [worker.stack(f"hread 0x{worker.recording.thread():016x}", _PROGRAM_FILE) for worker in workers]
-    return [_standing(stack, pid in stopped) for stack, pid in zip(stacks, pids, strict=True)]
+    return [_stack_as_standing(stack, pid in stopped) for stack, pid in zip(stacks, pids, strict=True)]
 
 
-def _standing(stack: Sequence[StackLine], stopped: bool) -> Standing:
+def _stack_as_standing(stack: Sequence[StackLine], stopped: bool) -> Standing:
     return Standing(
         bool(stack) and is_waiting(stack[0].file),
         next((str(frame) for frame in stack if is_user(frame.file)), ""),
@@ -130,7 +130,7 @@ class Workers(ABC):
         """Why all workers are being ended from outside; "" when they are not."""
         return ""
 
-    def pending(self) -> list[int]:
+    def pending_ranks(self) -> list[int]:
         """The ranks that have neither reported nor died."""
         return [rank for rank, report in enumerate(self.reports) if report is None and rank not in self.died]
 
@@ -172,29 +172,29 @@ class Supervisor:
         workers = self._workers
         if workers.start():
             self._follow(time.monotonic() + self._timeout_s)
-        if self._failed() or self._matcher.mismatch is not None:
+        if self._has_failed() or self._matcher.mismatch is not None:
             self._settle()
-        error = self._refused() or self._error()
+        error = self._refusal_of_rank() or self._error()
         workers.release(failed=error is not None)
         if error is not None:
             raise error
         return [report.result.value for report in workers.reports if report is not None and report.result is not None]
 
-    def unwaited(self) -> tuple[Unwaited, ...]:
+    def find_unwaited(self) -> tuple[Unwaited, ...]:
         """After a good end: the works that were never waited for, by rank, in the order of issue."""
-        return self._matcher.unwaited([report.unwaited if report else () for report in self._workers.reports])
+        return self._matcher.find_unwaited([report.unwaited if report else () for report in self._workers.reports])
 
     def _follow(self, end_s: float) -> None:
         """Listen until all have ended, one has failed, ranks disagree, none can go on, or the time is over."""
         workers, latest_s = self._workers, end_s + (_COMPILES - 1) * self._timeout_s
-        while workers.pending() and not self._failed():
+        while workers.pending_ranks() and not self._has_failed():
             left_s = end_s - time.monotonic()
             workers.listen(min(workers.look_s, max(left_s, 0.0)))
             self._matcher.read()
             if self._matcher.mismatch is not None:
                 return
-            if left_s <= 0 and workers.pending() and not self._failed():
-                self._late = self._waiting(), workers.pending()
+            if left_s <= 0 and workers.pending_ranks() and not self._has_failed():
+                self._late = self._find_waiting_calls(), workers.pending_ranks()
                 self._standing = workers.locate()  # for which a stopped rank goes on for a moment
                 if time.monotonic() < latest_s and any(standing.compiles for standing in self._standing.values()):
                     self._late, end_s = None, min(time.monotonic() + _COMPILED_S, latest_s)
@@ -202,10 +202,10 @@ class Supervisor:
                     continue
             if left_s <= 0:
                 return
-            if workers.pending() and not self._failed() and self._stuck():
+            if workers.pending_ranks() and not self._has_failed() and self._is_stuck():
                 return
 
-    def _failed(self) -> bool:
+    def _has_failed(self) -> bool:
         """Whether a rank has died, raised, or could not begin, or all are being ended from outside."""
         if self._workers.died or self._workers.terminated:
             return True
@@ -214,10 +214,10 @@ class Supervisor:
     def _settle(self) -> None:
         """Let the other ranks go on for a moment: the root cause may come second, and they reach their next call."""
         end_s = time.monotonic() + self._workers.settle_s
-        while self._workers.pending() and time.monotonic() < end_s:
+        while self._workers.pending_ranks() and time.monotonic() < end_s:
             self._workers.listen(end_s - time.monotonic())
 
-    def _stuck(self) -> bool:
+    def _is_stuck(self) -> bool:
         """Whether provably no rank can go on; examined when no rank has issued a call for a while."""
         self._workers.refresh()
         self._matcher.read()
@@ -225,20 +225,20 @@ class Supervisor:
         if count != self._matcher.count:
             self._quiet = (self._matcher.count, time.monotonic())
             return False
-        waiting, pending = self._waiting(), self._workers.pending()
+        waiting, pending = self._find_waiting_calls(), self._workers.pending_ranks()
         if time.monotonic() - since_s < _STILL_S or any(waiting[rank] is None for rank in pending):
             return False
         self._standing = self._workers.locate()
         self._matcher.read()
-        still = self._waiting() == waiting and self._matcher.count == count
-        return still and all(self._standing.get(rank, Standing()).in_wait for rank in self._workers.pending())
+        still = self._find_waiting_calls() == waiting and self._matcher.count == count
+        return still and all(self._standing.get(rank, Standing()).in_wait for rank in self._workers.pending_ranks())
 
-    def _waiting(self) -> list[TracedCall | None]:
+    def _find_waiting_calls(self) -> list[TracedCall | None]:
         """By rank, the call in which it waits and which some rank has not issued; None for a rank that has ended."""
         reports = self._workers.reports
         return [self._matcher.inside(rank) if reports[rank] is None else None for rank in self._ranks]
 
-    def _refused(self) -> ShardproofError | None:
+    def _refusal_of_rank(self) -> ShardproofError | None:
         for report in self._workers.reports:
             if report is not None and report.refused:
                 rule = "cannot be read in the process of a rank"
@@ -253,16 +253,16 @@ class Supervisor:
         workers = self._workers
         if self._late is not None:
             return self._of_time(*self._late)
-        if workers.pending():
+        if workers.pending_ranks():
             self._standing = workers.locate()
         self._matcher.read()
-        mismatch, raised, pending = self._matcher.mismatch, self._raised(), self._workers.pending()
-        if mismatch is None and not pending and not self._failed():
+        mismatch, raised, pending = self._matcher.mismatch, self._ranks_that_raised(), self._workers.pending_ranks()
+        if mismatch is None and not pending and not self._has_failed():
             skipped = of_skipped(self._matcher.groups)
-            return None if skipped is None else self._desynchronised(skipped)
+            return None if skipped is None else self._make_desynchronised(skipped)
         earlier = workers.one_clock and bool(raised) and raised[0].at_s < self._matcher.mismatch_at_s
         if mismatch is not None and not earlier:
-            return self._desynchronised(of_mismatch(mismatch))
+            return self._make_desynchronised(of_mismatch(mismatch))
         if died := workers.died:  # one end from outside may cause the others
             kind = RankCrashed if all(end.by_program for end in died.values()) else RankDied
             ends = (f"rank {rank} of {len(self._ranks)} died: {end.words}" for rank, end in sorted(died.items()))
@@ -271,14 +271,14 @@ class Supervisor:
             return self._of_raise(raised)
         if workers.terminated:
             return RankDied(workers.terminated, ranks=pending, positions=self._positions())
-        return self._of_time(self._waiting(), pending)
+        return self._of_time(self._find_waiting_calls(), pending)
 
-    def _raised(self) -> list[RankResult]:
+    def _ranks_that_raised(self) -> list[RankResult]:
         """The ranks that raised: in the order of time, but those that only report that a peer is gone last."""
         found = [r.result for r in self._workers.reports if r is not None and r.result is not None and r.result.error]
         return sorted(found, key=lambda result: (bool(_PEER_GONE.search(result.detail)), result.at_s))
 
-    def _desynchronised(self, cause: RootCause) -> Desynchronised:
+    def _make_desynchronised(self, cause: RootCause) -> Desynchronised:
         return Desynchronised(cause.text, kind=cause.kind, ranks=cause.ranks, positions=self._positions())
 
     def _of_raise(self, raised: Sequence[RankResult]) -> ShardproofError:
@@ -295,8 +295,8 @@ class Supervisor:
         """These ranks have not ended: a deadlock, a rank for which all others wait, or too little time."""
         running = [rank for rank in pending if waiting[rank] is None]
         if not running:
-            return self._desynchronised(of_deadlock([rank not in pending for rank in self._ranks], waiting))
-        text = f"no end within {self._timeout_s:g} s: {', '.join(map(self._running, running))}"
+            return self._make_desynchronised(of_deadlock([rank not in pending for rank in self._ranks], waiting))
+        text = f"no end within {self._timeout_s:g} s: {', '.join(map(self._describe_running_rank, running))}"
         others, quiet_s = [rank for rank in self._ranks if rank not in running], time.monotonic() - self._quiet[1]
         if not others or quiet_s < self._timeout_s / 2:
             return TimeLimit(text, ranks=running, positions=self._positions())
@@ -305,7 +305,7 @@ class Supervisor:
         text += f"waits in {', '.join(calls)}" if calls else "has ended"
         return Stalled(text, ranks=running, positions=self._positions())
 
-    def _running(self, rank: int) -> str:
+    def _describe_running_rank(self, rank: int) -> str:
         standing = self._standing.get(rank, Standing())
         words = f"rank {rank} {'is stopped' if standing.stopped else 'runs'}"
         return words + (f" at {standing.caller}" if standing.caller else "")

@@ -101,7 +101,7 @@ class TraceMatcher:
             call = self.last[rank] if state.inside else self._in_making[rank]
         return call if call is not None and not call.event.done else None
 
-    def unwaited(self, places: Sequence[Sequence[int]]) -> tuple[Unwaited, ...]:
+    def find_unwaited(self, places: Sequence[Sequence[int]]) -> tuple[Unwaited, ...]:
         """The works that were never waited for, given by rank as their places among the asynchronous calls."""
         calls = [self._asynchronous[rank][place] for rank, mine in enumerate(places) for place in mine]
         return tuple(

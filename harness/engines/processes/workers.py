@@ -103,7 +103,7 @@ class Worker:
             words = (inherited, other, _Memory(self.memory), leads, target, words)
             self.process = start.Process(target=_live, args=words, name="MainProcess")  # as programs find it elsewhere
             try:
-                with nullcontext() if forks else replace_attribute(spawn, "get_preparation_data", _preparation):
+                with nullcontext() if forks else replace_attribute(spawn, "get_preparation_data", _preparation_words):
                     self.process.start()
             except BaseException:
                 self._release()
@@ -190,7 +190,7 @@ def receive(workers: Mapping[Worker, Key], limit_s: float | None) -> Iterator[tu
         yield key, message if message is not None else worker.end() or _GONE
 
 
-def _preparation(name: str) -> dict[str, object]:
+def _preparation_words(name: str) -> dict[str, object]:
     """Words of multiprocessing for a fresh process; nothing of `__main__`, which may be a script without a guard."""
     return {"name": name, "sys_path": [*sys.path], "dir": os.getcwd()}
 
@@ -202,10 +202,10 @@ class _Memory:
         self.descriptor = descriptor
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _received, (DupFd(self.descriptor),)
+        return _receive_memory, (DupFd(self.descriptor),)
 
 
-def _received(descriptor: Any) -> _Memory:
+def _receive_memory(descriptor: Any) -> _Memory:
     return _Memory(descriptor.detach())
 
 
@@ -228,7 +228,7 @@ def _live(
             os.setpgid(0, 0)
         pipe.recv_bytes()
         _end_with_driver()
-        sys.stdout, sys.stderr = _reopened(sys.stdout), _reopened(sys.stderr)
+        sys.stdout, sys.stderr = _reopen_stream(sys.stdout), _reopen_stream(sys.stderr)
         faulthandler.enable(memory.descriptor)
         faulthandler.register(STACK_SIGNAL, file=memory.descriptor, all_threads=True)
         gc.freeze()  # what is loaded now stays: it is shared with other processes, and never scanned again
@@ -255,7 +255,7 @@ def _end_with_driver() -> None:
         fcntl.fcntl(driver.sentinel, fcntl.F_SETFL, fcntl.fcntl(driver.sentinel, fcntl.F_GETFL) | os.O_ASYNC)
 
 
-def _reopened(stream: TextIO) -> TextIO:
+def _reopen_stream(stream: TextIO) -> TextIO:
     """File without locks that a thread of a progress bar held when this process was forked."""
     try:
         return os.fdopen(os.dup(stream.fileno()), "w", 1, encoding=stream.encoding, errors=stream.errors)

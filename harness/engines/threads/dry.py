@@ -72,11 +72,11 @@ class DryEngine(Engine):
         with one_thread(), meta_device(), ExitStack() as watching:
             if observers:
                 watching.enter_context(Interposer(*observers))
-            return [_result(request, rank) for rank in ranks]
+            return [_result_of_rank(request, rank) for rank in ranks]
 
 
-def _result(request: RunRequest, rank: int) -> Any:
-    """Result of one rank's program, run in a thread of its own. Raises TimeLimit, or what `_failure` makes."""
+def _result_of_rank(request: RunRequest, rank: int) -> Any:
+    """Result of one rank's program, run in a thread of its own. Raises TimeLimit, or what `_failure_of_rank` makes."""
     world_size, timeout_s = request.world_size, request.timeout_s
     results: list[Any] = []
     errors: list[BaseException] = []
@@ -90,26 +90,26 @@ def _result(request: RunRequest, rank: int) -> Any:
 
     thread = RankThread()
     thread.begin(f"rank {rank}", job)
-    if not _ended(thread, timeout_s):
+    if not _join_thread(thread, timeout_s):
         thread.interrupt()
-        stayed = () if thread.ended(_GRACE_S) else (rank,)
+        stayed = () if thread.wait_for_end(_GRACE_S) else (rank,)
         text = f"rank {rank} of {world_size} did not end within {timeout_s:g} s"
         text += "; it is in native code and could not be interrupted: thread abandoned" if stayed else ""
         position = Position(rank=rank, state="runs", caller=place_raised(errors[0].__traceback__) if errors else "")
         raise TimeLimit(text, ranks=(rank,), positions=(position,), abandoned=stayed)
     thread.end()
     if errors:
-        raise _failure(errors[0], rank, world_size) from errors[0]
+        raise _failure_of_rank(errors[0], rank, world_size) from errors[0]
     return results[0]
 
 
-def _ended(thread: RankThread, timeout_s: float) -> bool:
+def _join_thread(thread: RankThread, timeout_s: float) -> bool:
     """Wait for the rank's end, and no other's.
 
     The limit is of processor time: a busy machine makes no time-out. On the clock the rank may take ten times as long.
     """
     began_s, latest_s = time.process_time(), time.monotonic() + 10 * timeout_s
-    while not thread.ended(min(1.0, timeout_s)):
+    while not thread.wait_for_end(min(1.0, timeout_s)):
         if time.process_time() - began_s > timeout_s or time.monotonic() > latest_s:
             return False
     return True
@@ -134,7 +134,7 @@ def _in_world(request: RunRequest, rank: int) -> Any:
             sys.excepthook = hook  # torch puts one before it that prefixes every line with the rank, each time
 
 
-def _failure(error: BaseException, rank: int, world_size: int) -> NoNumbers | NotComputed | RankRaised:
+def _failure_of_rank(error: BaseException, rank: int, world_size: int) -> NoNumbers | NotComputed | RankRaised:
     """The error of the run for an error of a rank: it read a number, or it raised."""
     if isinstance(error, NotComputed):
         return error

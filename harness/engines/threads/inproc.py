@@ -183,7 +183,7 @@ class Unmapped:
         self._operators: dict[str, Any] = {}
 
     @contextmanager
-    def recorded(self) -> Iterator[None]:
+    def record_calls(self) -> Iterator[None]:
         """Within it, calls of these operators by rank threads are recorded."""
         if self._modules != len(sys.modules):
             names = [name for name in operator_names("c10d") if name not in OPERATORS]
@@ -208,7 +208,7 @@ def _kernel_of(name: str, operator: Any) -> Callable[..., Any]:
         rank = rank_tables()
         observer = None if rank is None else rank.matcher.observer
         issued = None if observer is None else read(arguments)
-        ticket = None if observer is None or issued is None else observer.issued(issued.rank, issued.call)
+        ticket = None if observer is None or issued is None else observer.on_issue(issued.rank, issued.call)
         try:
             result = operator.redispatch(keys.remove(BACKEND_SELECT), *arguments)
         except RuntimeError as problem:
@@ -218,7 +218,7 @@ def _kernel_of(name: str, operator: Any) -> Callable[..., Any]:
             text += f" compute it ({error_text(problem)}); legal: --engine pool"
             raise NotComputed(text, ranks=(rank.rank,)) from problem
         if observer is not None and issued is not None and ticket is not None:
-            observer.completed(issued.rank, ticket)
+            observer.on_completion(issued.rank, ticket)
         return result
 
     return kernel
@@ -294,14 +294,14 @@ class InprocEngine(Engine):
         self.unwaited = ()
         leave_uncompiled()
         places = namespaces_of(request.per_rank)
-        with one_thread(), install_worlds() as enter, self._unmapped.recorded():
+        with one_thread(), install_worlds() as enter, self._unmapped.record_calls():
             state = PerRankState(request.world_size, request.seed, places, self._streams)
             threads = self._threads.take(request.world_size)
             run = _Run(request, threads, state, observer, parts)
             run.scheduler.alive = self.alive
             try:
                 results = run.results(enter)
-                self.unwaited = run.matcher.unwaited()
+                self.unwaited = run.matcher.find_unwaited()
                 return results
             finally:
                 stayed = run.scheduler.stop()
@@ -342,7 +342,7 @@ class _Run:
                 enter(self.matcher, rank, self.request.world_size)
                 self.values[rank] = program(rank, *args)
             except BaseException as error:
-                self._ended(rank, error)
+                self._on_rank_error(rank, error)
             finally:
                 leave_world()
 
@@ -358,7 +358,7 @@ class _Run:
         found = rank_positions(self.scheduler, self.matcher, self.raised)
         raise self._error(cause, found) from (self.raised[0].error if self.raised_first else None)
 
-    def _ended(self, rank: int, error: BaseException) -> None:
+    def _on_rank_error(self, rank: int, error: BaseException) -> None:
         """A rank's program ended with an exception."""
         if self.scheduler.stopping:
             return

@@ -215,7 +215,7 @@ class CollectiveMatcher:
             self._follow(call)
         if self.observer is not None:
             root = group.ranks[signature.root] if signature.root >= 0 else -1
-            call.ticket = self.observer.issued(rank, self._ledger_call(call, group, root))
+            call.ticket = self.observer.on_issue(rank, self._ledger_call(call, group, root))
         if collective.differing and member in collective.differing:
             self._park(call, Mismatch(group, call.number, collective.signature, collective))
         collective.missing -= 1
@@ -237,7 +237,7 @@ class CollectiveMatcher:
             self._follow(call)
         if self.observer is not None:
             peer_rank = group.ranks[call.peer] if call.peer != ANY else -1
-            call.ticket = self.observer.issued(call.rank, self._ledger_call(call, group, peer_rank))
+            call.ticket = self.observer.on_issue(call.rank, self._ledger_call(call, group, peer_rank))
         other = group.counterpart(mine)
         if other is None:
             return
@@ -276,9 +276,9 @@ class CollectiveMatcher:
         if call.ticket is not None and self.observer is not None:
             if call.is_async:
                 notify_waited(self.observer, call.rank, call.ticket)
-            self.observer.completed(call.rank, call.ticket)
+            self.observer.on_completion(call.rank, call.ticket)
 
-    def unwaited(self) -> tuple[Unwaited, ...]:
+    def find_unwaited(self) -> tuple[Unwaited, ...]:
         """After the run: asynchronous works that were never waited for; the observer gets their completion now.
 
         Results that wait when they are read are not among them: nothing read them.
@@ -290,7 +290,7 @@ class CollectiveMatcher:
                 if not call.waits_when_read:
                     found.append(Unwaited(rank=rank, op=op, number=number, group=call.group.label, caller=place))
                 if call.ticket is not None and self.observer is not None:
-                    self.observer.completed(rank, call.ticket)
+                    self.observer.on_completion(rank, call.ticket)
         return tuple(found)
 
     def _admit(self, call: RankCall) -> None:

@@ -112,11 +112,11 @@ class CallerStreams:
 
 
 @functools.lru_cache(maxsize=4)
-def _seeded(seed: int) -> torch.Tensor:
+def _seeded_state(seed: int) -> torch.Tensor:
     return torch.Generator().manual_seed(seed).get_state()
 
 
-def _reader(address: int, words: int, step: int = 1) -> Callable[[], bytes]:
+def _make_reader(address: int, words: int, step: int = 1) -> Callable[[], bytes]:
     """A function that reads every `step`-th of some 32-bit words of this process."""
     return memoryview((ctypes.c_uint32 * words).from_address(address))[::step].tobytes
 
@@ -132,7 +132,7 @@ def _torch_mark() -> Callable[[], Any]:
     if offset < 0 or struct.unpack_from("=i?3xII", head, offset + 8) != (1, True, 0, seed % 2**32):
         return lambda: generator.get_state().numpy().tobytes()
     address = (generator_address(generator) or 0) + offset
-    return _reader(address + 8, 4)
+    return _make_reader(address + 8, 4)
 
 
 def _python_mark() -> Callable[[], Any]:
@@ -142,16 +142,18 @@ def _python_mark() -> Callable[[], Any]:
     if type(owner).__basicsize__ >= object.__basicsize__ + _BYTES:
         place, *words = struct.unpack(f"=i{_WORDS}I", ctypes.string_at(address, _BYTES))
         if (*words, place) == random.getstate()[1]:
-            return _reader(address, 2)
+            return _make_reader(address, 2)
     return random.getstate
 
 
 _NUMPY: int = np.random.get_bit_generator().ctypes.state_address  # type: ignore[attr-defined]
 """Where numpy's global twister keeps its words, and after them the place."""
-_TORCH_MARK, _PYTHON_MARK, _NUMPY_MARK = _torch_mark(), _python_mark(), _reader(_NUMPY, 1 + _WORDS, _WORDS)
+_TORCH_MARK, _PYTHON_MARK, _NUMPY_MARK = _torch_mark(), _python_mark(), _make_reader(_NUMPY, 1 + _WORDS, _WORDS)
 _GENERATOR = torch.default_generator
 _STREAMS = (
-    _Stream(lambda seed: _GENERATOR.set_state(_seeded(seed)), _GENERATOR.get_state, _GENERATOR.set_state, _TORCH_MARK),
+    _Stream(
+        lambda seed: _GENERATOR.set_state(_seeded_state(seed)), _GENERATOR.get_state, _GENERATOR.set_state, _TORCH_MARK
+    ),
     _Stream(random.seed, random.getstate, random.setstate, _PYTHON_MARK),
     _Stream(lambda seed: np.random.seed(seed % 2**32), np.random.get_state, np.random.set_state, _NUMPY_MARK),
 )
@@ -173,7 +175,7 @@ class PerRankState:
         self._dtypes = [torch.get_default_dtype()] * world_size
         self._names: list[list[dict[str, Any]]] = [[] for _ in range(world_size)]
         if self._places:
-            self._names = [own(self._places) for _ in range(world_size)]
+            self._names = [copy_places(self._places) for _ in range(world_size)]
         self._holder = -1
 
     def enter(self, rank: int) -> None:
@@ -286,7 +288,7 @@ class _Defaults:
 
 def namespaces_of(names: Sequence[str]) -> tuple[Namespace, ...]:
     """The places of these modules as they are now. Raises RequestError for one that cannot be imported."""
-    modules = [_imported(name) for name in names]
+    modules = [_import_optional(name) for name in names]
     namespaces: dict[int, Namespace] = {id(vars(module)): _Dict(vars(module)) for module in modules}
     seen: dict[int, Any] = {}
     waiting = [value for module in modules for value in vars(module).values()]
@@ -300,19 +302,19 @@ def namespaces_of(names: Sequence[str]) -> tuple[Namespace, ...]:
         elif isinstance(value, Mapping):
             waiting += value.values()
         else:
-            waiting += _methods(value, names)
+            waiting += _methods_of_class(value, names)
             if _has_own_defaults(value, names):
                 namespaces[id(value.__defaults__)] = _Defaults(value)
-            if (place := _place(value, names)) is not None:
+            if (place := _as_place(value, names)) is not None:
                 namespaces.setdefault(id(value), place)
                 waiting += place.read().values()
     return tuple(namespaces.values())
 
 
-def own(places: Iterable[Namespace]) -> list[Names]:
+def copy_places(places: Iterable[Namespace]) -> list[Names]:
     """For one rank: what the places have now, in containers of its own."""
     copies: dict[int, Any] = {}
-    return [{name: _copied(value, copies) for name, value in place.read().items()} for place in places]
+    return [{name: _copy_containers(value, copies) for name, value in place.read().items()} for place in places]
 
 
 @contextmanager
@@ -320,7 +322,7 @@ def own_state(names: Sequence[str]) -> Iterator[None]:
     """Undo the body's changes in these modules. Raises RequestError as `namespaces_of`."""
     places = namespaces_of(names)
     before = [place.read() for place in places]
-    for place, mine in zip(places, own(places), strict=True):
+    for place, mine in zip(places, copy_places(places), strict=True):
         place.write(mine)
     try:
         yield
@@ -329,7 +331,7 @@ def own_state(names: Sequence[str]) -> Iterator[None]:
             place.write(was)
 
 
-def _imported(name: str) -> ModuleType:
+def _import_optional(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except Exception as problem:
@@ -337,7 +339,7 @@ def _imported(name: str) -> ModuleType:
         raise RequestError(f"per_rank {name!r}: {rule} ({error_text(problem)})") from problem
 
 
-def _place(value: Any, modules: Sequence[str]) -> Namespace | None:
+def _as_place(value: Any, modules: Sequence[str]) -> Namespace | None:
     """The value as a place, None for one that is shared."""
     if isinstance(value, type):
         return _Class(value) if value.__module__ in modules and not isinstance(value, EnumMeta) else None
@@ -350,7 +352,7 @@ def _place(value: Any, modules: Sequence[str]) -> Namespace | None:
     return _Dict(attributes) if type(attributes) is dict else None
 
 
-def _methods(value: Any, modules: Sequence[str]) -> list[FunctionType]:
+def _methods_of_class(value: Any, modules: Sequence[str]) -> list[FunctionType]:
     """The functions of a class of these modules."""
     parts = vars(value).values() if isinstance(value, type) and value.__module__ in modules else ()
     plain = [part.__wrapped__ if isinstance(part, staticmethod | classmethod) else part for part in parts]
@@ -367,7 +369,7 @@ def _is_data(name: str, value: Any) -> bool:
     return not (name.startswith("__") and name.endswith("__")) and not hasattr(type(value), "__get__")
 
 
-def _copied(value: Any, copies: dict[int, Any]) -> Any:
+def _copy_containers(value: Any, copies: dict[int, Any]) -> Any:
     """A container with its containers copied, a cache emptied; everything else itself."""
     made, kind = copies.get(id(value)), type(value)
     if made is not None:
@@ -379,8 +381,8 @@ def _copied(value: Any, copies: dict[int, Any]) -> Any:
         return value
     made = copies[id(value)] = value.copy()
     if isinstance(made, dict):
-        made.update({key: _copied(item, copies) for key, item in value.items()})
+        made.update({key: _copy_containers(item, copies) for key, item in value.items()})
     elif not isinstance(made, set):
         made.clear()
-        made.extend([_copied(item, copies) for item in value])
+        made.extend([_copy_containers(item, copies) for item in value])
     return made

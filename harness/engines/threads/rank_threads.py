@@ -109,7 +109,7 @@ class RankThread:
         """End the idle thread."""
         self.begin("rank (ending)", None)
 
-    def ended(self, timeout_s: float) -> bool:
+    def wait_for_end(self, timeout_s: float) -> bool:
         """Wait for the end of the job; True when it came in time. Not to be called again after True."""
         return self._ended.acquire(timeout=timeout_s)
 
@@ -123,7 +123,7 @@ class RankThread:
             _wait_for_the_waking_thread()
             # No variable holds the dict: the traceback of an exception keeps this frame longer than the thread, and
             # DTensor's caches, which lie in the dict, abort the process when they outlive their thread.
-            born = _traces(_thread_dict()) if _shows_thread_locals(_thread_dict()) else None
+            born = _state_of_thread(_thread_dict()) if _shows_thread_locals(_thread_dict()) else None
             while not self._interrupted:
                 self._given.acquire()
                 if self._job is None:
@@ -134,7 +134,7 @@ class RankThread:
                     last = contextvars.Context().run(self._job)
                 finally:
                     self._job = None
-                    self.reusable = not self._interrupted and _traces(_thread_dict()) == born
+                    self.reusable = not self._interrupted and _state_of_thread(_thread_dict()) == born
                     self._ended.release()
                 last()
 
@@ -212,7 +212,7 @@ def _shows_thread_locals(own: dict[Any, Any]) -> bool:
     return len(own) == before + 1
 
 
-def _traces(own: dict[Any, Any]) -> tuple[Any, ...]:
+def _state_of_thread(own: dict[Any, Any]) -> tuple[Any, ...]:
     """State that a program can leave behind in a thread: Python's thread-locals and torch's switches.
 
     Autocast and inference mode show in the dispatch keys. Py_Repr is Python's own.
@@ -294,17 +294,17 @@ class Stillness:
         frame = sys._current_frames().get(self._ident)
         if frame is None:
             return True
-        now = (id(frame), frame.f_lasti, self._read("schedstat") if self._strictly else b"")
+        now = (id(frame), frame.f_lasti, self._read_file("schedstat") if self._strictly else b"")
         self._times = self._times + 1 if now == self._seen and self._sleeps(frame.f_code.co_filename) else 0
         self._seen = now
         return self._times >= _LOOKS
 
     def _sleeps(self, file: str) -> bool:
         """By Linux; elsewhere only code of Python that waits for threads is known to sleep."""
-        state = self._read("stat").rpartition(b")")[2].split()
+        state = self._read_file("stat").rpartition(b")")[2].split()
         return state[0] != b"R" if state else file in _WAITS_IN
 
-    def _read(self, name: str) -> bytes:
+    def _read_file(self, name: str) -> bytes:
         """A file of the system on this thread, empty where there is none."""
         try:
             return (_TASK / str(self._native) / name).read_bytes()

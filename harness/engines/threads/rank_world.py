@@ -136,13 +136,13 @@ def install_worlds() -> Iterator[Enter]:
         undo.enter_context(redirect_function(c10d.init_process_group, _init_process_group))
         undo.enter_context(redirect_function(c10d.split_group, _split_group))
         undo.enter_context(groups_made_by(_new_group))
-        undo.enter_context(kept_apart(lambda: getattr(_mine(), "rank", None)))
+        undo.enter_context(kept_apart(lambda: getattr(_rank_of_thread(), "rank", None)))
         undo.enter_context(follow_threads(lambda mine: mine.matcher.scheduler.hand_back(mine.rank)))
-        undo.enter_context(environ_by_rank(lambda: getattr(_mine(), "environ", None)))
-        yield functools.partial(_enter, ranks, dist.HashStore(), meet_at)
+        undo.enter_context(environ_by_rank(lambda: getattr(_rank_of_thread(), "environ", None)))
+        yield functools.partial(_enter_world, ranks, dist.HashStore(), meet_at)
 
 
-def _enter(
+def _enter_world(
     ranks: dict[int, Any], store: Any, meet_at: dict[str, str], matcher: CollectiveMatcher, rank: int, world_size: int
 ) -> None:
     environ: OwnWords = dict(environment_of(rank, world_size, meet_at))
@@ -151,7 +151,7 @@ def _enter(
     _make_default(mine)
 
 
-def _mine() -> _Rank | None:
+def _rank_of_thread() -> _Rank | None:
     mine: _Rank | None = rank_tables()
     return mine
 
@@ -161,11 +161,11 @@ def _make_default(mine: _Rank) -> None:
     mine.life += 1
     mine.group_count = 1
     ranks = tuple(range(mine.world_size))
-    mine.default_pg = _make(mine, "0", ranks, "default_pg")
+    mine.default_pg = _make_group(mine, "0", ranks, "default_pg")
     mine.pg_group_ranks[mine.default_pg] = {rank: rank for rank in ranks}
 
 
-def _make(mine: _Rank, name: str, ranks: tuple[int, ...], description: str, tag: str = "") -> InprocGroup:
+def _make_group(mine: _Rank, name: str, ranks: tuple[int, ...], description: str, tag: str = "") -> InprocGroup:
     """Make a rank's process group, entered in its tables as torch enters one."""
     group = mine.matcher.group(mine.life, name, ranks, description)
     if group.store is None:
@@ -184,7 +184,7 @@ def _make(mine: _Rank, name: str, ranks: tuple[int, ...], description: str, tag:
 
 def _new_group(original: Maker, arguments: inspect.BoundArguments) -> tuple[Any, Any]:
     """Stands for torch's maker of groups: (group, its store), (NON_GROUP_MEMBER, None) outside of it."""
-    mine, given = _mine(), arguments.arguments
+    mine, given = _rank_of_thread(), arguments.arguments
     if mine is None or str(given["backend"]) == "fake":
         return original(*arguments.args, **arguments.kwargs)
     ranks, name, tag = tuple(given["global_ranks_in_group"]), given["group_name"], given.get("pg_tag") or ""
@@ -195,7 +195,7 @@ def _new_group(original: Maker, arguments: inspect.BoundArguments) -> tuple[Any,
     if mine.rank not in ranks:
         return dist.GroupMember.NON_GROUP_MEMBER, None
     _require_known(str(given["backend"] or ""))
-    made = _make(mine, name, ranks, given.get("group_desc") or "undefined", tag)
+    made = _make_group(mine, name, ranks, given.get("group_desc") or "undefined", tag)
     return made, mine.pg_map[made][1]
 
 
@@ -208,7 +208,7 @@ def _require_known(backend: str) -> None:
 
 def _init_process_group(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """On a rank: hand out the world that exists. Raises ValueError for another size or rank, and for a second call."""
-    mine = _mine()
+    mine = _rank_of_thread()
     if mine is None:
         return original(*args, **kwargs)
     given = inspect.signature(original).bind(*args, **kwargs).arguments
@@ -231,7 +231,7 @@ def _split_group(
     **kwargs: Any,
 ) -> Any:
     """On a rank: the group of its split, None in no split. Ranks count within the parent. Raises ValueError."""
-    mine = _mine()
+    mine = _rank_of_thread()
     if mine is None:
         return original(parent_pg, split_ranks, timeout, pg_options, group_desc, **kwargs)
     parent = parent_pg or mine.default_pg
@@ -247,6 +247,6 @@ def _split_group(
         return None
     ranks = tuple(members[rank] for rank in own)
     name = f"{parent.group_name}:split:{parent.splits}"
-    made = _make(mine, name, ranks, group_desc or f"{parent.group_desc}:split:{parent.splits}")
+    made = _make_group(mine, name, ranks, group_desc or f"{parent.group_desc}:split:{parent.splits}")
     mine.pg_group_ranks[made] = {rank: i for i, rank in enumerate(ranks)}
     return made

@@ -176,25 +176,25 @@ class Scheduler:
         if not self.stopping:
             self.stopping = True
             order = sorted(range(len(self.statuses)), key=lambda rank: self.statuses[rank] is not RankStatus.RUNNING)
-            self._stayed = tuple(rank for rank in order if not self._ended(rank))
+            self._stayed = tuple(rank for rank in order if not self._has_ended(rank))
             # Both refer to the run, and a program that leaks its graphs keeps its groups, which refer to this.
             self._body, self.alive = do_nothing, str
         return self._stayed
 
-    def _ended(self, rank: int) -> bool:
+    def _has_ended(self, rank: int) -> bool:
         thread, status = self._threads[rank], self.statuses[rank]
         if status is RankStatus.NOT_STARTED:
             return True
         if status is RankStatus.DONE:
-            return thread.ended(_GRACE_S)
+            return thread.wait_for_end(_GRACE_S)
         if self._turns[rank].locked():
             self._turns[rank].release()
-        if status is not RankStatus.RUNNING and thread.ended(_GRACE_S / 10):
+        if status is not RankStatus.RUNNING and thread.wait_for_end(_GRACE_S / 10):
             return True
         end_s = time.monotonic() + _GRACE_S
         while time.monotonic() < end_s:
             thread.interrupt()
-            if thread.ended(_GRACE_S / 10):
+            if thread.wait_for_end(_GRACE_S / 10):
                 return True
         return False
 

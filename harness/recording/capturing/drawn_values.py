@@ -21,7 +21,7 @@ from torch import Tensor
 from shardproof.harness.engines.calls.callers import caller
 from shardproof.harness.outcome.blocks import Block, blocks
 from shardproof.harness.protocols import Value
-from shardproof.harness.subject import NamedSubject, called
+from shardproof.harness.subject import NamedSubject, call_subject
 from shardproof.harness.torch_internals.autograd import current_task, storage_id
 from shardproof.harness.torch_internals.dispatch import (
     DispatchMode,
@@ -69,7 +69,7 @@ class WithMasks:
         if self.given is not None:
             call = partial(call, given=self.given)
         with DropoutProbe(self.joint) as probe:
-            outcome = called(call, case, device)
+            outcome = call_subject(call, case, device)
         return {**outcome, **probe.found}
 
 
@@ -100,7 +100,7 @@ class DropoutProbe(DispatchMode):
             rate, kept = 1 - (args[1] if len(args) > 1 else kwargs.get("p", 0.5)), result
         else:
             rate, kept = args[1], result[1]
-        mask = self._noted(state, rate, kept)
+        mask = self._note_draw(state, rate, kept)
         if mask is None:
             return result
         if operator is _BERNOULLI:
@@ -108,7 +108,7 @@ class DropoutProbe(DispatchMode):
         mask = mask.view_as(kept).to(kept.device)
         return args[0] * mask * (1 / (1 - rate)), mask
 
-    def _noted(self, state: bytes, rate: float, kept: Tensor) -> Tensor | None:
+    def _note_draw(self, state: bytes, rate: float, kept: Tensor) -> Tensor | None:
         """Note a draw; the mask to put in its place, None for its own."""
         backward = current_task() >= 0
         if not backward:
@@ -194,7 +194,7 @@ class WithFirstValues:
     def __call__(self, case: Any, device: torch.device) -> Mapping[str, Value]:
         """The subject's outcome and the first values."""
         with FirstValues() as probe:
-            outcome = called(self.subject.call, case, device)
+            outcome = call_subject(self.subject.call, case, device)
         return {**outcome, **probe.found}
 
 

@@ -24,7 +24,7 @@ from shardproof.harness.ledger import AGAIN
 from shardproof.harness.outcome.blocks import Block, blocks
 from shardproof.harness.recording.attribution import Attribution
 from shardproof.harness.recording.lanes import Site
-from shardproof.harness.recording.observations import read
+from shardproof.harness.recording.observations import read_observation
 from shardproof.harness.recording.watch import Emit, OnInput, OnOutput, ThreadWatch, Watch
 from shardproof.harness.torch_internals.autograd import has_hooks
 
@@ -33,7 +33,7 @@ class ModuleWatch(Watch):
     """Hears of every call of a module on every rank, and knows where it belongs."""
 
     def __init__(self, on_output: OnOutput, on_input: OnInput | None = None) -> None:
-        super().__init__(self._feed, on_output, on_input=on_input)
+        super().__init__(self._make_emit, on_output, on_input=on_input)
         self._attributions: dict[int, Attribution] = {}
 
     def place(self, lane: ThreadWatch, module: nn.Module) -> tuple[Site, str]:
@@ -41,9 +41,9 @@ class ModuleWatch(Watch):
         attribution = self._attributions[lane.rank]
         return attribution.current(lane.number), attribution.paths.module(module, "")
 
-    def _feed(self, rank: int) -> Emit:
+    def _make_emit(self, rank: int) -> Emit:
         feed = self._attributions.setdefault(rank, Attribution()).feed
-        return lambda plain: feed(read(plain))
+        return lambda plain: feed(read_observation(plain))
 
 
 class _Captured:
@@ -84,25 +84,25 @@ class Capture(ModuleWatch):
             return
         captured = self._of(lane.rank)
         if site.phase == "forward" and path not in captured.outputs:
-            captured.outputs[path] = copied(tensor)
+            captured.outputs[path] = copy_tensor(tensor)
         elif path in captured.gradients or site.phase != AGAIN:
             return
         if tensor.requires_grad:
             captured.gradients[path] = None
-            tensor.register_hook(keeping(captured.gradients, path))
+            tensor.register_hook(make_keeping_hook(captured.gradients, path))
 
 
-def keeping(slots: dict[Any, Tensor | None], key: object) -> Callable[[Tensor], None]:
+def make_keeping_hook(slots: dict[Any, Tensor | None], key: object) -> Callable[[Tensor], None]:
     """The hook that adds a copy of the gradient it sees to a slot and returns nothing, so that it changes nothing."""
 
     def keep(gradient: Tensor) -> None:
-        before, copy = slots[key], copied(gradient)
+        before, copy = slots[key], copy_tensor(gradient)
         slots[key] = copy if before is None else before + copy
 
     return keep
 
 
-def copied(tensor: Tensor) -> Tensor:
+def copy_tensor(tensor: Tensor) -> Tensor:
     """A copy without a graph."""
     with torch.no_grad():
         return tensor.detach().clone()
@@ -188,11 +188,11 @@ class CallCapture(ModuleWatch):
         site, path = self.place(lane, module)
         if path and site.step == 0 and site.phase == "forward":
             rank, given = self._of(lane.rank), list(tensors_of((args, kwargs), levels=3))
-            rank.inputs.setdefault(path, []).append(tuple(_copy_of(copied(tensor)) for tensor in given))
+            rank.inputs.setdefault(path, []).append(tuple(_copy_of(copy_tensor(tensor)) for tensor in given))
             slots = rank.input_gradients.setdefault(path, {})
             slots[len(slots)] = None
             if given and given[0].requires_grad:
-                given[0].register_hook(keeping(slots, len(slots) - 1))
+                given[0].register_hook(make_keeping_hook(slots, len(slots) - 1))
 
     def _output(self, lane: ThreadWatch, module: nn.Module, output: Any) -> None:
         site, path = self.place(lane, module)
@@ -202,7 +202,7 @@ class CallCapture(ModuleWatch):
         rank = self._of(lane.rank)
         if site.phase == "forward":
             slots = rank.gradients.setdefault(path, {})
-            rank.outputs.setdefault(path, []).append(_copy_of(copied(tensor)))
+            rank.outputs.setdefault(path, []).append(_copy_of(copy_tensor(tensor)))
             slots[len(slots)] = None
             if type(module).__module__.startswith("torch.nn.modules.") and not has_hooks(module):
                 rank.plain.add(path)
@@ -215,7 +215,7 @@ class CallCapture(ModuleWatch):
         number = rank.hooked.get(path, 0)
         if tensor.requires_grad and number < len(slots):
             rank.hooked[path] = number + 1  # without a graph in the first forward it is the recomputed tensor
-            tensor.register_hook(keeping(slots, number))
+            tensor.register_hook(make_keeping_hook(slots, number))
 
 
 def _copy_of(tensor: Tensor | None) -> TensorCopy:

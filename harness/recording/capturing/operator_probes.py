@@ -28,7 +28,7 @@ from torch.nn.modules import module as module_file
 from shardproof.harness.engines.calls.callers import caller
 from shardproof.harness.protocols import Value
 from shardproof.harness.recording.naming import Paths
-from shardproof.harness.subject import NamedSubject, called
+from shardproof.harness.subject import NamedSubject, call_subject
 from shardproof.harness.torch_internals.autograd import current_task, storage_id
 from shardproof.harness.torch_internals.dispatch import DispatchMode, FakeTensor, leaves, take_themselves_apart
 
@@ -80,7 +80,7 @@ class Probed:
     def __call__(self, case: Any, device: torch.device) -> Mapping[str, Value]:
         """Run the subject and return each name."""
         with self.probe() as probe:
-            called(self.subject.call, case, device)
+            call_subject(self.subject.call, case, device)
         return {name: torch.ones(()) for name in probe.names}
 
 
@@ -214,12 +214,12 @@ class NarrowProbe(DispatchMode):
             for leaf in returned:  # computed in the case's dtype for as long as their storage lives
                 if leaf.dtype in self._narrow and not self._is_computed(leaf):
                     key = storage_id(leaf)
-                    gone = functools.partial(self._gone, key)
+                    gone = functools.partial(self._on_drop, key)
                     self._computed[key] = weakref.ref(leaf.untyped_storage(), gone)
         return result
 
     def _is_computed(self, tensor: Tensor) -> bool:
         return storage_id(tensor) in self._computed
 
-    def _gone(self, key: int, _reference: object) -> None:
+    def _on_drop(self, key: int, _reference: object) -> None:
         del self._computed[key]

@@ -25,7 +25,7 @@ from shardproof.harness.protocols import Value
 from shardproof.harness.recording.capturing.drawn_values import STARTED, FirstValues, first_values
 from shardproof.harness.running.trials.trial import Trial
 from shardproof.harness.running.truth.own import EXACT, OwnTruth, one_rank
-from shardproof.harness.subject import ALONE, NamedSubject, called
+from shardproof.harness.subject import ALONE, NamedSubject, call_subject
 
 Asked = tuple[int, int, int, int]
 """Step, micro-batch, first and past-the-last number of its samples."""
@@ -54,10 +54,10 @@ class _Watched(PlainCase):
 
     def but(self, **words: Word) -> "_Watched":
         """The same, and its samples are noted as those of this case."""
-        return _watched(PlainCase.but(self, **words), self.noted_samples)
+        return _watch_case(PlainCase.but(self, **words), self.noted_samples)
 
 
-def _watched(case: PlainCase, noted: list[Asked]) -> _Watched:
+def _watch_case(case: PlainCase, noted: list[Asked]) -> _Watched:
     return _Watched(vocabulary=case.vocabulary, values=case.values, noted_samples=noted)
 
 
@@ -75,9 +75,9 @@ class _Asking:
         """Run the subject and return each request as a name, and what the hooks of gradients saw."""
         asked: list[Asked] = []
         gradients = _Gradients()
-        watched = _watched(case, asked) if isinstance(case, PlainCase) else case
+        watched = _watch_case(case, asked) if isinstance(case, PlainCase) else case
         with FirstValues(gradients.follow) as probe:
-            outcome = called(self.subject.call, watched, device)
+            outcome = call_subject(self.subject.call, watched, device)
         requests = {_ASKED + " ".join(map(str, one)): torch.ones(()) for one in asked}
         return {**outcome, **probe.found, **requests, _SQUARES: torch.tensor(gradients.squares, dtype=torch.float64)}
 
@@ -91,9 +91,9 @@ class _Gradients:
 
     def follow(self, leaf: Tensor) -> None:
         """Look at this leaf's gradient whenever backward has added to it."""
-        leaf.register_post_accumulate_grad_hook(self._seen)
+        leaf.register_post_accumulate_grad_hook(self._note_gradient)
 
-    def _seen(self, leaf: Tensor) -> None:
+    def _note_gradient(self, leaf: Tensor) -> None:
         gradient = leaf.grad
         if gradient is not None and not gradient.is_sparse:
             with torch.no_grad():
@@ -108,10 +108,10 @@ def with_beginnings(trial: Trial, evidence: Evidence, wrong: Collection[str]) ->
     if not wrong or evidence.truth.unmergeable:
         return evidence
     try:
-        with trial.timed("located"):
+        with trial.time_part("located"):
             ranks = trial.run(_Asking(trial.subject), case).outcomes
             if own is not None and isinstance(case, PlainCase):
-                asked, truth = [_asked(outcome) for outcome in ranks], _asked_by_truth(trial, own, case)
+                asked, truth = [_find_asked_samples(outcome) for outcome in ranks], _asked_by_truth(trial, own, case)
                 samples = _apart(asked, case) or _difference(set().union(*asked), truth, case.micro)
     except ShardproofError:  # a subject that takes no other case: its errors stand
         return evidence
@@ -120,7 +120,7 @@ def with_beginnings(trial: Trial, evidence: Evidence, wrong: Collection[str]) ->
     return evidence.with_found(other_samples=samples, other_start=start, unsummed=squares)
 
 
-def _asked(outcome: Mapping[str, Sequence[Block]]) -> set[Asked]:
+def _find_asked_samples(outcome: Mapping[str, Sequence[Block]]) -> set[Asked]:
     numbers = (name.removeprefix(_ASKED).split() for name in outcome if name.startswith(_ASKED))
     return {(step, micro, start, stop) for step, micro, start, stop in (map(int, one) for one in numbers)}
 
@@ -129,9 +129,9 @@ def _asked_by_truth(trial: Trial, own: OwnTruth, case: PlainCase) -> set[Asked]:
     """The samples that the truth takes; none where a dense model makes its data otherwise."""
     if own.dense == ALONE:
         alone = one_rank(case, trial.subject).but(dtype=EXACT)
-        return _asked(*trial.run(_Asking(trial.subject), alone).outcomes)
+        return _find_asked_samples(*trial.run(_Asking(trial.subject), alone).outcomes)
     noted: list[Asked] = []
-    own(_watched(case, noted), torch.device(trial.device), given=trial.given or None)
+    own(_watch_case(case, noted), torch.device(trial.device), given=trial.given or None)
     return set(noted)
 
 
@@ -190,7 +190,7 @@ class _Begun:
 
 def _other_start(ranks: Outcomes, truth: Truth) -> str:
     """The first parameter that begins on a rank as another part of itself, or with other numbers, in words."""
-    found, initial = list(_begun(ranks)), truth.initial
+    found, initial = list(_find_first_values(ranks)), truth.initial
     known = [one for one in found if one.name in initial and initial[one.name].shape == one.block.global_shape]
     right = [(one.rank, one.name, one.block.part_of(initial[one.name])) for one in known]
     wrong = [  # a value that belongs to another parameter is not this one's, whose own was not seen
@@ -212,7 +212,7 @@ def _other_start(ranks: Outcomes, truth: Truth) -> str:
     return ""
 
 
-def _begun(ranks: Outcomes) -> Iterator[_Begun]:
+def _find_first_values(ranks: Outcomes) -> Iterator[_Begun]:
     """The first values of parameters of which a rank returns one part."""
     for rank, outcome in enumerate(ranks):
         single = {name: blocks[0] for name, blocks in outcome.items() if len(blocks) == 1}

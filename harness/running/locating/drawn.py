@@ -35,7 +35,7 @@ def with_drawn_numbers(trial: Trial, evidence: Evidence, wrong: Collection[str])
     if truth.unmergeable or drawn_by_ranks or untouched or not wrong or (forward and not forward & set(wrong)):
         return evidence
     try:
-        with trial.timed("located"):
+        with trial.time_part("located"):
             ranks = _of_ranks(trial, trial.case, dropout)
             if not own and not any(one.forward for one in ranks):
                 return evidence
@@ -61,7 +61,7 @@ def _of_truth(trial: Trial, dropout: bool) -> list[Numbers]:
         return _of_ranks(trial, one_rank(trial.case, trial.subject).but(dtype=EXACT), dropout)
     probe = DrawnNumbers(dropout=dropout)
     with probe:
-        trial.computed(trial.reference.truth)
+        trial.compute_anew(trial.reference.truth)
     return probe.found
 
 

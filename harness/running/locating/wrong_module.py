@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardproof.harness.checking.measures.kinds import is_state, kind_of, step_of
 from shardproof.harness.checking.records import Evidence, Truth
-from shardproof.harness.diagnosing.placing.modules_by_name import Watched, located
+from shardproof.harness.diagnosing.placing.modules_by_name import Watched, locate_wrong_module
 from shardproof.harness.engines.rank_environment import rank_device
 from shardproof.harness.errors import error_text
 from shardproof.harness.outcome.blocks import blocks
@@ -23,7 +23,7 @@ from shardproof.harness.running.ranks.capacity import memory_bytes
 from shardproof.harness.running.ranks.execution import RankTask, sendable
 from shardproof.harness.running.trials.trial import Function, Trial
 from shardproof.harness.running.truth.own import EXACT, InParts, PartialSums, one_rank
-from shardproof.harness.subject import ALONE, called, kept_per_rank, session
+from shardproof.harness.subject import ALONE, call_subject, kept_per_rank, session
 
 _COPIES = 8
 """How often what autograd saves is held at most: inputs, outputs and the gradients of both, of subject and truth."""
@@ -52,9 +52,9 @@ def with_wrong_module(trial: Trial, evidence: Evidence, wrong: Collection[str]) 
         trial.problems["explanation"] = f"the first wrong module was not looked for: {rule}; legal: smaller sizes"
         return evidence
     try:
-        with trial.timed("located"):
+        with trial.time_part("located"):
             modules = modules_of(trial, evidence)
-            found = None if modules is None else located(modules, forward=forward, backward=backward)
+            found = None if modules is None else locate_wrong_module(modules, forward=forward, backward=backward)
             return evidence.with_found(located=found)
     except Exception as problem:  # the verdict stands; only its place is less exact
         trial.problems["explanation"] = f"the first wrong module could not be looked for: {error_text(problem)}"
@@ -145,5 +145,5 @@ def _alone(rank: int, task: RankTask) -> ModuleCalls:
 def _beside(rank: int, subject: Subject, case: CaseLike, capture: CallCapture, device: torch.device) -> ModuleCalls:
     """The program of a rank where all ranks share the capture."""
     with capture.on_rank(rank):
-        called(subject, case, device)
+        call_subject(subject, case, device)
         return capture.calls(rank)

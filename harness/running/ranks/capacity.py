@@ -46,7 +46,7 @@ def admit(cases: Iterable[CaseLike], engine: str, limit_bytes: int | None = None
             )
 
 
-def admitted(cases: Iterable[CaseLike], engine: str) -> tuple[CaseLike, ...]:
+def select_admitted_cases(cases: Iterable[CaseLike], engine: str) -> tuple[CaseLike, ...]:
     """The cases that this machine can hold. Raises RequestError for the first one when it can hold none."""
     cases_left, first = [], None
     for case in cases:

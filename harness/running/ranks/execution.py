@@ -28,7 +28,7 @@ from shardproof.harness.recording.recorder import Recorder
 from shardproof.harness.resolve import resolve
 from shardproof.harness.running.ranks.output import rank_output
 from shardproof.harness.running.ranks.watching import Execution, Localized, Watching
-from shardproof.harness.subject import called, kept_per_rank, named_axes, offers, session
+from shardproof.harness.subject import call_subject, kept_per_rank, named_axes, offers, session
 from shardproof.harness.torch_internals.compiler import leave_unloaded
 from shardproof.harness.torch_internals.dispatch import deterministic_on
 
@@ -90,14 +90,14 @@ def execute(
     )
     start_s = time.perf_counter()
     run = partial(engine.run, world_size=case.world_size, seed=case.seed, timeout_s=timeout_s)
-    execution = Execution.joined(run(perform, sendable(task))) if engine.remote else _on_threads(task, subject, run)
+    execution = Execution.join_ranks(run(perform, sendable(task))) if engine.remote else _on_threads(task, subject, run)
     return replace(execution, unwaited=tuple(engine.unwaited), seconds=time.perf_counter() - start_s)
 
 
 def _on_threads(task: RankTask, subject: Subject, run: Callable[..., Any]) -> Execution:
     case, device = task.case, torch.device(task.device)
     with ExitStack() as entered:
-        watching = _watching(task, subject, device, None, entered)
+        watching = _enter_watching(task, subject, device, None, entered)
         # A subject may change the working directory; the next run starts in the old one.
         with chdir("."), session(subject), deterministic_on(device):
             program, per_rank = (_on_rank, subject, case, device, watching), kept_per_rank(subject)
@@ -126,9 +126,9 @@ def perform(rank: int, task: RankTask) -> Execution:
     device, past_s = rank_device(task.device, rank), time.perf_counter() - task.origin_s
     origin_s = task.origin_s if 0 <= past_s < _SAME_CLOCK_S else None
     with own_state(kept_per_rank(subject)), session(subject), deterministic_on(device), ExitStack() as entered:
-        watching = _watching(task, subject, device, origin_s, entered)
+        watching = _enter_watching(task, subject, device, origin_s, entered)
         with observe_calls(watching.observer) if watching.observer else nullcontext(), watching.on_rank(rank):
-            outcome = called(subject, task.case, device)
+            outcome = call_subject(subject, task.case, device)
         entered.close()
         execution, recorder = watching.execution([rank], [localize(outcome)]), watching.recorder
         return replace(execution, spans=recorder.spans(rank, execution.events)) if recorder else execution
@@ -138,7 +138,7 @@ def _on_rank(rank: int, subject: Subject, case: CaseLike, device: torch.device, 
     """The program of a rank that is a thread."""
     with rank_output():
         with watching.on_rank(rank):
-            outcome = called(subject, case, device)
+            outcome = call_subject(subject, case, device)
         return localize(outcome)
 
 
@@ -160,7 +160,7 @@ def _stopwatch(device: torch.device) -> "Stopwatch | None":
     return stopwatch(device)
 
 
-def _watching(
+def _enter_watching(
     task: RankTask, subject: Subject, device: torch.device, origin_s: float | None, entered: ExitStack
 ) -> Watching:
     """Observers of the ranks of this process, as a task states: all of it is made and entered here."""

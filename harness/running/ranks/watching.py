@@ -14,7 +14,7 @@ from shardproof.harness.protocols import CaseLike, Subject
 from shardproof.harness.recording.capturing.module_calls import Capture
 from shardproof.harness.recording.measures import Overlap, RankCallIndex, SavedActivations
 from shardproof.harness.recording.recorder import Recorder
-from shardproof.harness.subject import Unanswered, answered
+from shardproof.harness.subject import Unanswered, answer_question
 
 if TYPE_CHECKING:
     from shardproof.harness.recording.spans import RankSpan
@@ -43,7 +43,7 @@ class Execution:
     spans: "tuple[RankSpan, ...]" = ()
 
     @classmethod
-    def joined(cls, ranks: "Sequence[Execution]") -> "Execution":
+    def join_ranks(cls, ranks: "Sequence[Execution]") -> "Execution":
         """Results of all ranks, each of which has run for itself."""
         problem = next((rank.problem for rank in ranks if rank.problem), "")
         measured = [rank.hidden for rank in ranks if rank.hidden is not None]
@@ -88,7 +88,9 @@ class Watching:
         problem = ""
         try:
             if capture := self.capture:
-                captured = answered("activations", lambda: [self._placed(rank, capture) for rank in ranks])
+                captured = answer_question(
+                    "activations", lambda: [self._place_captured(rank, capture) for rank in ranks]
+                )
         except Unanswered as error:  # the subject's own words on its layout: wrong words are told, the run stands
             problem = str(error)
         return Execution(
@@ -100,12 +102,12 @@ class Watching:
             hidden=frozenset(self.hiding.hidden) if self.hiding else None,
         )
 
-    def _placed(self, rank: int, capture: Capture) -> Localized:
+    def _place_captured(self, rank: int, capture: Capture) -> Localized:
         """The captured tensors of one rank as blocks of full ones; modules without a counterpart are left out."""
         place = getattr(self.subject, "activations")  # noqa: B009  (optional, so the protocol does not declare it)
 
-        def placed(kind: str, locals_: Mapping[str, Tensor]) -> Localized:
+        def place_locals(kind: str, locals_: Mapping[str, Tensor]) -> Localized:
             shards = {module: place(self.case, rank, module, local) for module, local in locals_.items()}
             return {f"{kind}/{module}": blocks(shard) for module, shard in shards.items() if shard is not None}
 
-        return placed("act", capture.outputs(rank)) | placed("act_grad", capture.gradients(rank))
+        return place_locals("act", capture.outputs(rank)) | place_locals("act_grad", capture.gradients(rank))

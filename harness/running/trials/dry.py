@@ -3,17 +3,17 @@
 from collections.abc import Sequence
 from typing import cast
 
-from shardproof.harness.checking.call_checks import order
-from shardproof.harness.checking.checks import CHECKS, examine, needing
+from shardproof.harness.checking.call_checks import check_order
+from shardproof.harness.checking.checks import CHECKS, run_checks, select_checks_by_need
 from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.records import Calls, Claims, DryRun, Evidence, Run, Truth, merged_outcomes
 from shardproof.harness.engines.engine import Unwaited
 from shardproof.harness.engines.threads.dry import DryEngine
 from shardproof.harness.ledger import Event
-from shardproof.harness.predicting.dry_run import DryRank, dry_run, hidden, representatives
+from shardproof.harness.predicting.dry_run import DryRank, dry_run, find_hidden_calls, representatives
 from shardproof.harness.running.trials.runs import expectation_of, orders_of
 from shardproof.harness.running.trials.trial import Trial
-from shardproof.harness.verdicts.facts import Note, NoteKind, unchecked
+from shardproof.harness.verdicts.facts import Note, NoteKind, note_unchecked
 
 
 def check_dry_run(trial: Trial) -> tuple[Evidence, dict[str, Finding]]:
@@ -23,31 +23,31 @@ def check_dry_run(trial: Trial) -> tuple[Evidence, dict[str, Finding]]:
     """
     case, engine = trial.case, cast(DryEngine, trial.engine)
     ranks, places = representatives(case.axes, case.world_size)
-    with trial.timed("recorded"):
+    with trial.time_part("recorded"):
         run = dry_run(case, trial.subject.call, engine, ranks, text=trial.text, timeout_s=trial.timeout_s)
     calls = Calls(
         case=case,
         events=tuple(event for rank in run for event in rank.events),
-        unwaited=tuple(_unwaited(rank, event) for rank in run for event in rank.unwaited),
+        unwaited=tuple(_name_unwaited_call(rank, event) for rank in run for event in rank.unwaited),
         saved_bytes=tuple(rank.saved_bytes for rank in run),
-        hidden=frozenset((rank.rank, ticket) for rank in run for ticket in hidden(rank.stretches)),
+        hidden=frozenset((rank.rank, ticket) for rank in run for ticket in find_hidden_calls(rank.stretches)),
         ran=ranks,
     )
-    numbers = tuple(needing(CHECKS, Run, Truth))
+    numbers = tuple(select_checks_by_need(CHECKS, Run, Truth))
     notes = (
         Note(kind=NoteKind.NOT_ANSWERED, names=numbers, reason="the dry engine has shapes and no numbers"),
-        *unchecked(*_left_out(len(ranks), places, case.world_size)),
+        *note_unchecked(*_left_out(len(ranks), places, case.world_size)),
     )
     evidence = Evidence(
         run=Run(calls=calls, merged=merged_outcomes((), (), {})),
         claims=Claims(axes={**case.axes, **orders_of(trial)}, expectation=expectation_of(trial)),
         dry=DryRun(memory=_memory(run), notes=notes),
     )
-    with trial.timed("checks"):
-        return evidence, examine(evidence, {**CHECKS, "order": order})
+    with trial.time_part("checks"):
+        return evidence, run_checks(evidence, {**CHECKS, "order": check_order})
 
 
-def _unwaited(rank: DryRank, event: Event) -> Unwaited:
+def _name_unwaited_call(rank: DryRank, event: Event) -> Unwaited:
     """The call as engines name it: by its number among the rank's calls in its group."""
     before = [other for other in rank.events if other.axis == event.axis and other.call_index < event.call_index]
     return Unwaited(

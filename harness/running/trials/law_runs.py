@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from shardproof.harness.checking.measures.distance import distance, real
+from shardproof.harness.checking.measures.distance import as_float64, distance
 from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS, kind_of, step_of
 from shardproof.harness.checking.measures.measured import Measured, epsilon
 from shardproof.harness.checking.measures.tolerance import CONTROL_FACTOR, FLOOR_EPSILONS, LEAP
@@ -18,7 +18,7 @@ from shardproof.harness.checking.measuring import INITIAL, ROUNDING
 from shardproof.harness.checking.records import Regrouped, Regroupings, Truth
 from shardproof.harness.errors import ProgramError, RequestError
 from shardproof.harness.mesh_axes import SAME_SAMPLES
-from shardproof.harness.outcome.merging import merge
+from shardproof.harness.outcome.merging import merge_outcomes
 from shardproof.harness.protocols import CaseLike, without_saving
 from shardproof.harness.running.trials.trial import Trial
 from shardproof.harness.running.truth.control_modes import PERTURBED
@@ -44,17 +44,17 @@ def run_regroupings(trial: Trial, truth: Truth) -> Regroupings | None:
     """
     if truth.from_ranks or truth.unmergeable:  # another grouping draws other numbers
         return None
-    found = tuple(_run(trial, sizes, case) for sizes, case in groupings(trial.case, trial.subject))
+    found = tuple(_run_grouping(trial, sizes, case) for sizes, case in groupings(trial.case, trial.subject))
     return Regroupings(runs=found) if found else None
 
 
-def _run(trial: Trial, sizes: dict[str, int], case: CaseLike) -> Regrouped:
+def _run_grouping(trial: Trial, sizes: dict[str, int], case: CaseLike) -> Regrouped:
     try:
-        with trial.timed("regrouped"):
+        with trial.time_part("regrouped"):
             run = trial.run(trial.subject.call, case, name=trial.subject.address)
     except ProgramError as error:
         return Regrouped(sizes=sizes, problem=error.cause)
-    merged = merge(run.outcomes)
+    merged = merge_outcomes(run.outcomes)
     return Regrouped(sizes=sizes, tensors=merged.tensors, flaws=merged.flaws)
 
 
@@ -170,7 +170,7 @@ def with_first_forward(trial: Trial, truth: Truth) -> Truth:
     operator = differing_operator(_forward(trial, own, "float64"), _forward(trial, own, DTYPE), found.error)
     if not operator:
         return truth
-    mine = trial.computed(trial.reference.control, part="control", parts=1)
+    mine = trial.compute_anew(trial.reference.control, part="control", parts=1)
     known = [n for n in truth.tensors if _fits(mine, n, truth.tensors) and bool(mine[n].isfinite().all())]
     tensors = {**truth.tensors, **{name: mine[name].to(truth.tensors[name].dtype) for name in known}}
     begun = {name.removeprefix(INITIAL): mine[name].double() for name in mine if name.startswith(INITIAL)}
@@ -182,10 +182,10 @@ def _forward(trial: Trial, own: OwnTruth, dtype: str) -> Sequence[OperatorStep]:
     case = trial.case.but(dtype=dtype, **without_saving(trial.case))
     if isinstance(own.dense, str):
         subject = replace(own.subject, call=own.with_masks(trial.given or None), address="")
-        with trial.timed("control"):
+        with trial.time_part("control"):
             return steps_of(trial.run(ForwardWatched(subject), one_rank(case, subject)).outcomes[0])
     forward = Forward()
-    trial.computed(replace(own, control=True, around=lambda: forward), case, part="control", parts=1)
+    trial.compute_anew(replace(own, control=True, around=lambda: forward), case, part="control", parts=1)
     return forward.steps
 
 
@@ -197,7 +197,7 @@ def _of_first_forward(name: str) -> bool:
 def _lower(trial: Trial, *, parts: int) -> Mapping[str, Tensor]:
     """A float32 run of the dense model; nothing where it has none."""
     try:
-        return trial.computed(trial.reference.control, trial.case.but(dtype=DTYPE), part="control", parts=parts)
+        return trial.compute_anew(trial.reference.control, trial.case.but(dtype=DTYPE), part="control", parts=parts)
     except (RequestError, ValueError):
         return {}
 
@@ -216,5 +216,5 @@ def _theory(truth: Mapping[str, Tensor]) -> float:
 
 def _mostly(value: Tensor, truth: Tensor, allowed: float) -> bool:
     """Whether most elements are off by more than this, and not only those of some rows."""
-    gap, size = (real(value) - real(truth)).abs(), float(real(truth).square().mean().sqrt())
+    gap, size = (as_float64(value) - as_float64(truth)).abs(), float(as_float64(truth).square().mean().sqrt())
     return truth.numel() < _MANY or float((gap > allowed * size).double().mean()) > 0.5

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardproof.harness.checking.checks import LAWS, Check, examine
+from shardproof.harness.checking.checks import LAWS, Check, run_checks
 from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS, is_state, kind_of, step_of
 from shardproof.harness.checking.measures.measured import Measured, epsilon
@@ -34,7 +34,7 @@ from shardproof.harness.recording.capturing.operator_probes import Island, Narro
 from shardproof.harness.running.trials.trial import Trial
 from shardproof.harness.running.truth.own import one_rank
 from shardproof.harness.running.truth.random_rounding import RandomRounding
-from shardproof.harness.subject import NamedSubject, called, lower_dtypes, refusal, truth_of
+from shardproof.harness.subject import NamedSubject, call_subject, lower_dtypes, refusal, truth_of
 from shardproof.harness.verdicts.facts import Note, NoteKind
 from shardproof.harness.verdicts.verdict import PASS, UNKNOWN
 
@@ -73,7 +73,7 @@ class _Moved:
         """The subject's outcome, off by rounding."""
         units = {getattr(torch, dtype): self.factor * epsilon(dtype) for dtype in self.dtypes}
         with RandomRounding(units, seed=self.seed, leaving=True):
-            return called(self.subject.call, case, device)
+            return call_subject(self.subject.call, case, device)
 
 
 def wrong_of(findings: Mapping[str, Finding]) -> list[Measured]:
@@ -176,7 +176,7 @@ def _by_effect(trial: Trial, found: Found, checks: Mapping[str, Check], dtypes: 
         run=replace(evidence.run, lower=LowerPrecision(dtype=max(dtypes, key=epsilon), names=names)),
         truth=replace(evidence.truth, controls=controls),
     )
-    return seen, {**findings, **examine(seen, again)}
+    return seen, {**findings, **run_checks(seen, again)}
 
 
 def _effect(
@@ -190,7 +190,7 @@ def _effect(
     watch = any(name in rank for rank in run.captured for name in names)
     call = _Moved(trial.subject, dtypes, seed, factor)
     try:
-        with trial.timed("again"):
+        with trial.time_part("again"):
             moved = trial.run(call, watch=watch)
     except (ProgramError, MachineError):
         return {}
@@ -278,5 +278,5 @@ def _same_constants(trial: Trial) -> bool:
     if dense is None or isinstance(dense, str):
         return dense is not None
     with NarrowProbe(trial.case.dtype) as probe:
-        trial.computed(trial.reference.truth)
+        trial.compute_anew(trial.reference.truth)
     return bool(probe.found)

@@ -20,13 +20,13 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from shardproof.harness.checking.checks import LAWS, Check, examine
+from shardproof.harness.checking.checks import LAWS, Check, run_checks
 from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.distance import distance
 from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS, is_state, kind_of, step_of
 from shardproof.harness.checking.measures.measured import Measured
 from shardproof.harness.checking.measures.tolerance import CONTROL_FACTOR, FLOAT64_CEILING, Controlled
-from shardproof.harness.checking.measuring import compared, movement, sizes_of
+from shardproof.harness.checking.measuring import compare_with_truth, movement_of, sizes_of
 from shardproof.harness.checking.records import Evidence, Run, Truth
 from shardproof.harness.running.trials.law_runs import with_first_forward
 from shardproof.harness.running.trials.lower_precision import (
@@ -64,11 +64,11 @@ def step_from_states(trial: Trial, run: Run, truth: Truth) -> Truth:
     if truth.controls.states is not None:
         return truth
     states = _states(trial, run) if names.model else None
-    runs = (_stepped(trial, names.control, states),) if run.dtype != "float64" else ()
+    runs = (_from_states(trial, names.control, states),) if run.dtype != "float64" else ()
     controls = replace(truth.controls, runs=runs, distances={})
     if states is None:
         return replace(truth, controls=controls)
-    stepped = trial.computed(names.truth, states=states) if states else trial.dense(names.truth)
+    stepped = trial.compute_anew(names.truth, states=states) if states else trial.dense(names.truth)
     known = {name: stepped.get(name, tensor) for name, tensor in truth.tensors.items()}
     bound = _adam_bound(trial, states, stepped, runs)
     return replace(truth, tensors=known, controls=replace(controls, states=states, adam_bound=bound))
@@ -87,7 +87,7 @@ def _adam_bound(
     trial: Trial, states: Mapping[str, Tensor], truth: Mapping[str, Tensor], controls: Sequence[Mapping[str, Tensor]]
 ) -> Mapping[str, Tensor]:
     model = trial.reference.model
-    with trial.timed("control"):
+    with trial.time_part("control"):
         return model.adam_slack(trial.case, states, truth, controls) if model else {}
 
 
@@ -122,7 +122,7 @@ def add_controls(trial: Trial, run: Run, truth: Truth, wrong: Collection[Measure
         runs = (trial.dense(names.control, part="control", parts=parts) for parts in AMPLIFIED)
         controls = replace(controls, amplified=tuple(runs))
     model = names.model
-    flips = tuple(_stepped(trial, model.kinks, states, side=side) for side in (1, -1)) if model else ()
+    flips = tuple(_from_states(trial, model.kinks, states, side=side) for side in (1, -1)) if model else ()
     every = {} if states is None else {**trial.dense(names.truth), **before}
     bound = {} if states is None else _adam_bound(trial, states, every, controls.runs)
     return replace(truth, controls=replace(controls, relu_flips=flips, adam_bound=bound))
@@ -130,7 +130,7 @@ def add_controls(trial: Trial, run: Run, truth: Truth, wrong: Collection[Measure
 
 def _with_control_run(trial: Trial, run: Run, truth: Truth, parts: int) -> Truth:
     give_back(truth.tensors.values())
-    another = _stepped(trial, trial.reference.control, truth.controls.states, parts=parts)
+    another = _from_states(trial, trial.reference.control, truth.controls.states, parts=parts)
     controls = replace(truth.controls, runs=(*truth.controls.runs, another))
     return shed_large_controls(trial, run, replace(truth, controls=controls))
 
@@ -139,7 +139,9 @@ def _find_furthest(run: Run, truth: Truth, wrong: Collection[Measured]) -> float
     """The largest error of what was wrong, in units of what the control runs allow by now."""
     kinds = {kind_of(measured.name) for measured in wrong}
     rms = sizes_of(run, truth, [name for name in truth.tensors if kind_of(name) in kinds])
-    return max((compared(run, truth, one.name, rms.get(kind_of(one.name), 0.0)).ratio for one in wrong), default=0.0)
+    return max(
+        (compare_with_truth(run, truth, one.name, rms.get(kind_of(one.name), 0.0)).ratio for one in wrong), default=0.0
+    )
 
 
 def shed_large_controls(trial: Trial, run: Run, truth: Truth) -> Truth:
@@ -156,7 +158,7 @@ def shed_large_controls(trial: Trial, run: Run, truth: Truth) -> Truth:
     parameters = [name for name in truth.tensors if kind_of(name) in _OF_PARAMETERS]
     kinds = {} if distances else sizes_of(run, truth, parameters)
     for name in names & truth.tensors.keys():
-        moved = movement(run, truth, name)
+        moved = movement_of(run, truth, name)
         true, found = truth.tensors[name], [control[name] for control in runs if name in control]
         if moved is not None:
             true, found = moved.truth, list(moved.controls)
@@ -173,12 +175,12 @@ def control_run(trial: Trial) -> Mapping[str, Tensor]:
     return trial.dense(trial.reference.control, part="control")
 
 
-def _stepped(
+def _from_states(
     trial: Trial, function: Function, states: Mapping[str, Tensor] | None, **words: int
 ) -> Mapping[str, Tensor]:
     """A function of the reference that begins its steps at these states, when there are any."""
     if states:
-        return trial.computed(function, part="control", states=states, **words)
+        return trial.compute_anew(function, part="control", states=states, **words)
     return trial.dense(function, part="control", **words)
 
 
@@ -207,7 +209,7 @@ def _judge(trial: Trial, evidence: Evidence, checks: Mapping[str, Check], findin
         truth = step_from_states(trial, run, evidence.truth)
         evidence = replace(evidence, truth=with_first_forward(trial, truth) if "truth" in checks else truth)
         findings = None
-    findings = findings or examine(evidence, checks)
+    findings = findings or run_checks(evidence, checks)
     wrong = wrong_of(findings)
     if may_be_rounding(trial, run, wrong):
         evidence = replace(evidence, truth=shed_large_controls(trial, run, evidence.truth))
@@ -249,4 +251,4 @@ def _judge_again(
     numbers = {name: checks[name] for name in findings if name in NUMERIC_KINDS or name in LAWS}
     if evidence.truth.controls.distances:
         numbers = {name: check for name, check in numbers.items() if findings[name].wrong}
-    return {**findings, **examine(evidence, numbers)}
+    return {**findings, **run_checks(evidence, numbers)}

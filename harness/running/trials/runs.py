@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
-from shardproof.harness.checking.checks import CHECKS, Check, examine, needing
+from shardproof.harness.checking.checks import CHECKS, Check, run_checks, select_checks_by_need
 from shardproof.harness.checking.finding import Finding
-from shardproof.harness.checking.measures.kinds import comparable, kind_of
+from shardproof.harness.checking.measures.kinds import kind_of, select_comparable
 from shardproof.harness.checking.records import Calls, Claims, Evidence, Repeats, Run, Truth, merged_outcomes
 from shardproof.harness.checking.repeats import same_outcomes
 from shardproof.harness.errors import ShardproofError
-from shardproof.harness.outcome.merging import Merged, Outcomes, against, held_once
+from shardproof.harness.outcome.merging import Merged, Outcomes, held_once, match_truth
 from shardproof.harness.protocols import Axes, TermLike
 from shardproof.harness.running.trials.trial import Trial
-from shardproof.harness.subject import Unanswered, deviating, deviations, left_out, orders, stated
+from shardproof.harness.subject import Unanswered, deviations, left_out, orders, state_terms, stated_deviations
 from shardproof.harness.torch_internals.autograd import give_back
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 def expectation_of(trial: Trial) -> tuple[TermLike, ...] | None:
     """The subject's closed form, None when it states none; a closed form that raises is noted as a problem."""
-    return ask_subject(trial, "expectation", lambda: stated(trial.case, trial.subject.call), None)
+    return ask_subject(trial, "expectation", lambda: state_terms(trial.case, trial.subject.call), None)
 
 
 def orders_of(trial: Trial) -> Axes:
@@ -77,8 +77,8 @@ def record_case(trial: Trial, *, repeat: bool = False, compare: bool = True) -> 
         trial.true()  # a case that the dense model refuses is refused, whatever its ranks do
         raise
     true = trial.true()
-    compared = comparable(true, evidence.run.outcomes)
-    run = replace(evidence.run, merged=against(evidence.run.merged, true))
+    compared = select_comparable(true, evidence.run.outcomes)
+    run = replace(evidence.run, merged=match_truth(evidence.run.merged, true))
     return replace(evidence, run=run, truth=replace(evidence.truth, tensors=compared, initial=trial.initial(compared)))
 
 
@@ -87,11 +87,11 @@ def repeat_plainly(trial: Trial, run: Run) -> Repeats:
 
     It must give the bits of the recorded run. It takes time, so it is made only when a check or a diagnosis needs it.
     """
-    with trial.timed("plain"):
+    with trial.time_part("plain"):
         plain = trial.run(trial.subject.call, name=trial.subject.address)
     if same_outcomes(run.outcomes, plain.outcomes):
         return Repeats(runs=(run.outcomes,))  # rather than the same once more
-    with trial.timed("again"):  # tells a subject that is not deterministic from a recording that disturbs it
+    with trial.time_part("again"):  # tells a subject that is not deterministic from a recording that disturbs it
         again = trial.run(trial.subject.call, name=trial.subject.address)
     return Repeats(runs=(plain.outcomes, again.outcomes))
 
@@ -121,13 +121,13 @@ def _record(trial: Trial, truth: Mapping[str, Tensor], kinds: Sequence[str], *, 
         from shardproof.harness.recording.capturing.drawn_values import WithMasks  # noqa: PLC0415
         from shardproof.harness.running.truth.joint_masks import masks_of  # noqa: PLC0415
 
-        with trial.timed("recorded"):
+        with trial.time_part("recorded"):
             run = trial.run(WithMasks(trial.subject), **how)
         ranks = masks_of(case, axes, draws, run.outcomes)
         returned, masks, drawn, problem = ranks.outcomes, ranks.masks, ranks.draws, ranks.problem
         del ranks
     else:
-        with trial.timed("recorded"):
+        with trial.time_part("recorded"):
             run = trial.run(trial.subject.call, name=trial.subject.address, **how)
         returned = run.outcomes
     if problem:
@@ -138,7 +138,7 @@ def _record(trial: Trial, truth: Mapping[str, Tensor], kinds: Sequence[str], *, 
     if run.problem:
         trial.problems["activations"] = run.problem
     captured = _add_masks(run.captured, masks, truth if own else None)
-    compared = comparable(truth, returned)
+    compared = select_comparable(truth, returned)
     model = trial.reference.model
     declared: tuple[str, ...] = ask_subject(trial, "coverage", lambda: left_out(trial.subject), ())
     merged = merged_outcomes(returned, captured, truth)
@@ -181,7 +181,7 @@ def _add_masks(captured: Outcomes, masks: Outcomes, own: Mapping[str, Tensor] | 
 
 def _known_differences(trial: Trial) -> "Deviations | None":
     """How the subject states that tensors deviate from the truth."""
-    stated = deviating(trial.case, trial.subject)
+    stated = stated_deviations(trial.case, trial.subject)
     if not stated:
         return None
     from shardproof.harness.checking.measures.stated_deviations import Deviations  # noqa: PLC0415
@@ -213,10 +213,10 @@ def judge_case(
     These show how far rounding alone takes a right result.
     """
     findings = None
-    if not needing(checks, Truth):
-        return evidence, examine(evidence, checks)
+    if not select_checks_by_need(checks, Truth):
+        return evidence, run_checks(evidence, checks)
     if evidence.truth.unmergeable or evidence.run.dtype == "float64":
-        findings = examine(evidence, checks)
+        findings = run_checks(evidence, checks)
         if evidence.truth.unmergeable or not any(finding.wrong for finding in findings.values()):
             return evidence, findings
     from shardproof.harness.running.trials.rounding import recheck  # noqa: PLC0415

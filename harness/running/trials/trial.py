@@ -165,7 +165,7 @@ class Trial:
         return replace(self, case=case, seconds={}, problems={}, known={}, given={})
 
     @contextmanager
-    def timed(self, part: str) -> Iterator[None]:
+    def time_part(self, part: str) -> Iterator[None]:
         """Note how long the body takes, also when it raises."""
         start_s = time.perf_counter()
         self.heard(part)
@@ -187,7 +187,7 @@ class Trial:
         """Result of a function of the reference, on the CPU, once for trials that share `known`."""
         asked = function, tuple(words.items())
         if asked not in self.known:
-            self.known[asked] = self.computed(function, part=part, **words)
+            self.known[asked] = self.compute_anew(function, part=part, **words)
         return self.known[asked]
 
     def true(self) -> Mapping[str, Tensor]:
@@ -195,7 +195,7 @@ class Trial:
         truth, model = self.reference.truth, self.reference.model
         if (truth, ()) not in self.known:
             case: CaseLike = model.alike(self.case) if model else self.case
-            self.known[truth, ()] = self.truths.of(case, truth, lambda: self.computed(truth, case))
+            self.known[truth, ()] = self.truths.of(case, truth, lambda: self.compute_anew(truth, case))
         return self.known[truth, ()]
 
     def initial(self, truth: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -207,7 +207,7 @@ class Trial:
             return own.initial.get(self.text, {})
         return self.dense(model.initial) if model else {}
 
-    def computed(
+    def compute_anew(
         self, function: Function, case: CaseLike | None = None, /, *, part: str = "truth", **words: Any
     ) -> Mapping[str, Tensor]:
         """Compute a function of the reference anew, timed as this part.
@@ -217,7 +217,7 @@ class Trial:
         if self.given:
             words["given"] = self.given
         try:
-            with self.timed(part), in_time(self.timeout_s, PARTS.get(part, PARTS["truth"])):
+            with self.time_part(part), in_time(self.timeout_s, PARTS.get(part, PARTS["truth"])):
                 outcome: Mapping[str, Tensor] = function(case or self.case, torch.device(self.device), **words)
         except (ValueError, OSError) as problem:
             raise RequestError(f"case {self.text!r}: the dense model cannot compute it: {problem}") from problem

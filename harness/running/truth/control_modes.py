@@ -65,7 +65,7 @@ def partial_sums(
         yield mode
 
 
-def emulated(dtype: str, *, wide: bool) -> dict[torch.dtype, float]:
+def emulated_dtypes(dtype: str, *, wide: bool) -> dict[torch.dtype, float]:
     """The dtypes in which a truth computes more exactly than a case of this dtype does -> the epsilon of the case.
 
     float64 is such a dtype for every narrower case. A truth that follows a 16-bit case has float32 where programs have
@@ -101,7 +101,7 @@ class _Cut(RandomRounding):
 def _mm(parts: int, left: Tensor, right: Tensor) -> Tensor:
     """left [..., I, K] times right [..., K, J] by slices of K."""
     pairs = zip(left.tensor_split(parts, -1), right.tensor_split(parts, -2), strict=True)
-    return _added([torch.matmul(a, b) for a, b in pairs if a.shape[-1]], lambda: torch.matmul(left, right))
+    return _add_reversed([torch.matmul(a, b) for a, b in pairs if a.shape[-1]], lambda: torch.matmul(left, right))
 
 
 def _addmm(parts: int, bias: Tensor, left: Tensor, right: Tensor) -> Tensor:
@@ -117,8 +117,10 @@ def _sum(parts: int, tensor: Tensor, dims: Sequence[int] | None, keepdim: bool =
     slices = [part for part in tensor.tensor_split(parts, longest) if part.shape[longest]]
     if max(over) < tensor.dim() - 1:
         wide = tensor.dtype if parts % 2 else torch.promote_types(tensor.dtype, torch.float32)
-        return _added([_in_turn(part, over, keepdim, wide) for part in slices], lambda: tensor.sum(over, keepdim))
-    return _added([part.sum(over, keepdim) for part in slices], lambda: tensor.sum(over, keepdim))
+        return _add_reversed(
+            [_in_turn(part, over, keepdim, wide) for part in slices], lambda: tensor.sum(over, keepdim)
+        )
+    return _add_reversed([part.sum(over, keepdim) for part in slices], lambda: tensor.sum(over, keepdim))
 
 
 def _in_turn(rows: Tensor, over: Sequence[int], keepdim: bool, wide: torch.dtype) -> Tensor:
@@ -133,7 +135,7 @@ def _whole(parts: int, tensor: Tensor) -> Tensor:
     return _sum(parts, tensor, None) if tensor.dim() else tensor.clone()
 
 
-def _added(terms: Sequence[Tensor], empty: Callable[[], Tensor]) -> Tensor:
+def _add_reversed(terms: Sequence[Tensor], empty: Callable[[], Tensor]) -> Tensor:
     """The terms added last first; what `empty` gives when there are none."""
     if not terms:
         return empty()

@@ -66,21 +66,21 @@ def masks_of(case: CaseLike, axes: Axes, truth: Sequence[Draw], outcomes: Sequen
     if not truth or any(name.startswith("mask/") for outcome in own for name in outcome):
         return RankMasks(outcomes=own)
     try:
-        masks, draws = _placed(case, axes, truth, [drawn for _, drawn in parts])
+        masks, draws = _place_masks(case, axes, truth, [drawn for _, drawn in parts])
         return RankMasks(outcomes=own, masks=tuple(masks), draws=draws)
     except _Misplaced as problem:
         rule = f"there is no joint mask, so nothing is compared: {problem}"
         return RankMasks(outcomes=own, problem=f"{rule}; legal: return mask/<step>/<site>, let the truth take given=")
 
 
-def _placed(
+def _place_masks(
     case: CaseLike, axes: Axes, truth: Sequence[Draw], ranks: Sequence[Sequence[Draw]]
 ) -> tuple[list[Placed], MaskDraws]:
     """Each rank's masks as blocks of the joint ones by name, and what else is known of them. Raises _Misplaced."""
     dense, *forward = [[draw for draw in drawn if not draw.anew] for drawn in (truth, *ranks)]
     found: list[Placed] = [{} for _ in ranks]
     rates: dict[str, float] = {}
-    for number, dp, draws in _matched(case, axes, dense, forward):
+    for number, dp, draws in _match_draws(case, axes, dense, forward):
         step, line = number * case.steps // len(dense), draws[0].draw.line.rpartition("/")[2]
         name = f"mask/{step}/{line}.{number}"
         rates[name] = draws[0].draw.rate
@@ -94,7 +94,7 @@ def _placed(
     return found, MaskDraws(rates=rates, anew=anew)
 
 
-def _matched(
+def _match_draws(
     case: CaseLike, axes: Axes, truth: Sequence[Draw], ranks: Sequence[Sequence[Draw]]
 ) -> Iterator[tuple[int, int, list[_RankDraw]]]:
     """Every draw of the truth: its number, the data ranks whose rows it has, and what ranks drew for it."""

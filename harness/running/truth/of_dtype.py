@@ -29,7 +29,7 @@ from shardproof.harness.outcome.blocks import Block
 from shardproof.harness.protocols import Value
 from shardproof.harness.recording.capturing.operator_probes import running_module
 from shardproof.harness.recording.naming import Paths
-from shardproof.harness.subject import NamedSubject, called
+from shardproof.harness.subject import NamedSubject, call_subject
 from shardproof.harness.torch_internals.autograd import current_task, storage_id
 from shardproof.harness.torch_internals.dispatch import (
     DispatchMode,
@@ -148,7 +148,7 @@ class ForwardWatched:
     def __call__(self, case: Any, device: torch.device) -> Mapping[str, Value]:
         """Run the subject and return every operator of its first forward."""
         with Forward() as forward:
-            called(self.subject.call, case, device)
+            call_subject(self.subject.call, case, device)
         found: dict[str, Value] = {}
         for number, step in enumerate(forward.steps):
             facts = step.operator, step.place, step.numbers, step.given, step.made, step.random, step.own
@@ -174,7 +174,7 @@ def _in_float64(operator: Any, args: Sequence[Any], words: Mapping[str, Any]) ->
         return None
     generator = torch.Generator().manual_seed(0)
 
-    def moved(x: Any, by: float) -> Any:
+    def move_dtype(x: Any, by: float) -> Any:
         if x is torch.float32:
             return torch.float64
         if not isinstance(x, Tensor) or x.dtype is not torch.float32:
@@ -183,7 +183,7 @@ def _in_float64(operator: Any, args: Sequence[Any], words: Mapping[str, Any]) ->
         return x.detach().double() * (1 + by * part)
 
     def results(by: float) -> list[Tensor]:
-        found = operator(*mapped(lambda x: moved(x, by), args), **mapped(lambda x: moved(x, by), dict(words)))
+        found = operator(*mapped(lambda x: move_dtype(x, by), args), **mapped(lambda x: move_dtype(x, by), dict(words)))
         return [leaf for leaf in leaves(found) if isinstance(leaf, Tensor)]
 
     try:
@@ -250,10 +250,10 @@ class _Differences:
                 self.origins.pop(key, None)
             return
         self.drawn = self.drawn or narrow.random
-        self.follow(narrow, _named(wide, narrow) or _ELSEWHERE)
+        self.follow(narrow, _find_origin(wide, narrow) or _ELSEWHERE)
 
 
-def _named(wide: OperatorStep, narrow: OperatorStep) -> _Origin | None:
+def _find_origin(wide: OperatorStep, narrow: OperatorStep) -> _Origin | None:
     """The origin in this operator: other numbers, or itself; None where it has neither."""
     for mine, true in zip(narrow.numbers, wide.numbers, strict=False):
         if not math.isclose(mine, true, rel_tol=_OWN):

@@ -25,7 +25,7 @@ from shardproof.harness.engines.engine import Engine
 from shardproof.harness.errors import ProgramError, RequestError
 from shardproof.harness.mesh_axes import AXES, EXPERT_AXES
 from shardproof.harness.outcome.blocks import localize
-from shardproof.harness.outcome.merging import merge
+from shardproof.harness.outcome.merging import merge_outcomes
 from shardproof.harness.protocols import CaseLike, Subject, Value, case_text, without_saving
 from shardproof.harness.recording.capturing.drawn_values import (
     Draw,
@@ -37,9 +37,9 @@ from shardproof.harness.recording.capturing.drawn_values import (
     taken_out,
 )
 from shardproof.harness.running.ranks.execution import execute
-from shardproof.harness.running.truth.control_modes import emulated, partial_sums
+from shardproof.harness.running.truth.control_modes import emulated_dtypes, partial_sums
 from shardproof.harness.running.truth.joint_masks import in_order
-from shardproof.harness.subject import DenseFunction, NamedSubject, answered, session
+from shardproof.harness.subject import DenseFunction, NamedSubject, answer_question, session
 
 EXACT = "float64"
 _Computed = tuple[Mapping[str, Tensor], tuple[Draw, ...]]
@@ -84,7 +84,7 @@ class OwnTruth:
         or what it returns is not finite.
         """
         if self.control:
-            return self._controlled(case.but(**without_saving(case)), device, parts or 2, given)
+            return self._run_control(case.but(**without_saving(case)), device, parts or 2, given)
         compute = self._alone if isinstance(self.dense, str) else self._own
         tensors, draws = compute(case.but(dtype=EXACT, **without_saving(case)), device, PartialSums(), given)
         tensors, self.initial[case_text(case)] = first_values(tensors)
@@ -96,7 +96,7 @@ class OwnTruth:
             raise RequestError(f"case {case_text(case)!r}: {rule}; legal: a case for which it is, such as a smaller lr")
         return tensors
 
-    def _controlled(
+    def _run_control(
         self, case: CaseLike, device: torch.device, parts: int, given: Mapping[str, Tensor] | None
     ) -> Mapping[str, Tensor]:
         """A control run; the first one of a case is made again where its products were in dtypes other than supposed.
@@ -106,7 +106,7 @@ class OwnTruth:
         compute = self._alone if isinstance(self.dense, str) else self._own
         text, kind = case_text(case), (self.subject.name, case.dtype)
         wide = self.wide.get(text, _SUPPOSED_WIDE.get(kind, False))
-        sums = PartialSums(parts=parts, units=emulated(case.dtype, wide=wide), wide=wide)
+        sums = PartialSums(parts=parts, units=emulated_dtypes(case.dtype, wide=wide), wide=wide)
         tensors, initial = first_values(compute(case, device, sums, given)[0])
         tensors |= {INITIAL + name: value for name, value in initial.items()}
         if text in self.wide:
@@ -114,7 +114,7 @@ class OwnTruth:
         elsewhere = self.engine.remote and isinstance(self.dense, str)  # its products are seen in another process
         self.unseen[text] = not sums.products and not elsewhere
         self.wide[text] = _SUPPOSED_WIDE[kind] = bool(sums.products) and max(sums.products) < epsilon(case.dtype)
-        return tensors if self.wide[text] is wide else self._controlled(case, device, parts, given)
+        return tensors if self.wide[text] is wide else self._run_control(case, device, parts, given)
 
     def _own(
         self, case: CaseLike, device: torch.device, sums: "PartialSums", given: Mapping[str, Tensor] | None
@@ -124,14 +124,14 @@ class OwnTruth:
             dense = partial(dense, given=given)
 
         def outcome() -> _Computed:
-            with torch.random.fork_rng(devices=[]), session(self.subject.call), self.around(), sums.taken():
+            with torch.random.fork_rng(devices=[]), session(self.subject.call), self.around(), sums.take_sums():
                 torch.manual_seed(case.seed)
                 with DropoutProbe(self._joint(given)) as probe, FirstValues() as first:
                     tensors = dense(case, device)
-                merged = merge([localize(tensors)]).tensors
+                merged = merge_outcomes([localize(tensors)]).tensors
                 return {**merged, **first.found}, taken_out(probe.found)[1]
 
-        return answered("truth", outcome)
+        return answer_question("truth", outcome)
 
     def _joint(self, given: Mapping[str, Tensor] | None) -> tuple[Tensor, ...] | None:
         """The masks in the place of those that torch draws; None where it shall draw its own."""
@@ -154,7 +154,7 @@ class OwnTruth:
                 f"case {case_text(one)!r}: {rule}: {problem.cause}; legal: --truth MODULE:OBJECT"
             ) from problem
         outcome, draws = taken_out(run.outcomes[0])
-        tensors = merge([outcome]).tensors
+        tensors = merge_outcomes([outcome]).tensors
         return (tensors if in_own_words(case) else _by_data_rank(tensors, case)), draws
 
     def with_masks(self, given: Mapping[str, Tensor] | None) -> WithMasks:
@@ -177,7 +177,7 @@ class PartialSums:
     products: set[float] = field(default_factory=set)
 
     @contextmanager
-    def taken(self) -> Iterator[None]:
+    def take_sums(self) -> Iterator[None]:
         """In it, sums of this thread are taken so."""
         if not self.parts:
             yield
@@ -193,11 +193,11 @@ def _by_data_rank(tensors: Mapping[str, Tensor], case: CaseLike) -> Mapping[str,
     """The tensors with the rows of logits in the decoder's order: all of the first data rank's, then the next one's."""
     dp: int = getattr(case, "dp", 1)
 
-    def ordered(rows: Tensor) -> Tensor:
+    def order_rows(rows: Tensor) -> Tensor:
         turned: Tensor = rows.unflatten(0, (case.micro, dp, -1)).transpose(0, 1).flatten(0, 2)
         return turned
 
-    return {name: ordered(rows) if name.startswith("logits/") else rows for name, rows in tensors.items()}
+    return {name: order_rows(rows) if name.startswith("logits/") else rows for name, rows in tensors.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +213,7 @@ class InParts:
 
     def __call__(self, case: Any, device: torch.device) -> Mapping[str, Value]:
         """The subject's outcome in partial sums."""
-        with self.sums.taken():
+        with self.sums.take_sums():
             return self.subject.call(case, device)
 
 

@@ -104,12 +104,12 @@ class RandomRounding(DispatchMode):
             return operator(*args, **kwargs)
         name, new, exact = _kind_of(operator)
         if not self._units or not (self._inputs or self._computes(args, kwargs)):
-            return self._noted(name, self.compute(operator, args, kwargs))
+            return self._note_product(name, self.compute(operator, args, kwargs))
         if name in PRODUCTS or name in _SUMS:
             args = self._terms_moved(name, args)
         if self._leaving:
-            args = self._left(operator, args, kwargs)
-        result = self._noted(name, self.compute(operator, args, kwargs))
+            args = self._move_arguments(operator, args, kwargs)
+        result = self._note_product(name, self.compute(operator, args, kwargs))
         self._remember(result)
         if self._leaving and not exact and operator.namespace == "aten":
             self._move_written(operator, args)
@@ -118,12 +118,12 @@ class RandomRounding(DispatchMode):
         if name in _COPIES and _epsilon(result) <= _epsilon(args[0]):
             return result
         if name in _ROW_SUMS:
-            rows = functools.partial(self._moved, terms=math.prod(args[0].shape[:-1]), narrow=True)
+            rows = functools.partial(self._move_randomly, terms=math.prod(args[0].shape[:-1]), narrow=True)
             first, *rest = result if isinstance(result, tuple) else (None, result)
-            moved = (self._moved(first), *map(rows, rest))
+            moved = (self._move_randomly(first), *map(rows, rest))
             self._remember(moved)
             return moved if isinstance(result, tuple) else moved[1]
-        moved = mapped(self._moved, result)
+        moved = mapped(self._move_randomly, result)
         self._remember(moved)
         return moved
 
@@ -132,7 +132,7 @@ class RandomRounding(DispatchMode):
         for place in written_arguments(operator):
             for x in leaves(args[place]) if place < len(args) else ():
                 if isinstance(x, Tensor) and x.dtype in self._units:
-                    x.copy_(self._moved(x))
+                    x.copy_(self._move_randomly(x))
 
     def _computes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether an operator is given a parameter, a number in a dtype not of `units`, or what follows from such."""
@@ -150,7 +150,7 @@ class RandomRounding(DispatchMode):
                 gone = functools.partial(self._computed.pop, key)
                 self._computed[key] = weakref.ref(x.untyped_storage(), gone)
 
-    def _noted(self, name: str, result: Any) -> Any:
+    def _note_product(self, name: str, result: Any) -> Any:
         """The result; the dtype of a product is remembered."""
         if name in PRODUCTS:
             self.products |= {_eps(x.dtype) for x in leaves(result) if _is_real(x)}
@@ -166,11 +166,11 @@ class RandomRounding(DispatchMode):
         places = [place for place, x in enumerate(args) if isinstance(x, Tensor)]
         one = places[-2] if len(places) > 1 and name in PRODUCTS else places[0]
         return [
-            mapped(functools.partial(self._moved, terms=terms if place == one else 1, narrow=narrow), x)
+            mapped(functools.partial(self._move_randomly, terms=terms if place == one else 1, narrow=narrow), x)
             for place, x in enumerate(args)
         ]
 
-    def _moved(self, x: Any, terms: int = 0, *, narrow: bool = False) -> Any:
+    def _move_randomly(self, x: Any, terms: int = 0, *, narrow: bool = False) -> Any:
         """A tensor moved by its dtype's unit, or by the rounding of a sum of `terms` of it; anything else as it is.
 
         A number that was kept in the narrow dtype was rounded when it was made, and only the sum of it rounds.
@@ -189,22 +189,22 @@ class RandomRounding(DispatchMode):
         moved = (x * (1 + unit * part)).to(x.dtype)
         return moved.where(x != x.round(), x)  # whole numbers and infinities stay
 
-    def _left(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
+    def _move_arguments(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
         """The arguments, numbers of the dtypes of `units` moved in the wider dtype of what they are computed to."""
         given = any(isinstance(x, Tensor) and x.dtype in self._units for x in leaves(args))
         if not given:
             return args
-        wanted = kwargs.get("dtype") or _promoted(args)
+        wanted = kwargs.get("dtype") or _promote_dtypes(args)
         if not (wanted.is_floating_point or wanted.is_complex):
             return args
 
-        def widened(x: Any) -> Any:
+        def widen_tensor(x: Any) -> Any:
             if not isinstance(x, Tensor) or x.dtype not in self._units or _eps(wanted) >= _eps(x.dtype):
                 return x
             return self._by(x.to(wanted), self._units[x.dtype])
 
         written = written_arguments(operator)
-        return [x if place in written else mapped(widened, x) for place, x in enumerate(args)]
+        return [x if place in written else mapped(widen_tensor, x) for place, x in enumerate(args)]
 
 
 def _terms(name: str, args: Sequence[Any]) -> int:
@@ -224,7 +224,7 @@ def _of_rows(args: Sequence[Any]) -> bool:
     return bool(dims) and all(dim % args[0].dim() < args[0].dim() - 1 for dim in dims)
 
 
-def _promoted(args: Sequence[Any]) -> torch.dtype:
+def _promote_dtypes(args: Sequence[Any]) -> torch.dtype:
     """The dtype to which tensors are promoted together; those without a dim count where there are no others."""
     real = [x for x in leaves(args) if _is_real(x)]
     dtypes = [x.dtype for x in real if x.dim()] or [x.dtype for x in real]

@@ -15,8 +15,8 @@ import torch
 
 from shardproof.harness.checking.measures.measured import FLOAT64_ALLOWED, Measured
 from shardproof.harness.checking.measures.tolerance import FLOAT64_CEILING, measure
-from shardproof.harness.checking.measuring import compared
-from shardproof.harness.checking.numeric_checks import numeric
+from shardproof.harness.checking.measuring import compare_with_truth
+from shardproof.harness.checking.numeric_checks import make_numeric_check
 from shardproof.harness.running.result import CaseResult
 from shardproof.harness.running.trials import rounding
 from shardproof.harness.running.trials.trial import Reference, decoder
@@ -91,7 +91,7 @@ def test_what_an_optimizer_makes_of_gradients_leaps_where_these_do() -> None:
     def wrong(got: dict[str, torch.Tensor], control: float, norm: dict[str, torch.Tensor] | None = None) -> list[str]:
         case, controls = case_of("steps=6 micro=1 dtype=bfloat16"), (moments(control) | (norm or {}),)
         seen = evidence(got, truth=got | moments(1.0), controls=controls, case=case)
-        return [name for name in got if compared(seen.run, seen.truth, name, 1.0).wrong]
+        return [name for name in got if compare_with_truth(seen.run, seen.truth, name, 1.0).wrong]
 
     assert wrong(moments(6.0), 1.0) == ["exp_avg_after/5/w", "exp_avg_sq_after/5/w"]
     assert not wrong(moments(6.0), 1.2), "rounding alone may change the gradient by half"
@@ -164,6 +164,6 @@ def test_the_side_of_an_element_within_rounding_of_zero_is_no_failure_and_a_fact
     merged = found.run.merged
     doubled = dataclasses.replace(merged, tensors={**merged.tensors, name: 2 * merged.tensors[name]})
     run = dataclasses.replace(found.run, merged=doubled)
-    gradients = numeric("parameter_gradients")(run, found.truth, found.claims)
+    gradients = make_numeric_check("parameter_gradients")(run, found.truth, found.claims)
     assert gradients is not None and gradients.verdict == FAIL
     assert name in gradients.names

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardproof.harness.checking.call_checks import groups, overlap
-from shardproof.harness.checking.checks import CHECKS, examine
+from shardproof.harness.checking.call_checks import check_groups, check_overlap
+from shardproof.harness.checking.checks import CHECKS, run_checks
 from shardproof.harness.checking.finding import Finding
 from shardproof.harness.engines.engine import Engine
 from shardproof.harness.engines.threads.inproc import InprocEngine
@@ -96,7 +96,7 @@ def test_a_name_that_no_axis_has_is_a_note() -> None:
 
 
 def _judged(ledger: Any, **changes: Any) -> Finding:
-    return examine(evidence(events=ledger, **changes), {"groups": groups})["groups"]
+    return run_checks(evidence(events=ledger, **changes), {"groups": check_groups})["groups"]
 
 
 def test_an_axis_that_joins_two_has_the_ranks_of_both() -> None:
@@ -155,15 +155,15 @@ def test_as_many_calls_as_promised_must_be_hidden_on_every_rank() -> None:
 
     def verdict(hidden: set[tuple[int, int]], **changes: Any) -> str:
         seen = evidence(expectation=promised, hidden=frozenset(hidden), **changes)
-        return examine(seen, {"overlap": overlap})["overlap"].verdict
+        return run_checks(seen, {"overlap": check_overlap})["overlap"].verdict
 
     assert verdict(hidden) == PASS
     assert verdict(hidden - {(1, mine[-1].call_index)}) == FAIL
     left_out = tuple(event for event in events() if event.region != "embedding")
     assert verdict(set(), events=left_out) == PASS  # a missing call is the ledger's
     # Nothing is asked without a promise or a measurement.
-    assert answer_of(overlap, evidence(hidden=frozenset())) is None
-    assert answer_of(overlap, evidence(expectation=tuple(replace(term, hidden=True) for term in TERMS))) is None
+    assert answer_of(check_overlap, evidence(hidden=frozenset())) is None
+    assert answer_of(check_overlap, evidence(expectation=tuple(replace(term, hidden=True) for term in TERMS))) is None
 
 
 def test_products_are_counted_on_the_ranks_thread_and_nothing_stays() -> None:
@@ -172,9 +172,9 @@ def test_products_are_counted_on_the_ranks_thread_and_nothing_stays() -> None:
 
     def hidden(compute: Any) -> bool:
         with Overlap() as watching, watching.on_rank(0):
-            ticket = watching.issued(0, call)
+            ticket = watching.on_issue(0, call)
             compute()
-            watching.completed(0, ticket)
+            watching.on_completion(0, ticket)
             a @ a
         return (0, ticket) in watching.hidden
 

@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardproof.harness.checking.checks import examine
-from shardproof.harness.checking.coverage import coverage
+from shardproof.harness.checking.checks import run_checks
+from shardproof.harness.checking.coverage import check_coverage
 from shardproof.harness.checking.finding import Finding
-from shardproof.harness.checking.numeric_checks import numeric
+from shardproof.harness.checking.numeric_checks import make_numeric_check
 from shardproof.harness.checking.records import Evidence
 from shardproof.harness.diagnosing.diagnosis import explanation_of
 from shardproof.harness.errors import RequestError
 from shardproof.harness.ledger import NO_UPDATE
 from shardproof.harness.running.proof import prove
 from shardproof.harness.running.store import Store
-from shardproof.harness.subject import NamedSubject, left_out, named
+from shardproof.harness.subject import NamedSubject, left_out, resolve_subject
 from shardproof.harness.verdicts.facts import Note, NoteKind, notes_about
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN, Verdict
 from shardproof.reference.case import Case
@@ -40,7 +40,7 @@ def answer(*missing: str, declared: tuple[str, ...] = (), **more: torch.Tensor) 
     """Coverage of a subject that returns all but these names."""
     values = {name: tensor for name, tensor in truth().items() if name not in missing} | more
     seen = evidence(*(outcome_of(rank, values) for rank in range(2)), declared=declared)
-    return coverage(seen.run, seen.truth, seen.claims)
+    return check_coverage(seen.run, seen.truth, seen.claims)
 
 
 def test_a_gap_in_a_kind_is_unknown_and_says_what_to_return_or_declare() -> None:
@@ -85,7 +85,7 @@ def test_a_declaration_that_is_no_tuple_of_words_is_refused(said: object) -> Non
         left_out(NamedSubject(name="my:subject", call=Stating(unchecked=said)))
     rule = f"unchecked={said!r} must be a tuple of words; legal: unchecked = ('grad/*.bias',)"
     assert str(caught.value) == f"subject=my:subject: {rule}"
-    assert left_out(named(dense.subject)) == ()
+    assert left_out(resolve_subject(dense.subject)) == ()
 
 
 def test_a_run_honours_what_its_subject_declares() -> None:
@@ -98,7 +98,7 @@ def test_a_run_honours_what_its_subject_declares() -> None:
 
         unbiased.unchecked = unchecked  # type: ignore[attr-defined]
         case = Case.parse("mode=tp tp=2 layers=1 hidden=16 heads=2 seq=4 steps=1")
-        return prove(case, unbiased, LoopEngine(), checks={"coverage": coverage}).verdict
+        return prove(case, unbiased, LoopEngine(), checks={"coverage": check_coverage}).verdict
 
     assert (verdict(), verdict("grad/*.bias")) == (UNKNOWN, PASS)
     with pytest.raises(RequestError, match="unchecked="):
@@ -121,7 +121,7 @@ def in_bfloat16(true: dict[str, Tensor], undecided: list[str], returned: dict[st
 
 
 def found_by(check: str, seen: Evidence) -> Finding:
-    found = numeric(check)(seen.run, seen.truth, seen.claims)
+    found = make_numeric_check(check)(seen.run, seen.truth, seen.claims)
     assert found is not None
     return found
 
@@ -154,7 +154,11 @@ def test_what_is_left_out_on_purpose_and_what_is_never_returned_counts_among_all
     seen = evidence(*(outcome_of(rank, returned) for rank in range(2)), declared=("grad/*.bias",))
     found = found_by("parameter_gradients", seen)
     assert found.decided == {"grad": (3, 4)}
-    assert coverage(seen.run, seen.truth, seen.claims).decided == {"logits": (0, 2), "act": (0, 5), "act_grad": (0, 5)}
+    assert check_coverage(seen.run, seen.truth, seen.claims).decided == {
+        "logits": (0, 2),
+        "act": (0, 5),
+        "act_grad": (0, 5),
+    }
     forward = found_by("forward", seen)
     assert (forward.verdict, forward.decided) == (PASS, {"loss": (2, 2)}), "none was returned"
 
@@ -225,7 +229,7 @@ def test_a_state_of_a_step_that_the_truth_skips_is_a_failure_with_its_place() ->
     for skips in (False, True):
         known = {**truth(), "skipped/0": torch.tensor(int(skips)), "exp_avg_after/1/layers.0.mlp.w2.bias": drawn(6)}
         found = planted(made, truth=known)
-        findings = examine(found)
+        findings = run_checks(found)
         assert given_by(findings, FAIL) == ({"update"} if skips else set())
         assert given_by(findings, UNKNOWN) == (set() if skips else {"coverage"})
     first = explanation_of(found, findings).first
@@ -234,5 +238,5 @@ def test_a_state_of_a_step_that_the_truth_skips_is_a_failure_with_its_place() ->
 
     # A step that ranks skip alone is decided in grad_sync.
     wrong = planted({"skipped/0": torch.tensor(0)}, truth=known)
-    first = explanation_of(wrong, examine(wrong)).first
+    first = explanation_of(wrong, run_checks(wrong)).first
     assert (first.phase, first.step, first.name) == ("grad_sync", 0, "skipped/0")

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from shardproof.harness.checking.checks import examine
+from shardproof.harness.checking.checks import run_checks
 from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.laws import broken_laws
 from shardproof.harness.checking.ledger_checks import module_order
-from shardproof.harness.differences import but_for_bytes, differences
+from shardproof.harness.differences import but_for_bytes, find_differences
 from shardproof.harness.ledger import Event
 from shardproof.harness.running.summary import summarize
 from shardproof.harness.terms import Term
@@ -19,11 +19,11 @@ from tests.harness.toy_evidence import MODULES, TERMS, a_term, altered, events, 
 
 
 def judged(ledger: tuple[Event, ...], **changes: Any) -> Finding:
-    return examine(evidence(events=ledger, **changes))["ledger"]
+    return run_checks(evidence(events=ledger, **changes))["ledger"]
 
 
 def first_message(ledger: tuple[Event, ...], terms: tuple[Term, ...] = TERMS) -> str:
-    return str(differences(ledger, terms, range(2), MODULES)[0])
+    return str(find_differences(ledger, terms, range(2), MODULES)[0])
 
 
 @pytest.mark.parametrize("term", TERMS, ids=lambda term: f"{term.phase}-{term.region or 'none'}")
@@ -164,10 +164,10 @@ def test_calls_with_other_rows_in_some_modules_are_put_aside_and_others_are_not(
     rows = tuple(replace(event, payload_bytes=48) for event in events(terms[:1]))
     fewer = rows + tuple(replace(event, payload_bytes=16, call_index=9) for event in events(terms[:1]))
     for ledger in (rows, fewer):
-        parted = differences((*ledger, *events(terms[1:])), terms, range(2))
+        parted = find_differences((*ledger, *events(terms[1:])), terms, range(2))
         assert parted and but_for_bytes(parted, {"layers.0"}) == []
         assert but_for_bytes(parted, {"layers.1"}) == parted
     narrow = tuple(replace(event, dtype="float32") for event in events(terms[1:]))
-    parted = differences((*rows, *narrow), terms, range(2))
+    parted = find_differences((*rows, *narrow), terms, range(2))
     (left,) = but_for_bytes(parted, {"layers.0"})
     assert left.found and (left.found.op, left.found.dtype) == ("all_gather", "float32")

@@ -17,7 +17,7 @@ from shardproof.harness.checking.measures.kinds import kind_of
 from shardproof.harness.checking.measures.many_tensors import kind_rms
 from shardproof.harness.checking.measures.measured import Measured
 from shardproof.harness.checking.measures.tolerance import FACTORS
-from shardproof.harness.checking.measuring import compared
+from shardproof.harness.checking.measuring import compare_with_truth
 from shardproof.harness.checking.records import Run, Truth
 from shardproof.harness.diagnosing.causes.places import place_of
 from shardproof.harness.engines.threads.inproc import InprocEngine
@@ -35,7 +35,7 @@ from shardproof.harness.running.trials.rounding import (
 )
 from shardproof.harness.running.trials.runs import judge_case, record_case
 from shardproof.harness.running.trials.trial import Trial
-from shardproof.harness.subject import named
+from shardproof.harness.subject import resolve_subject
 from shardproof.parallel import training as step_
 from shardproof.parallel.subject import subject
 from shardproof.reference.case import Case
@@ -162,14 +162,14 @@ NAME = "grad/layers.0.attention.wo.weight"
 
 
 def measured(run: Run, truth: Truth, name: str = NAME) -> Measured:
-    return compared(run, truth, name, kind_rms(truth.tensors).get(kind_of(name), 0.0))
+    return compare_with_truth(run, truth, name, kind_rms(truth.tensors).get(kind_of(name), 0.0))
 
 
 def test_distances_of_large_tensors_allow_what_the_tensors_do_and_control_runs_are_as_many_as_it_takes(
     engine: InprocEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rounding, "_LARGE", 16)
-    trial = Trial(case=CASE, subject=named(subject), engine=engine)
+    trial = Trial(case=CASE, subject=resolve_subject(subject), engine=engine)
     seen = record_case(trial)
     whole = step_from_states(trial, seen.run, seen.truth)
     apart = shed_large_controls(trial, seen.run, whole)
@@ -208,18 +208,18 @@ CASES = (
 @pytest.mark.parametrize("text", CASES)
 def test_a_tensor_times_a_factor_fails_or_is_undecided(text: str, engine: InprocEngine) -> None:
     """On the evidence of our subject, with everything that the checks came to need."""
-    trial = Trial(case=Case.parse(text), subject=named(subject), engine=engine)
+    trial = Trial(case=Case.parse(text), subject=resolve_subject(subject), engine=engine)
     evidence = judge_case(trial, record_case(trial))[0]
     run, truth = evidence.run, evidence.truth
     rms = kind_rms(truth.tensors)
     undecided = set()
     for name in (name for name, tensor in truth.tensors.items() if tensor.is_floating_point()):
-        clean = compared(run, truth, name, rms[kind_of(name)])
+        clean = compare_with_truth(run, truth, name, rms[kind_of(name)])
         assert clean.right, name
         if not clean.decidable:
             undecided.add(name)
         for factor in FACTORS if clean.decidable else ():
             tensors = {**run.tensors, name: run.tensors[name] * factor}
             wrong = replace(run, merged=Merged(tensors=tensors, flaws=()))
-            assert not compared(wrong, truth, name, rms[kind_of(name)]).right, (name, factor)
+            assert not compare_with_truth(wrong, truth, name, rms[kind_of(name)]).right, (name, factor)
     assert len(undecided) <= 0.2 * len(truth.tensors), undecided

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardproof.harness.checking.checks import CHECKS, examine
+from shardproof.harness.checking.checks import CHECKS, run_checks
 from shardproof.harness.checking.finding import Finding
-from shardproof.harness.checking.mask_checks import binomial, hypergeometric, masks
+from shardproof.harness.checking.mask_checks import binomial, check_masks, hypergeometric
 from shardproof.harness.checking.measures.kinds import kind_of
 from shardproof.harness.checking.records import Evidence, Repeats
 from shardproof.harness.engines.engine import Unwaited
@@ -84,14 +84,14 @@ WRONG: dict[str, Callable[[], Evidence]] = {
 @pytest.mark.parametrize("check", WRONG)
 def test_a_check_that_is_handed_a_wrong_reference_fails_and_no_other(check: str) -> None:
     """`coverage` leaves nothing to compare, and a ledger without events fails `parallelism` alone already."""
-    failed = named(examine(WRONG[check]()), FAIL)
+    failed = named(run_checks(WRONG[check]()), FAIL)
     assert failed == {check} or (check in failed and check in {"coverage", "parallelism"})
 
 
 def test_a_right_save_passes_and_one_of_another_shape_does_not() -> None:
     right = {**truth(), SAVED: truth()[PARAM]}
-    assert examine(evidence(*saved_as(torch.clone), truth=right))["saved"].verdict == PASS
-    kept = examine(evidence(*saved_as(lambda whole: torch.cat([whole, whole[:1]])), truth=right))
+    assert run_checks(evidence(*saved_as(torch.clone), truth=right))["saved"].verdict == PASS
+    kept = run_checks(evidence(*saved_as(lambda whole: torch.cat([whole, whole[:1]])), truth=right))
     assert named(kept, FAIL) == {"merge"}
 
 
@@ -105,7 +105,7 @@ def test_every_tensor_of_a_wrong_truth_fails_the_check_of_its_kind_alone() -> No
     assert {*OF_KIND.values(), *WRONG} == set(CHECKS)
     for name, tensor in truth().items():
         other = {**truth(), name: _nudged(tensor)}
-        assert named(examine(evidence(*right_ranks(), truth=other)), FAIL) == {OF_KIND[kind_of(name)]}, name
+        assert named(run_checks(evidence(*right_ranks(), truth=other)), FAIL) == {OF_KIND[kind_of(name)]}, name
 
 
 def other_truth(case: Case, device: torch.device) -> dict[str, Tensor]:
@@ -168,14 +168,14 @@ def looked_at(*ranks: dict[str, Tensor], dim: int = 1, **changes: Any) -> Findin
         outcomes.append(outcome)
     names = tuple(ranks[0])
     seen = evidence(*outcomes, **{"case": CASE, "truth": {}, "from_ranks": names, **changes})
-    return masks(seen.run, seen.truth, seen.claims)
+    return check_masks(seen.run, seen.truth, seen.claims)
 
 
 NAME, NEXT = "mask/0/embedding", "mask/1/embedding"
 
 
 def test_independent_masks_pass_and_none_claim_nothing() -> None:
-    assert "masks" not in examine(evidence({"loss/0": torch.ones(())}))
+    assert "masks" not in run_checks(evidence({"loss/0": torch.ones(())}))
     found = looked_at({NAME: drawn(1), NEXT: drawn(2)}, {NAME: drawn(3), NEXT: drawn(4)})
     assert (found.verdict, found.notes) == (PASS, ())
     assert "8 exact tests of 2 masks find none improbable; the dense model was given them" in found.message

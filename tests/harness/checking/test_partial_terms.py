@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardproof.harness.checking.checks import CHECKS, examine
+from shardproof.harness.checking.checks import CHECKS, run_checks
 from shardproof.harness.checking.finding import Finding
-from shardproof.harness.differences import differences
+from shardproof.harness.differences import find_differences
 from shardproof.harness.ledger import Event
 from shardproof.harness.protocols import TermLike
 from shardproof.harness.running.summary import summarize
@@ -28,7 +28,7 @@ ALL = Term(op="all_reduce", axis="tp", calls=20, total_bytes=6400)
 
 
 def judged(terms: Sequence[TermLike], ledger: Sequence[Event] = EVENTS) -> Finding:
-    return examine(evidence(events=tuple(ledger), expectation=tuple(terms)))["ledger"]
+    return run_checks(evidence(events=tuple(ledger), expectation=tuple(terms)))["ledger"]
 
 
 def causes(terms: Sequence[TermLike], ledger: Sequence[Event]) -> str:
@@ -50,11 +50,11 @@ def generalised(kept: Sequence[str], *, summed: bool) -> list[Term]:
 @given(kept=st.sets(st.sampled_from([name for name in FIELDS if name != "payload_bytes"])), summed=st.booleans())
 def test_whatever_is_left_out_right_ledger_passes_and_one_more_or_less_call_fails(kept: set[str], summed: bool) -> None:
     terms = generalised(sorted(kept), summed=summed)
-    assert differences(EVENTS, terms, range(2)) == []
-    assert differences(EVENTS[:-1], terms, range(2))
-    assert differences([*EVENTS, EVENTS[-1]], terms, range(2))
+    assert find_differences(EVENTS, terms, range(2)) == []
+    assert find_differences(EVENTS[:-1], terms, range(2))
+    assert find_differences([*EVENTS, EVENTS[-1]], terms, range(2))
     heavier = altered(EVENTS, 0, payload_bytes=392)
-    assert bool(differences(heavier, terms, range(2))) == summed
+    assert bool(find_differences(heavier, terms, range(2))) == summed
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_calls_that_a_partial_term_hides_must_travel_behind_products() -> None:
     forward = {(e.rank, e.call_index) for e in EVENTS if e.phase == "forward"}
 
     def found(check: str, **changes: Any) -> Finding:
-        return examine(evidence(**changes), {check: CHECKS[check]})[check]
+        return run_checks(evidence(**changes), {check: CHECKS[check]})[check]
 
     for calls in (8, None):
         promised = (Term(phase="forward", calls=calls, hidden=True), Term(axis="tp"))

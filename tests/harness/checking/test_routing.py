@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardproof.harness.checking.routing_checks import balance
+from shardproof.harness.checking.routing_checks import balance_of_rows
 from shardproof.harness.protocols import Shard
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 from shardproof.reports.commands.cli import main
@@ -92,7 +92,7 @@ def test_equal_copies_pass_and_tell_the_busiest_expert() -> None:
 def test_page_and_show_have_the_rows_of_every_expert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "tp=2 dp=2", "--subject", TABLE, "--out", str(tmp_path)]) == 0
     assert main(["show", str(tmp_path / "latest")]) == 0
-    assert balance(torch.zeros(4, dtype=torch.int64)) == 1, "without any row"
+    assert balance_of_rows(torch.zeros(4, dtype=torch.int64)) == 1, "without any row"
     told = capsys.readouterr().out
     assert "Rows of experts" in told and "4 2 3 3" in told and "1.33" in told
     page = (tmp_path / "latest" / "report.html").read_text("utf-8")

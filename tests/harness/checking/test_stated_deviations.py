@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from shardproof import run
-from shardproof.harness.checking.checks import CHECKS, examine
+from shardproof.harness.checking.checks import CHECKS, run_checks
 from shardproof.harness.errors import RequestError
-from shardproof.harness.predicting.figures import traffic
+from shardproof.harness.predicting.figures import traffic_by_rank
 from shardproof.harness.running.summary import summarize
 from shardproof.harness.terms import Term, closed_forms
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
@@ -182,7 +182,7 @@ def test_a_rank_must_issue_what_its_coordinates_select() -> None:
     assert result.evidence is not None
     for at, ranks in (({"dp": 0}, (0, 1)), ({}, (0, 1, 2, 3)), ({"dp": 2, "tp": 1}, (4,))):
         claims = replace(result.evidence.claims, expectation=tuple(terms(at)))
-        found = examine(replace(result.evidence, claims=claims), OF_CALLS)["ledger"]
+        found = run_checks(replace(result.evidence, claims=claims), OF_CALLS)["ledger"]
         assert (found.verdict, found.ranks) == (FAIL, ranks)
 
 
@@ -208,5 +208,5 @@ def test_everybody_reads_the_terms_of_a_rank() -> None:
     assert (why, chosen) == ("", tuple(terms({"dp": 2}, steps=1)))
     complete = replace(terms({})[1], region="", reduce_op="sum", dtype="float32", calls=1, at={"dp": 0})
 
-    (told,) = traffic(PLACED, Stating(expected=lambda case: [complete]))
+    (told,) = traffic_by_rank(PLACED, Stating(expected=lambda case: [complete]))
     assert told is not None and (told.calls, told.payload_bytes) == (1, 8), "of rank 0, which is at this place"

@@ -19,7 +19,7 @@ from shardproof.harness.checking.measures.many_tensors import BLOCK, kind_rms, m
 from shardproof.harness.checking.measures.measured import MEASURES, Measured
 from shardproof.harness.checking.measures.tolerance import measure
 from shardproof.harness.outcome.blocks import localize
-from shardproof.harness.outcome.merging import held_once, merge
+from shardproof.harness.outcome.merging import held_once, merge_outcomes
 from shardproof.harness.protocols import Shard
 from shardproof.reference.case import Case
 from shardproof.reference.model.parameters import drawn_weight, full, shapes
@@ -77,7 +77,7 @@ def test_large_shards_become_views_of_the_merged_tensor() -> None:
     rows, small = noise(4, 2**15, seed=3), noise(8, seed=4)
     shards = [Shard(rows[2 * r : 2 * r + 2].clone(), (2 * r, 0), (4, 2**15)) for r in range(2)]
     ranks = [localize({"grad/w": shard, "grad/b": small.clone()}) for shard in shards]
-    merged = merge(ranks)
+    merged = merge_outcomes(ranks)
     for rank, (before, after) in enumerate(zip(ranks, held_once(ranks, merged), strict=True)):
         (own,), (view,) = before["grad/w"], after["grad/w"]
         assert torch.equal(own.local, view.local) and own.offsets == view.offsets

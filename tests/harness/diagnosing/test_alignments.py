@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardproof.harness.checking.checks import examine
-from shardproof.harness.diagnosing.causes.cause import reported
+from shardproof.harness.checking.checks import run_checks
+from shardproof.harness.diagnosing.causes.cause import report_cause
 from shardproof.harness.diagnosing.diagnosis import diagnose, explanation_of
 from shardproof.harness.diagnosing.hypotheses.patterns import from_patterns
-from shardproof.harness.diagnosing.placing.alignments import AGREES, DIFFERS, UNKNOWN, TrueTensor, fit
-from shardproof.harness.diagnosing.placing.counterparts import same_modules, stages
+from shardproof.harness.diagnosing.placing.alignments import AGREES, DIFFERS, UNKNOWN, TrueTensor, fit_parts
+from shardproof.harness.diagnosing.placing.counterparts import same_modules, stages_of_ranks
 from shardproof.harness.protocols import Shard
 from tests.harness.toy_evidence import drawn, evidence, ids_of, outcome_of, truth
 
@@ -49,23 +49,23 @@ NOISE = drawn(3, 8, 5) * 0.3
 )
 def test_a_layout_that_nobody_declared_is_found(layout: str, parts: list[Tensor]) -> None:
     given = {rank: [part] for rank, part in enumerate(parts)}
-    found = fit(given, target(FULL), AXES)
+    found = fit_parts(given, target(FULL), AXES)
     assert (found.state, found.layout) == (AGREES, layout)
     assert found.summed == ("tp" if "sums" in layout else "")
     for rank, part in enumerate(parts):  # one wrong element on one rank is enough
         wrong = part.clone()
         wrong[0, 0, 0] += 0.01
-        assert fit({**given, rank: [wrong]}, target(FULL), AXES).state == DIFFERS
+        assert fit_parts({**given, rank: [wrong]}, target(FULL), AXES).state == DIFFERS
 
 
 def test_other_dims_and_padding_are_recognised() -> None:
     half = FULL.chunk(2, 1)
     for view in (lambda x: x, lambda x: x.transpose(0, 1), lambda x: x.flatten(0, 1), lambda x: x.unflatten(2, (5, 1))):
-        assert fit({rank: [view(half[rank])] for rank in (0, 1)}, target(FULL), PAIR).state == AGREES
+        assert fit_parts({rank: [view(half[rank])] for rank in (0, 1)}, target(FULL), PAIR).state == AGREES
     padded = torch.cat([FULL, drawn(6, 8, 1)], 2).chunk(2, 2)
-    assert fit({rank: [padded[rank]] for rank in (0, 1)}, target(FULL), PAIR).state == AGREES
+    assert fit_parts({rank: [padded[rank]] for rank in (0, 1)}, target(FULL), PAIR).state == AGREES
     beside = {0: [FULL], 1: [FULL * 2]}  # a second rank of nothing but padding would hide what is wrong there
-    assert fit(beside, target(FULL), PAIR).state == DIFFERS
+    assert fit_parts(beside, target(FULL), PAIR).state == DIFFERS
 
 
 def test_micro_batches_are_rows_in_either_order() -> None:
@@ -74,42 +74,42 @@ def test_micro_batches_are_rows_in_either_order() -> None:
     in_turn = {0: list(pieces[::2]), 1: list(pieces[1::2])}
     for handed in (by_rank, in_turn):
         for whole in (target(FULL), target(*pieces), target(*ROWS)):
-            assert fit(handed, whole, {"dp": ((0, 1),)}).state == AGREES
+            assert fit_parts(handed, whole, {"dp": ((0, 1),)}).state == AGREES
         swapped = {0: handed[0][::-1], 1: handed[1]}
-        assert fit(swapped, target(FULL), {"dp": ((0, 1),)}).state == DIFFERS
+        assert fit_parts(swapped, target(FULL), {"dp": ((0, 1),)}).state == DIFFERS
     other_lengths = [FULL[:2, :3], FULL[2:5, :7]]
     split = {rank: [call.tensor_split(2, 1)[rank] for call in other_lengths] for rank in (0, 1)}
-    assert fit(split, target(*other_lengths), PAIR).state == AGREES
+    assert fit_parts(split, target(*other_lengths), PAIR).state == AGREES
 
 
 def test_equal_parts_of_a_sum_differ_and_a_constant_or_a_shape_that_fits_nothing_shows_nothing() -> None:
-    assert fit({0: [FULL / 2], 1: [FULL / 2]}, target(FULL), PAIR).state == DIFFERS  # a wrong factor
+    assert fit_parts({0: [FULL / 2], 1: [FULL / 2]}, target(FULL), PAIR).state == DIFFERS  # a wrong factor
     for factor, state in ((1, AGREES), (1.001, DIFFERS)):  # in a lower precision, which has limits of its own
         low = {rank: [FULL.float() * factor] for rank in (0, 1)}
-        assert fit(low, target(FULL, dtype="float32"), PAIR).state == state
-    assert fit({0: [torch.ones(4)], 1: [torch.ones(4)]}, target(torch.ones(4)), PAIR).state == UNKNOWN
-    assert fit({0: [drawn(7, 8, 5)], 1: [drawn(7, 8, 5)]}, target(FULL), PAIR).state == UNKNOWN
+        assert fit_parts(low, target(FULL, dtype="float32"), PAIR).state == state
+    assert fit_parts({0: [torch.ones(4)], 1: [torch.ones(4)]}, target(torch.ones(4)), PAIR).state == UNKNOWN
+    assert fit_parts({0: [drawn(7, 8, 5)], 1: [drawn(7, 8, 5)]}, target(FULL), PAIR).state == UNKNOWN
 
 
 def test_the_scale_of_a_loss_is_one_factor_of_every_rank_and_call() -> None:
     given = {0: [ROWS[0] / 7], 1: [ROWS[1] / 5]}
     axes = {"dp": ((0, 1),)}
-    assert fit(given, target(FULL), axes).state == DIFFERS
-    found = fit(given, target(FULL), axes, scaled=True)
+    assert fit_parts(given, target(FULL), axes).state == DIFFERS
+    found = fit_parts(given, target(FULL), axes, scaled=True)
     assert found.state == AGREES
     assert found.factors == pytest.approx({(0, 0): 1 / 7, (1, 0): 1 / 5})
     other = {0: [ROWS[0].square() / 7], 1: [ROWS[1].square() / 5]}
-    assert fit(other, target(FULL.square()), axes, factors=found.factors).state == AGREES
-    assert fit({0: [ROWS[0].abs()], 1: [ROWS[1]]}, target(FULL), axes, scaled=True).state == DIFFERS
+    assert fit_parts(other, target(FULL.square()), axes, factors=found.factors).state == AGREES
+    assert fit_parts({0: [ROWS[0].abs()], 1: [ROWS[1]]}, target(FULL), axes, scaled=True).state == DIFFERS
 
 
 def test_stages_of_a_pipeline_are_looked_at_apart() -> None:
     axes = {"tp": ((0, 1), (2, 3)), "pp": ((0, 2), (1, 3))}
     other = [-part for part in ROWS]  # the second stage's layer 0 is another one
     parts = {rank: [part] for rank, part in enumerate([*ROWS, *other])}
-    assert fit(parts, target(FULL), axes).state == DIFFERS
-    assert [fit(stage, target(FULL), axes).state for stage in stages(parts, axes)] == [AGREES, DIFFERS]
-    assert stages(parts, {"tp": axes["tp"]}) == []
+    assert fit_parts(parts, target(FULL), axes).state == DIFFERS
+    assert [fit_parts(stage, target(FULL), axes).state for stage in stages_of_ranks(parts, axes)] == [AGREES, DIFFERS]
+    assert stages_of_ranks(parts, {"tp": axes["tp"]}) == []
 
 
 def test_modules_are_matched_by_equal_names_then_by_their_longest_common_end() -> None:
@@ -161,14 +161,14 @@ def test_another_dtype_or_shape_is_told_by_what_it_looks_like(
     seen = evidence(*({**outcome_of(rank, truth()), name: value} for rank, value in enumerate(values)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # of complex numbers taken for real ones
-        (cause,) = explanation_of(seen, examine(seen)).causes
+        (cause,) = explanation_of(seen, run_checks(seen)).causes
     assert cause.id == known and cause.words.startswith(words)
 
 
 def test_complex_replicas_that_differ_have_a_diagnosis() -> None:
     value = truth()[NAME].to(torch.complex128)
     torn = evidence(*({**outcome_of(rank, truth()), NAME: value * 1j**rank} for rank in range(2)))
-    assert explanation_of(torn, examine(torn)).first.name == NAME
+    assert explanation_of(torn, run_checks(torn)).first.name == NAME
 
 
 TRUTH, CUBE, STACK = drawn(8, 4), drawn(2, 3, 5), drawn(6, 4, 5)
@@ -207,13 +207,13 @@ def test_each_pattern_is_recognised_first(known: str, value: Tensor, truth: Tens
 
 def test_only_known_causes_are_told() -> None:
     with pytest.raises(ValueError, match="cause id=gremlins: is not a known cause; legal: missing_call "):
-        reported("gremlins", "", "a call")
+        report_cause("gremlins", "", "a call")
 
 
 def test_replicas_that_differ_in_their_last_bits_alone() -> None:
     name = "act/embedding"
     near = evidence(outcome_of(0, truth()), outcome_of(1, {**truth(), name: truth()[name] * (1 + 2**-48)}))
-    (drifting,) = diagnose(near, examine(near), "replicas").causes
+    (drifting,) = diagnose(near, run_checks(near), "replicas").causes
     assert drifting.id == "replicas_drift"
     assert drifting.words.startswith("every rank's is right but for its last bits")
     far = evidence(outcome_of(0, truth()), outcome_of(1, {**truth(), name: truth()[name] * (1 + 2**-40)}))

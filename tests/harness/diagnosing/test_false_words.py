@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardproof.harness.checking.checks import examine
+from shardproof.harness.checking.checks import run_checks
 from shardproof.harness.checking.records import Evidence
 from shardproof.harness.diagnosing.causes import ranking
-from shardproof.harness.diagnosing.causes.cause import Cause, claimed
-from shardproof.harness.diagnosing.causes.proofs import Explained, NotFinite, Rounded, times
+from shardproof.harness.diagnosing.causes.cause import Cause, claim_cause
+from shardproof.harness.diagnosing.causes.proofs import Explained, NotFinite, Rounded, factor_in_words
 from shardproof.harness.diagnosing.diagnosis import explanation_of
 from shardproof.harness.diagnosing.hypotheses.patterns import from_patterns
 from shardproof.harness.diagnosing.rank_causes import by_numbers
@@ -64,7 +64,7 @@ def test_a_factor_near_1_is_told_with_the_digits_that_tell_it_from_1() -> None:
     (told,) = words_of(by_numbers(seen({name: truth()[name] * 1.0002}), [name]))
     assert told == "it is 1.0002 x the truth"
     in_words = {2.0: "2 x", 1 / 3: "0.3333 x", -1.0: "-1 x", 1 - 2e-7: "0.9999998 x", 1.05: "1.05 x"}
-    assert {f: times(f) for f in in_words} == in_words
+    assert {f: factor_in_words(f) for f in in_words} == in_words
 
 
 def test_a_count_of_steps_is_no_mean_and_is_not_left_at_zero() -> None:
@@ -106,7 +106,7 @@ def test_rows_that_are_routed_in_other_groups_are_no_wrong_layout() -> None:
 def test_a_cause_that_its_numbers_contradict_cannot_be_made() -> None:
     true = drawn(8, 4)
     double = Explained(value=true * 1.9, truth=true, guess=true * 2)
-    assert claimed("size_factor", "it is 2 x the truth", double) == []
+    assert claim_cause("size_factor", "it is 2 x the truth", double) == []
     for proof in ((double,), ()):
         with pytest.raises(ValueError, match="must hold of the numbers that it speaks of"):
             Cause(id="size_factor", words="it is 2 x the truth", proof=proof)
@@ -159,7 +159,7 @@ def test_no_cause_contradicts_the_numbers_of_random_evidence(
     values = {n: WRONGS[wrong](truth()[n], factors[0 if alike else i]) for i, n in enumerate(names)}
     text = case(f"mode=tp tp=2 seq=16 micro=1 dtype={dtype}")
     found = seen(values, text=text) if dtype == "float32" else planted(values, case=text)
-    for cause in explanation_of(found, examine(found)).causes:
+    for cause in explanation_of(found, run_checks(found)).causes:
         contradicted(cause, found, values)
 
 
@@ -196,9 +196,9 @@ def test_the_property_fails_where_predictions_are_not_tested(monkeypatch: pytest
     """The planted bug: every prediction is taken to hold, and to leave nothing. No factor explains noise."""
     values = {NAMED[0]: truth()[NAMED[0]] + drawn(2, 3, 6)}
     found = planted(values)
-    assert not explanation_of(found, examine(found)).causes
+    assert not explanation_of(found, run_checks(found)).causes
     monkeypatch.setattr(Explained, "holds", True)
     monkeypatch.setattr(ranking, "within_limits", lambda evidence, causes: [*causes])
-    (cause, *_) = explanation_of(found, examine(found)).causes
+    (cause, *_) = explanation_of(found, run_checks(found)).causes
     with pytest.raises(AssertionError):
         contradicted(cause, found, values)

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from shardproof.harness.checking.checks import examine
+from shardproof.harness.checking.checks import run_checks
 from shardproof.harness.checking.records import Repeats
 from shardproof.harness.diagnosing.diagnosis import explanation_of
 from shardproof.harness.protocols import Shard
-from shardproof.reports.stored.failures import bugs
+from shardproof.reports.stored.failures import bugs_of_run
 from tests.harness.diagnosing.test_six_lines import LOSS, W1
 from tests.harness.noted import failed
 from tests.harness.toy_evidence import (
@@ -36,10 +36,10 @@ def test_the_largest_error_of_a_place_is_its_headline_and_other_causes_are_anoth
         failed("tp=2", "ledger", LOSS, error=3.0),
         failed("tp=4", "forward", LOSS, error=1.0, allowed=1e-9),
     ]
-    both, drift = bugs(records)
+    both, drift = bugs_of_run(records)
     assert (both.verdict.case, both.verdict.check, [*both.others]) == ("tp=2", "update", ["forward", "ledger"])
     assert (drift.verdict.check, drift.follows) == ("replicas", "")
-    assert bugs([*records, failed("tp=2", "merge", LOSS)])[0].verdict.check == "merge"  # before any number
+    assert bugs_of_run([*records, failed("tp=2", "merge", LOSS)])[0].verdict.check == "merge"  # before any number
 
 
 def test_replicas_that_rounding_sets_apart_do_not_explain_a_gross_error() -> None:
@@ -60,7 +60,7 @@ def test_replicas_that_rounding_sets_apart_do_not_explain_a_gross_error() -> Non
 def test_replicas_that_differ_by_rounding_are_compared_where_all_are_wrong(factor: float) -> None:
     value = truth()[W1] * factor
     seen = evidence({**truth(), W1: value}, {**truth(), W1: value * (1 + 2e-15)})
-    found = examine(seen)
+    found = run_checks(seen)
     assert found["replicas"].verdict == "fail"
     assert found["parameter_gradients"].verdict == ("fail" if factor > 1 else "pass")
     assert all(decided <= count for decided, count in found["parameter_gradients"].decided.values())
@@ -72,7 +72,7 @@ def test_replicas_that_differ_by_rounding_are_compared_where_all_are_wrong(facto
 def test_replicas_that_differ_by_more_are_no_value_to_compare() -> None:
     far = truth()[W1] * 20
     for other in (2 * far, far.where(far != far.max(), torch.tensor(torch.nan, dtype=far.dtype))):
-        found = examine(evidence({**truth(), W1: far}, {**truth(), W1: other}))
+        found = run_checks(evidence({**truth(), W1: far}, {**truth(), W1: other}))
         assert (found["replicas"].verdict, found["parameter_gradients"].verdict) == ("fail", "pass")
 
 
@@ -81,7 +81,7 @@ def test_values_whose_mean_is_the_truth_were_never_averaged(form: Callable[[torc
     name, apart = "grad/layers.0.mlp.w2.bias", drawn(6)
     outcomes = [{name: form(truth()[name] + sign * apart)} for sign in (1, -1)]
     seen = evidence(*outcomes, case=case("mode=tp dp=2 tp=1"), events=(), expectation=None)
-    (cause,) = explanation_of(seen, {"replicas": examine(seen)["replicas"]}).causes
+    (cause,) = explanation_of(seen, {"replicas": run_checks(seen)["replicas"]}).causes
     assert (cause.id, cause.words.rpartition(": ")[2]) == ("not_averaged", "never averaged over dp")
     other = evidence({name: truth()[name] + apart}, {name: truth()[name]}, case=case("mode=tp dp=2 tp=1"), events=())
     assert "not_averaged" not in ids_of(other)
@@ -92,7 +92,7 @@ def test_a_rank_that_holds_nothing_is_neither_right_nor_wrong() -> None:
     parts = (true[name][:3] + 1, true[name][3:] + 1, true[name][6:])
     outcomes = ({name: Shard(part, (start,), (6,))} for part, start in zip(parts, (0, 3, 6), strict=True))
     seen = evidence(*outcomes, case=case("mode=tp dp=3 tp=1"), events=(), expectation=None)
-    findings = {"parameter_gradients": examine(seen)["parameter_gradients"]}
+    findings = {"parameter_gradients": run_checks(seen)["parameter_gradients"]}
     assert explanation_of(seen, findings).first.beside == ("wrong on ranks 0 1; rank 2 holds no element of it",)
 
 

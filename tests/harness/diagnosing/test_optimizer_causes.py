@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardproof.harness.checking.checks import examine
+from shardproof.harness.checking.checks import run_checks
 from shardproof.harness.checking.records import Evidence
 from shardproof.harness.diagnosing.diagnosis import diagnose
 from shardproof.harness.diagnosing.first_place import first_place
@@ -215,7 +215,7 @@ def test_what_several_modules_take_parts_of_is_of_the_code_around_them(width: in
 
 def test_the_earlier_of_tensor_and_event_is_the_first_place() -> None:
     def first_of(seen: Evidence, check: str) -> First:
-        return diagnose(seen, examine(seen), check).first
+        return diagnose(seen, run_checks(seen), check).first
 
     grad, lost = planted({W1: truth()[W1] * 2}), without(events(), phase="backward", region="head")
     both = but(grad, events=lost)
@@ -248,7 +248,7 @@ def test_a_call_made_otherwise_has_a_cause(wrong: tuple[Event, ...], cause: str)
     """A call of the first rank alone has that rank."""
     seen = evidence(events=wrong)
     assert ids_of(seen) == [cause]
-    found = examine(seen)["ledger"]
+    found = run_checks(seen)["ledger"]
     assert found.verdict == FAIL and (len(wrong) != len(events()) or found.ranks == (0,))
 
 

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from shardproof.harness.checking.records import Evidence
 from shardproof.harness.diagnosing import rank_causes
-from shardproof.harness.diagnosing.causes.cause import Cause, claimed  # noqa: F401  (the example of a page uses it)
+from shardproof.harness.diagnosing.causes.cause import Cause, claim_cause  # noqa: F401  (the example of a page uses it)
 from shardproof.harness.diagnosing.causes.hypothesis import Failure, Hypothesis, of_values
 from shardproof.harness.diagnosing.causes.proofs import Explained
-from shardproof.harness.diagnosing.causes.ranking import best
+from shardproof.harness.diagnosing.causes.ranking import select_best
 from tests import ROOT
 from tests.harness.toy_evidence import case, drawn, planted, truth
 
@@ -28,12 +28,12 @@ def toy(id: str, names: Sequence[str], fitted: int = 0, kinds: frozenset[str] = 
     """A hypothesis that always finds a cause, which explains these names by some of their numbers."""
     one = torch.ones(())
     proof = Explained(value=2 * one, truth=one, guess=2 * one, names=tuple(names), fitted=fitted)
-    return Hypothesis(predicts="so", causes=lambda _: claimed(id, "it is so", proof), kinds=kinds)
+    return Hypothesis(predicts="so", causes=lambda _: claim_cause(id, "it is so", proof), kinds=kinds)
 
 
 def told(*hypotheses: Hypothesis) -> list[str]:
     failure = failure_of({W1: 2 * RIGHT[W1], W2: 2 * RIGHT[W2]})
-    answers = [best(failure, order) for order in (hypotheses, hypotheses[::-1])]
+    answers = [select_best(failure, order) for order in (hypotheses, hypotheses[::-1])]
     assert {cause.id for cause in answers[0]} == {cause.id for cause in answers[1]}
     return [cause.id for cause in answers[0]]
 
@@ -51,11 +51,11 @@ def test_what_explains_the_first_is_reported_then_what_explains_most_then_what_f
 
 def test_a_cause_that_leaves_more_than_the_check_allows_makes_room_for_another() -> None:
     value, true = RIGHT[W1] * 2 + 1e-8 * drawn(*RIGHT[W1].shape), RIGHT[W1]
-    nearly = claimed("size_factor", "it is 2 x", Explained(value=value, truth=true, guess=2 * true, names=(W1, W2)))
+    nearly = claim_cause("size_factor", "it is 2 x", Explained(value=value, truth=true, guess=2 * true, names=(W1, W2)))
     assert nearly, "it explains nearly all of the error"
     everything = Hypothesis(predicts="twice the truth", causes=lambda _: nearly, kinds=GRADIENTS)
     failure = failure_of({W1: value, W2: 2 * RIGHT[W2]})
-    assert [cause.id for cause in best(failure, (everything, toy("stale", [W1])))] == ["stale"]
+    assert [cause.id for cause in select_best(failure, (everything, toy("stale", [W1])))] == ["stale"]
 
 
 def _nan_in_one_shard() -> dict[str, Tensor]:
@@ -111,7 +111,7 @@ def test_the_example_of_the_page_on_design_finds_its_cause() -> None:
     (code,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "NEGATED" in block)
     made = {**globals(), "of_values": of_values}
     exec(code, made)  # noqa: S102  (a page of this project)
-    (cause,) = best(failure_of({W1: -RIGHT[W1], W2: -RIGHT[W2]}), [made["NEGATED"]])
+    (cause,) = select_best(failure_of({W1: -RIGHT[W1], W2: -RIGHT[W2]}), [made["NEGATED"]])
     assert cause.id == "constant_factor" and cause.explains == {W1, W2}
 
 

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-from shardproof.bugs.planting import planted, replaced
+from shardproof.bugs.planting import plant_subject, replace_text
 from shardproof.harness.engines.engine import Engine
 from shardproof.harness.reproducing import repro_script
-from shardproof.harness.reproducing.repro import emit, shown_name, shrunk
-from shardproof.harness.subject import case_of, named
+from shardproof.harness.reproducing.repro import emit, shown_name, shrink_failure
+from shardproof.harness.subject import case_of, resolve_subject
 from shardproof.reference.case import Case
 from tests.forked import started
 from tests.harness.command_line import ONE, TOY, CommandLine
@@ -103,7 +103,7 @@ def test_a_failing_case_is_made_as_small_as_still_fails(
     text: str, bug: tuple[str, str, str], smallest: tuple[int, ...], engine: Engine
 ) -> None:
     """Data ranks that are not summed need data ranks."""
-    failure = shrunk(Case.parse(text), planted(replaced(*bug)), engine)
+    failure = shrink_failure(Case.parse(text), plant_subject(replace_text(*bug)), engine)
     assert failure is not None and failure.name.startswith("grad/")
     case: Any = failure.result.case
     assert (case.world_size, case.steps, case.micro, case.layers, case.batch, case.seq) == smallest
@@ -164,7 +164,7 @@ def test_the_command_writes_the_script_of_our_own_subject(shardproof_here: Comma
 
 
 def test_a_case_of_own_words_is_carried_whole(engine: Engine) -> None:
-    doubled = named("tests.harness.own_words:doubled")
+    doubled = resolve_subject("tests.harness.own_words:doubled")
     case: Any = case_of("tp=2 dp=3 act=tanh steps=1", doubled)
     text = emit(case, doubled, engine)
     assert text is not None and shown_name(text) == "loss/0"

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from shardproof.harness.checking.checks import examine
+from shardproof.harness.checking.checks import run_checks
 from shardproof.harness.checking.records import Evidence
-from shardproof.harness.diagnosing.diagnosis import ended, explanation_of
+from shardproof.harness.diagnosing.diagnosis import diagnose_ended_case, explanation_of
 from shardproof.harness.diagnosing.explained import failed_run, repeat_command
 from shardproof.harness.errors import Desynchronised, Position, RankCrashed, RankDied, RankRaised, Stalled, TimeLimit
 from shardproof.harness.running.store import Store
 from shardproof.harness.verdicts.facts import First
 from shardproof.harness.verdicts.verdict import Verdict
 from shardproof.reports.stored import failures
-from shardproof.reports.stored.failures import bugs, simplest_first
+from shardproof.reports.stored.failures import bugs_of_run, simplest_first
 from shardproof.reports.stored.frames import load
 from shardproof.suites.session.prover import Prover
 from tests.harness.noted import failed
@@ -90,12 +90,12 @@ def test_a_case_without_an_outcome_in_six_lines(error: Any, what: str, why: str,
         f"causes: {why}",
         'repeat: shardproof run "seq=16" --subject my.module:subject --engine pool',
     ]
-    assert [told.id for told in ended(error).causes] == [cause]
+    assert [told.id for told in diagnose_ended_case(error).causes] == [cause]
 
 
 def test_every_failure_has_six_labelled_lines() -> None:
     seen = planted({name: tensor + 1 for name, tensor in truth().items()})
-    failed = [name for name, finding in examine(seen).items() if finding.verdict == "fail"]
+    failed = [name for name, finding in run_checks(seen).items() if finding.verdict == "fail"]
     assert len(failed) == 9
     for check in failed:
         labels = [line.split(":")[0] for line in told_by(seen, check)]
@@ -131,7 +131,7 @@ OF_BIAS, FIRST, SECOND = "grad/layers.0.mlp.w2.bias", "act/layers.0.mlp.w1", "ac
 
 
 def beside(seen: Evidence) -> tuple[str, ...]:
-    return explanation_of(seen, examine(seen)).first.beside
+    return explanation_of(seen, run_checks(seen)).first.beside
 
 
 def wrong_on(ranks: Collection[int], text: str = "mode=tp tp=2 dp=2 seq=16", name: str = OF_BIAS) -> tuple[str, ...]:
@@ -211,13 +211,13 @@ def test_failures_are_grouped_by_first_place() -> None:
         Verdict(case="mode=isp", check="replicas", verdict="pass", statement=""),
         Verdict(case="mode=isp", check="ledger", verdict="unknown", statement="not decided"),
     ]
-    first, second = bugs(records)
+    first, second = bugs_of_run(records)
     assert first.verdict == records[0]
     assert first.follows == "and update, forward fail from the same first place on in 2 cases"
     assert second.follows == "and forward fails from the same first place on in 1 case"
-    named, _ = bugs([*records, failed("mode=tp tp=8", "update", HEAD)])
+    named, _ = bugs_of_run([*records, failed("mode=tp tp=8", "update", HEAD)])
     assert named.follows == "and update (2 cases), forward fail from the same first place on in 3 cases"
-    assert bugs(records[:1])[0].follows == ""
+    assert bugs_of_run(records[:1])[0].follows == ""
 
 
 def test_the_simplest_case_is_shown_first(tmp_path: Path) -> None:
@@ -236,8 +236,10 @@ def test_the_simplest_case_is_shown_first(tmp_path: Path) -> None:
     store.close()
     run = load(store.path)
     simplest = ["mode=tp tp=4", "mode=isp tp=8"]
-    assert [bug.verdict.case for bug in bugs(simplest_first(run))] == simplest
-    assert [group.verdict.case for group in failures.groups(simplest_first(run), run.path, run.ledger)] == simplest
+    assert [bug.verdict.case for bug in bugs_of_run(simplest_first(run))] == simplest
+    assert [
+        group.verdict.case for group in failures.group_by_place(simplest_first(run), run.path, run.ledger)
+    ] == simplest
 
 
 def test_a_place_that_another_test_reported_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

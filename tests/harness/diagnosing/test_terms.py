@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from shardproof.harness.checking.records import Evidence
-from shardproof.harness.diagnosing.causes.cause import Cause, claimed
+from shardproof.harness.diagnosing.causes.cause import Cause, claim_cause
 from shardproof.harness.diagnosing.causes.proofs import Explained
 from shardproof.harness.diagnosing.causes.ranking import within_limits
 from shardproof.harness.diagnosing.hypotheses.displaced import from_regions
-from shardproof.harness.diagnosing.hypotheses.patterns import rounded
+from shardproof.harness.diagnosing.hypotheses.patterns import guess_rounded_numbers
 from shardproof.harness.diagnosing.hypotheses.replicas import never_reduced
 from shardproof.harness.diagnosing.hypotheses.sums import from_shares
 from shardproof.harness.diagnosing.rank_causes import by_numbers
@@ -52,14 +52,14 @@ def test_what_is_not_finite_is_told() -> None:
 def test_numbers_of_a_shorter_dtype_are_told() -> None:
     right = drawn(8, 4)
     for short in (torch.float32, torch.bfloat16, torch.float16):
-        (cause,) = rounded(right.to(short).double(), right)
+        (cause,) = guess_rounded_numbers(right.to(short).double(), right)
         words = f"explained by rounding to {str(short).removeprefix('torch.')}: all its numbers are ones of it; "
         assert cause.id == "shorter_dtype" and cause.words.startswith(words)
-    assert rounded(right.bfloat16(), right) == []  # the run's own dtype
-    assert rounded(right.float().double(), right.float().double()) == []  # as the truth itself
+    assert guess_rounded_numbers(right.bfloat16(), right) == []  # the run's own dtype
+    assert guess_rounded_numbers(right.float().double(), right.float().double()) == []  # as the truth itself
     for factor in (0.5, 0.875, 2.0):
-        assert rounded(factor * right.bfloat16().double(), right) == []
-    assert rounded(right[0].bfloat16().double()[:4], right[0][:4]) == []  # too few to be none by chance
+        assert guess_rounded_numbers(factor * right.bfloat16().double(), right) == []
+    assert guess_rounded_numbers(right[0].bfloat16().double()[:4], right[0][:4]) == []  # too few to be none by chance
 
 
 def parts_of(name: str, full: Tensor, starts: tuple[int, ...], places: tuple[int, ...]) -> Evidence:
@@ -169,7 +169,7 @@ def test_tensors_behind_the_first_one_need_not_be_as_near() -> None:
     for first, second, told in ((0.0, later, ["size_factor"]), (1e-8 * drawn(6), 0 * later, [])):
         table = {OF_W2: 2 * truth()[OF_W2] + first, W1: 2 * truth()[W1] + second}
         proof = (Explained(value=table[n], truth=truth()[n], guess=2 * truth()[n], names=(n,)) for n in (OF_W2, W1))
-        causes, found = claimed("size_factor", "both are 2 x the truth", *proof), seen_with(table)
+        causes, found = claim_cause("size_factor", "both are 2 x the truth", *proof), seen_with(table)
         merged = replace(found.run.merged, tensors={**found.run.tensors, **table})
         assert [cause.id for cause in within_limits(but(found, merged=merged), causes)] == told
 
@@ -185,7 +185,7 @@ def test_an_element_is_measured_by_its_own_predicted_size() -> None:
     text = case("mode=tp tp=2 seq=16 dtype=bfloat16")
     found = planted(short, truth=known, case=text)
     proof = Explained(value=found.run.tensors[name], truth=true, guess=guess)
-    assert within_limits(found, claimed("other_part", "it is shifted", proof))
+    assert within_limits(found, claim_cause("other_part", "it is shifted", proof))
 
 
 def test_gradients_kept_wider_than_they_were_computed_are_judged_as_they_were() -> None:

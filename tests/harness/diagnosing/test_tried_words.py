@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from shardproof.harness.diagnosing.tried_words import OutOfTime, Proved, confirmed
+from shardproof.harness.diagnosing.tried_words import OutOfTime, Proved, confirm_words
 from shardproof.harness.diagnosing.words_text import Needed, NeededWords, Right
 from shardproof.harness.plain_case import Vocabulary
 from shardproof.harness.verdicts.words import when_line
@@ -27,7 +27,7 @@ def tried(words: NeededWords, failed: str, proves: Callable[[Any], Proved]) -> t
         runs.append(str(case))
         return proves(case)
 
-    return when_line(confirmed(words, VOCABULARY.parse(failed), VOCABULARY.parse, counted).when), runs
+    return when_line(confirm_words(words, VOCABULARY.parse(failed), VOCABULARY.parse, counted).when), runs
 
 
 BOTH = found("tp=2 act=tanh", word("tp", 2, 4, right=1), word("act", "tanh", right="relu"))

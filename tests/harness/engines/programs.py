@@ -231,12 +231,12 @@ class Log:
         self.calls: list[tuple[int, Call]] = []
         self.completions: list[tuple[int, int]] = []
 
-    def issued(self, rank: int, call: Call) -> int:
+    def on_issue(self, rank: int, call: Call) -> int:
         """The ticket is the place in `calls`."""
         self.calls.append((rank, call))
         return len(self.calls) - 1
 
-    def completed(self, rank: int, ticket: int) -> None:
+    def on_completion(self, rank: int, ticket: int) -> None:
         """Only the rank that issued may complete."""
         assert self.calls[ticket][0] == rank
         self.completions.append((rank, ticket))

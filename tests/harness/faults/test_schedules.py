@@ -12,7 +12,7 @@ from hypothesis import Phase, given, settings
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_group
 
-from shardproof.bugs.planting import planted, replaced
+from shardproof.bugs.planting import plant_subject, replace_text
 from shardproof.harness.engines.faults.races import Explored, Schedule
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.errors import Desynchronised, Raced
@@ -70,7 +70,7 @@ def test_a_missing_wait_spreads_poison_and_is_named(engine: InprocEngine) -> Non
 
 def test_a_wait_that_our_subject_forgets_shows_in_its_numbers(engine: InprocEngine) -> None:
     lines = "            self.work.wait()\n", "            pass\n"
-    forgetful = planted(replaced("shardproof.parallel.communication.collectives", *lines))
+    forgetful = plant_subject(replace_text("shardproof.parallel.communication.collectives", *lines))
     case = Case.parse("mode=tp tp=2 layers=1 heads=4 kv_heads=4 hidden=16 ffn=16 seq=8 batch=2 steps=1")
     verdicts = {v.check: v.verdict for v in prove(case, forgetful, Explored(engine, Schedule())).verdicts}
     assert verdicts["waits"] == verdicts["parameter_gradients"] == FAIL

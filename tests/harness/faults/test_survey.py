@@ -13,11 +13,11 @@ from shardproof.harness.checking.checks import CHECKS
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.errors import RequestError
 from shardproof.harness.faults import KINDS, Fault, faults_of, softmax_shift
-from shardproof.harness.injecting.survey import UNREAD, FaultResult, proof_of, survey, unproved_collectives
+from shardproof.harness.injecting.survey import UNREAD, FaultResult, proof_of, survey_faults, unproved_collectives
 from shardproof.harness.plain_case import Vocabulary
 from shardproof.harness.protocols import Shard
 from shardproof.harness.running.ranks.execution import execute
-from shardproof.harness.subject import case_of, named
+from shardproof.harness.subject import case_of, resolve_subject
 from shardproof.parallel.subject import subject
 from shardproof.reference.case import Case
 from tests.harness import own_words, toy_subjects
@@ -41,7 +41,7 @@ def survivors(results: list[FaultResult]) -> list[str]:
 def test_every_fault_of_a_mode_is_killed_or_proved_equivalent(engine: InprocEngine) -> None:
     chosen = [fault for fault in faults(engine, TP) if fault.target.phase in {"loss", "backward"}]
     assert {fault.kind for fault in chosen} == {"drop", "double", "op", "stale", "delay", "poison"}
-    results = survey(TP, subject, engine, faults=chosen, first_only=True)
+    results = survey_faults(TP, subject, engine, faults=chosen, first_only=True)
     assert survivors(results) == []
     assert len([result for result in results if result.equivalent and subject.harmless(TP, result.fault)]) == 3
     assert unproved_collectives(results) == []
@@ -52,13 +52,13 @@ def test_what_is_proved_equivalent_is_never_killed(engine: InprocEngine) -> None
     equivalent = [fault for fault in everything if proof_of(fault) or subject.harmless(TP, fault)]
     assert {fault.kind for fault in equivalent} == {"double", "op", "stale"}
     unspoken = functools.partial(subject.__call__)  # it knows nothing of its mathematics
-    assert not [str(r.fault) for r in survey(TP, unspoken, engine, faults=equivalent, rules=()) if r.killed]
+    assert not [str(r.fault) for r in survey_faults(TP, unspoken, engine, faults=equivalent, rules=()) if r.killed]
 
 
 def test_the_gather_that_internevo_does_not_need_is_named_and_nothing_else(engine: InprocEngine) -> None:
     gathers = [fault for fault in faults(engine, ISP, "drop", "poison") if fault.target.op == "all_gather"]
     assert len(gathers) > 20
-    results = survey(ISP, subject, engine, faults=gathers, first_only=True)
+    results = survey_faults(ISP, subject, engine, faults=gathers, first_only=True)
     found = [(str(collective.target), collective.why) for collective in unproved_collectives(results)]
     assert found == [("all_gather wp backward embedding #0", DEAD)]
 
@@ -67,7 +67,7 @@ def test_the_last_sum_of_a_recomputed_layer_is_dead_traffic(engine: InprocEngine
     case = TP.but(recompute="full")
     sums = [f for f in faults(engine, case, "drop", "poison", "stale") if f.target.phase == "recompute"]
     assert {fault.target.region for fault in sums} == {"layers.0.attention.wo", "layers.0.mlp.w2"}
-    results = survey(case, subject, engine, faults=sums, first_only=True)
+    results = survey_faults(case, subject, engine, faults=sums, first_only=True)
     assert survivors(results) == []
     assert {result.fault.target.region for result in results if result.equivalent == UNREAD} == {"layers.0.mlp.w2"}
     found = [(str(collective.target), collective.why) for collective in unproved_collectives(results)]
@@ -99,7 +99,7 @@ def test_redundant_and_unseen_collectives_are_told_apart(engine: InprocEngine) -
         f for f in everything if f.target.reduce_op in {"max", "min", "band", "product"} and f.target.phase != "loss"
     ]
     assert len(chosen) == 8
-    results = survey(TP, wasteful, engine, faults=chosen, first_only=True)
+    results = survey_faults(TP, wasteful, engine, faults=chosen, first_only=True)
     assert {c.target.reduce_op: c.why.partition(":")[0] for c in unproved_collectives(results)} == {
         "max": "redundant",
         "min": "dead traffic",
@@ -110,16 +110,16 @@ def test_redundant_and_unseen_collectives_are_told_apart(engine: InprocEngine) -
 
 def test_ranks_that_do_not_even_finish_are_noticed_by_the_run(engine: InprocEngine) -> None:
     poisons = [fault for fault in faults(engine, TP, "poison") if fault.target.op == "broadcast"]
-    results = survey(TP, subject, engine, faults=poisons)
+    results = survey_faults(TP, subject, engine, faults=poisons)
     assert ("run",) in [result.killed_by for result in results]
     assert all(result.killed for result in results)
 
 
 def test_a_subject_that_fails_undisturbed_is_refused(engine: InprocEngine) -> None:
     with pytest.raises(RequestError, match="the subject does not finish undisturbed: rank 0 of 2 raised ZeroDivision"):
-        survey(TP.but(seed=13), toy_subjects.raising, engine)
+        survey_faults(TP.but(seed=13), toy_subjects.raising, engine)
     with pytest.raises(RequestError, match="no check passes undisturbed"):
-        survey(TP, toy_subjects.empty, engine, checks={"coverage": CHECKS["coverage"]})
+        survey_faults(TP, toy_subjects.empty, engine, checks={"coverage": CHECKS["coverage"]})
 
 
 class Counting(own_words.Network):
@@ -138,10 +138,10 @@ def test_a_program_that_no_longer_ends_is_noticed(engine: InprocEngine, monkeypa
     monkeypatch.setattr("shardproof.harness.injecting.survey._LEAST_S", 0.2)
     case, endless = Vocabulary.of(own_words.WORDS).parse("tp=2 steps=1 micro=1"), Counting()
     poison = next(fault for fault in faults(engine, case, "poison", subject=endless) if fault.target.op == "broadcast")
-    (result,) = survey(case, endless, engine, faults=[poison], timeout_s=60.0)
+    (result,) = survey_faults(case, endless, engine, faults=[poison], timeout_s=60.0)
     assert (result.killed_by, result.machine) == (("run",), "")
     monkeypatch.setattr("shardproof.harness.injecting.survey._LEAST_S", 60.0)
-    (result,) = survey(case, endless, engine, faults=[poison], timeout_s=0.3)
+    (result,) = survey_faults(case, endless, engine, faults=[poison], timeout_s=0.3)
     assert result.killed_by == () and "no end within 0.3 s" in result.machine
 
 
@@ -181,8 +181,10 @@ def test_the_maximum_of_a_softmax_may_be_another_number_that_all_ranks_have(engi
     declared.harmless = softmax_shift
     maxima = [fault for fault in faults(engine, case, subject=plain) if fault.target.reduce_op == "max"]
     assert {fault.kind for fault in maxima} >= {"drop", "op", "stale", "poison"}
-    undeclared = survey(case, plain, engine, faults=maxima)
-    proved = {str(one.fault) for one in survey(case, declared, engine, faults=maxima) if "softmax" in one.equivalent}
+    undeclared = survey_faults(case, plain, engine, faults=maxima)
+    proved = {
+        str(one.fault) for one in survey_faults(case, declared, engine, faults=maxima) if "softmax" in one.equivalent
+    }
     assert proved and proved == {str(one.fault) for one in undeclared if one.survived}
 
 
@@ -191,10 +193,10 @@ def test_the_maximum_of_a_softmax_may_be_another_number_that_all_ranks_have(engi
 def test_unmodified_megatron_needs_every_collective_and_a_doubled_sum_is_noticed(engine: InprocEngine) -> None:
     """Its GPTModel needs each of its 4L + 5 calls."""
     pytest.importorskip("megatron.core", reason="needs the extra `peers`")
-    megatron = named("shardproof.suites.subjects.megatron:subject")
+    megatron = resolve_subject("shardproof.suites.subjects.megatron:subject")
     case = case_of("tp=2 layers=1 micro=1", megatron)
     chosen = faults(engine, case, "drop", "double", subject=megatron.call)
-    results = survey(case, megatron, engine, faults=chosen, first_only=True)
+    results = survey_faults(case, megatron, engine, faults=chosen, first_only=True)
     dropped = [result for result in results if result.fault.kind == "drop"]
     assert len(dropped) == 4 + 5 and all(result.killed for result in dropped)
     assert unproved_collectives(results) == [] == survivors(results)

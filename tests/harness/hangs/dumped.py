@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from shardproof.harness.engines.calls.matching import Divergence, find_divergences
-from shardproof.harness.hangs.dumps import standings
-from shardproof.harness.hangs.hang_findings import lines
+from shardproof.harness.hangs.dumps import read_standings
+from shardproof.harness.hangs.hang_findings import lines_of_findings
 
 
 def found_in(*paths: Path) -> tuple[list[Divergence], str]:
-    ranks = standings(paths)
+    ranks = read_standings(paths)
     found = find_divergences(ranks)
-    return found, "\n".join(lines(ranks, found))
+    return found, "\n".join(lines_of_findings(ranks, found))
 
 
 def write_last(

@@ -12,7 +12,7 @@ import pytest
 
 from shardproof.harness.engines.calls.matching import GroupCall, find_divergences
 from shardproof.harness.engines.calls.signature import NOT_KNOWN, Signature
-from shardproof.harness.hangs.hang_findings import lines
+from shardproof.harness.hangs.hang_findings import lines_of_findings
 from shardproof.harness.hangs.standing import RankStanding
 from tests.harness.hangs.dumped import found_in, write_flight, write_last
 from tests.harness.programs.launched import LIMIT_S, forked
@@ -150,7 +150,7 @@ def test_a_rank_that_left_no_dump_may_have_diverged(known: tuple[int, ...], told
     )
     shown = {"calls": {group: {1: call}}, "last": {group: 1}, "ended": "at its end"}
     ranks = [replace(silent, rank=rank, **shown) for rank in known] or [silent]  # type: ignore[arg-type]
-    text = "\n".join(lines(ranks, find_divergences(ranks)))
+    text = "\n".join(lines_of_findings(ranks, find_divergences(ranks)))
     assert told in text and "no rank diverges" not in text
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shardproof.harness.errors import RequestError
-from shardproof.harness.hangs.dumps import standings
+from shardproof.harness.hangs.dumps import read_standings
 from tests.harness.hangs.dumped import found_in, leaves, write_flight, write_last
 
 
@@ -43,7 +43,7 @@ def test_what_is_no_dump_is_refused_in_one_sentence_and_runs_nothing(tmp_path: P
         (tmp_path / f"{name} 0").write_bytes(NO_DUMPS[name])
         name += " 0"
     with pytest.raises(RequestError, match=r"\Adump.*legal: .*\Z"):
-        standings([tmp_path / name])
+        read_standings([tmp_path / name])
     assert capsys.readouterr().out == ""
 
 

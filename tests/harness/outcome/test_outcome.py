@@ -19,12 +19,12 @@ from torch.distributed.tensor import Shard as ShardPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardproof.harness.outcome.blocks import blocks, localize
-from shardproof.harness.outcome.merging import against, differing, merge, same_bits
+from shardproof.harness.outcome.merging import describe_differences, match_truth, merge_outcomes, same_bits
 from shardproof.harness.protocols import Shard
 
 
 def merged_from(*outcomes: Mapping[str, object]) -> tuple[Mapping[str, Tensor], list[tuple[str, str]]]:
-    result = merge([localize(outcome) for outcome in outcomes])
+    result = merge_outcomes([localize(outcome) for outcome in outcomes])
     return result.tensors, [(flaw.name, flaw.kind) for flaw in result.flaws]
 
 
@@ -61,7 +61,7 @@ def test_any_cut_into_boxes_merges_back(data: st.DataObject) -> None:
     starts = [tuple(s.start for s in box) for box in boxes]
     lost = data.draw(st.sets(st.sampled_from(starts), min_size=1))
     holed = [{"w": [shard for shard in outcome["w"] if shard.offsets not in lost]} for outcome in outcomes]
-    (flaw,) = merge([localize(outcome) for outcome in holed]).flaws
+    (flaw,) = merge_outcomes([localize(outcome) for outcome in holed]).flaws
     assert flaw.kind == "omission"
     assert len(lost) == len(boxes) or flaw.message.endswith(f"first missing at {min(lost)}")
 
@@ -105,7 +105,7 @@ HOLE = "4 of 24 elements are held by no rank; first missing at (2, 0)"
 )
 def test_a_flaw_is_named_with_its_ranks(values: list[Any], kind: str, ranks: tuple[int, ...], words: str) -> None:
     outcomes = [localize({} if value is None else {"a": value}) for value in values]
-    (flaw,) = merge(outcomes).flaws
+    (flaw,) = merge_outcomes(outcomes).flaws
     assert flaw.kind == kind and flaw.message.startswith(words) and (not ranks or flaw.ranks == ranks)
 
 
@@ -122,11 +122,11 @@ def test_replicas_of_nan_are_equal_and_signed_zeros_are_not() -> None:
     assert not same_bits(torch.zeros(2), -torch.zeros(2))
     assert not same_bits(torch.zeros(2), torch.zeros(2, 1))
     assert not same_bits(torch.zeros(2), torch.zeros(2, dtype=torch.float64))
-    assert differing(torch.zeros(2), torch.zeros(3)) == "in form: (2,) float32 against (3,) float32"
+    assert describe_differences(torch.zeros(2), torch.zeros(3)) == "in form: (2,) float32 against (3,) float32"
     one = torch.tensor([1.0, 2.0, 3.0, torch.inf])
     words = "in 2 of 4 elements, NaN or infinite in 1, by up to 0.5, first at (0,)"
-    assert differing(torch.tensor([torch.nan, 2.5, 3.0, torch.inf]), one) == words
-    assert differing(nan[0], torch.tensor(1.0)) == "in 1 of 1 elements, NaN or infinite in 1"
+    assert describe_differences(torch.tensor([torch.nan, 2.5, 3.0, torch.inf]), one) == words
+    assert describe_differences(nan[0], torch.tensor(1.0)) == "in 1 of 1 elements, NaN or infinite in 1"
     three = torch.tensor(3.0, dtype=torch.float64)  # a single element that was expanded has bits too
     assert same_bits(three.expand(1), three[None]) and not same_bits(three.expand(1), -three[None])
     assert same_bits(three.expand(1)[None], torch.full((1, 1), 3.0, dtype=torch.float64))
@@ -136,8 +136,8 @@ def test_replicas_of_nan_are_equal_and_signed_zeros_are_not() -> None:
 
 
 def test_other_shapes_and_kinds_than_the_truths_are_flaws() -> None:
-    merged = merge([localize({"a": FULL, "b": FULL, "c": FULL})])
-    held = against(merged, {"a": FULL, "b": FULL[:5], "c": FULL.long()})
+    merged = merge_outcomes([localize({"a": FULL, "b": FULL, "c": FULL})])
+    held = match_truth(merged, {"a": FULL, "b": FULL[:5], "c": FULL.long()})
     assert list(held.tensors) == ["a"]
     assert [(flaw.name, flaw.kind) for flaw in held.flaws] == [("b", "shape"), ("c", "dtype")]
 
@@ -289,7 +289,7 @@ def test_shards_of_any_extent_that_agree_where_they_overlap_merge_and_one_other_
         held[boxes[-1]] += 1
     starts = [tuple(part.start for part in box) for box in boxes]
     outcomes = [{"w": Shard(full[box].clone(), at, shape)} for box, at in zip(boxes, starts, strict=True)]
-    merged = merge([localize(outcome) for outcome in outcomes])
+    merged = merge_outcomes([localize(outcome) for outcome in outcomes])
     missing = (held == 0).nonzero().tolist()
     if not missing:
         assert merged.flaws == () and torch.equal(merged.tensors["w"], full)
@@ -309,6 +309,6 @@ def test_shards_of_any_extent_that_agree_where_they_overlap_merge_and_one_other_
         ]
         wrong = data.draw(st.sampled_from(holders))
         outcomes[wrong]["w"].local[tuple(i - at for i, at in zip(place, starts[wrong], strict=True))] += 0.5
-        (flaw,) = merge([localize(outcome) for outcome in outcomes]).flaws
+        (flaw,) = merge_outcomes([localize(outcome) for outcome in outcomes]).flaws
         assert flaw.kind == "replica conflict" and flaw.ranks and {*flaw.ranks} <= {*holders}
         assert f"rank {wrong} " in flaw.message and " in 1 of " in flaw.message and "by up to 0.5" in flaw.message

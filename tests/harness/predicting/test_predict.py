@@ -20,7 +20,7 @@ from shardproof.harness.errors import RequestError
 from shardproof.harness.plain_case import Vocabulary
 from shardproof.harness.predicting.dry_run import dry_run
 from shardproof.harness.predicting.figures import EQUAL, mixed_adamw
-from shardproof.harness.predicting.forecast import forecast
+from shardproof.harness.predicting.forecast import forecast_case
 from shardproof.harness.protocols import CaseLike
 from shardproof.harness.running.ranks.capacity import admit
 from shardproof.parallel.subject import subject
@@ -28,9 +28,9 @@ from shardproof.reference.case import Case
 from shardproof.reference.model.parameters import shapes
 from shardproof.reference.training.size import sizes_by_part, word_of_size
 from shardproof.reports.commands.cli import main
-from shardproof.reports.comparing.growth import crossings
-from shardproof.reports.predicting.planning import candidates, growth
-from shardproof.reports.predicting.prediction import predict
+from shardproof.reports.comparing.growth import find_crossings
+from shardproof.reports.predicting.planning import growth_of_cases, parse_candidates
+from shardproof.reports.predicting.prediction import predict_text
 from tests.harness import own_words
 from tests.harness.command_line import CommandLine
 from tests.harness.proofs import ran
@@ -52,7 +52,7 @@ TINY = "family=llama hidden=32 heads=4 kv_heads=2 ffn=32 vocab=64 seq=8 dtype=bf
 )
 def test_a_forecast_from_three_micro_batches_and_two_depths_is_the_whole_step(words: str, dry: DryEngine) -> None:
     case = Case.parse(f"{TINY} {words}")
-    one = forecast(case, subject, dry)
+    one = forecast_case(case, subject, dry)
     (itself,) = dry_run(case.but(steps=1), subject, dry, (0,), text="")
     assert (one.ledger, one.depths) == (EQUAL, (3, 5) if case.layers > 5 else ())
     assert one.flops == pytest.approx(itself.flops, rel=1e-9)
@@ -68,7 +68,7 @@ def test_a_program_that_shows_no_backward_is_measured_whole(dry: DryEngine) -> N
             dist.all_reduce(weight @ weight)
         return {}
 
-    one = forecast(Case.parse(f"{TINY} mode=tp tp=2 layers=1 micro=7"), forwards, dry)
+    one = forecast_case(Case.parse(f"{TINY} mode=tp tp=2 layers=1 micro=7"), forwards, dry)
     assert one.flops == 7 * 2 * 8**3 and not one.stages
 
 
@@ -88,7 +88,7 @@ def test_a_program_of_other_backwards_at_another_depth_is_refused(capsys: pytest
 
 def test_memory_is_never_less_than_that_of_the_run_itself(dry: DryEngine) -> None:
     case = Case.parse(f"{TINY} mode=tp-sp tp=2 dp=3 layers=6 micro=2 steps=2 optimizer=adamw")
-    memory = forecast(case, subject, dry).memory
+    memory = forecast_case(case, subject, dry).memory
     (itself,) = dry_run(case, subject, dry, (0,), text="")
     assert memory.parameters == pytest.approx(itself.parameter_bytes)
     assert memory.gradients == pytest.approx(itself.gradient_bytes)
@@ -103,7 +103,7 @@ def test_memory_is_never_less_than_that_of_the_run_itself(dry: DryEngine) -> Non
 def test_flops_are_those_of_all_micro_batches_whoever_talks(words: str, dry: DryEngine) -> None:
     """Two layers have 3 x 2 FLOPs a weight of a product and token, and 14 a pair of tokens and feature."""
     case = Case.parse(f"{TINY} {words} layers=2 micro=3")
-    one = forecast(case, subject, dry)
+    one = forecast_case(case, subject, dry)
     products = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 32) + 64 * 32
     flops = 3 * (6 * products * case.tokens + 14 * 2 * case.batch * 8**2 * 32) / case.tp
     assert one.flops == flops
@@ -114,7 +114,7 @@ def test_the_break_even_of_internlm2_7b_is_the_papers_formula() -> None:
     """modes.md 2: T* = 3 Wl / ((2C + 4) h e) is 15,974 tokens beside MTP and MSP, 12,288 beside FSP."""
     words = "preset=internlm2-7b tp=8 dtype=bfloat16"
     cases = [Case.parse(f"{words} mode={mode}") for mode in ("mtp", "msp", "fsp", "isp")]
-    found = {row["other"]: row["tokens"] for row in crossings(growth(cases, subject)).to_dict("records")}
+    found = {row["other"]: row["tokens"] for row in find_crossings(growth_of_cases(cases, subject)).to_dict("records")}
     weights = 4096 * (4096 + 2 * 8 * 128) + 4096 * 4096 + 3 * 4096 * 14336
     assert found["mtp"] == pytest.approx(3 * weights / (10 * 4096), rel=1e-9)
     assert found["msp"] == pytest.approx(found["mtp"], rel=1e-9)
@@ -123,19 +123,21 @@ def test_the_break_even_of_internlm2_7b_is_the_papers_formula() -> None:
 
 
 def test_a_text_without_a_mode_stands_for_all_of_them() -> None:
-    found = candidates("preset=internlm2-7b tp=16", subject)
+    found = parse_candidates("preset=internlm2-7b tp=16", subject)
     assert [candidate.words for candidate in found] == [f"mode={mode}" for mode in MODES]
     legal = [candidate.case.mode for candidate in found if candidate.case]
     assert legal == ["isp"], "16 ranks cannot share 8 kv heads elsewhere"
     assert "kv_heads=8: must be a multiple of tp=16 in mode=tp; legal: kv_heads=16" in found[0].reason
-    assert candidates("mode=all tp=4 kv_heads=4", subject)[0].text == "tp=4 kv_heads=4 dtype=bfloat16 mode=tp"
-    assert [c.words for c in candidates("preset=internlm2-7b tp=2", subject) if c.case] == [f"mode={m}" for m in MODES]
+    assert parse_candidates("mode=all tp=4 kv_heads=4", subject)[0].text == "tp=4 kv_heads=4 dtype=bfloat16 mode=tp"
+    assert [c.words for c in parse_candidates("preset=internlm2-7b tp=2", subject) if c.case] == [
+        f"mode={m}" for m in MODES
+    ]
     with pytest.raises(RequestError, match="kv_heads=2: must be a multiple of tp=8 in mode=tp"):
-        candidates("mode=tp tp=8", subject)
+        parse_candidates("mode=tp tp=8", subject)
 
 
 def test_a_search_tries_the_meshes_of_a_world() -> None:
-    found = candidates("preset=internlm2-7b tp=3 mode=isp", subject, world=64)
+    found = parse_candidates("preset=internlm2-7b tp=3 mode=isp", subject, world=64)
     assert [candidate.words for candidate in found][:4] == [
         "mode=isp tp=1 dp=64 wp=1",
         "mode=isp tp=1 dp=64 wp=8",
@@ -144,29 +146,29 @@ def test_a_search_tries_the_meshes_of_a_world() -> None:
     ]
     assert all(candidate.case is None or candidate.case.world_size == 64 for candidate in found)
     with pytest.raises(RequestError, match="world=0: must be at least 1; legal: --world 8"):
-        candidates("mode=tp", subject, world=0)
+        parse_candidates("mode=tp", subject, world=0)
 
 
 def test_a_search_leaves_the_ranks_of_stages_and_of_context_to_them() -> None:
-    found = candidates("preset=llama3-8b mode=tp-sp pp=4 cp=2 tp=3", subject, world=64)
+    found = parse_candidates("preset=llama3-8b mode=tp-sp pp=4 cp=2 tp=3", subject, world=64)
     assert [one.words for one in found if one.case] == [f"mode=tp-sp tp={tp} dp={8 // tp}" for tp in (1, 2, 4, 8)]
     assert {one.case.world_size for one in found if one.case} == {64}
     with pytest.raises(RequestError, match="world=6: must be a multiple of pp=4; legal: --world 8"):
-        candidates("mode=tp pp=4", subject, world=6)
+        parse_candidates("mode=tp pp=4", subject, world=6)
 
 
 def test_what_needs_least_is_told_and_whether_it_fits(dry: DryEngine) -> None:
     """The room is that of the third case exactly: a byte less, and it does not fit."""
     text = f"{TINY} tp=2 layers=2"
-    peaks = predict(text, subject, 80.0, dry).rows["peak_bytes"]
+    peaks = predict_text(text, subject, 80.0, dry).rows["peak_bytes"]
     assert peaks.is_monotonic_increasing and peaks[2] < peaks[3]
     for less, fitting in ((0, 3), (1, 2)):
-        told = predict(text, subject, (peaks[2] - less) / 2**30, dry)
+        told = predict_text(text, subject, (peaks[2] - less) / 2**30, dry)
         assert list(told.rows["fits"]) == ["yes"] * fitting + ["no"] * (7 - fitting)
         assert told.answer.startswith(f"{fitting} of 7 fit in ")
         assert f" GiB: {told.rows.iloc[0]['words']} needs least, " in told.answer
     assert set(told.rows["ledger"]) == {EQUAL}
-    none = predict(f"{text} mode=tp", subject, 1e-05, dry)
+    none = predict_text(f"{text} mode=tp", subject, 1e-05, dry)
     assert none.answer.startswith(f"does not fit in 1e-05 GiB: {text} mode=tp needs ")
 
 
@@ -192,8 +194,8 @@ def test_without_words_parameters_are_bfloat16_and_adamw_trains_in_mixed_precisi
     """
     words = "family=llama hidden=32 heads=4 kv_heads=2 ffn=32 vocab=64 seq=8 mode=tp-sp tp=2 layers=2 micro=1"
     trained = 2 * (32 * 16 + 2 * 32 * 8 + 16 * 32 + 3 * 32 * 16 + 2 * 32) + 32 + 2 * 32 * 32
-    usual = predict(words, subject, 80.0, dry)
-    said = predict(f"{words} dtype=bfloat16 optimizer=sgd micro=2", subject, 80.0, dry)
+    usual = predict_text(words, subject, 80.0, dry)
+    said = predict_text(f"{words} dtype=bfloat16 optimizer=sgd micro=2", subject, 80.0, dry)
     (row,), (plain,) = usual.rows.to_dict("records"), said.rows.to_dict("records")
     kept = [row[f"{name}_bytes"] for name in ("parameters", "gradients", "optimizer")]
     assert kept == [2 * trained, 4 * trained, 12 * trained] and sum(kept) == 18 * trained
@@ -239,7 +241,7 @@ def test_a_candidate_that_cannot_be_leaves_the_numbers_of_the_others_whole(capsy
 
 
 def test_own_words_have_no_tokens_and_tensors_on_the_cpu_are_counted(dry: DryEngine) -> None:
-    told = predict("tp=2 dp=3 width=7 dtype=float32", own_words.subject, 80.0, dry)
+    told = predict_text("tp=2 dp=3 width=7 dtype=float32", own_words.subject, 80.0, dry)
     (row,) = told.rows.to_dict("records")
     assert pd.isna(row["tokens"]) and told.answer.startswith("fits in 80 GiB: tp=2 dp=3 width=7 dtype=float32 needs ")
     weights = 4 * 2 * (24 // 2) * 7

@@ -17,7 +17,7 @@ from shardproof.harness.engines.threads.dry import DryEngine
 from shardproof.harness.errors import NotComputed, RequestError
 from shardproof.harness.predicting.dry_run import dry_run
 from shardproof.harness.predicting.figures import EQUAL, Traffic
-from shardproof.harness.predicting.forecast import forecast
+from shardproof.harness.predicting.forecast import forecast_case
 from shardproof.parallel.communication.expectation import CompleteTerm
 from shardproof.parallel.communication.schedules import Program
 from shardproof.parallel.pipeline import CasePipeline
@@ -25,7 +25,7 @@ from shardproof.parallel.subject import subject
 from shardproof.reference.case import Case
 from shardproof.reference.model.parameters import shapes
 from shardproof.reports.commands.cli import main
-from shardproof.reports.predicting.planning import LOADS, candidates, growth
+from shardproof.reports.predicting.planning import LOADS, growth_of_cases, parse_candidates
 from shardproof.suites.session.prover import Prover
 from tests.deep import deep
 from tests.harness.toy_subjects import Changed
@@ -51,7 +51,7 @@ def test_bytes_are_those_of_the_recorded_run_and_memory_of_every_stage_run_whole
     """Forecast from one rank of each kind of stage and few micro-batches; run whole, every stage in its own order."""
     case = Case.parse(f"{SIZES} {words}")
     events = prover.proof(case, subject).events
-    stages = forecast(case, subject, dry).stages
+    stages = forecast_case(case, subject, dry).stages
     run = dry_run(case, subject, dry, stage_ranks(case), text="")
     assert [stage.ledger for stage in stages] == [EQUAL] * case.pp
     for stage, itself in zip(stages, run, strict=True):
@@ -90,7 +90,7 @@ def _halved(case: Case) -> Iterator[CompleteTerm]:
 
 def test_a_wrong_stages_bytes_are_found_at_that_stage(dry: DryEngine) -> None:
     case = Case.parse(f"{SIZES} {CASES[1]}")
-    one = forecast(case, Changed(subject, expected=_halved), dry)
+    one = forecast_case(case, Changed(subject, expected=_halved), dry)
     found = [stage.index for stage in one.stages if stage.ledger != EQUAL]
     assert found == [1] and one.ledger.startswith("differs: ") and "over pp" in one.ledger
 
@@ -98,7 +98,7 @@ def test_a_wrong_stages_bytes_are_found_at_that_stage(dry: DryEngine) -> None:
 def test_a_rank_that_does_not_follow_its_program_is_named(dry: DryEngine) -> None:
     case = Case.parse(f"{SIZES} mode=tp tp=1 pp=2 micro=3")
     with pytest.raises(NotComputed, match="issued 6 messages between stages .* program has 8 and 8"):
-        forecast(case, Changed(subject, pipeline=lambda case: _Longer(case=case)), dry)
+        forecast_case(case, Changed(subject, pipeline=lambda case: _Longer(case=case)), dry)
 
 
 def test_a_subject_that_says_nothing_of_its_stages_is_refused(dry: DryEngine) -> None:
@@ -106,7 +106,7 @@ def test_a_subject_that_says_nothing_of_its_stages_is_refused(dry: DryEngine) ->
         return subject(case, device)
 
     with pytest.raises(RequestError, match="pp=2: .* attribute pipeline, .*; legal: pp=1"):
-        forecast(Case.parse("pp=2 micro=3"), silent, dry)
+        forecast_case(Case.parse("pp=2 micro=3"), silent, dry)
 
 
 def test_the_command_shows_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,7 +125,9 @@ def test_the_command_shows_stages(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_bytes_of_a_micro_batch_where_the_schedule_needs_several() -> None:
     """A single micro-batch is no interleaved pipeline: its bytes are those of a step, divided."""
-    tables = [growth([Case.parse(f"pp=2 layers=4 schedule=interleaved chunks=2 micro={n}")], subject) for n in (2, 4)]
+    tables = [
+        growth_of_cases([Case.parse(f"pp=2 layers=4 schedule=interleaved chunks=2 micro={n}")], subject) for n in (2, 4)
+    ]
     assert len(tables[0]) > 0
     assert tables[0].equals(tables[1])
 
@@ -177,9 +179,9 @@ def test_a_load_that_is_said_is_the_only_one(tmp_path: Path) -> None:
 
 def test_choices_that_cannot_be_counted_are_refused() -> None:
     words = "preset=deepseek-v3 mode=tp tp=1 dp=64 ep=64"
-    assert [one.case is not None for one in candidates(words, subject)] == [True] * 3
+    assert [one.case is not None for one in parse_candidates(words, subject)] == [True] * 3
     with pytest.raises(RequestError, match=r"routing=skewed: .* 8e\+09 choices are too many; legal: routing=equal"):
-        candidates(f"{words} routing=skewed", subject)
+        parse_candidates(f"{words} routing=skewed", subject)
 
 
 def test_stages_with_other_kinds_of_layers_are_other_stages() -> None:
@@ -193,7 +195,7 @@ def test_deep_stages_are_no_line_where_a_short_one_would_have_other_kinds_of_lay
     """The second of two stages has one dense layer and 15 with experts; with six layers each it would have none."""
     words = "mode=tp tp=1 dp=2 ep=2 pp=2 layers=18 first_layers=2 dense_layers=3 experts=4 routing=equal micro=2"
     case = Case.parse(f"{words} positions=rope hidden=16 heads=2 kv_heads=2 ffn=24 expert_ffn=8 vocab=16 seq=8")
-    stages = forecast(case, subject, dry).stages
+    stages = forecast_case(case, subject, dry).stages
     itself = dry_run(case.but(steps=1), subject, dry, (0, 2), text="")
     assert [stage.memory.parameters for stage in stages] == [rank.parameter_bytes for rank in itself]
     assert [stage.flops for stage in stages] == [rank.flops for rank in itself]
@@ -203,7 +205,7 @@ def test_a_deep_model_with_dense_layers_is_a_line_behind_them(dry: DryEngine) ->
     """Three first layers have no experts; what is held and computed is exactly that of the whole model."""
     words = "layers=16 recompute=full recompute_layers=2"
     case = Case.parse(f"mode=tp tp=1 dp=2 ep=2 dense_layers=3 experts=4 routing=equal positions=rope micro=1 {words}")
-    made = forecast(case, subject, dry)
+    made = forecast_case(case, subject, dry)
     (itself,) = dry_run(case.but(steps=1), subject, dry, (0,), text="")
     assert made.depths and made.depths[1] < case.layers and made.ledger == EQUAL
     assert (made.memory.parameters, made.flops) == (itself.parameter_bytes, itself.flops)

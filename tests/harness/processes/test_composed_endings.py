@@ -8,7 +8,7 @@ import pytest
 from shardproof.harness.engines.processes.forked.pool import PoolEngine
 from shardproof.harness.errors import ProgramError, RankCrashed, RankDied, RankRaised, ShardproofError, Stalled
 from shardproof.harness.running.ranks.execution import execute
-from shardproof.harness.subject import case_of, named
+from shardproof.harness.subject import case_of, resolve_subject
 from tests.harness.processes.test_torchrun import torchrun
 
 STAGES = "pp=2 cp=2 tp=1 zero=1 micro=2"
@@ -38,7 +38,7 @@ def _ways() -> list[object]:
 
 @pytest.mark.parametrize(("kind", "case"), _ways())
 def test_the_rank_its_place_and_what_the_others_waited_for_are_named(pool: PoolEngine, kind: str, case: str) -> None:
-    subject = named(f"tests.harness.processes.composed:{kind}")
+    subject = resolve_subject(f"tests.harness.processes.composed:{kind}")
     read, (error, cause) = case_of(case, subject), ENDINGS[kind]
     last = read.world_size - 1
     with pytest.raises(error) as problem:

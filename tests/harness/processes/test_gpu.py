@@ -18,9 +18,9 @@ from shardproof.harness.recording.spans import stopwatch
 from shardproof.harness.running.proof import prove
 from shardproof.harness.running.request import Request
 from shardproof.harness.running.result import CaseResult
-from shardproof.harness.running.run import run
+from shardproof.harness.running.run import run_request
 from shardproof.harness.running.witnessing import witnesses
-from shardproof.harness.subject import named
+from shardproof.harness.subject import resolve_subject
 from shardproof.reference.case import Case
 from shardproof.reports.options.option_checks import EXPERIMENTS
 from tests.harness.processes.test_torchrun import TINY, torchrun
@@ -60,10 +60,10 @@ def test_a_calls_duration_is_the_streams_and_not_that_of_the_enqueue() -> None:
     call = a_call(group=(0,), shapes=((1,),), payload_bytes=4, device="cuda")
     with Recorder("", "tp", 1, {}, stopwatch=stopwatch("cuda")) as recorder, recorder.on_rank(0):
         for sleeps in (0, 1):
-            ticket = recorder.issued(0, call)
+            ticket = recorder.on_issue(0, call)
             if sleeps:
                 torch.cuda._sleep(100_000_000)  # cycles: above 30 ms at any clock
-            recorder.completed(0, ticket)
+            recorder.on_completion(0, ticket)
     quick, slow = recorder.events()
     assert slow.duration_us > 30_000 > quick.duration_us
     assert slow.start_us < 1_000_000
@@ -94,11 +94,11 @@ def test_the_published_experiment_at_its_real_widths(tmp_path: Path) -> None:
     experiment = EXPERIMENTS["gpt3-857m-tp4"]
     request = Request(
         cases=parse_cases((f"{experiment.full} layers=2".replace("steps=5", "steps=2"),)),
-        subject=named(experiment.subject),
+        subject=resolve_subject(experiment.subject),
         device="cuda",
         out=tmp_path,
     )
-    assert [verdict.message for verdict in run(request).verdicts if verdict.verdict != "pass"] == []
+    assert [verdict.message for verdict in run_request(request).verdicts if verdict.verdict != "pass"] == []
 
 
 @SEVERAL
@@ -119,7 +119,7 @@ def test_every_witness_sees_what_the_recorder_saw_on_nccl(tool: str, tmp_path: P
     with PoolEngine() as pool:
         result = prove(case, NAME, pool, device="cuda")
     assert result.evidence is not None
-    said = told.judged(case, result.events, None)
+    said = told.judge_case(case, result.events, None)
     assert said.verdict.verdict == "pass", said.verdict.message
 
 

@@ -17,8 +17,8 @@ from shardproof.__main__ import main
 from shardproof.harness.dense_model import parse_cases
 from shardproof.harness.diagnosing.explained import repeat_command
 from shardproof.harness.running.request import Request
-from shardproof.harness.running.run import run
-from shardproof.harness.subject import named
+from shardproof.harness.running.run import run_request
+from shardproof.harness.subject import resolve_subject
 from shardproof.reference.case import Case
 from shardproof.reports.commands import cli
 from shardproof.reports.stored import frames
@@ -68,8 +68,12 @@ def test_two_nodes_prove_a_case_and_rank_0_alone_tells(tmp_path: Path) -> None:
     assert first[0] == second[0] == 0, first[2] + second[2]
     assert "pass" in first[1] and "[1/1] pass" in first[2]
     assert second[1] == "" and "shardproof" not in second[2]
-    run(
-        Request(cases=parse_cases((TINY,)), subject=named("shardproof.parallel.subject:subject"), out=tmp_path / "here")
+    run_request(
+        Request(
+            cases=parse_cases((TINY,)),
+            subject=resolve_subject("shardproof.parallel.subject:subject"),
+            out=tmp_path / "here",
+        )
     )
     there = ledger(tmp_path / "there" / "latest")
     assert set(there["rank"]) == {"0", "1"}

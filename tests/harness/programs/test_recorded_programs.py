@@ -69,7 +69,7 @@ def test_every_rank_writes_its_part_with_phases_axes_modules_and_lines(recorded:
     called = [lines[int(caller.removeprefix("training.py:")) - 1].strip() for caller in rows["caller"]]
     called = [line.partition("(")[0] for line in called]
     assert called == ["model", "model", "loss.backward", "dist.all_reduce", "dist.all_reduce"]
-    steps = figures.steps(run)
+    steps = figures.steps_by_rank(run)
     assert steps["step"].tolist() == [0, 1, 2, 0, 1, 2]
     assert set(steps["microbatches"]) == {2}
     assert steps["step_us"].notna().all()
@@ -83,11 +83,11 @@ def test_torchs_profiler_saw_the_same_calls_and_the_reports_take_the_folder(reco
         own = rows[rows["rank"] == trace.rank][["op", "axis", "group_size", "dtype", "payload_bytes"]]
         read = [(c.op, axis_of(c, 2), c.group_size, c.dtype, c.payload_bytes) for c in trace.calls]
         assert read == [*own.itertuples(index=False, name=None)]
-    text = page.render(run)
+    text = page.render_page(run)
     assert "Beside its case" in text
     assert "Recorded: training.py on 2 ranks" in text
     assert not compare(snapshot(run, "a"), snapshot(run, "b")).breaches
-    told = figures.findings(run)
+    told = figures.list_findings(run)
     assert any("issue the same calls" in line for line in told)
     assert not any("waited" in line for line in told)  # DDP waits in C++ for what it issues
 
@@ -96,12 +96,12 @@ def test_speed_bandwidth_and_the_case_beside_it_are_reported(recorded: tuple[Run
     run = recorded[0]
     assert run.env["stated"]["tokens"] == TOKENS
     took_s = speed.step_s(run)
-    assert took_s == pytest.approx(figures.steps(run).groupby("step")["step_us"].max().median() / 1e6)
-    rows = dict(speed.speed(run))
+    assert took_s == pytest.approx(figures.steps_by_rank(run).groupby("step")["step_us"].max().median() / 1e6)
+    rows = dict(speed.tokens_per_second(run))
     assert float(rows["tokens a second"].replace(",", "")) == pytest.approx(TOKENS / took_s, abs=1)
-    calls = speed.bandwidth(run)
+    calls = speed.bandwidth_by_size(run)
     assert set(calls["op"]) == {"all_reduce"} and (calls["gb_s"] > 0).all()
-    beside, why_not = speed.beside(run)
+    beside, why_not = speed.compare_with_case(run)
     assert why_not == ""
     (row,) = [row for row in beside.to_dict("records") if row["op"] == "all_reduce"]
     assert (row["group_size"], row["calls"]) == (2, 2.0)
@@ -122,15 +122,15 @@ def test_sends_and_receives_have_columns_if_any(dropping: tuple[Run, list[str]],
     outside = figures.by_module(dropping[0]).set_index("folded").loc[""]
     assert (outside["send"], outside["recv"]) == (4, 4)
     for run, columns in ((dropping[0], ["send", "recv"]), (recorded[0], [])):
-        headers = {made.title: made.headers for made in program_tables.tables(run)}
+        headers = {made.title: made.headers for made in program_tables.tables_of_program(run)}
         for title in ("Modules", "Ranks"):
             assert [header for header in headers[title] if header in ("send", "recv")] == columns
-        assert page.render(run).count('<th scope="col" class="number">send</th>') == len(columns)  # of both tables
+        assert page.render_page(run).count('<th scope="col" class="number">send</th>') == len(columns)  # of both tables
 
 
 def test_a_handle_that_nothing_waits_for_is_found_with_its_line(dropping: tuple[Run, list[str]]) -> None:
     line = 1 + [place for place, text in enumerate(SCRIPT.read_text().splitlines()) if "async_op=True" in text][0]
-    (found,) = [one for one in figures.findings(dropping[0]) if "waited" in one]
+    (found,) = [one for one in figures.list_findings(dropping[0]) if "waited" in one]
     call = f"2 asynchronous all_reduce over world at training.py:{line}"
     assert found == f"{call}: never waited for, its handle was dropped (ranks 0 1)"
 

@@ -51,14 +51,14 @@ class Tee(Recorder):
 
         return emit
 
-    def completed(self, rank: int, ticket: int) -> None:
+    def on_completion(self, rank: int, ticket: int) -> None:
         if self.keeps:
-            super().completed(rank, ticket)
-        self.streams[rank].completed(ticket)
+            super().on_completion(rank, ticket)
+        self.streams[rank].on_completion(ticket)
 
-    def waited(self, rank: int, ticket: int) -> None:
+    def on_wait(self, rank: int, ticket: int) -> None:
         if self.keeps:
-            super().waited(rank, ticket)
+            super().on_wait(rank, ticket)
 
     def both(self) -> tuple[list[Event], list[Event]]:
         """The events written on the way, and those read at the end; the streams are closed."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from shardproof.harness.traces.nsys_export import exported, nsys_path
+from shardproof.harness.traces.nsys_export import export_report, nsys_path
 from shardproof.harness.witnesses.session import read_database
 from shardproof.harness.witnesses.torch_trace import read_traces
 from shardproof.reports.stored.frames import load
@@ -88,7 +88,7 @@ def test_the_ledger_is_what_nsys_saw(tmp_path: Path, module: str) -> None:
     assert ended.returncode == 0, ended.stderr
     run, nsys = load(tmp_path / "runs" / "latest"), nsys_path()
     assert nsys is not None
-    (seen,) = read_database(exported(nsys, run.path / "traces" / "nsys")).values()
+    (seen,) = read_database(export_report(nsys, run.path / "traces" / "nsys")).values()
     seen_alike(run, "nsys", seen)
 
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from shardproof.harness.checking.ledger_checks import ledger
+from shardproof.harness.checking.ledger_checks import check_ledger
 from shardproof.harness.ledger import NO_UPDATE, Event
 from shardproof.harness.verdicts.verdict import PASS
 from shardproof.reference.case import Case
@@ -137,7 +137,7 @@ def test_micro_batches_without_any_update_are_one_step_and_a_note_says_so() -> N
     events = recorded(loop(nothing))
     assert {e.step for e in events} == {0}
     assert all(NO_UPDATE in e.doubts for e in events)
-    found = answer_of(ledger, evidence(case=Case.parse("mode=tp tp=2 steps=3"), events=events, expectation=None))
+    found = answer_of(check_ledger, evidence(case=Case.parse("mode=tp tp=2 steps=3"), events=events, expectation=None))
     assert found is not None
     assert (found.verdict, NO_UPDATE in reasons_of(found)) == (PASS, True)
 

@@ -18,7 +18,7 @@ from shardproof.harness.recording import ranges
 from shardproof.harness.recording.ranges import DOMAIN, Ranges, open_domain
 from shardproof.harness.recording.recorder import Recorder
 from shardproof.harness.running.ranks.execution import execute
-from shardproof.harness.witnesses.chosen import during
+from shardproof.harness.witnesses.chosen import watch_steps
 from shardproof.parallel.subject import subject
 from shardproof.reference.case import Case
 from tests.harness.recording.toy_calls import PLAIN, Around, Model, Voice, checkpointed, input_BD
@@ -78,7 +78,7 @@ def taped(tape: Tape | None, around: Around = PLAIN, chosen: range | None = None
         recorder = entered.enter_context(Recorder("seed=0", "tp", 2, {"tp": ((0, 1),)}, ranges=ranges))
         entered.enter_context(recorder.on_rank(0))
         if ranges is not None and chosen is not None:
-            entered.enter_context(during(chosen, (1, 2), lambda: ranges.drawn(0)))
+            entered.enter_context(watch_steps(chosen, (1, 2), lambda: ranges.draw_rank(0)))
         voice = Voice(recorder)
         model = Model(voice, around)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -137,7 +137,7 @@ def test_ranges_that_begin_and_end_inside_of_modules_close_what_they_opened() ->
 
     def around(module: torch.nn.Module, x_BD: Tensor) -> Any:
         if not tape.lines:
-            drawn.enter_context(ranges.drawn(0))
+            drawn.enter_context(ranges.draw_rank(0))
         return module(x_BD)
 
     class Ending(Model):

@@ -28,7 +28,7 @@ wire_bytes is_async call_index start_us duration_us caller graph
 def recorded_calls(*calls: Call) -> list[Event]:
     with Recorder("seed=3", "tp", 4, {"tp": ((0, 1), (2, 3))}) as recorder, recorder.on_rank(0):
         for call in calls:
-            recorder.completed(0, recorder.issued(0, call))
+            recorder.on_completion(0, recorder.on_issue(0, call))
     return recorder.events()
 
 
@@ -53,12 +53,12 @@ def test_times_are_microseconds_since_the_recorder_was_entered() -> None:
     recorder = Recorder("", "tp", 1, {})
     time.sleep(0.02)  # before the run: does not count
     with recorder, recorder.on_rank(0):
-        first = recorder.issued(0, a_call())
+        first = recorder.on_issue(0, a_call())
         time.sleep(0.01)
-        second = recorder.issued(0, a_call())
-        recorder.completed(0, second)
-        recorder.completed(0, first)
-        recorder.issued(0, a_call())
+        second = recorder.on_issue(0, a_call())
+        recorder.on_completion(0, second)
+        recorder.on_completion(0, first)
+        recorder.on_issue(0, a_call())
     long, short, never = recorder.events()
     assert 0 <= long.start_us < 10_000
     assert long.start_us + 10_000 <= short.start_us

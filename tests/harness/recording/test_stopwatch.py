@@ -20,7 +20,7 @@ from shardproof.harness.engines.interposer import Interposer
 from shardproof.harness.ledger import Event
 from shardproof.harness.recording.recorder import Recorder
 from shardproof.harness.recording.spans import Stopwatch, stopwatch
-from shardproof.harness.witnesses.measured import clocked
+from shardproof.harness.witnesses.measured import time_body
 from tests.harness.recording.toy_calls import (
     Model,
     Part,
@@ -73,14 +73,14 @@ def recorded(device: _Device) -> list[Event]:
     """A call of 3 ms behind 50 ms of work, a call of the host, a call that never completes."""
     with Recorder("", "tp", 2, {}, stopwatch=device.watch()) as recorder, recorder.on_rank(0):
         device.work(50)
-        ticket = recorder.issued(0, CALL)
+        ticket = recorder.on_issue(0, CALL)
         device.work(3)
-        recorder.completed(0, ticket)
-        ticket = recorder.issued(0, replace(CALL, device="cpu"))
+        recorder.on_completion(0, ticket)
+        ticket = recorder.on_issue(0, replace(CALL, device="cpu"))
         time.sleep(0.02)
-        recorder.completed(0, ticket)
+        recorder.on_completion(0, ticket)
         device.work(7)
-        recorder.issued(0, CALL)
+        recorder.on_issue(0, CALL)
     return recorder.events()
 
 
@@ -97,7 +97,7 @@ def test_a_call_lasts_as_long_as_its_stream_says_and_starts_when_its_stream_came
 def test_a_measured_stretch_is_the_streams_and_a_cpu_needs_no_stopwatch() -> None:
     device = _Device()
     seconds: list[float] = []
-    with clocked(device.watch(), seconds):
+    with time_body(device.watch(), seconds):
         device.work(120)
     assert seconds == [pytest.approx(0.120)]
     assert stopwatch("cpu") is stopwatch(torch.device("meta")) is None
@@ -144,9 +144,9 @@ class _Delayed(Recorder):
         self.device, self.takes_ms = device, 0.0
         self.told: list[int] = []
 
-    def completed(self, rank: int, ticket: int) -> None:
+    def on_completion(self, rank: int, ticket: int) -> None:
         self.device.work(self.takes_ms)
-        super().completed(rank, ticket)
+        super().on_completion(rank, ticket)
         self.told.append(ticket)
 
 

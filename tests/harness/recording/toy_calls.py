@@ -43,7 +43,7 @@ class Voice:
         self.rank = rank
 
     def say(self, op: str = "all_reduce", *, is_async: bool = False) -> None:
-        self.observer.completed(self.rank, self.observer.issued(self.rank, a_call(op, is_async=is_async)))
+        self.observer.on_completion(self.rank, self.observer.on_issue(self.rank, a_call(op, is_async=is_async)))
 
 
 class Speak(torch.autograd.Function):

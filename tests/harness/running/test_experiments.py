@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardproof.bugs.planting import planted
+from shardproof.bugs.planting import plant_subject
 from shardproof.harness.engines.processes.forked.pool import PoolEngine
 from shardproof.harness.running import experiments
 from shardproof.harness.running.engines import engine_named
@@ -42,7 +42,7 @@ def when(result: RunResult, case: Any = None) -> str:
 
 def test_exactly_the_words_that_a_planted_bug_needs(tmp_path: Path) -> None:
     sizes = "family=llama kv_heads=4 vocab=62 dp=2 layers=1 hidden=32 seq=16"
-    bug = planted(BUGS["saved-input-not-gathered"].sources())
+    bug = plant_subject(BUGS["saved-input-not-gathered"].sources())
     result = ran(tmp_path, bug, f"recompute=full distribute_saved=true {sizes}", when_s=60.0)
     right = "right with tp=1, with distribute_saved=false"
     on = "hidden=32 kv_heads=8 ffn=88 vocab=512 seq=16 batch=1 micro=1 recompute=full distribute_saved=true steps=1"
@@ -66,7 +66,7 @@ def test_failures_from_one_place_share_the_line_of_the_simplest_and_nothing_is_s
     """No experiment saves the checkpoint that the case does."""
     plain = "layers=1 hidden=16 heads=2 ffn=6 seq=10 steps=1 micro=3"
     larger, simple = Case.parse(f"{plain} dp=2 bias=false"), Case.parse(f"{plain} save={tmp_path}/ck")
-    bug = planted(BUGS["divided-by-micro-batches-again"].sources())
+    bug = plant_subject(BUGS["divided-by-micro-batches-again"].sources())
     result = ran(tmp_path / "runs", bug, larger, simple, when_s=60.0)
     on = "tp=1 layers=1 hidden=16 heads=2 ffn=6 vocab=512 seq=10 batch=1 steps=1"
     assert when(result, simple) == f"only with micro=2|3; right with micro=1 (tried on {on!r})"

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardproof.bugs.planting import planted
+from shardproof.bugs.planting import plant_subject
 from shardproof.harness.checking.checks import LAWS
 from shardproof.harness.dense_model import read_case
 from shardproof.harness.running.trials.law_runs import groupings
-from shardproof.harness.subject import case_of, named
+from shardproof.harness.subject import case_of, resolve_subject
 from shardproof.parallel.subject import subject as decoder
 from shardproof.suites.mutants.catalogue import MUTANTS, of_file
 from tests.harness import own_words
@@ -93,11 +93,11 @@ KNOWN = {bug.name: bug for bug in (*MUTANTS, *of_file("tests/regrouping"))}
 def test_a_factor_of_context_ranks_or_stages_breaks_it(name: str, said: str) -> None:
     """A global batch over dp x cp x micro x pp on 8 ranks."""
     one_layer = read_case("mode=tp-sp tp=2 dp=3 micro=2 steps=1 layers=1")  # is no two stages
-    assert [sizes.get("cp", 1) for sizes, _ in groupings(one_layer, named(decoder))] == [1, 2]
+    assert [sizes.get("cp", 1) for sizes, _ in groupings(one_layer, resolve_subject(decoder))] == [1, 2]
     case = read_case(SPREAD)
     spread = {"dp": 1, "micro": 4, "cp": 2, "pp": 2}
-    assert [sizes for sizes, _ in groupings(case, named(decoder))] == [{"dp": 1, "micro": 4}, spread]
-    verdict = law(planted(KNOWN[name].sources()), SPREAD)
+    assert [sizes for sizes, _ in groupings(case, resolve_subject(decoder))] == [{"dp": 1, "micro": 4}, spread]
+    verdict = law(plant_subject(KNOWN[name].sources()), SPREAD)
     assert verdict.verdict == "fail" and said in verdict.message and "micro=4 cp=2 pp=2" in verdict.message
 
 
@@ -141,11 +141,11 @@ def test_a_grouping_that_the_subject_does_not_finish_is_reported_and_is_no_failu
 
 
 def test_a_subject_whose_own_cases_have_no_data_ranks_is_not_run_on_several() -> None:
-    given = named(own_words.subject)
+    given = resolve_subject(own_words.subject)
     assert groupings(case_of("tp=2", given), given)
     split = Averaged(lambda case, loss, count: loss)
     split.cases = ("tp=3",)
-    assert groupings(case_of("tp=3", named(split)), named(split)) == []
+    assert groupings(case_of("tp=3", resolve_subject(split)), resolve_subject(split)) == []
 
 
 class Drawn(Network):
@@ -221,6 +221,6 @@ def test_amplified_rounding_and_a_choice_that_falls_otherwise_are_no_other_funct
 
 def test_no_grouping_is_the_same_where_the_mathematics_depends_on_who_holds_what() -> None:
     """Which rows an expert drops of each rank's tokens, and a loss over the micro-batches of all data ranks at once."""
-    given, text = named(decoder), "tp=2 dp=2 micro=2 experts=8"
+    given, text = resolve_subject(decoder), "tp=2 dp=2 micro=2 experts=8"
     words = ("capacity=0.5 capacity_of=micro-batch", "capacity=0.5", "routing=skewed global_loss=0.1")
     assert [bool(groupings(case_of(f"{text} {more}", given), given)) for more in words] == [True, False, False]

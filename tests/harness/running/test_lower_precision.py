@@ -17,7 +17,7 @@ from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.errors import RequestError
 from shardproof.harness.recording.capturing.operator_probes import NarrowProbe, Probed
 from shardproof.harness.running.ranks.execution import execute
-from shardproof.harness.subject import named
+from shardproof.harness.subject import resolve_subject
 from shardproof.suites.subjects import ddp, hsdp
 from tests.harness import own_words
 from tests.harness.noted import names_of, reasons_of
@@ -151,7 +151,11 @@ def test_on_several_ranks_alone_it_is_wrong(shy: bool, verdict: str, monkeypatch
 def test_our_own_subject_has_none(engine: InprocEngine) -> None:
     case = read_case("mode=isp tp=2 dp=2 wp=2 layers=1 seq=8 optimizer=adamw clip=0.1 metric=true recompute=full")
     run = execute(
-        case, Probed(named("shardproof.parallel.subject:subject"), NarrowProbe), engine, text=str(case), record=False
+        case,
+        Probed(resolve_subject("shardproof.parallel.subject:subject"), NarrowProbe),
+        engine,
+        text=str(case),
+        record=False,
     )
     assert run.outcomes == ({},) * 4
 

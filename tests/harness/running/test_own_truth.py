@@ -16,13 +16,13 @@ import shardproof
 from shardproof.harness.engines.threads.dry import DryEngine
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.errors import RequestError
-from shardproof.harness.injecting.survey import UNREAD, survey
+from shardproof.harness.injecting.survey import UNREAD, survey_faults
 from shardproof.harness.plain_case import Vocabulary, WordError
 from shardproof.harness.recording.capturing.operator_probes import NarrowProbe, Probed
 from shardproof.harness.running.ranks.execution import execute
 from shardproof.harness.running.trials.law_runs import groupings
 from shardproof.harness.running.truth.control_modes import partial_sums
-from shardproof.harness.subject import Unanswered, case_of, domains_of, named, own_cases, refusal
+from shardproof.harness.subject import Unanswered, case_of, domains_of, own_cases, refusal, resolve_subject
 from tests.harness import own_words
 from tests.harness.own_words import CASES, Network, doubled, subject
 from tests.harness.proofs import failed, proved, verdict_of
@@ -107,9 +107,9 @@ def test_the_session_surrounds_the_ranks_and_the_truth(engine: InprocEngine) -> 
     assert (seen, open_now) == ({"patched ranks", "patched truth"}, [])
     with DryEngine() as dry:
         assert failed(proved(Inside(), "tp=2", dry)) == set()
-    given = named(Inside())
+    given = resolve_subject(Inside())
     execute(case_of("tp=2", given), Probed(given, NarrowProbe), engine, text="tp=2", record=False)
-    tried = survey(Vocabulary.of(own_words.WORDS).parse("tp=2 micro=1 steps=1"), Inside(), engine)
+    tried = survey_faults(Vocabulary.of(own_words.WORDS).parse("tp=2 micro=1 steps=1"), Inside(), engine)
     assert UNREAD in {found.equivalent for found in tried} and outside == []
 
 
@@ -172,7 +172,7 @@ def test_a_tuple_of_one_value_leaves_no_other_to_a_request_an_experiment_or_anot
         words: Any = {**own_words.WORDS, **ONE_OF_EACH}
         cases: Any = ("dp=2",)
 
-    subject = named(Narrow())
+    subject = resolve_subject(Narrow())
     for text, legal in {**OTHERS, "dtype=float64": "float32"}.items():
         with pytest.raises(RequestError, match=f"^case '{text}': {text}: is none of its values; legal: {legal}$"):
             case_of(text, subject)

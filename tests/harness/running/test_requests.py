@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from shardproof.harness.running.request import loading_what_exists
-from shardproof.harness.running.sharing import arranged, together
-from shardproof.harness.subject import named
+from shardproof.harness.running.sharing import arrange_cases, together
+from shardproof.harness.subject import resolve_subject
 from shardproof.reference.case import Case
 from shardproof.reference.case.default_cases import default_cases
 from shardproof.reference.language.core import MODES
@@ -87,14 +87,14 @@ def test_a_script_that_cannot_be_written_is_refused_before_anything_runs(
 
 
 def test_without_a_case_every_claimed_mode_runs_on_two_and_four_ranks() -> None:
-    cases: Any = request_command.default_cases(named(f"{TOY}right"), "all")
+    cases: Any = request_command.default_cases(resolve_subject(f"{TOY}right"), "all")
     by_mode = {mode: {case.world_size for case in cases if case.mode == mode} for mode in MODES}
     assert by_mode == dict.fromkeys(MODES, {2, 4})
     assert all(case.data == "" for case in cases), "real text: the sources of Python"
     assert {case.optimizer for case in cases} == {"sgd"}, "plain words, for it has no refuses"
-    ours: Any = request_command.default_cases(named("shardproof.parallel.subject:subject"), "tp")
+    ours: Any = request_command.default_cases(resolve_subject("shardproof.parallel.subject:subject"), "tp")
     assert {case.optimizer for case in ours} == {"sgd", "adamw"}
-    deep = request_command.default_cases(named(f"{TOY}right"), "tp", deep=True)
+    deep = request_command.default_cases(resolve_subject(f"{TOY}right"), "tp", deep=True)
     assert {case.world_size for case in deep} >= {2, 4, 8}
 
 
@@ -102,7 +102,7 @@ def test_a_claimed_mode_that_no_case_can_have_is_left_out_and_named(
     shardproof: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "tests.harness.running.test_requests:ahead"
-    found: Any = request_command.default_cases(named(name), "all")
+    found: Any = request_command.default_cases(resolve_subject(name), "all")
     assert {case.mode for case in found} == {"tp"}
     monkeypatch.setattr(request_command, "default_cases", lambda *_, **__: found[:1])
     status, _, err = shardproof("run", "--subject", name, "--engine", "dry")
@@ -114,7 +114,7 @@ def test_a_claimed_mode_that_no_case_can_have_is_left_out_and_named(
 def test_default_cases_save_where_a_case_can_name_the_folder_and_ranks_have_numbers(
     options: tuple[str, ...], saves: int
 ) -> None:
-    request = request_command.requested(cli._parser().parse_args(["run", *options]))
+    request = request_command.build_request(cli._build_parser().parse_args(["run", *options]))
     assert sum(bool(getattr(case, "save", "")) for case in request.cases) == saves
 
 
@@ -122,7 +122,7 @@ def test_default_cases_save_where_a_case_can_name_the_folder_and_ranks_have_numb
     ("words", "every"), [((), 3), (("--deep",), 1), (("tp=1", "tp=2"), 1), (("--subject", f"{TOY}right"), 1)]
 )
 def test_of_our_own_subject_every_third_default_case_is_run_twice(words: tuple[str, ...], every: int) -> None:
-    request = request_command.requested(cli._parser().parse_args(["run", *words]))
+    request = request_command.build_request(cli._build_parser().parse_args(["run", *words]))
     assert [request.repeats(case) for case in request.cases] == [n % every == 0 for n in range(len(request.cases))]
 
 
@@ -176,7 +176,7 @@ def test_it_is_in_the_group_of_the_case_that_saves() -> None:
 
 
 def test_the_order_of_a_default_run_keeps_it_behind() -> None:
-    found = arranged([LOADS.but(load="elsewhere"), *OTHERS, SAVES, LOADS])
+    found = arrange_cases([LOADS.but(load="elsewhere"), *OTHERS, SAVES, LOADS])
     assert found.index(LOADS) == found.index(SAVES) + 1
 
 

@@ -22,8 +22,8 @@ from shardproof.harness.dense_model import parse_cases
 from shardproof.harness.interpreter import interrupted_after
 from shardproof.harness.running import engines as named_engines
 from shardproof.harness.running.request import Request
-from shardproof.harness.running.run import run
-from shardproof.harness.subject import named
+from shardproof.harness.running.run import run_request
+from shardproof.harness.subject import resolve_subject
 from shardproof.reference.case import Case
 from shardproof.reference.training import truth as dense
 from shardproof.reports.options import request
@@ -63,7 +63,7 @@ def test_skipped_cases_show_their_reason_and_alone_are_no_pass(tmp_path: Path) -
 
 def test_equal_cases_are_run_once_and_the_words_that_repeat_a_run_name_what_is_unusual() -> None:
     assert len(parse_cases(["mode=tp tp=2", "tp=2", "tp=2 mode=tp", "mode=tp-sp"])) == 2
-    right = named(f"{TOY}right")
+    right = resolve_subject(f"{TOY}right")
     assert Request(cases=(), subject=right).options == ""
     unusual = Request(cases=(), subject=right, engine="pool", device="cuda")
     assert unusual.options == "--engine pool --device cuda"
@@ -113,9 +113,9 @@ def in_order(processes: int) -> int:
     """Run in the current folder; prints the cases in the order in which they were reported, and the notes."""
     order: list[str] = []
     request = Request(
-        cases=parse_cases(CASES), subject=named(f"{__name__}:told"), out=Path("runs"), processes=processes
+        cases=parse_cases(CASES), subject=resolve_subject(f"{__name__}:told"), out=Path("runs"), processes=processes
     )
-    result = run(request, lambda done, total, case, verdict: order.append(str(case)))
+    result = run_request(request, lambda done, total, case, verdict: order.append(str(case)))
     print(json.dumps([order, *result.notes]))
     return result.exit_status
 

@@ -18,7 +18,7 @@ from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.plain_case import Vocabulary
 from shardproof.harness.running.trials.rounding import MORE_PARTS
 from shardproof.harness.running.truth.own import OwnTruth
-from shardproof.harness.subject import named
+from shardproof.harness.subject import resolve_subject
 
 SHAPES = {
     "q": (10, 10),
@@ -129,7 +129,7 @@ WAYS: Mapping[str, Callable[..., dict[str, Tensor]]] = {
 def allowed(way: Callable[..., dict[str, Tensor]], text: str) -> dict[str, float]:
     """The limit of each tensor of this truth by its control runs."""
     case = Vocabulary.of({"tokens": 16}).parse(text)
-    own = OwnTruth(subject=named(train), dense=way, engine=InprocEngine())
+    own = OwnTruth(subject=resolve_subject(train), dense=way, engine=InprocEngine())
     true = own(case, torch.device("cpu"))
     control = replace(own, control=True)
     runs = [control(case, torch.device("cpu"), parts=parts) for parts in MORE_PARTS[1:6]]

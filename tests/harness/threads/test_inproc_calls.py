@@ -215,7 +215,7 @@ def test_messages_name_their_peer_and_only_the_blocking_ones_are_synchronous(eng
 
 def test_an_error_of_the_observer_ends_the_run(engine: InprocEngine) -> None:
     class Broken(Log):
-        def issued(self, rank: int, call: Call) -> int:
+        def on_issue(self, rank: int, call: Call) -> int:
             raise LookupError("no ledger")
 
     with pytest.raises(Exception, match="rank 0 of 2 raised LookupError: no ledger"):

@@ -49,11 +49,11 @@ from shardproof.harness.torch_internals.dispatch import (
     copy_each,
     full_name,
     has_kernel,
+    hide_from_modes,
     kernels,
     modes_are_on,
     operator_names,
     thread_switches,
-    unseen,
 )
 from shardproof.harness.torch_internals.world import (
     _PRIVATE_NAMES,
@@ -209,7 +209,7 @@ class _Counting(DispatchMode):
 def _hides() -> bool:
     leaf, counting = torch.ones(2, requires_grad=True), _Counting()
     out = torch.zeros(2)
-    with counting, unseen():
+    with counting, hide_from_modes():
         copy_each([out], [leaf * 2])
     version = out._version
     with counting:

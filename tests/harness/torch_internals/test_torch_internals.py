@@ -46,7 +46,7 @@ def test_a_run_under_an_untested_torch_works_and_notes_it(
 def test_an_engine_that_torch_cannot_carry_ends_in_one_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Any
 ) -> None:
-    monkeypatch.setattr(world, "_missing", lambda: ["distributed_c10d._world"])
+    monkeypatch.setattr(world, "_missing_internals", lambda: ["distributed_c10d._world"])
     world._ranked_world.cache_clear()
     try:
         assert cli.main(["run", "mode=tp tp=2", "--out", str(tmp_path)]) == 3

@@ -11,7 +11,7 @@ from shardproof.harness.errors import RequestError
 from shardproof.harness.programs.traced import ledger_rows, world_of, write_folder
 from shardproof.harness.traces.reading import read_traces
 from shardproof.harness.traces.unknown import sentences
-from shardproof.reports.programs.unlike import unlike
+from shardproof.reports.programs.unlike import find_unlike_steps
 from shardproof.reports.stored.frames import load
 from tests.harness.hangs.dumped import leaves
 from tests.harness.traces.nccl_trace import call, row, step, trace
@@ -71,4 +71,6 @@ def test_steps_are_compared_without_unknown_bytes_and_without_what_is_outside_of
     path.write_text(json.dumps(trace([step(3, 1, 100), step(4, 110, 100), *unknown])))
     run = load(write_folder(read_traces([str(path)]), tmp_path / "runs", "job", ["read"], {}))
     assert (run.ledger["step"] == -1).sum() == 1 and run.ledger["payload_bytes"].isna().all()
-    assert list(unlike(run, "step")) == ["steps 3, other than 4: 1 more, first ? all_reduce ? over ? in ? at ?"]
+    assert list(find_unlike_steps(run, "step")) == [
+        "steps 3, other than 4: 1 more, first ? all_reduce ? over ? in ? at ?"
+    ]

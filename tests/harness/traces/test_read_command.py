@@ -10,11 +10,11 @@ import pytest
 
 from shardproof.harness.dense_model import SUBJECT, read_case
 from shardproof.harness.programs.meant import compare_with_form
-from shardproof.harness.subject import named, named_axes, stated
+from shardproof.harness.subject import named_axes, resolve_subject, state_terms
 from shardproof.harness.terms import closed_forms
 from shardproof.harness.traces.calls import Trace
 from shardproof.harness.traces.kineto import trace_of
-from shardproof.reports.commands.expect import lines
+from shardproof.reports.commands.expect import lines_of_terms
 from shardproof.reports.pages import page
 from shardproof.reports.programs import figures
 from shardproof.reports.stored.frames import load
@@ -70,8 +70,8 @@ def test_what_a_trace_does_not_know_is_empty_in_the_ledger_and_no_zero_anywhere(
         assert f"unknown: the {name} of the only call; " in out
     assert "unknown: all calls of rank 0 of 2, which left no trace" in out
     shown = load("runs/latest")
-    assert "unknown: the payload" in page.render(shown)
-    assert [str(line.term) for line in lines(shown, "old.json")] == ['Term(op="all_reduce", calls=1)']
+    assert "unknown: the payload" in page.render_page(shown)
+    assert [str(line.term) for line in lines_of_terms(shown, "old.json")] == ['Term(op="all_reduce", calls=1)']
     assert "bytes: are not judged" in run("compare", "runs/latest", "runs/latest", "--fail", "bytes:0")[1]
 
 
@@ -151,13 +151,13 @@ def test_ranks_come_from_files_or_their_names_and_each_once(run: CommandLine, tm
 
 
 FULL = "layers=2 hidden=16 heads=2 vocab=24 seq=8 micro=2 steps=2"
-SUBJECT_CALL = named(SUBJECT).call
+SUBJECT_CALL = resolve_subject(SUBJECT).call
 
 
 def job_of(text: str) -> list[Trace]:
     """Traces of a job that issued exactly the calls of a case, two steps long, on all its ranks."""
     case = read_case(text)
-    axes, terms = named_axes(case, SUBJECT_CALL), stated(case, SUBJECT_CALL)
+    axes, terms = named_axes(case, SUBJECT_CALL), state_terms(case, SUBJECT_CALL)
     assert terms is not None
     groups = {f"{axis}{n}": ranks for axis, lists in axes.items() for n, ranks in enumerate(lists)}
     traces = []

@@ -31,8 +31,8 @@ from shardproof.reports.commands.cli import main
 from shardproof.reports.comparing.comparison import compare
 from shardproof.reports.comparing.snapshot import snapshot
 from shardproof.reports.pages import page
-from shardproof.reports.pages.comment import comment
-from shardproof.reports.stored.failures import bugs, groups, simplest_first
+from shardproof.reports.pages.comment import render_comment
+from shardproof.reports.stored.failures import bugs_of_run, group_by_place, simplest_first
 from shardproof.reports.stored.frames import Run, load
 from shardproof.reports.stored.unchecked import unchecked_notes
 from tests import ROOT
@@ -79,8 +79,8 @@ def failing(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def shown(run: Run) -> list[object]:
     """Everything that readers make of a run, without the words of its verdicts."""
-    found = bugs(simplest_first(run))
-    places = groups([one for one in run.records if one.verdict == FAIL], run.path, run.ledger)
+    found = bugs_of_run(simplest_first(run))
+    places = group_by_place([one for one in run.records if one.verdict == FAIL], run.path, run.ledger)
     return [
         [(bug.verdict.case, bug.verdict.check, dict(bug.others), bug.cases) for bug in found],
         [(group.cases, len(group.others), group.called_at, group.map) for group in places],
@@ -98,7 +98,7 @@ def test_no_reader_needs_the_words_of_a_message(
     monkeypatch.setattr(words, "render", lambda check, *_: [f"<{check}>"])
     run = load(failing)
     assert shown(run) == known
-    assert all("what:" not in text for text in (page.render(run), comment(run)))
+    assert all("what:" not in text for text in (page.render_page(run), render_comment(run)))
     assert main(["show", str(failing)]) == 0
     out = capsys.readouterr().out
     assert re.search(r"^fail: tp=2 act=tanh\n<\w+>$", out, re.M), out
@@ -143,7 +143,7 @@ def test_names_that_look_like_words_of_a_message_are_only_names(tmp_path: Path) 
     (note,) = [note for note in unchecked_notes(run) if "returned" in note]
     assert note == "1 of 4 tensors of the truth were returned; not returned, so not checked: 3 grad"
     run = load(ran(tmp_path, Named(odd, dict.fromkeys(("loss/0", *odd), 2.0)), "seed=1").path)
-    (bug,) = bugs(simplest_first(run))
+    (bug,) = bugs_of_run(simplest_first(run))
     assert [line.partition(":")[0] for line in bug.verdict.lines] == [
         "what",
         "where",
@@ -152,4 +152,4 @@ def test_names_that_look_like_words_of_a_message_are_only_names(tmp_path: Path) 
         "causes",
         "repeat",
     ]
-    assert "<b>w</b>" not in page.render(run)
+    assert "<b>w</b>" not in page.render_page(run)

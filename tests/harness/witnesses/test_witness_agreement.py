@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from shardproof.harness.checking.finding import Finding
-from shardproof.harness.checking.witness_checks import CHECK, finding
-from shardproof.harness.diagnosing.witness_lines import diagnosed, failed_witnesses
+from shardproof.harness.checking.witness_checks import CHECK, judge_agreement
+from shardproof.harness.diagnosing.witness_lines import diagnose_disagreement, failed_witnesses
 from shardproof.harness.ledger import Event
 from shardproof.harness.protocols import CaseLike
 from shardproof.harness.running.result import verdict_on
@@ -70,11 +70,12 @@ def swapped(seen: Seen, rank: int, index: int) -> Seen:
 
 def test_groups_come_from_the_mesh_and_agreement_is_told_with_its_size() -> None:
     assert {s.groups for s in LEDGER if s.rank == 3} == {((2, 3),), ((1, 3),)}
-    found = finding(agreement(LEDGER, {"torch": LEDGER, "nsys": LEDGER}, EVENTS, TERMS))
+    found = judge_agreement(agreement(LEDGER, {"torch": LEDGER, "nsys": LEDGER}, EVENTS, TERMS))
     assert found.verdict == PASS
     assert found.message == "ledger, torch, nsys, closed_form agree on 16 events of 4 ranks"
     vague = [replace(s, groups=((0, 1), (2, 3), (0, 2), (1, 3)), payload_bytes=UNKNOWN, phase="") for s in LEDGER]
-    found = finding(agreement(LEDGER, {"torch": vague}))  # what a witness leaves open is not compared but counted
+    # what a witness leaves open is not compared but counted
+    found = judge_agreement(agreement(LEDGER, {"torch": vague}))
     assert (found.verdict, reasons_of(found)) == (PASS, ["48 fields that torch does not tell"])
 
 
@@ -90,7 +91,7 @@ def test_groups_come_from_the_mesh_and_agreement_is_told_with_its_size() -> None
     ],
 )
 def test_a_slip_of_a_witness_fails_and_names_the_event(slip: Callable[[Seen], Seen], words: str) -> None:
-    found = finding(agreement(LEDGER, {"torch": slip(LEDGER), "nsys": LEDGER}))
+    found = judge_agreement(agreement(LEDGER, {"torch": slip(LEDGER), "nsys": LEDGER}))
     assert found.verdict == FAIL
     start = "event 1 of rank 2: the ledger has forward all_reduce of 64 B over 2,3 in layers.0.mlp; "
     assert found.message == start + words
@@ -100,7 +101,7 @@ def test_a_slip_of_a_witness_fails_and_names_the_event(slip: Callable[[Seen], Se
 def test_the_closed_form_misses_and_demands() -> None:
     fewer = agreement(LEDGER, {}, EVENTS, TERMS[:-1])
     assert [row.words["closed_form"] for row in fewer.broken] == ["missing"] * 4
-    more = finding(agreement(LEDGER, {}, EVENTS, [*TERMS, TERMS[1]]))
+    more = judge_agreement(agreement(LEDGER, {}, EVENTS, [*TERMS, TERMS[1]]))
     assert "closed_form saw 1 more forward all_reduce of 64 B over tp in layers.0.mlp" in more.message
 
 
@@ -111,13 +112,13 @@ Others = Mapping[str, Sequence[Sighting]]
 
 
 def lines(found: Finding, agreed: Agreement, options: str = "") -> list[str]:
-    failure = failed_witnesses(diagnosed(CASE, agreed, found), agreed, CASE, SUBJECT, options)
+    failure = failed_witnesses(diagnose_disagreement(CASE, agreed, found), agreed, CASE, SUBJECT, options)
     return verdict_on(found, str(CASE), CHECK, failure).lines
 
 
 def message(others: Others, terms: Sequence[Term] | None = None) -> list[str]:
     agreed = agreement(LEDGER, others, EVENTS, terms)
-    found = finding(agreed, "0:1")
+    found = judge_agreement(agreed, "0:1")
     assert found.verdict == FAIL
     return lines(found, agreed, OPTIONS)
 
@@ -152,7 +153,7 @@ def test_the_lines_of_what_the_closed_form_does_not_state_and_of_what_the_record
 
 def test_witnesses_who_saw_nothing_do_not_agree() -> None:
     agreed = agreement([], {"torch": [], "nsys": []})
-    found = finding(agreed, "1:2")
+    found = judge_agreement(agreed, "1:2")
     nothing = "no witness saw any event in steps 1:2: nothing was witnessed"
     assert lines(found, agreed)[:-1] == [
         f"what:   {nothing} (check witnesses)",
@@ -176,7 +177,7 @@ def test_witnesses_who_saw_nothing_do_not_agree() -> None:
 )
 def test_the_cause_follows_from_who_contradicts_whom(others: Others, terms: Sequence[Term] | None, cause: str) -> None:
     agreed = agreement(LEDGER, others, EVENTS, terms)
-    assert [told.id for told in diagnosed(CASE, agreed, finding(agreed)).causes] == [cause]
+    assert [told.id for told in diagnose_disagreement(CASE, agreed, judge_agreement(agreed)).causes] == [cause]
 
 
 def told_of(*watched: str) -> WitnessResult:
@@ -189,7 +190,7 @@ def told_of(*watched: str) -> WitnessResult:
     )
     session = Session(tool="nsys", folder=Path(), ranks=ranks, seen=tuple(LEDGER))
     seen = Witnesses(sessions={"nsys": {str(CASE): session}}, notes=(), subject=SUBJECT, options="--profile nsys")
-    return seen.judged(CASE, EVENTS, TERMS)
+    return seen.judge_case(CASE, EVENTS, TERMS)
 
 
 def test_an_outcome_that_watching_changes_in_six_lines() -> None:

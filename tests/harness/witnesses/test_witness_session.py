@@ -41,13 +41,13 @@ def forked(_program: object, folder: Path, limit_s: float, environment: dict[str
 def test_views_changed_in_place_are_seen_by_every_witness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nsight Systems sees chosen steps of it, in test_witness_steps."""
     tool = "torch"
-    monkeypatch.setattr(session_module, "_run", forked)
+    monkeypatch.setattr(session_module, "_run_child", forked)
     (case,) = parse_cases(["mode=tp tp=2 steps=2 seed=9"])
     seen = witnesses([case], NAME, (tool,), tmp_path, device="cpu", timeout_s=60.0)
     assert tool in seen.sessions, seen.notes
     (session,) = seen.sessions[tool].values()
     assert session.disturbed == ()
-    told = seen.judged(case, (), subject.expected(case))  # type: ignore[attr-defined]
+    told = seen.judge_case(case, (), subject.expected(case))  # type: ignore[attr-defined]
     assert told.verdict.verdict == PASS, told.verdict.message
     assert told.verdict.message == f"ledger, {tool}, closed_form agree on {4 * CALLS} events of 2 ranks"
     assert told.verdict.notes == ()
@@ -62,7 +62,7 @@ def test_views_changed_in_place_are_seen_by_every_witness(tmp_path: Path, monkey
         (replace(session, seen=session.seen[1:]), FAIL, f"{tool} saw nothing"),
         (replace(session, problem="rank 1 failed: why"), UNKNOWN, "nothing was witnessed: rank 1 failed: why"),
     ):
-        verdict_ = replace(seen, sessions={tool: {text: spoiled}}).judged(case, (), None).verdict
+        verdict_ = replace(seen, sessions={tool: {text: spoiled}}).judge_case(case, (), None).verdict
         assert (verdict_.verdict, words in verdict_.message) == (verdict, True)
 
 
@@ -73,7 +73,7 @@ def test_a_missing_or_broken_nsys_is_one_sentence(tmp_path: Path, monkeypatch: p
     seen = witnesses(cases, NAME, ("nsys",), tmp_path / "traces", device="cpu", timeout_s=5.0)
     assert seen.sessions == {}
     assert seen.notes[-1].startswith("witness nsys is missing: nsys is not on PATH (Debian: nsight-systems")
-    told = seen.judged(cases[0], (), None)
+    told = seen.judge_case(cases[0], (), None)
     assert told.verdict.verdict == UNKNOWN
     assert "nsys is not on PATH" in told.verdict.message
     broken = tmp_path / "nsys"
@@ -91,13 +91,13 @@ def test_a_session_is_a_process_of_its_own_that_ends_in_time(tmp_path: Path) -> 
     assert hold(SessionRequest(subject=NAME, cases=(), tool="torch"), tmp_path) == {}
     assert (tmp_path / "session.log").read_text() == "", "a program that cannot be started, or fails, says so"
     with pytest.raises(MachineError, match="witness torch is missing: the session did not end within 0 s"):
-        session_module._run(["sleep", "60"], tmp_path, 0.1, os.environ)
+        session_module._run_child(["sleep", "60"], tmp_path, 0.1, os.environ)
 
 
 def test_a_rank_that_failed_or_left_nothing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (case,) = parse_cases(["mode=tp tp=2 steps=2 seed=9"])
     job = SessionRequest(subject=NAME, cases=(case,), tool="torch")
-    monkeypatch.setattr(session_module, "_run", lambda *_: None)
+    monkeypatch.setattr(session_module, "_run_child", lambda *_: None)
     (session,) = hold(job, tmp_path).values()
     assert session.problem.startswith("rank 0 left no result")
     end = RankResult(rank=0, error=ValueError("why"))

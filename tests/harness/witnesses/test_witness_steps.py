@@ -12,13 +12,13 @@ from torch import nn
 from shardproof.harness.dense_model import parse_cases
 from shardproof.harness.errors import RequestError
 from shardproof.harness.running.request import Request
-from shardproof.harness.running.run import run
+from shardproof.harness.running.run import run_request
 from shardproof.harness.running.witnessing import witnesses
-from shardproof.harness.subject import named
+from shardproof.harness.subject import resolve_subject
 from shardproof.harness.traces.nsys_export import nsys_path
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 from shardproof.harness.witnesses import session
-from shardproof.harness.witnesses.chosen import during, step_ends, terms_of
+from shardproof.harness.witnesses.chosen import step_ends, terms_of, watch_steps
 from shardproof.reports.commands.experiment import experiment_table
 from shardproof.reports.options.option_checks import EXPERIMENTS, complete_experiment, profiled_steps, real_size
 from shardproof.reports.stored.frames import load
@@ -45,14 +45,14 @@ def test_witnesses_see_the_chosen_steps_alone(tool: str, tmp_path: Path, monkeyp
     A closed form that knows no single steps is not held against some, and steps that a program lacks are named.
     """
     cases = (CLEAN, INSIDE, BEFORE, AFTER, SHORT)
-    monkeypatch.setattr(session, "_run", forked)  # nsys starts its own
+    monkeypatch.setattr(session, "_run_child", forked)  # nsys starts its own
     seen = witnesses(cases, NAME, (tool,), tmp_path, device="cpu", timeout_s=60.0, steps=CHOSEN)
     for case in (CLEAN, BEFORE, AFTER):
-        told = seen.judged(case, (), EXPECTED(case), EXPECTED).verdict
+        told = seen.judge_case(case, (), EXPECTED(case), EXPECTED).verdict
         assert told.verdict == PASS, told.message
         events = 2 * CALLS * len(CHOSEN)
         assert told.message == f"ledger, {tool}, closed_form agree on {events} events of 2 ranks in steps 1:3"
-    told = seen.judged(INSIDE, (), EXPECTED(INSIDE), EXPECTED).verdict
+    told = seen.judge_case(INSIDE, (), EXPECTED(INSIDE), EXPECTED).verdict
     assert told.verdict == FAIL
     # It follows the broadcast of step 2, the second that is watched: calls 0 to 5 of step 1, then 6 and 7.
     assert told.message.splitlines()[0] == (
@@ -60,14 +60,14 @@ def test_witnesses_see_the_chosen_steps_alone(tool: str, tmp_path: Path, monkeyp
         "closed_form saw nothing; 1 more event differs (check witnesses)"
     )
     assert told.message.splitlines()[-1].endswith(f"--profile {tool} --profile-steps 1:3")
-    told = seen.judged(CLEAN, (), list(uneven(CLEAN)), uneven).verdict
+    told = seen.judge_case(CLEAN, (), list(uneven(CLEAN)), uneven).verdict
     assert told.verdict == PASS
     assert told.message.endswith(
         "the closed form was not asked: the closed form does not tell which step has what: "
         "1 data broadcast in no module in 4 steps, and 1 in one"
     )
     assert reasons_of(told) == ["closed form of the chosen steps"]
-    told = seen.judged(SHORT, (), None).verdict
+    told = seen.judge_case(SHORT, (), None).verdict
     assert told.verdict == UNKNOWN
     assert "steps 1:3 cannot be watched: the program ends 1 of them, as its optimizers tell" in told.message
 
@@ -106,7 +106,7 @@ def test_a_stretch_begins_and_ends_with_its_steps_whatever_the_number_of_optimiz
     ends = step_ends(0, run)
     assert ends == (2, 4, 6, 8)
     run.told.clear()
-    with during(chosen, ends, run.marked):
+    with watch_steps(chosen, ends, run.marked):
         run()
     every = [*step(0), *step(1), *step(2), *step(3)]
     first, last = 3 * chosen.start, 3 * chosen.stop
@@ -156,7 +156,9 @@ def test_the_name_stands_for_case_subject_and_witnesses() -> None:
 def test_the_list_has_every_call_of_a_micro_batch_in_order(tmp_path: Path) -> None:
     small = EXPERIMENTS[PUBLISHED].small.replace("layers=4", "layers=2").replace("tp=4", "tp=2")
     case = f"{small} steps=1 micro=2"
-    result = run(Request(cases=parse_cases((case,)), subject=named(EXPERIMENTS[PUBLISHED].subject), out=tmp_path))
+    result = run_request(
+        Request(cases=parse_cases((case,)), subject=resolve_subject(EXPERIMENTS[PUBLISHED].subject), out=tmp_path)
+    )
     assert result.exit_status == 0
     rows = experiment_table(load(result.path), PUBLISHED).rows
     # modes.md 5: 5 broadcasts; forward 1 + 2 a layer, loss 3; backward 2 a layer + 1 of the head.

@@ -13,7 +13,7 @@ from shardproof.harness.traces.flight_recorder import trace_of as trace_of_dump
 from shardproof.harness.traces.kineto import trace_of
 from shardproof.harness.traces.logged import with_log
 from shardproof.harness.witnesses.agreement import UNKNOWN, Sighting
-from shardproof.harness.witnesses.timing import spread, timed
+from shardproof.harness.witnesses.timing import spread, time_sightings
 from shardproof.harness.witnesses.torch_trace import sightings as sightings_of_trace
 
 HEADER = {"pg_config": [{"pg_name": "0", "ranks": [0, 1, 2, 3]}, {"pg_name": "7", "ranks": [0, 1]}]}
@@ -146,7 +146,7 @@ def test_collectives_are_timed_by_the_backends_rows_and_late_by_the_first_rank(t
         text = json.dumps({"traceEvents": rows, "baseTimeNanoseconds": 5000})
         (tmp_path / f"rank{rank}.trace.json").write_text(text)
         seen.append(Sighting(rank=rank, index=0, op="all_reduce", groups=((0, 1),), start_us=11 + late, duration_us=1))
-    told = timed(tmp_path, seen)
+    told = time_sightings(tmp_path, seen)
     assert [(t.duration_us, t.overlapped_us, t.exposed_us) for t in told] == [(10, 5, 5)] * 2
     assert [t.late_us for t in told] == [0, 7]
 
@@ -168,7 +168,7 @@ def test_on_a_gpu_collectives_are_timed_by_the_kernels_that_their_rows_launched(
         Sighting(rank=0, index=1, op="all_to_all", groups=((0, 1),), start_us=21, duration_us=3),
         Sighting(rank=0, index=2, op="barrier", groups=((0, 1),), start_us=31, duration_us=3),
     ]
-    told = timed(tmp_path, seen)
+    told = time_sightings(tmp_path, seen)
     assert [(t.duration_us, t.overlapped_us, t.exposed_us) for t in told] == [(30, 15, 15), (8, 0, 8), (0, 0, 0)]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardproof.bugs.planting import planted, planted_module
+from shardproof.bugs.planting import plant_subject, planted_module
 from shardproof.harness.verdicts.verdict import FAIL, PASS
 from shardproof.parallel.checkpoints.comparing import compare
 from shardproof.parallel.subject import subject
@@ -61,7 +61,7 @@ def test_the_right_load_passes(prover: Prover, saved: str) -> None:
 
 @pytest.mark.parametrize("bug", of_file("tests/checkpoint_loads"), ids=lambda bug: bug.name)
 def test_it_is_killed(prover: Prover, saved: str, bug: Mutant) -> None:
-    found = prover.proof(CASE.but(load=saved), planted(bug.sources()))
+    found = prover.proof(CASE.but(load=saved), plant_subject(bug.sources()))
     failed = [one.message for one in found.verdicts if one.verdict == FAIL]
     assert failed and any(f"phase {bug.phase}" in message for message in failed), failed
 
@@ -88,7 +88,7 @@ def test_the_right_save_passes(prover: Prover, tmp_path: Path) -> None:
 @pytest.mark.parametrize("bug", WRONG_SAVES, ids=lambda bug: bug.name)
 def test_a_wrong_save_is_seen_where_it_is_written(prover: Prover, tmp_path: Path, bug: Mutant) -> None:
     case = _CASES.get(bug.name, CASE)
-    found = prover.proof(case.but(save=str(tmp_path / "a")), planted(bug.sources()))
+    found = prover.proof(case.but(save=str(tmp_path / "a")), plant_subject(bug.sources()))
     failed = {one.check: one.message for one in found.verdicts if one.verdict == FAIL}
     assert failed.keys() & {"saved", "merge"} and not failed.keys() - {"saved", "merge", "coverage"}, failed
     assert not bug.alone or [*failed] == ["saved"]
@@ -101,7 +101,7 @@ def test_a_save_behind_a_load_counts_on(prover: Prover, tmp_path: Path, bug: Mut
     """Two steps, and two more: four steps are saved, all finite in a row."""
     trained(SCALED.but(save=str(tmp_path / "a")))
     again = SCALED.but(load=str(tmp_path / "a"), save=str(tmp_path / "b"))
-    found = prover.proof(again, planted(bug.sources()) if bug else subject)
+    found = prover.proof(again, plant_subject(bug.sources()) if bug else subject)
     failed = {one.check: one.message for one in found.verdicts if one.verdict == FAIL}
     assert [*failed] == (["saved"] if bug else []), failed
     assert not bug or bug.region in failed["saved"], failed

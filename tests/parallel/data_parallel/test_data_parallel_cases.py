@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardproof.bugs.anchors import source_of
-from shardproof.bugs.planting import planted
+from shardproof.bugs.planting import plant_subject
 from shardproof.harness.engines.threads.dry import DryEngine
 from shardproof.harness.predicting.figures import EQUAL, mixed_adamw
-from shardproof.harness.predicting.forecast import forecast
+from shardproof.harness.predicting.forecast import forecast_case
 from shardproof.harness.recording.measures import SavedActivations
 from shardproof.harness.verdicts.verdict import FAIL, PASS
 from shardproof.parallel.communication.layout import local_shape
@@ -66,7 +66,7 @@ def test_a_replica_that_differs_ends_the_run_with_its_name(prover: Prover) -> No
         "                if mesh.rank == 2 and name == 'layers.1.mlp_norm.weight':\n"
         "                    parameter[3] = torch.nextafter(parameter[3], parameter[3] + 1)\n"
     )
-    wrong = planted({"shardproof.parallel.training": source.replace(filled, other)})
+    wrong = plant_subject({"shardproof.parallel.training": source.replace(filled, other)})
     result = prover.proof(Case.parse(f"{SIZES} mode=tp tp=3 dp=2 parity=2"), wrong)
     (verdict,) = (one for one in result.verdicts if one.verdict != PASS)
     assert verdict.check == "run"
@@ -110,7 +110,7 @@ def test_memory_by_part_and_a_peak_that_falls_with_every_stage(dry: DryEngine) -
     of_bucket = sum(min(slot.end, own) - slot.start for slot in bucket.slots if slot.start < own)  # no padding
     peaks = []
     for zero, part in enumerate((whole, of_bucket, whole // 4, whole // 4)):  # four divides every number of rows
-        told = forecast(case.but(zero=zero), subject, dry, states=mixed_adamw("bfloat16"))
+        told = forecast_case(case.but(zero=zero), subject, dry, states=mixed_adamw("bfloat16"))
         kept = part if zero > 1 else whole
         assert told.ledger == EQUAL
         assert (told.memory.parameters, told.memory.gradients) == (2 * kept, 4 * kept), zero
@@ -166,6 +166,6 @@ def test_a_step_is_skipped_where_rounding_has_no_say(prover: Prover, words: str,
 
 @pytest.mark.parametrize("bug", of_file("tests/loss_scales"), ids=lambda bug: bug.name)
 def test_a_bug_behind_a_skip_is_killed(prover: Prover, bug: Mutant) -> None:
-    found = prover.proof(Case.parse(BEHIND_SKIPS[0]), planted(bug.sources()))
+    found = prover.proof(Case.parse(BEHIND_SKIPS[0]), plant_subject(bug.sources()))
     failed = {one.check: one.message for one in found.verdicts if one.verdict == FAIL}
     assert failed.keys() & {*bug.kills.split("|")}, failed

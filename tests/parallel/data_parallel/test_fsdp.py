@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from shardproof.harness.dense_model import parse_cases
 from shardproof.harness.running.request import Request
-from shardproof.harness.running.run import run
-from shardproof.harness.subject import named
+from shardproof.harness.running.run import run_request
+from shardproof.harness.subject import resolve_subject
 from shardproof.parallel.communication.layout import Cut
 from shardproof.parallel.communication.schedules import Action
 from shardproof.parallel.model.strategy import Rank, Step
@@ -116,7 +116,7 @@ def test_one_compare_of_ours_and_torchs(tmp_path: Path, capsys: pytest.CaptureFi
     cases = parse_cases((f"{SIZES} dp=4 zero=2",))
     folders = []
     for name in ("shardproof.parallel.subject:subject", THEIRS):
-        result = run(Request(cases=cases, subject=named(name), out=tmp_path / name.partition(":")[0]))
+        result = run_request(Request(cases=cases, subject=resolve_subject(name), out=tmp_path / name.partition(":")[0]))
         assert result.exit_status == 0
         folders.append(str(result.path))
     assert main(["compare", *folders, "--fail", "events:0"]) == 0

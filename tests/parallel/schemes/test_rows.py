@@ -11,7 +11,7 @@ import pytest
 from shardproof.harness.dense_model import SUBJECT
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.running.proof import prove
-from shardproof.harness.subject import named
+from shardproof.harness.subject import resolve_subject
 from shardproof.parallel import registry
 from shardproof.parallel.communication.expectation import terms
 from shardproof.parallel.data_parallel.calls import summed_over, trained_placements
@@ -97,7 +97,7 @@ def test_commands_have_a_scheme_that_is_one_file(
     assert "a heartbeat" in capsys.readouterr().out
     assert cli.main(["predict", TEXT]) == 0
     assert "toy" in capsys.readouterr().out
-    plans = plan_disturbed(named(subject), "toy", engine, quick=False)
+    plans = plan_disturbed(resolve_subject(subject), "toy", engine, quick=False)
     targets = [fault.target for plan in plans for fault in plan.faults]
     assert any(target.phase == "grad_sync" and target.axis == "tp" for target in targets)
     assert "toy" in subject.modes and len(default_cases(["toy"])) > 5

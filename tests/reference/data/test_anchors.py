@@ -18,7 +18,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shardproof.bugs.planting import planted_everywhere
-from shardproof.bugs.record import read
+from shardproof.bugs.record import read_bugs
 from shardproof.parallel.communication.batch import sent_to_stage
 from shardproof.reference.case import Case
 from shardproof.reference.data.batches import IGNORED, Batch, micro_batch, own_edges, shard_edges, unread_rows
@@ -53,7 +53,7 @@ def test_every_statement_holds_for_short_corpora_and_prompts(tmp_path: Path, for
     assert broken(Case.parse(f"{FORMS[form]} data={file}")) == []
 
 
-BUGS = {bug.name: bug for bug in read(Path(__file__).with_name("shared_data.txt"), Mutant, GROUPS)}
+BUGS = {bug.name: bug for bug in read_bugs(Path(__file__).with_name("shared_data.txt"), Mutant, GROUPS)}
 
 
 @pytest.mark.parametrize("name", ["no bug", *BUGS])

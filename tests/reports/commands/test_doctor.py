@@ -31,7 +31,7 @@ FULL = Machine(
 
 def rows(machine: Machine) -> dict[str, tuple[str, str, str]]:
     """Subject of a row -> found, usable, what follows."""
-    return {what: (found, usable, follows) for what, found, usable, follows in doctor.judge(machine)[0]}
+    return {what: (found, usable, follows) for what, found, usable, follows in doctor.judge_machine(machine)[0]}
 
 
 def test_a_machine_with_everything_misses_nothing() -> None:
@@ -41,7 +41,7 @@ def test_a_machine_with_everything_misses_nothing() -> None:
     assert "a tool listens" in table["nvtx"][2]
     assert table["backend gloo"][2].startswith("--engine pool runs ranks as processes")
     assert table["backend nccl"][2] == "--engine pool --device cuda does so with a GPU a rank"
-    assert doctor.judge(FULL)[1].startswith("0 of 15")
+    assert doctor.judge_machine(FULL)[1].startswith("0 of 15")
 
 
 @pytest.mark.parametrize(

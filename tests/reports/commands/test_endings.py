@@ -23,7 +23,7 @@ def test_a_page_that_finds_no_room_takes_no_verdict_along(
         path.write_text("<html>")
         raise FULL
 
-    monkeypatch.setattr(page, "write", half_written)
+    monkeypatch.setattr(page, "write_page", half_written)
     for subject, status in (("right", 0), ("wrong", 1)):
         ended, out, err = shardproof("run", ONE, "--subject", f"{TOY}{subject}")
         assert ended == status and "Traceback" not in out + err

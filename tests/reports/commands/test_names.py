@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from bench.systems import read_cells
-from shardproof.harness.subject import named
+from shardproof.harness.subject import resolve_subject
 from shardproof.reference.case import Case
 from shardproof.reference.training.truth import truth
-from shardproof.reports.commands.names import KINDS, OWN, names, tables
+from shardproof.reports.commands.names import KINDS, OWN, names_of_truth, tables_of_names
 from shardproof.reports.commands.word_help import LIKE
 from shardproof.reports.options import command_options
 from tests import ROOT
@@ -29,11 +29,11 @@ SMALL = "layers=1 hidden=16 heads=2 vocab=24 seq=8 micro=1"
 def test_every_name_of_the_dense_model_is_listed_under_a_kind_that_is_explained() -> None:
     words = "metric=true optimizer=adamw lr=0.01 steps=3 dropout=0.1 init=field save=checkpoint"
     case = Case.parse(f"mode=tp tp=1 {SMALL} {words}")
-    found = names(case, named(right))
+    found = names_of_truth(case, resolve_subject(right))
     cpu = torch.device("cpu")
     dense = truth(case, cpu)
     assert {name: value.shape for name, value in found.items()} == {name: value.shape for name, value in dense.items()}
-    shown = tables(found)
+    shown = tables_of_names(found)
     assert not [one.title for one in shown if one.title.endswith(OWN)]
     assert {one.title.partition(":")[0] for one in shown} == set(KINDS), "no kind is explained that is not there"
     rows = [row for one in shown for row in one.rows]

@@ -10,7 +10,7 @@ from shardproof import record
 from shardproof.harness.engines.processes.forked.pool import PoolEngine
 from shardproof.harness.errors import RequestError
 from shardproof.harness.running.proof import prove
-from shardproof.harness.subject import case_of, named
+from shardproof.harness.subject import case_of, resolve_subject
 from tests.harness.command_line import TOY, CommandLine
 from tests.shardproof.test_public_names import python
 
@@ -115,7 +115,7 @@ def test_what_cannot_be_imported_is_one_sentence(shardproof_here: CommandLine, h
 def test_what_only_a_rank_cannot_import_is_one_sentence(pool: PoolEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PARENT", str(os.getpid()))
     Path("broken_on_ranks.py").write_text(IN_A_CHILD.format(how="import no_such_module"))
-    subject = named("broken_on_ranks:subject")
+    subject = resolve_subject("broken_on_ranks:subject")
     told = "broken_on_ranks fails on import: No module named 'no_such_module'"
     with pytest.raises(RequestError, match=told) as caught:
         prove(case_of("tp=2", subject), subject, pool)

@@ -14,14 +14,14 @@ import torch.distributed as dist
 
 from shardproof import run as run_cases
 from shardproof.harness.checking.checks import CHECKS
-from shardproof.harness.differences import differences
+from shardproof.harness.differences import find_differences
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.protocols import TermLike
 from shardproof.harness.running.proof import prove
 from shardproof.parallel.subject import subject as ours
 from shardproof.reference.case import Case
 from shardproof.reports.commands import expect
-from shardproof.reports.commands.trace import trace_events, write
+from shardproof.reports.commands.trace import trace_events, write_trace
 from shardproof.reports.stored.frames import Run, load
 from tests.harness.command_line import CommandLine
 from tests.reports import sample_run
@@ -63,7 +63,7 @@ def broken(trace: Any) -> list[str]:
 
 def test_the_trace_of_real_ranks_is_valid_and_whole(tmp_path: Path) -> None:
     run = load(stored(tmp_path))
-    trace = json.loads(write(run, tmp_path / "trace.json").read_text())
+    trace = json.loads(write_trace(run, tmp_path / "trace.json").read_text())
     assert broken(trace) == []
     calls = [event for event in trace["traceEvents"] if "call_index" in event.get("args", {})]
     assert len(calls) == len(run.ledger) == 48
@@ -173,7 +173,7 @@ def test_ranks_that_differ_have_a_comment_and_a_term_that_holds_for_all(run: Run
     gathers = of_rank_1 & (events["op"] == "all_gather")
     events.loc[gathers & (events["phase"] == "forward"), "payload_bytes"] = 4000
     events = events[~(of_rank_1 & (events["op"] == "reduce_scatter"))]
-    found = expect.lines(dataclasses.replace(run, ledger=events), sample_run.TP_SP, short=short)
+    found = expect.lines_of_terms(dataclasses.replace(run, ledger=events), sample_run.TP_SP, short=short)
     terms: list[TermLike] = [line.term for line in found]
     ledger = sample_run.events(sample_run.TP_SP, sample_run.CALLS[sample_run.TP_SP])
     smaller = [(event.rank, event.op, event.phase) == (1, "all_gather", "forward") for event in ledger]
@@ -183,9 +183,9 @@ def test_ranks_that_differ_have_a_comment_and_a_term_that_holds_for_all(run: Run
         if event.rank == 0 or event.op != "reduce_scatter"
     ]
     axes = {"tp": ((0, 1),)}
-    assert differences(kept, terms, range(2), axes=axes) == []
-    assert differences([*kept, kept[0]], terms, range(2), axes=axes)
-    text = expect.written("c", "r", found)
+    assert find_differences(kept, terms, range(2), axes=axes) == []
+    assert find_differences([*kept, kept[0]], terms, range(2), axes=axes)
+    text = expect.write_terms("c", "r", found)
     if short:
         told = [line.differ for line in found if line.differ]
         assert told[-1] == "rank 0: 2 calls, 8192 B; rank 1: 0 calls, 0 B"

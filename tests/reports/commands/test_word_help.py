@@ -55,7 +55,7 @@ def test_a_terminal_gets_every_word_in_its_width(shardproof: CommandLine, topic:
     assert status == 0
     meanings = Case.meanings() if topic == "case" else Sliced.meanings()
     assert all(f"\n  {word.name}={word.default}" in out for word in meanings)
-    assert max(len(line) for line in word_help.text(word_help.TOPICS[topic], 100).splitlines()) <= 100
+    assert max(len(line) for line in word_help.help_as_text(word_help.TOPICS[topic], 100).splitlines()) <= 100
 
 
 def test_the_calls_of_a_case_with_formula_bytes_and_reason(shardproof: CommandLine) -> None:

@@ -9,35 +9,42 @@ import pytest
 from shardproof.harness.errors import RequestError
 from shardproof.reports.comparing.comparison import compare
 from shardproof.reports.comparing.intervals import phase_times, ratio_of_medians
-from shardproof.reports.comparing.snapshot import TIME_TYPES, members, save, side, snapshot, span
+from shardproof.reports.comparing.snapshot import (
+    TIME_TYPES,
+    format_span,
+    parse_span,
+    read_side,
+    save_snapshot,
+    snapshot,
+)
 from shardproof.reports.stored.frames import load
 from tests.harness.command_line import CommandLine
 from tests.reports import sample_run
 
 
 def test_a_baseline_stands_for_its_run(runs: dict[str, Path], tmp_path: Path) -> None:
-    kept = side(str(runs["right"]))
-    folder = save(kept, "main", str(tmp_path / "b"))
-    again = save(side(str(runs["again"])), "again", str(tmp_path / "b"))
+    kept = read_side(str(runs["right"]))
+    folder = save_snapshot(kept, "main", str(tmp_path / "b"))
+    again = save_snapshot(read_side(str(runs["again"])), "again", str(tmp_path / "b"))
     assert (folder / "events.csv").read_bytes() == (again / "events.csv").read_bytes(), "equal runs leave no diff"
-    read = side("main", str(tmp_path / "b"))
+    read = read_side("main", str(tmp_path / "b"))
     for name in ("cases", "events", "times", "memory"):
         assert getattr(read, name).equals(getattr(kept, name)), name
-    assert compare(read, side(str(runs["again"]))).breaches == ()
-    assert len(compare(read, side(str(runs["wider"]))).breaches) == 1
+    assert compare(read, read_side(str(runs["again"]))).breaches == ()
+    assert len(compare(read, read_side(str(runs["wider"]))).breaches) == 1
 
 
 def test_counted_events_add_up_to_the_ledger(runs: dict[str, Path]) -> None:
     run = load(runs["gather"])
     events = snapshot(run).events
-    cells = events[["ranks", "steps", "microbatches"]].map(lambda text: len(members(text))).prod(axis=1)
+    cells = events[["ranks", "steps", "microbatches"]].map(lambda text: len(parse_span(text))).prod(axis=1)
     assert (cells * events["calls"]).sum() == len(run.ledger)
     assert (cells * events["calls"] * events["payload_bytes"]).sum() == run.ledger["payload_bytes"].sum()
 
 
 @pytest.mark.parametrize("numbers", [[0], [0, 1, 2, 3], [0, 2], [5, 0, 1], [-1, 0, 7, 8]])
 def test_spans_read_back(numbers: list[int]) -> None:
-    assert members(span(numbers)) == sorted(numbers)
+    assert parse_span(format_span(numbers)) == sorted(numbers)
 
 
 def test_folders_that_are_none_are_one_sentence(shardproof: CommandLine, runs: dict[str, Path], tmp_path: Path) -> None:
@@ -49,9 +56,9 @@ def test_folders_that_are_none_are_one_sentence(shardproof: CommandLine, runs: d
     empty = sample_run.write(tmp_path / "empty")
     (empty / "ledger.csv").write_text((empty / "ledger.csv").read_text().split("\n")[0] + "\n")
     with pytest.raises(RequestError, match="holds something else"):
-        save(side(right), "taken")
+        save_snapshot(read_side(right), "taken")
     with pytest.raises(RequestError, match="holds no event"):
-        save(side(str(empty)), "main")
+        save_snapshot(read_side(str(empty)), "main")
 
 
 def drawn(seed: int, slow: str = "", factor: float = 1.3, blocks: int = 40) -> pd.DataFrame:

@@ -10,16 +10,16 @@ import pandas as pd
 import pytest
 
 from shardproof.harness.errors import RequestError
-from shardproof.reports.comparing.compared_sides import breaches, limits
+from shardproof.reports.comparing.compared_sides import describe_breaches, parse_limits
 from shardproof.reports.comparing.comparison import Comparison, compare
-from shardproof.reports.comparing.snapshot import save, side
+from shardproof.reports.comparing.snapshot import read_side, save_snapshot
 from shardproof.reports.stored.frames import load
 from tests.harness.command_line import CommandLine
 from tests.reports import sample_run
 
 
 def compared(base: Path, new: Path, *fail: str) -> Comparison:
-    return compare(side(str(base)), side(str(new)), limits(fail))
+    return compare(read_side(str(base)), read_side(str(new)), parse_limits(fail))
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_limits_count_what_they_name(runs: dict[str, Path]) -> None:
 def test_a_limit_that_is_none_is_refused() -> None:
     for text in "bytes weight:0 bytes:-1 bytes:much time:5 wall:1e3% events:1 : time:% calls:0%%".split():
         with pytest.raises(RequestError, match=f"fail={text}.*; legal: ") as caught:
-            limits([text])
+            parse_limits([text])
         assert "\n" not in str(caught.value)
 
 
@@ -134,7 +134,9 @@ def test_where_both_measures_say_slower_the_one_that_knows_the_module_is_told() 
     rows = [("tp", "backward", measure, "forward", 1.3, 1.2, 1.3, 1.2, where) for measure, where in
             (("in calls", "head"), ("elapsed", "layers.1"))]  # fmt: skip
     nothing = pd.DataFrame()
-    (told,) = breaches(limits(["time:10%"]), nothing, nothing, nothing, pd.DataFrame(rows, columns=names))
+    (told,) = describe_breaches(
+        parse_limits(["time:10%"]), nothing, nothing, nothing, pd.DataFrame(rows, columns=names)
+    )
     assert told == "time:10%: tp backward: 1.30 times as slow (elapsed) beside forward, mostly in layers.1"
 
 
@@ -167,7 +169,7 @@ def test_a_case_that_the_new_run_lacks_breaks_the_comparison(folder: Path, tmp_p
     for name in ("cases.jsonl", "ledger.csv"):
         lines = (fewer / name).read_text().splitlines(keepends=True)
         (fewer / name).write_text("".join(line for line in lines if "tp-sp" not in line))
-    found = f"case {sample_run.TP_SP}: is in {side(str(folder)).name} and not in {fewer}"
+    found = f"case {sample_run.TP_SP}: is in {read_side(str(folder)).name} and not in {fewer}"
     assert compared(folder, fewer).breaches == (found,)
     assert compared(fewer, folder).breaches == (), "a case more is no breach, and a note"
     assert any("not compared" in note for note in compared(fewer, folder).notes)
@@ -191,7 +193,7 @@ def test_a_run_that_was_cut_off_is_no_pass_whatever_the_limit(folder: Path, tmp_
         assert breaches and breaches[0].startswith(f"{cut} was cut off, so that nothing is proved: {name}: its last")
     assert compared(folder, folder, "calls:99%").breaches == ()
     with pytest.raises(RequestError, match=f"{cut}: was cut off .* so it is no baseline; legal: a whole run"):
-        save(side(str(cut)), "main", str(tmp_path / "baselines"))
+        save_snapshot(read_side(str(cut)), "main", str(tmp_path / "baselines"))
 
 
 def test_nothing_in_common_is_a_wrong_request(folder: Path, tmp_path: Path, runs: dict[str, Path]) -> None:

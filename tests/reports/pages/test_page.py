@@ -14,9 +14,9 @@ from shardproof.harness.verdicts.facts import First, Note, NoteKind, Worst
 from shardproof.harness.verdicts.verdict import Verdict
 from shardproof.reports.commands.cli import main
 from shardproof.reports.pages import page, plots
-from shardproof.reports.pages.comment import comment
-from shardproof.reports.pages.drawings import by_module, last_micro_batch, lines, timeline, tree
-from shardproof.reports.pages.opening import pairs
+from shardproof.reports.pages.comment import render_comment
+from shardproof.reports.pages.drawings import build_tree, by_module, draw_timeline, last_micro_batch, lines_of_cases
+from shardproof.reports.pages.opening import pairs_of_features
 from shardproof.reports.stored.frames import Run, in_order, load
 from shardproof.reports.stored.summary import headline
 from tests.reports import sample_run
@@ -77,10 +77,10 @@ def test_the_page_tells_the_whole_run(html: str) -> None:
 
 
 def test_pages_of_a_passing_run_and_of_one_killed_at_once(run: Run, tmp_path: Path) -> None:
-    html = page.render(run)
+    html = page.render_page(run)
     assert "What went wrong" not in html and "2 pass" in html
     (tmp_path / "env.json").write_text('{"layout": 2}')
-    html = page.write(load(tmp_path), tmp_path / "report.html").read_text()
+    html = page.write_page(load(tmp_path), tmp_path / "report.html").read_text()
     assert "ledger.csv is missing" in html
     assert Structure(html).open == []
 
@@ -104,7 +104,7 @@ def test_nothing_a_run_wrote_becomes_markup(failing: Run) -> None:
         notes=(bomb,),
         **{name: frame.assign(case=frame["case"] + bomb) for name, frame in named.items()},
     )
-    html = page.render(hostile)
+    html = page.render_page(hostile)
     assert html.count("<script") == 1 and bomb not in html
     assert "<img" not in html
     assert Structure(html).open == []
@@ -117,7 +117,7 @@ def test_a_thousand_cases_stay_under_two_megabytes(failing: Run) -> None:
     told = failing.records[-1]
     records = [dataclasses.replace(told, case=f"mode=tp tp=2 seed={seed}") for seed in range(1000) for _ in range(7)]
     big: dict[str, Any] = {"cases": many(failing.cases), "summary": many(failing.summary)}
-    html = page.render(sample_run.with_records(dataclasses.replace(failing, **big), records))
+    html = page.render_page(sample_run.with_records(dataclasses.replace(failing, **big), records))
     assert len(html.encode()) <= 2_000_000
     assert "all of them stand in verdicts.jsonl" in html
     assert "more stand in verdicts.jsonl" in html
@@ -128,7 +128,9 @@ def test_a_thousand_cases_stay_under_two_megabytes(failing: Run) -> None:
 
 def test_modules_unfold_and_add_up(failing: Run) -> None:
     modules = by_module(failing)
-    (outside, layer) = sorted(tree(modules[modules["mode"] == "tp"]), key=lambda node: node.name != "outside modules")
+    (outside, layer) = sorted(
+        build_tree(modules[modules["mode"] == "tp"]), key=lambda node: node.name != "outside modules"
+    )
     assert (outside.name, outside.calls, outside.other_bytes) == ("outside modules", 1, 4096)
     assert (layer.name, layer.calls, layer.payload_bytes) == ("layers.0", 5, 5 * 4096)
     assert [(part.name, part.calls) for part in layer.parts] == [("attention.wo", 3), ("mlp.w1", 2)]
@@ -137,20 +139,20 @@ def test_modules_unfold_and_add_up(failing: Run) -> None:
 
 def test_many_layers_are_one() -> None:
     rows = [("tp", "forward", f"layers.{n}.mlp.{w}", 1, 8) for n in range(100) for w in ("w1", "w2")]
-    (node,) = tree(pd.DataFrame(rows, columns=["mode", "phase", "region", "calls", "payload_bytes"]))
+    (node,) = build_tree(pd.DataFrame(rows, columns=["mode", "phase", "region", "calls", "payload_bytes"]))
     assert (node.name, node.calls, node.payload_bytes) == ("layers.*.mlp", 200, 1600)
     assert [part.name for part in node.parts] == ["w1", "w2"]
 
 
 def test_the_timeline_draws_and_names_every_call_of_the_last_micro_batch(failing: Run) -> None:
     calls = last_micro_batch(failing.ledger[failing.ledger["case"] == sample_run.TP])
-    svg = timeline(calls, "a <b>")
+    svg = draw_timeline(calls, "a <b>")
     assert sum(path.count("z") for path in re.findall(r'd="([^"]*)"', svg)) == len(calls) == 12
     assert "rank 0" in svg and "rank 1" in svg and "a &lt;b&gt;: 12 calls on 2 ranks in 0.512 ms" in svg
     assert "<title>forward: all_reduce, 4,096 bytes, layers.0.attention.wo</title>" in svg, "under the pointer"
     assert "<title>loss: all_reduce, 4,096 bytes, outside modules</title>" in svg
     assert Structure(svg).open == []
-    assert timeline(calls.iloc[:0], "none") == ""
+    assert draw_timeline(calls.iloc[:0], "none") == ""
 
 
 def test_a_kill_matrix_is_shown_when_it_is_there(folder: Path) -> None:
@@ -158,7 +160,7 @@ def test_a_kill_matrix_is_shown_when_it_is_there(folder: Path) -> None:
     rows = "drop,fault,issue 1,tp,forward,layers.0,ledger forward,True,False,1.0,True,True\n"
     rows += "late,fault,issue 2,tp,backward,layers.1,,False,False,1.0,,\n"
     (folder / "kill_matrix.csv").write_text(f"{columns}\n{rows}")
-    html = page.render(load(folder))
+    html = page.render_page(load(folder))
     assert "1 of 2 planted bugs were noticed" in html
     assert html.index(">late<") < html.index(">drop<"), "what survived comes first"
 
@@ -170,14 +172,14 @@ def test_a_comment_has_the_verdict_the_failures_and_the_table(failing: Run, caps
     assert f"```text\n{sample_run.MESSAGE}" in told and "| mode | ranks |" in told and "**1** failed" in told
     bomb = "```\n# not a title"
     hostile = sample_run.with_records(failing, [_exploding(one, bomb) for one in failing.records])
-    assert comment(hostile).count("```") == 2 * comment(hostile).count("```text")
+    assert render_comment(hostile).count("```") == 2 * render_comment(hostile).count("```text")
 
 
 def test_a_margin_is_a_way_to_the_limit_by_powers_of_ten(failing: Run) -> None:
     def margin(error: float) -> str:
         told = failing.verdicts.assign(worst_error=error, worst_allowed=1e-9)
         run = dataclasses.replace(failing, verdicts=told)
-        return str(lines(run, headline(run))[0][0].margin)
+        return str(lines_of_cases(run, headline(run))[0][0].margin)
 
     for error, width in ((1e-9, "100.0"), (2e-9, "100.0"), (1e-12, "50.0"), (1e-16, "0.0"), (0.0, "0.0")):
         assert f'width="{width}"' in margin(error)
@@ -192,16 +194,16 @@ def test_the_first_call_of_a_wrong_place_has_its_line_of_source(failing: Run, tm
     first = First(phase="backward", region="layers.0.mlp.w1", step=0, name="act_grad/x")
     told = dataclasses.replace(told, failure=dataclasses.replace(told.failure, first=first))
     ledger = failing.ledger.assign(caller=f"{source}:3")
-    html = page.render(sample_run.with_records(dataclasses.replace(failing, ledger=ledger), [told]))
+    html = page.render_page(sample_run.with_records(dataclasses.replace(failing, ledger=ledger), [told]))
     assert f"First call there: <code>{source}:3: y = all_reduce(x, axis)</code>" in html
 
 
 def test_pairs_of_features_are_counted_in_passed_cases_alone() -> None:
     features = {"a": ["mode=tp", "context"], "b": ["mode=tp", "context", "pipeline"], "c": ["mode=isp", "packing"]}
-    table = pairs([("a", "pass"), ("b", "pass"), ("c", "fail")], features.__getitem__)
+    table = pairs_of_features([("a", "pass"), ("b", "pass"), ("c", "fail")], features.__getitem__)
     assert table and table.headers == ("feature", "context", "pipeline")
     assert table.rows == (("context", "2", "1"), ("pipeline", "1", "1"), ("mode=tp", "2", "1"))
-    assert pairs([("c", "fail")], features.__getitem__) is None
+    assert pairs_of_features([("c", "fail")], features.__getitem__) is None
 
 
 # Everybody can read it
@@ -252,7 +254,7 @@ def test_every_crossing_is_marked_and_named() -> None:
 
 def test_a_run_with_growth_shows_break_even_in_table_and_plot(failing: Run) -> None:
     """By hand: isp sends 10,000 bytes and 10 a token, mtp 50 a token."""
-    html = page.render(grown(failing, {"mtp": {100: 5000, 400: 20000}, "isp": {100: 11000, 400: 14000}}))
+    html = page.render_page(grown(failing, {"mtp": {100: 5000, 400: 20000}, "isp": {100: 11000, 400: 14000}}))
     assert "T* = 250: isp below mtp" in html
     assert "cheaper beyond T*" in html
 
@@ -263,4 +265,4 @@ def test_a_page_is_written_where_no_compiled_template_can_be_stored(
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "missing"):
         monkeypatch.setattr("tempfile.tempdir", str(folder))
-        assert page.render(failing).startswith("<!doctype html>")
+        assert page.render_page(failing).startswith("<!doctype html>")

@@ -23,7 +23,7 @@ from tests.reports.pages.page_figures import compared, map_flaws
 
 
 def test_a_bar_is_one_case_and_as_long_as_its_bytes(folder: Path) -> None:
-    html = page.render(load(folder))
+    html = page.render_page(load(folder))
     found = compared(html, folder)
     assert found.apart == [] and found.figures["bars"] == 1 + 2 * 2 + 4 * (3 + 1 + 2 + 1)
     assert 'aria-label="wire MiB: forward 0.012, loss 0.004, backward 0.008"' in html
@@ -35,7 +35,7 @@ def test_a_bar_is_one_case_and_as_long_as_its_bytes(folder: Path) -> None:
 
 def test_lines_put_failures_first_and_few_ranks_before_many(failing: Run) -> None:
     def lines(run: Run) -> Sequence[drawings.CaseBars]:
-        return drawings.lines(run, summary.headline(run))[0]
+        return drawings.lines_of_cases(run, summary.headline(run))[0]
 
     assert [(line.verdict, line.mode) for line in lines(failing)] == [("fail", "tp"), ("pass", "tp-sp")]
     wide = dataclasses.replace(failing, cases=failing.cases.assign(world_size=[2, 4]), verdicts=failing.verdicts[:6])
@@ -70,14 +70,14 @@ def test_what_overflows_on_ranks_and_in_the_control_run_is_beyond_every_limit(fa
     errors.assign(error=errors["error"].mask(ours, "inf"), allowed=errors["allowed"].mask(ours, "inf")).to_csv(
         path, index=False
     )
-    (drawn,) = failures.maps(failing.path, {sample_run.TP}).values()
+    (drawn,) = failures.maps_of_cases(failing.path, {sample_run.TP}).values()
     assert {(cell.text, cell.heat) for _, cells in drawn.rows for cell in cells if cell.text == "inf"} == {("inf", "4")}
     over = failing.verdicts.assign(worst_error=math.inf, worst_allowed=math.inf)
     (told,) = [one for one in failing.records if one.verdict == "fail"]
     beyond = Worst(name="loss/0", error=math.inf, allowed=math.inf, epsilons=math.inf)
-    assert len(failures.bugs([dataclasses.replace(told, worst=beyond)])) == 1
+    assert len(failures.bugs_of_run([dataclasses.replace(told, worst=beyond)])) == 1
     headline = summary.headline(dataclasses.replace(failing, verdicts=over))
-    assert drawings.lines(failing, headline)[0][0].share == math.inf
+    assert drawings.lines_of_cases(failing, headline)[0][0].share == math.inf
 
 
 def test_failures_with_one_first_place_are_one_block(failing: Run) -> None:
@@ -86,19 +86,19 @@ def test_failures_with_one_first_place_are_one_block(failing: Run) -> None:
     head = dataclasses.replace(told.failure, first=First(phase="forward", region="head", name="logits/0"))
     elsewhere = dataclasses.replace(told, failure=head)
     records = [told, elsewhere, dataclasses.replace(told, case=sample_run.TP_SP)]
-    found = failures.groups(records, failing.path, failing.ledger)
+    found = failures.group_by_place(records, failing.path, failing.ledger)
     assert [(group.place, len(group.cases), len(group.others)) for group in found] == [
         ("backward of layers.0.mlp in step 0", 2, 1),
         ("forward of head", 1, 0),
     ]
-    html = page.render(sample_run.with_records(failing, [*failing.records, *[told] * 200]))
+    html = page.render_page(sample_run.with_records(failing, [*failing.records, *[told] * 200]))
     assert "200 more failed checks with this first place" in html and "170 more stand in verdicts.jsonl" in html
 
 
 def test_times_of_ranks_that_take_turns_are_said_to_be_no_speed(failing: Run) -> None:
     for engine, said in (("inproc", True), ("pool", False)):
         run = dataclasses.replace(failing, env={"request": {"engine": engine}})
-        assert ("Ranks take turns: no picture of speed" in page.render(run)) is said
+        assert ("Ranks take turns: no picture of speed" in page.render_page(run)) is said
 
 
 SHAPE = Pipeline(schedule="1f1b", ranks=2, micro=5)
@@ -125,11 +125,11 @@ def run(run: Run) -> Run:
 
 
 def test_the_measured_bubble_of_equal_stages_and_no_messages_is_the_closed_form(run: Run) -> None:
-    (row,) = summary.measured(run).to_dict("records")
+    (row,) = summary.measure_pipelines(run).to_dict("records")
     assert row["bubble"] == pytest.approx(1 / 6) and row["bubble_stated"] == pytest.approx(1 / 6)
     assert (row["ranks"], row["step"], row["calls_us"]) == (2, 2, 2000.0)
     waits = run.spans.assign(end_us=run.spans["end_us"].where(run.spans["kind"] != "F", run.spans["end_us"] - 500.0))
-    assert summary.measured(dataclasses.replace(run, spans=waits))["bubble"].iloc[0] > 0.25
+    assert summary.measure_pipelines(dataclasses.replace(run, spans=waits))["bubble"].iloc[0] > 0.25
 
 
 def test_what_is_overlapped_is_the_time_in_which_the_calls_own_rank_computes(run: Run) -> None:
@@ -141,13 +141,13 @@ def test_what_is_overlapped_is_the_time_in_which_the_calls_own_rank_computes(run
 
 
 def test_page_and_tables_show_it_and_a_run_without_one_shows_nothing(run: Run) -> None:
-    html, text = page.render(run), io.StringIO()
+    html, text = page.render_page(run), io.StringIO()
     show_run(run, text)
     assert 'id="pipelines"' in html and f'aria-label="Last step of {sample_run.TP}"' in html
     assert text.getvalue().count("16.7%") == 2 and "all ranks shared" in text.getvalue()
     assert html.count(">16.7%<") == 2 and "call under way" in html
     bare = dataclasses.replace(run, spans=run.spans[:0])
-    assert 'id="pipelines"' not in page.render(bare)
+    assert 'id="pipelines"' not in page.render_page(bare)
 
 
 def test_the_trace_has_a_track_of_computations_and_the_time_between_them(run: Run) -> None:

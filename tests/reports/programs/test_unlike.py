@@ -7,9 +7,9 @@ import pandas as pd
 import pytest
 
 from shardproof.harness.ledger import COLUMNS
-from shardproof.reports.pages.comment import comment
+from shardproof.reports.pages.comment import render_comment
 from shardproof.reports.programs import program_tables
-from shardproof.reports.programs.unlike import unlike
+from shardproof.reports.programs.unlike import find_unlike_steps
 from shardproof.reports.stored.frames import Run, load
 from tests.harness.command_line import CommandLine
 from tests.reports import sample_run
@@ -47,14 +47,14 @@ def exchange(*rows: int) -> dict[str, Any]:
 def test_uneven_exchanges_are_alike_whatever_they_send_and_even_ones_are_not(tmp_path: Path) -> None:
     sent = ((3, 1), (2, 2), (0, 5), (4, 4), (1, 1))
     uneven = [[USUAL, exchange(*rows)] for rows in sent]
-    assert list(unlike(program(tmp_path / "uneven", *uneven), "step")) == []
+    assert list(find_unlike_steps(program(tmp_path / "uneven", *uneven), "step")) == []
     uneven[2].append(SAVED)
-    (found,) = unlike(program(tmp_path / "saved", *uneven), "step")
+    (found,) = find_unlike_steps(program(tmp_path / "saved", *uneven), "step")
     assert found.startswith(
         "steps 2, other than 0..1,3..4: 1 more, first checkpoint all_gather of 4,096 B float64 over tp"
     )
     even = [[USUAL, exchange(*rows)] for rows in ((2, 2), (2, 2), (3, 3))]
-    (found,) = unlike(program(tmp_path / "even", *even), "step")
+    (found,) = find_unlike_steps(program(tmp_path / "even", *even), "step")
     assert found.startswith("steps 2, other than 0..1: 1 more, first backward all_to_all of 48 B")
 
 
@@ -62,7 +62,7 @@ def test_the_standard_is_the_step_that_is_closest_to_all_where_none_repeats(tmp_
     """The first step is a warm-up and the last one a save; each of those between has a call of its own size."""
     middle = [[USUAL] * 4 + [{**USUAL, "payload_bytes": 100 + step}] for step in range(4)]
     steps = [[*[SAVED] * 9, USUAL], *middle, [*[USUAL] * 4, *[SAVED] * 5]]
-    found = list(unlike(program(tmp_path / "run", *steps), "step"))
+    found = list(find_unlike_steps(program(tmp_path / "run", *steps), "step"))
     assert found and all(
         f"other than {typical}:" in one for one in found for typical in (found[0].split()[4].rstrip(":"),)
     )
@@ -71,9 +71,9 @@ def test_the_standard_is_the_step_that_is_closest_to_all_where_none_repeats(tmp_
 
 def test_the_comment_says_what_the_page_says(shardproof: CommandLine, tmp_path: Path) -> None:
     run = program(tmp_path / "run", *[[USUAL]] * 3, [USUAL, SAVED])
-    parts = program_tables.parts(run)
+    parts = program_tables.parts_of_page(run)
     status, out, _ = shardproof("page", "run", "--markdown")
-    assert status == 0 and out.strip() == comment(run).strip()
+    assert status == 0 and out.strip() == render_comment(run).strip()
     for finding in parts["findings"]:  # type: ignore[attr-defined]
         assert finding in out
     for table in (parts["program"], *parts["traffic"]):  # type: ignore[misc]
@@ -89,5 +89,5 @@ def test_a_program_without_calls_has_a_comment(tmp_path: Path, ranks: int) -> No
     for part in (tmp_path / "run" / "ranks").iterdir():
         text = (part / "ledger.csv").read_text()
         (part / "ledger.csv").write_text(text.partition("\n")[0] + "\n")
-    found = comment(load(run.path))
+    found = render_comment(load(run.path))
     assert f"recorded on {ranks} ranks" in found and "no call was recorded" in found

@@ -18,7 +18,7 @@ from hypothesis import settings
 
 from shardproof.harness.ledger import Event, wire_bytes
 from shardproof.reports.comparing.comparison import compare
-from shardproof.reports.comparing.snapshot import save, side, snapshot
+from shardproof.reports.comparing.snapshot import read_side, save_snapshot, snapshot
 from shardproof.reports.printing.printable import printable
 from shardproof.reports.stored.files import RunFolderError
 from shardproof.reports.stored.frames import load
@@ -34,7 +34,7 @@ DEEP = settings().max_examples >= 1000
 def test_a_file_in_the_place_of_a_folder_names_the_folder_that_it_lies_in(tmp_path: Path) -> None:
     run = sample_run.write(tmp_path / "run")
     (tmp_path / "notes.txt").write_text("nothing")
-    for read_it in (load, side):
+    for read_it in (load, read_side):
         for file, legal in (
             (run / "env.json", f"its folder, {run}$"),
             (tmp_path / "notes.txt", "a folder that .* wrote"),
@@ -121,7 +121,7 @@ def test_no_command_sends_what_steers_a_terminal(shardproof: CommandLine, tmp_pa
 def test_a_harmed_baseline_is_one_sentence_or_as_good(shardproof: CommandLine, tmp_path: Path, seed: int) -> None:
     drawn = random.Random(seed)
     good = str(sample_run.write(tmp_path / "good"))
-    folder = save(side(good), "main", "baselines")
+    folder = save_snapshot(read_side(good), "main", "baselines")
     done = harm(drawn.choice(sorted(path for path in folder.iterdir() if path.suffix == ".csv")), drawn)
     status, _, err = shardproof("compare", "main", good)
     assert status in (0, 1, 2) and "Traceback" not in err, (done, err)
@@ -192,8 +192,8 @@ def measured(out: str, count: int) -> None:
     lines, _ = traffic(run), headline(run)
     assert len(run.ledger) == count and int(lines["calls"].sum()) * _RANKS == count
     new, baselines = snapshot(run), f"{out}/baselines"
-    save(new, "scale", baselines)
-    found = compare(side("scale", baselines), new)
+    save_snapshot(new, "scale", baselines)
+    found = compare(read_side("scale", baselines), new)
     assert found.events.empty and not found.breaches
     print(time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
 

@@ -65,7 +65,7 @@ def test_the_headline_shows_the_error_of_a_tensor_that_is_closest_to_its_limit(f
     ],
 )
 def test_a_case_is_as_good_as_its_worst_check(words: list[str], worst: str) -> None:
-    assert summary.overall(pd.DataFrame({"verdict": words})) == worst
+    assert summary.worst_verdict(pd.DataFrame({"verdict": words})) == worst
 
 
 def test_failures_come_first(failing: Run) -> None:
@@ -149,13 +149,13 @@ def _growth(**lines: tuple[float, float]) -> pd.DataFrame:
 
 
 def test_the_crossing_is_where_the_lines_meet_and_parallel_lines_have_none() -> None:
-    (crossing,) = growth.crossings(_growth(mtp=(0, 5), isp=(1000, 1))).to_dict("records")
+    (crossing,) = growth.find_crossings(_growth(mtp=(0, 5), isp=(1000, 1))).to_dict("records")
     assert (crossing["mode"], crossing["other"]) == ("isp", "mtp")
     assert crossing["tokens"] == pytest.approx(250)
     assert crossing["wire_bytes"] == pytest.approx(1250)
-    parallel = growth.crossings(_growth(mtp=(0, 5), msp=(0, 5)))
-    apart = growth.crossings(_growth(mtp=(1000, 5), msp=(0, 4)))
-    from_zero = growth.crossings(_growth(mtp=(0, 5), fsp=(0, 6.5)))
+    parallel = growth.find_crossings(_growth(mtp=(0, 5), msp=(0, 5)))
+    apart = growth.find_crossings(_growth(mtp=(1000, 5), msp=(0, 4)))
+    from_zero = growth.find_crossings(_growth(mtp=(0, 5), fsp=(0, 6.5)))
     assert len(parallel) == len(apart) == len(from_zero) == 0
 
 
@@ -178,10 +178,10 @@ def grown(run: Run, names: dict[str, dict[int, int]]) -> Run:
 
 def test_growth_is_measured_a_micro_batch_with_and_without_what_lies_outside_the_layers(run: Run) -> None:
     measured = grown(run, CROSSING)
-    layers = growth.growth(measured)
+    layers = growth.growth_of_bytes(measured)
     assert list(layers["wire_bytes"]) == [500, 1000, 800, 900], "two micro-batches; isp sorts behind mtp"
-    assert list(growth.growth(measured, "all")["wire_bytes"]) == [508.5, 1008.5, 808.5, 908.5]
-    compared = growth.compared(measured)
+    assert list(growth.growth_of_bytes(measured, "all")["wire_bytes"]) == [508.5, 1008.5, 808.5, 908.5]
+    compared = growth.compare_modes(measured)
     assert list(compared["counted"]) == ["layers", "all"]
     assert list(compared["tokens"]) == pytest.approx([175, 175])
 
@@ -191,18 +191,18 @@ def test_modes_are_compared_across_the_words_that_they_bring_with_them_and_no_ot
 
     def also(word: str) -> int:
         cases = measured.cases.assign(case=[c + word * ("isp" in c) for c in measured.cases["case"]])
-        return len(growth.growth(dataclasses.replace(measured, cases=cases)))
+        return len(growth.growth_of_bytes(dataclasses.replace(measured, cases=cases)))
 
     assert also(" head=exchange") == 4
     assert also(" layers=9") == 0, "another model"
 
 
 def test_one_size_or_one_mode_is_no_growth(run: Run) -> None:
-    assert len(growth.growth(run)) == 0
-    assert len(growth.growth(grown(run, {"mtp": {100: 1, 200: 2}, "isp": {100: 1}}))) == 0
-    assert len(growth.compared(run)) == 0
+    assert len(growth.growth_of_bytes(run)) == 0
+    assert len(growth.growth_of_bytes(grown(run, {"mtp": {100: 1, 200: 2}, "isp": {100: 1}}))) == 0
+    assert len(growth.compare_modes(run)) == 0
     with pytest.raises(ValueError, match="legal: layers, all"):
-        growth.growth(run, "some")
+        growth.growth_of_bytes(run, "some")
 
 
 def test_a_sum_with_an_unknown_part_is_unknown(run: Run) -> None:
@@ -234,17 +234,17 @@ def exchanged(rows: tuple[tuple[int, int], ...]) -> pd.DataFrame:
 
 
 def test_rows_bytes_and_balance_by_destination(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(figures, "grouped", lambda _run: exchanged(UNEVEN))
-    (row,) = figures.exchanges(run).to_dict("records")
+    monkeypatch.setattr(figures, "add_group_ranks", lambda _run: exchanged(UNEVEN))
+    (row,) = figures.list_exchanges(run).to_dict("records")
     assert row == {
         **{"region": "layers.*.moe", "phase": "forward", "axis": "ep", "calls": 4, "rows": 2 * (3 + 5 + 4)},
         **{"busiest": 0, "busiest_rows": 2 * 8, "busiest_bytes": 2 * 64},
         **{"balance": pytest.approx(16 / 12), "worst": pytest.approx(8 / 6)},
     }
-    assert [one.title for one in program_tables._exchanges(run)] == ["Rows sent by uneven all-to-alls"]
+    assert [one.title for one in program_tables._exchange_tables(run)] == ["Rows sent by uneven all-to-alls"]
     for silent in (exchanged(EVEN), exchanged(UNEVEN).drop(columns="sent_rows")):
-        monkeypatch.setattr(figures, "grouped", lambda _run, silent=silent: silent)
-        assert program_tables._exchanges(run) == []
+        monkeypatch.setattr(figures, "add_group_ranks", lambda _run, silent=silent: silent)
+        assert program_tables._exchange_tables(run) == []
 
 
 NOTEBOOK = ROOT / "docs" / "a_run_as_frames.ipynb"

@@ -89,7 +89,7 @@ class ForkServer(forkserver.ForkServer):
         """Start it where it does not run. Its socket has no name from then on: it is reached by its descriptor."""
         resource_tracker.ensure_running()
         with (
-            replace_attribute(util, "spawnv_passfds", self._spawned),
+            replace_attribute(util, "spawnv_passfds", self._spawn_server),
             replace_attribute(connection, "arbitrary_address", lambda _family: tempfile.mktemp(prefix="shardproof-")),
         ):
             super().ensure_running()
@@ -135,7 +135,7 @@ class ForkServer(forkserver.ForkServer):
             os.close(self._socket)
         self._socket = -1
 
-    def _spawned(self, _path: str, arguments: Sequence[Any], descriptors: Sequence[int]) -> int:
+    def _spawn_server(self, _path: str, arguments: Sequence[Any], descriptors: Sequence[int]) -> int:
         """Start Python with these arguments, the last of which is its program."""
         if self._process is not None:  # it has ended
             self._process.wait()
@@ -206,7 +206,7 @@ class _Pool:
 
         After anything but a good end its processes are replaced. Raises what Supervisor.results raises.
         """
-        ranks = self._taken(request.world_size, alive)
+        ranks = self._take_workers(request.world_size, alive)
         alive()
         self._number += 1
         if self._store is None or self._number % _RUNS_PER_STORE == 0:
@@ -230,7 +230,7 @@ class _Pool:
             reports = [report for report in workers.reports if report is not None]
             self._connection += sum(report.kept_groups > _MOST_KEPT for report in reports)
             reusable = all(report.reusable for report in reports)
-            return values, supervisor.unwaited()
+            return values, supervisor.find_unwaited()
         finally:
             if not reusable:
                 self._connection += 1
@@ -243,7 +243,7 @@ class _Pool:
             server.close()
         self._store = None
 
-    def _taken(self, world_size: int, alive: Callable[[], object]) -> list[Worker]:
+    def _take_workers(self, world_size: int, alive: Callable[[], object]) -> list[Worker]:
         """The processes of a run, by rank; new ones as far as needed, idle ones beyond the bound ended.
 
         Each has the hash seed of its place. Connections made before are of no use to a new one.
@@ -308,7 +308,7 @@ class _ForkedWorkers(Workers):
 
     def locate(self) -> Mapping[int, Standing]:
         """The stacks of the ranks, which their processes print on a signal."""
-        pending = self.pending()
+        pending = self.pending_ranks()
         workers = [worker for worker, rank in self._ranks.items() if rank in pending]
         return dict(zip(pending, locate_workers(workers, _ANSWER_S), strict=True))
 

@@ -53,19 +53,19 @@ class KeptGroups:
         self._connection = -1
         self._backends: dict[_Key, Any] = {}
         self._wanted: _Key = ("", 0, ())
-        self._kept = self._keeping(c10d.ProcessGroupGloo)
+        self._kept = self._make_keeping_class(c10d.ProcessGroupGloo)
 
     def __len__(self) -> int:
         return len(self._backends)
 
     @contextmanager
-    def used(self, connection: int) -> Iterator[None]:
+    def use_kept_groups(self, connection: int) -> Iterator[None]:
         """Groups made in the body take the backends kept under this number; those of another one are closed."""
         if connection != self._connection:
             self._backends.clear()
             self._connection = connection
 
-        def made(original: Maker, arguments: inspect.BoundArguments) -> tuple[Any, Any]:
+        def make_or_reuse(original: Maker, arguments: inspect.BoundArguments) -> tuple[Any, Any]:
             given = arguments.arguments
             name, ranks = given["group_name"], tuple(given["global_ranks_in_group"])
             self._wanted = (name, given["group_size"], ranks)
@@ -74,10 +74,10 @@ class KeptGroups:
             with replace_attribute(c10d, "ProcessGroupGloo", self._kept):
                 return original(*arguments.args, **arguments.kwargs)
 
-        with groups_made_by(made):
+        with groups_made_by(make_or_reuse):
             yield
 
-    def _keeping(keeper, gloo: Any) -> Any:  # noqa: N805  (the class below has its own self)
+    def _make_keeping_class(keeper, gloo: Any) -> Any:  # noqa: N805  (the class below has its own self)
         """A class that replaces ProcessGroupGloo and makes each object once."""
 
         class Kept(gloo):
@@ -184,7 +184,7 @@ class _Worker:
                     WorkerReport(
                         number=number,
                         result=result,
-                        unwaited=self._recorder.waits.unwaited(),
+                        unwaited=self._recorder.waits.find_unwaited(),
                         kept_groups=len(self._kept),
                         reusable=threading.active_count() == 1,
                     )
@@ -206,7 +206,7 @@ class _Worker:
             self._affinity.take(order.rank, order.world_size)
         store = PrefixStore(order.store_prefix, self._store)
         own = world(order.rank, order.world_size, store, _FOREVER_S, order.local_rank)
-        with self._kept.used(order.connection), own:
+        with self._kept.use_kept_groups(order.connection), own:
             yield
 
     def _report(self, report: WorkerReport) -> None:

@@ -68,26 +68,26 @@ def launched_world(environ: Mapping[str, str]) -> Launched:
     In an environment of both (torchrun started by SLURM) torchrun's variables hold.
     """
     if "RANK" in environ or not any(name in environ for name in _SLURM.values()):
-        words = _words(environ, _TORCHRUN)
-        addr, port = _word(environ, "MASTER_ADDR"), _whole(environ, "MASTER_PORT", 1, 65535)
+        words = _read_words(environ, _TORCHRUN)
+        addr, port = _read_word(environ, "MASTER_ADDR"), _read_whole_number(environ, "MASTER_PORT", 1, 65535)
     else:
-        words = _words(environ, _SLURM)
-        addr = environ.get("MASTER_ADDR") or _first_node(_word(environ, "SLURM_JOB_NODELIST"))
-        port = _FIRST_PORT + _whole(environ, "SLURM_JOB_ID", 0) % _PORTS
-        port = _whole(environ, "MASTER_PORT", 1, 65535) if "MASTER_PORT" in environ else port
+        words = _read_words(environ, _SLURM)
+        addr = environ.get("MASTER_ADDR") or _first_node(_read_word(environ, "SLURM_JOB_NODELIST"))
+        port = _FIRST_PORT + _read_whole_number(environ, "SLURM_JOB_ID", 0) % _PORTS
+        port = _read_whole_number(environ, "MASTER_PORT", 1, 65535) if "MASTER_PORT" in environ else port
     return Launched(**words, master_addr=addr, master_port=port)
 
 
-def _words(environ: Mapping[str, str], names: Mapping[str, str]) -> dict[str, int]:
+def _read_words(environ: Mapping[str, str], names: Mapping[str, str]) -> dict[str, int]:
     """Rank, world size and local rank, each within its bounds."""
     for name in names.values():
-        _word(environ, name)
-    world_size = _whole(environ, names["world_size"], 1)
-    rank = _whole(environ, names["rank"], 0, world_size - 1)
-    return {"rank": rank, "world_size": world_size, "local_rank": _whole(environ, names["local_rank"], 0)}
+        _read_word(environ, name)
+    world_size = _read_whole_number(environ, names["world_size"], 1)
+    rank = _read_whole_number(environ, names["rank"], 0, world_size - 1)
+    return {"rank": rank, "world_size": world_size, "local_rank": _read_whole_number(environ, names["local_rank"], 0)}
 
 
-def _word(environ: Mapping[str, str], name: str) -> str:
+def _read_word(environ: Mapping[str, str], name: str) -> str:
     value = environ.get(name, "")
     if not value:
         needed = " ".join((*_TORCHRUN.values(), "MASTER_ADDR", "MASTER_PORT"))
@@ -97,8 +97,8 @@ def _word(environ: Mapping[str, str], name: str) -> str:
     return value
 
 
-def _whole(environ: Mapping[str, str], name: str, least: int, most: int | None = None) -> int:
-    text = _word(environ, name)
+def _read_whole_number(environ: Mapping[str, str], name: str, least: int, most: int | None = None) -> int:
+    text = _read_word(environ, name)
     value = int(text) if text.isascii() and text.isdigit() else -1
     if value < least or (most is not None and value > most):
         rule = f"must be a whole number from {least}" + ("" if most is None else f" to {most}")
@@ -137,9 +137,9 @@ def gather_connections(place: Launched, store: Store, timeout_s: float) -> dict[
                 accepted, _ = server.accept()
             except TimeoutError:
                 absent = sorted(set(range(1, place.world_size)) - connections.keys())
-                raise _lost(absent, f"did not join within {timeout_s:g} s") from None
-            connection = on_error.enter_context(_connection(accepted))
-            rank = _introduced(connection, token)
+                raise _lost_ranks_error(absent, f"did not join within {timeout_s:g} s") from None
+            connection = on_error.enter_context(_as_connection(accepted))
+            rank = _read_introduction(connection, token)
             if 0 < rank < place.world_size:  # any other is a stranger, and closed at the end
                 connections[rank] = connection
         on_error.pop_all()
@@ -151,15 +151,15 @@ def join_driver(place: Launched, store: Store, timeout_s: float) -> Connection:
     try:
         store.wait([_KEY], timedelta(seconds=timeout_s))
         token, port, host = store.get(_KEY).decode().split()
-        connection = _connection(socket.create_connection((host, int(port)), timeout=timeout_s))
+        connection = _as_connection(socket.create_connection((host, int(port)), timeout=timeout_s))
         connection.send_bytes(bytes.fromhex(token) + place.rank.to_bytes(_RANK_BYTES, "big"))
     except (RuntimeError, OSError) as problem:  # torch's errors of a store are RuntimeErrors
         text = f"did not open the control channel within {timeout_s:g} s: {str(problem).splitlines()[0]}"
-        raise _lost([0], text) from problem
+        raise _lost_ranks_error([0], text) from problem
     return connection
 
 
-def _lost(ranks: list[int], text: str) -> MachineError:
+def _lost_ranks_error(ranks: list[int], text: str) -> MachineError:
     many = "s" if len(ranks) > 1 else ""
     return MachineError(f"engine=torchrun: rank{many} {ranks_text(ranks)} {text}", ranks=ranks)
 
@@ -173,7 +173,7 @@ def _own_address(place: Launched) -> tuple[socket.AddressFamily, str]:
         return family, str(probe.getsockname()[0])
 
 
-def _connection(wire: socket.socket) -> Connection:
+def _as_connection(wire: socket.socket) -> Connection:
     """The socket as a connection that carries messages, small ones at once, and notices a machine that vanished."""
     wire.settimeout(None)
     wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -184,7 +184,7 @@ def _connection(wire: socket.socket) -> Connection:
     return Connection(wire.detach())
 
 
-def _introduced(connection: Connection, token: bytes) -> int:
+def _read_introduction(connection: Connection, token: bytes) -> int:
     """The rank that the other end sends with the token, -1 for a stranger."""
     try:
         if not connection.poll(_HELLO_S):

@@ -246,7 +246,7 @@ class TorchrunEngine(Engine):
         supervisor = Supervisor(workers, request.timeout_s, self.alive)
         self.unwaited = ()
         values = supervisor.results()
-        self.unwaited = supervisor.unwaited()
+        self.unwaited = supervisor.find_unwaited()
         return values
 
     def _release(self) -> None:
@@ -274,7 +274,7 @@ class LaunchedWorkers(Workers):
     one_clock = False
 
     def __init__(self, order: RunOrder, links: Mapping[int, Connection], ending: Callable[[], bool]) -> None:
-        super().__init__([functools.partial(self._sent, rank) for rank in links])
+        super().__init__([functools.partial(self._take_sent_records, rank) for rank in links])
         self._order = order
         self._links = dict(links)
         self._ending = ending
@@ -283,7 +283,7 @@ class LaunchedWorkers(Workers):
         self._standing: dict[int, Standing] = {}
         self._recorded = [ReadCalls() for _ in links]
 
-    def _sent(self, rank: int) -> ReadCalls:
+    def _take_sent_records(self, rank: int) -> ReadCalls:
         """The records that a rank has sent of its flight recorder."""
         calls = self._recorded[rank]
         self._recorded[rank] = calls._replace(new=())
@@ -297,7 +297,7 @@ class LaunchedWorkers(Workers):
     def start(self) -> bool:
         """Have a worker of every rank, new where there is none, and send it the order; False when one did not start."""
         self._ask(START, _START_S)
-        if self.died or self.terminated or set(self.pending()) - self._answered:
+        if self.died or self.terminated or set(self.pending_ranks()) - self._answered:
             return False
         self._started = True
         for rank in self._links:
@@ -306,7 +306,7 @@ class LaunchedWorkers(Workers):
 
     def listen(self, limit_s: float) -> None:
         """Take in what the pending ranks send first."""
-        links = {self._links[rank]: rank for rank in self.pending()}
+        links = {self._links[rank]: rank for rank in self.pending_ranks()}
         for link in wait(list(links), limit_s):
             self._receive(links[link])  # type: ignore[index]
 
@@ -328,10 +328,10 @@ class LaunchedWorkers(Workers):
     def _ask(self, word: str, limit_s: float) -> None:
         """Send the word to every pending rank, and listen until it has answered."""
         self._answered.clear()
-        for rank in self.pending():
+        for rank in self.pending_ranks():
             self._send(rank, word, self._order.number)
         end_s = time.monotonic() + limit_s
-        while set(self.pending()) - self._answered and (left_s := end_s - time.monotonic()) > 0:
+        while set(self.pending_ranks()) - self._answered and (left_s := end_s - time.monotonic()) > 0:
             if self.terminated:
                 return
             self.listen(min(left_s, self.look_s))

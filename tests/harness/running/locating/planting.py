@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 import shardproof
-from shardproof.bugs.anchors import changed, found
-from shardproof.bugs.planting import planted
-from shardproof.bugs.record import FOLDER, Bug, Change, read
+from shardproof.bugs.anchors import change_sources, find_change
+from shardproof.bugs.planting import plant_subject
+from shardproof.bugs.record import FOLDER, Bug, Change, read_bugs
 from shardproof.harness.diagnosing.diagnosis import Diagnosis
 from shardproof.harness.engines.engine import Engine
 from shardproof.harness.running.proof import prove
@@ -28,7 +28,7 @@ _OWN = "shardproof.suites.subjects."
 
 def bugs_of(folder: str) -> dict[str, Bug]:
     """Name -> bug, of the files in one folder of `bugs`."""
-    return {bug.name: bug for path in sorted((FOLDER / folder).glob("*.txt")) for bug in read(path, Bug, {})}
+    return {bug.name: bug for path in sorted((FOLDER / folder).glob("*.txt")) for bug in read_bugs(path, Bug, {})}
 
 
 def is_foreign(bug: Bug) -> bool:
@@ -47,7 +47,7 @@ def wordless(subject: Callable[..., Any]) -> Callable[..., Any]:
 
 def wrong_subject(bug: Bug) -> Callable[..., Any]:
     """The subject that has the bug, of a bug in our own packages."""
-    return planted(changed(bug.name, bug.changes), bug.system or "shardproof.parallel.subject:subject")
+    return plant_subject(change_sources(bug.name, bug.changes), bug.system or "shardproof.parallel.subject:subject")
 
 
 @contextmanager
@@ -57,10 +57,10 @@ def patched(name: str, changes: tuple[Change, ...]) -> Iterator[None]:
     Raises AnchorLost for a bug without a place.
     """
     swaps = []
-    for module, text in changed(name, changes).items():
+    for module, text in change_sources(name, changes).items():
         loaded = importlib.import_module(module)
         every = dict(_codes(compile(text, str(loaded.__file__), "exec")))
-        for within in {change.within for change in changes if found(change).module == module}:
+        for within in {change.within for change in changes if find_change(change).module == module}:
             function: Any = loaded
             for part in within.split("."):
                 function = getattr(function, part)

@@ -3,7 +3,7 @@
 import pytest
 
 import shardproof
-from shardproof.harness.diagnosing.placing.modules_by_name import located
+from shardproof.harness.diagnosing.placing.modules_by_name import locate_wrong_module
 from shardproof.harness.engines.processes.forked.pool import PoolEngine
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.running.locating import wrong_module
@@ -11,7 +11,7 @@ from shardproof.harness.running.locating.wrong_module import modules_of
 from shardproof.harness.running.proof import prove
 from shardproof.harness.running.trials.runs import record_case
 from shardproof.harness.running.trials.trial import Trial, reference_of
-from shardproof.harness.subject import case_of, named
+from shardproof.harness.subject import case_of, resolve_subject
 from shardproof.parallel.subject import subject as ours
 from shardproof.reference.case import Case
 from tests.harness.running.locating.by_hand import subject
@@ -94,12 +94,12 @@ def test_nothing_is_looked_for_where_nothing_failed_or_memory_may_not_hold_it(
     ],
 )
 def test_modules_of_right_subjects_agree(name: str, text: str, engine: InprocEngine) -> None:
-    subject = named(wordless(ours) if name == "ours" else name)
+    subject = resolve_subject(wordless(ours) if name == "ours" else name)
     trial = Trial(case=case_of(text, subject), subject=subject, engine=engine, reference=reference_of(subject, engine))
     modules = modules_of(trial, record_case(trial))
     assert modules is not None
-    assert located(modules, forward=True, backward=False) is None
-    assert located(modules, forward=False, backward=True) is None
+    assert locate_wrong_module(modules, forward=True, backward=False) is None
+    assert locate_wrong_module(modules, forward=False, backward=True) is None
 
 
 @pytest.mark.peers

@@ -25,7 +25,7 @@ from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.ledger import REPEATABLE
 from shardproof.harness.running.proof import prove
 from shardproof.harness.running.result import CaseResult
-from shardproof.harness.subject import case_of, named
+from shardproof.harness.subject import case_of, resolve_subject
 
 D, H, ROWS = 16, 64, 6
 
@@ -105,7 +105,7 @@ subject.refuses = lambda case: "dp alone" if case.world_size != case.dp or case.
 
 def digests(given: Any, cases: Sequence[str]) -> dict[str, str]:
     """By case, proved one after the other: the verdict, and a digest of outcomes, errors and ledger."""
-    stated, found = named(given), dict[str, str]()
+    stated, found = resolve_subject(given), dict[str, str]()
     with InprocEngine() as engine:
         for case in cases:
             found[case] = digest_of(prove(case_of(case, stated), stated, engine))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardproof.harness.outcome.blocks import blocks
-from shardproof.harness.outcome.merging import merge
+from shardproof.harness.outcome.merging import merge_outcomes
 from shardproof.harness.plain_case import Vocabulary
 from shardproof.harness.recording.capturing.drawn_values import Draw, taken_out
 from shardproof.harness.running.truth.joint_masks import RankMasks, in_order, masks_of
@@ -145,7 +145,7 @@ def placed(words: str, truth: list[tuple[str, tuple[int, ...]]], *ranks: list[tu
 
 
 def joint(found: RankMasks) -> tuple[Tensor, ...]:
-    merged = merge(found.masks)
+    merged = merge_outcomes(found.masks)
     assert (found.problem, merged.flaws) == ("", ())
     return in_order(merged.tensors)
 

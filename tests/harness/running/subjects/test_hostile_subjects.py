@@ -20,7 +20,7 @@ from shardproof.harness.errors import RequestError, error_text
 from shardproof.harness.resolve import resolve
 from shardproof.harness.running.ranks.execution import RankTask, perform
 from shardproof.harness.running.result import CaseResult
-from shardproof.harness.subject import NamedSubject, Unanswered, answered, claims, named
+from shardproof.harness.subject import NamedSubject, Unanswered, answer_question, claims, resolve_subject
 from shardproof.reference.case import Case
 from shardproof.reference.language.core import MODES
 from shardproof.reference.training import truth as dense
@@ -169,9 +169,9 @@ def test_an_interruption_by_the_user_is_no_answer() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        answered("expected", interrupted)
+        answer_question("expected", interrupted)
     with pytest.raises(Unanswered, match=r"^subject\.harmless failed: Silent: \(what it says cannot be read"):
-        answered("harmless", lambda: silent(CASE, torch.device("cpu")))
+        answer_question("harmless", lambda: silent(CASE, torch.device("cpu")))
 
 
 def test_attributes_that_raise_when_they_are_read_are_told_where_they_are_asked() -> None:
@@ -236,14 +236,18 @@ LEGAL = "legal: tp|tp-sp|mtp|msp|fsp|isp|autotp"
 
 
 def test_a_subject_that_claims_nothing_is_asked_everything() -> None:
-    assert claims(named(right)).modes == claims(named("shardproof.parallel.subject:subject")).modes == tuple(MODES)
+    assert (
+        claims(resolve_subject(right)).modes
+        == claims(resolve_subject("shardproof.parallel.subject:subject")).modes
+        == tuple(MODES)
+    )
 
 
 def test_a_mode_that_no_case_can_have_is_left_out_and_known_and_one_that_is_not_claimed_cannot_be_chosen() -> None:
     found = claims(CLAIMING)
-    assert (found.chosen("all"), found.chosen("tp,tp"), found.unknown) == (("tp",), ("tp",), ("ep",))
+    assert (found.choose_modes("all"), found.choose_modes("tp,tp"), found.unknown) == (("tp",), ("tp",), ("ep",))
     with pytest.raises(RequestError) as caught:
-        found.chosen("isp")
+        found.choose_modes("isp")
     assert str(caught.value) == "modes=isp: my:subject claims tp, ep; legal: --modes all"
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardproof.harness.diagnosing.tracebacks import last_frames, whole
+from shardproof.harness.diagnosing.tracebacks import last_frames, whole_traceback
 from shardproof.harness.engines.processes.forked.pool import PoolEngine
 from shardproof.harness.errors import Desynchronised, Position, RankDied, RankRaised, TimeLimit
 from shardproof.parallel.subject import subject
@@ -105,10 +105,10 @@ def test_frames_are_those_of_the_last_exception_and_of_the_users_code() -> None:
     except RuntimeError as problem:
         error = RankRaised("rank 0 raised", ranks=(0,), positions=())
         error.__cause__ = problem
-    text = whole(error)
+    text = whole_traceback(error)
     assert "During handling of the above exception" in text
     assert re.fullmatch(r"\S+:\d+ in test_frames_\w+: torch.ones\(2\).view\(3\), .*", last_frames(text))
-    assert last_frames("") == whole(RankRaised("", ranks=(), positions=())) == ""
+    assert last_frames("") == whole_traceback(RankRaised("", ranks=(), positions=())) == ""
 
 
 def test_an_error_of_a_run_is_the_same_in_another_process() -> None:
