@@ -17,7 +17,7 @@ from shardproof.harness.running.result import ledger_rows
 from shardproof.harness.running.store import Store, environment
 from shardproof.harness.running.summary import SUMMARY_COLUMNS, summarize
 from shardproof.harness.terms import Term
-from shardproof.harness.verdicts.facts import Worst, unchecked
+from shardproof.harness.verdicts.facts import Worst, note_unchecked
 from shardproof.harness.verdicts.verdict import Verdict
 from shardproof.reports.commands.cli import main
 from shardproof.reports.stored.frames import load
@@ -34,7 +34,7 @@ def opened(out: Path, subject: str = "shardproof.parallel.subject:subject") -> S
 def finished(store: Store, ledger: Any = None, verdict: str = "pass") -> None:
     ledger = events() if ledger is None else ledger
     worst = Worst(name="loss/0", error=float("inf"), allowed=1e-9, epsilons=float("nan"))
-    notes, decided = unchecked("x"), {"loss": (1, 1)}
+    notes, decided = note_unchecked("x"), {"loss": (1, 1)}
     told = {"check": "forward", "statement": "a\nb", "notes": notes, "decided": decided}
     verdicts = [Verdict(case=CASE, verdict=verdict, worst=worst, **told)]  # type: ignore[arg-type]
     rows = summarize(CASE, "tp", 2, ledger, TERMS)
