@@ -134,11 +134,11 @@ def _examine_failures(
         for group in waiting:
             start_s, tried = time.monotonic(), list[CaseLike]()
 
-            def counted(case: CaseLike, tried: list[CaseLike] = tried, **how: Any) -> CaseResult:
+            def prove_and_count(case: CaseLike, tried: list[CaseLike] = tried, **how: Any) -> CaseResult:
                 tried.append(case)
                 return prove_case(case, explain=False, **how)
 
-            found = words_needed(group[0], request.subject, counted, min(end_s, start_s + request.when_s))
+            found = words_needed(group[0], request.subject, prove_and_count, min(end_s, start_s + request.when_s))
             when = replace(found.when, runs=len(tried), seconds=round(time.monotonic() - start_s, 3))
             alike = [failed for failed in group if failed is group[0] or not _contradicts(failed.case, found)]
             yield {case_text(failed.case): _with_when(failed, when) for failed in alike}

@@ -124,7 +124,7 @@ class FollowedWork(dist.Work):
         self._mark()
         if self._inner is None:
             return
-        with self._waits.waiting(self._number):
+        with self._waits.wait_for(self._number):
             getattr(self._inner, how)(*words)
         with suppress(RuntimeError):  # only a receive has a source
             self._source = self._inner._source_rank()
@@ -157,7 +157,7 @@ class Waits:
         return tuple(place for place, work in enumerate(self._works) if not work.waited and not work.waits_when_read)
 
     @contextmanager
-    def waiting(self, number: int) -> Any:
+    def wait_for(self, number: int) -> Any:
         """The rank waits for this work until the body ends; where it raises, the rank goes on with its next call."""
         self._report(number)
         yield
