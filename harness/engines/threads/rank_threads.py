@@ -170,8 +170,26 @@ class RankThreads:
 
 def interrupt(thread: threading.Thread) -> None:
     """Raise Aborted in a thread as soon as it runs Python code again."""
+    if not isinstance(sys.unraisablehook, _ReportOthers):
+        sys.unraisablehook = _ReportOthers(sys.unraisablehook)
     ident = ctypes.c_ulong(thread.ident or 0)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(Aborted))
+
+
+class _ReportOthers:
+    """A hook for what Python cannot raise, which leaves out Aborted.
+
+    An interruption may come while the thread is in a callback of a weak reference, or in `__del__`. Python drops it
+    there with a message on the terminal, and the scheduler interrupts once more.
+    """
+
+    def __init__(self, hook: Callable[[Any], object]) -> None:
+        self._hook = hook
+
+    def __call__(self, unraisable: Any) -> None:
+        """Hand all but Aborted to the hook that was there."""
+        if not (isinstance(unraisable.exc_type, type) and issubclass(unraisable.exc_type, Aborted)):
+            self._hook(unraisable)
 
 
 def do_nothing(*_: object) -> None:

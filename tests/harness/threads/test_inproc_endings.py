@@ -5,6 +5,7 @@ Threads that a rank starts are in its world; a rank that is blocked by another o
 
 import queue
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -59,6 +60,36 @@ def test_a_rank_that_swallows_everything_cannot_swallow_the_end(engine: InprocEn
     seen: list[int] = []
     error = ended(engine, program, world_size=3)
     assert isinstance(error, RankRaised) and error.ranks == (1,) and set(seen) == {1}
+
+
+class Dropped:
+    """An object whose end takes most of the time of a loop that makes such ones."""
+
+    def __del__(self) -> None:
+        for _ in range(2_000):
+            pass
+        if self.raises:
+            raise ValueError("dropped")
+
+    raises = False
+
+
+def test_an_interruption_that_python_cannot_raise_is_not_reported(
+    engine: InprocEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def program(rank: int) -> None:
+        while not stop.is_set():
+            Dropped()
+
+    reported, stop = list[Any](), threading.Event()
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: reported.append(unraisable.exc_type))
+    with pytest.raises(TimeLimit):  # the thread is abandoned: hardly any of its time can an interruption be raised
+        engine.run(program, world_size=2, timeout_s=0.3)
+    stop.set()
+    one = Dropped()
+    one.raises = True
+    del one
+    assert reported == [ValueError], "any other exception goes to the hook that was there"
 
 
 def test_a_rank_that_is_stuck_in_native_code_is_abandoned_and_named(engine: InprocEngine) -> None:
