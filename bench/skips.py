@@ -17,7 +17,7 @@ NOWHERE: Mapping[str, str] = {
     "CUDA device": "needs a GPU, or two: run by hand on such a machine",
     "needs HolisticTraceAnalysis": "it brings all of JupyterLab: run by hand in an environment that has it",
     "names no checkout": "picotron, nanotron and InternEvo are in no package index: run where variables name checkouts",
-    "SHARDPROOF_TRACES": "traces of other projects, which are not ours to ship: run where the variable names their folder",
+    "SHARDPROOF_TRACES": "traces of other projects, not ours to ship: run where the variable names their folder",
     "needs --ledger-baseline": "an option of the suites: tests/suites/test_own_words.py gives it, in a run of its own",
 }
 """Part of a reason to skip -> why no environment that CI can make runs such a test."""
