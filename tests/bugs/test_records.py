@@ -6,6 +6,7 @@ import runpy
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -19,7 +20,7 @@ from shardproof.harness.errors import RequestError
 from shardproof.harness.running.proof import prove
 from shardproof.reference.case import Case
 from shardproof.suites.killing import scripts
-from shardproof.suites.mutants.catalogue import GROUPS, Mutant
+from shardproof.suites.mutants.catalogue import GROUPS, MUTANTS, UNSEEN, Mutant
 from shardproof.suites.mutants.kill_rows import mutant_killed
 from shardproof.suites.session.prover import Prover
 from tests import ROOT
@@ -246,3 +247,18 @@ def test_a_planted_copy_leaves_nothing_behind_in_the_package_above() -> None:
     plant_subject(replace_text("shardproof.parallel.layers.block", "class Norm(", "class Norm(  "))
     assert vars(shardproof)["parallel"] is sys.modules["shardproof.parallel"]
     assert vars(shardproof)["parallel"].training is loaded
+
+
+def test_the_text_of_every_bug_calls_what_there_is() -> None:
+    """Else it is killed by an AttributeError in place of what it stands for."""
+    missing = []
+    for bug in (*MUTANTS, *UNSEEN):
+        for change in bug.changes:
+            known = vars(importlib.import_module(change.module))
+            calls = re.findall(r"(?<![\w.])(\w+)\.(\w+)\(", change.new)
+            missing += [
+                f"{bug.name}: {owner}.{name}"
+                for owner, name in calls
+                if isinstance(known.get(owner), ModuleType) and not hasattr(known[owner], name)
+            ]
+    assert not missing
