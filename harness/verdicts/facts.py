@@ -49,14 +49,31 @@ class Worst:
     epsilons: float
 
 
+_LEAST: Mapping[NoteKind, Counts] = {
+    NoteKind.LOOSE: (1, 2),
+    NoteKind.LOWER_PRECISION: (1, 0),
+    NoteKind.UNFINISHED_GROUPING: (1, 0),
+    NoteKind.SPLIT_SHARE: (0, 1),
+}
+"""Kind of a note -> the least names and numbers that it must have."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """A bound of a verdict: what was not looked at, or not decided, by kind, names and a reason."""
+    """A bound of a verdict: what was not looked at, or not decided, by kind, names and a reason.
+
+    Raises ValueError for a kind without the names or numbers that it is about (_LEAST).
+    """
 
     kind: NoteKind
     names: tuple[str, ...] = ()
     reason: str = ""
     numbers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        names, numbers = _LEAST.get(self.kind, (0, 0))
+        if len(self.names) < names or len(self.numbers) < numbers:
+            raise ValueError(f"a note of kind {self.kind.value!r} needs {names} names and {numbers} numbers")
 
 
 def notes_about(**names: tuple[str, ...]) -> tuple[Note, ...]:
@@ -178,13 +195,17 @@ class When:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
     """How a case ended that left nothing to compare: the lines of its error, and the innermost frames of the user's
-    code. `traceback` is the file in the run folder that has all of it.
+    code. `traceback` is the file in the run folder that has all of it. Raises ValueError without a line.
     """
 
     machine: bool
     lines: tuple[str, ...]
     frames: str = ""
     traceback: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.lines:
+            raise ValueError("lines: an error has one line at least")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

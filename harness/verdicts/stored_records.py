@@ -56,7 +56,7 @@ def record_of(kind: type[Record], row: object) -> Record:
         if field.init and field.name in row:
             try:
                 found[field.name] = _read_value(hints[field.name], row[field.name])
-            except ValueError as problem:
+            except (ValueError, OverflowError) as problem:  # an integer may be too large for a float
                 raise ValueError(f"{field.name}: {problem}") from problem
         elif field.init and default_of(field) is dataclasses.MISSING:
             raise ValueError(f"{field.name}: is missing in a {kind.__name__}")

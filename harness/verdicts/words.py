@@ -63,9 +63,7 @@ def note_text(note: Note) -> str:
     if note.kind == NoteKind.LOOSE:
         loose, elements = note.numbers
         return f"{note.names[0]}: {loose} of {elements} elements, whose step is within rounding"
-    names = (
-        f"{', '.join(note.names[:_AMOUNTS])}{f' and {len(note.names) - _AMOUNTS} more' * (len(note.names) > _AMOUNTS)}"
-    )
+    names = _list_words(note.names, _AMOUNTS)
     numbers = ", ".join(f"{number} %" for number in note.numbers)
     return f"{note.kind.value}: {' '.join(filter(None, (names, note.reason, numbers)))}"
 

@@ -192,18 +192,20 @@ def _read_cases(path: Path, notes: list[str]) -> pd.DataFrame:
 def _read_verdicts(path: Path, notes: list[str]) -> tuple[Verdict, ...]:
     """The verdicts of a file, those of failed checks with what later rows state of them. Raises RunFolderError."""
     lines = json_lines(path, ("case", "check"), notes)
-    found: dict[tuple[str, str], Verdict] = {}
+    found: list[Verdict] = []  # tests may prove a case several times: a later pass hides no failure
+    failed: dict[tuple[str, str], int] = {}
     for number, row in enumerate(lines, 1):
         key = str(row["case"]), str(row["check"])
         try:
             if "verdict" in row:
-                found[key] = verdict_of(row)
-            elif (known := found.get(key)) and known.failure:
-                failure = replace(known.failure, when=record_of(When, row.get("when")))
-                found[key] = replace(known, failure=failure)
+                found.append(verdict_of(row))
+                failed |= {key: len(found) - 1} if found[-1].failure else {}
+            elif key in failed and (failure := found[failed[key]].failure):
+                when = record_of(When, row.get("when"))
+                found[failed[key]] = replace(found[failed[key]], failure=replace(failure, when=when))
         except ValueError as problem:
             raise RunFolderError(f"{path}, row {number}: no verdict of this layout ({problem})") from problem
-    return (*found.values(), *_note_torn_verdicts(lines, notes))
+    return (*found, *_note_torn_verdicts(lines, notes))
 
 
 def frame_of(records: Sequence[Verdict]) -> pd.DataFrame:

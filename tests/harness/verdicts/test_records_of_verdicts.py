@@ -65,7 +65,19 @@ def test_a_verdict_read_back_is_the_same_and_its_row_is_of_the_documented_schema
     row = json.loads(json.dumps(FULL.row()))
     assert str(verdict_of(row)) == str(FULL)  # a nan equals nothing
     assert json.loads(SCHEMA.read_text()) == schema_of(Verdict)
-    for wrong in ({"case": 3}, {"worst": {"name": "x"}}, {"notes": [{"kind": "other"}]}, {"failure": "what: x"}):
+    end = {**row["failure"], "end": {"machine": True, "lines": []}}
+    wrongs: list[dict[str, Any]] = [{"case": 3}, {"worst": {"name": "x"}}, {"failure": "what: x"}, {"failure": end}]
+    wrongs += [{"worst": {**row["worst"], "error": 10**400}}]
+    kinds: list[Any] = [
+        "other",
+        [],
+        "undecided elements",
+        "lower precision",
+        "grouping not finished",
+        NoteKind.SPLIT_SHARE.value,
+    ]
+    wrongs += [{"notes": [{"kind": kind}]} for kind in [*kinds, NoteKind.SPLIT_SHARE.value]]
+    for wrong in wrongs:
         with pytest.raises(ValueError, match=next(iter(wrong))):
             verdict_of({**row, **wrong})
 
@@ -119,6 +131,19 @@ def test_rows_are_appended_and_a_run_killed_anywhere_shows_what_it_had(failing: 
         assert failed and all(one is not None for one in failed)
         when.append({one.when.kind for one in failed if one and one.when})
     assert when == [set(), {WhenKind.NEEDED}]
+
+
+def test_a_later_pass_of_the_same_case_hides_no_failure(failing: Path, tmp_path: Path) -> None:
+    for file in failing.iterdir():
+        if file.is_file():
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    failed = next(one for one in load(failing).records if one.verdict == FAIL)
+    passed = {"case": failed.case, "check": failed.check, "verdict": "pass", "statement": "", "of": 1}
+    with (tmp_path / "verdicts.jsonl").open("a") as file_:
+        file_.write(json.dumps(passed) + "\n")
+    run = load(tmp_path)
+    assert len(run.records) == len(load(failing).records) + 1
+    assert bugs_of_run(simplest_first(run)) == bugs_of_run(simplest_first(load(failing)))
 
 
 class Named:
