@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 Record = TypeVar("Record")
+_MOST = 2**63
 _KINDS = {str: "string", int: "integer", float: "number", bool: "boolean"}
 
 
@@ -108,6 +109,10 @@ def _simple(hint: Any, value: Any) -> Any:
         return float(value)
     if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
+    if hint is int and isinstance(value, int) and abs(value) >= _MOST:
+        raise ValueError(f"{value} must be an integer of 64 bits")
+    if hint is str and isinstance(value, str):  # half of a surrogate pair can be written as JSON, and nowhere else
+        return value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, hint) and isinstance(value, bool) == (hint is bool):
         return value
     raise ValueError(f"{value!r} must be of the kind {_KINDS[hint]}")

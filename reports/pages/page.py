@@ -79,10 +79,10 @@ def render_page(run: Run) -> str:
     template, parts = template_of("page.html"), _parts_of_template(run)
     for rows in _MOST_ROWS:
         shown = parts | {name: _cut_tables(parts[name], source, rows) for name, source in _SOURCES.items()}
-        text = template.render(shown, most=rows)
-        if len(text.encode()) <= _MOST_BYTES:
+        encoded = template.render(shown, most=rows).encode("utf-8", "backslashreplace")  # names may be no legal text
+        if len(encoded) <= _MOST_BYTES:
             break
-    return text
+    return encoded.decode()
 
 
 def _cut_tables(part: object, source: str, rows: int) -> object:

@@ -65,9 +65,10 @@ def test_a_verdict_read_back_is_the_same_and_its_row_is_of_the_documented_schema
     row = json.loads(json.dumps(FULL.row()))
     assert str(verdict_of(row)) == str(FULL)  # a nan equals nothing
     assert json.loads(SCHEMA.read_text()) == schema_of(Verdict)
+    assert verdict_of({**row, "statement": "\ud800"}).statement == r"\ud800", "as it can be written to a page"
     end = {**row["failure"], "end": {"machine": True, "lines": []}}
     wrongs: list[dict[str, Any]] = [{"case": 3}, {"worst": {"name": "x"}}, {"failure": "what: x"}, {"failure": end}]
-    wrongs += [{"worst": {**row["worst"], "error": 10**400}}]
+    wrongs += [{"worst": {**row["worst"], "error": 10**400}}, {"decided": {"loss": [1, 2**63]}}]
     kinds: list[Any] = [
         "other",
         [],
