@@ -23,7 +23,7 @@ from shardproof.harness.diagnosing.hints import find_agreement
 from shardproof.harness.diagnosing.rank_causes import likely_causes
 from shardproof.harness.differences import Difference, but_for_bytes, find_differences
 from shardproof.harness.errors import Desynchronised, ProgramError, RankCrashed, ShardproofError, Stalled, TimeLimit
-from shardproof.harness.verdicts.facts import Agreement, First, noted_names
+from shardproof.harness.verdicts.facts import AgreementByKind, First, noted_names
 from shardproof.harness.verdicts.verdict import FAIL
 
 
@@ -36,7 +36,7 @@ class Explanation:
 
     first: First
     causes: tuple[Cause, ...]
-    agreement: Agreement = Agreement()
+    agreement: AgreementByKind = AgreementByKind()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +115,7 @@ def explanation_of(evidence: Evidence, findings: Mapping[str, Finding]) -> Expla
         evidence=evidence, wrong=wrong, numbers=numbers, findings=findings, parted=parted, call_first=call_first
     )
     causes = likely_causes(failure)
-    agreed = Agreement()
+    agreed = AgreementByKind()
     if not causes:
         agreed = find_agreement(evidence.run, evidence.truth, wrong, _find_undecided_names(evidence.truth, findings))
     return Explanation(first=first, causes=causes, agreement=agreed)

@@ -5,10 +5,10 @@ from collections.abc import Collection, Iterable, Sequence
 
 from shardproof.harness.checking.measures.kinds import KIND_WORDS, kind_of
 from shardproof.harness.checking.records import Run, Truth
-from shardproof.harness.verdicts.facts import Agreement, Counts
+from shardproof.harness.verdicts.facts import AgreementByKind, Counts
 
 
-def find_agreement(run: Run, truth: Truth, wrong: Sequence[str], undecided: Collection[str] = ()) -> Agreement:
+def find_agreement(run: Run, truth: Truth, wrong: Sequence[str], undecided: Collection[str] = ()) -> AgreementByKind:
     """Which tensors agree with the truth and which do not, by kinds; names that no check decides are in neither."""
     bad = [name for name in wrong if name in truth.tensors]
     good = {*run.tensors} & {*truth.tensors} - {*wrong} - {*undecided}
@@ -18,7 +18,7 @@ def find_agreement(run: Run, truth: Truth, wrong: Sequence[str], undecided: Coll
         own = _count_kinds(names)
         return {kind: (own[kind], count) for kind, count in every.items() if own[kind]}
 
-    return Agreement(wrong=of_every(bad), right=of_every(good))
+    return AgreementByKind(wrong=of_every(bad), right=of_every(good))
 
 
 def _count_kinds(names: Iterable[str]) -> Counter[str]:

@@ -19,7 +19,7 @@ from shardproof.harness.traces.calls import Trace, TracedCall
 from shardproof.harness.witnesses.chosen import terms_of
 
 
-class Kind(NamedTuple):
+class CallKind(NamedTuple):
     """Calls that are one: what is compared. `axis` "", `dtype` "" and numbers -1 are not compared."""
 
     op: str
@@ -50,8 +50,8 @@ class Unmeant:
     missing, `meant` where they are extra. `where` is a place in words.
     """
 
-    found: Kind | None
-    meant: Kind | None
+    found: CallKind | None
+    meant: CallKind | None
     calls: int
     ranks: tuple[int, ...] = ()
     where: str = ""
@@ -145,10 +145,10 @@ def _find_compared_fields(calls: Sequence[TracedCall]) -> tuple[frozenset[str], 
     return frozenset(name for name, number in lacking.items() if not number), notes
 
 
-def _kind_of_call(call: TracedCall, axes: Axes, world_size: int, compared: frozenset[str]) -> Kind:
+def _kind_of_call(call: TracedCall, axes: Axes, world_size: int, compared: frozenset[str]) -> CallKind:
     axis = axis_name(call.group, call.group_desc, axes, world_size)[0] if "axis" in compared else ""
     size, payload = call.group_size, call.payload_bytes
-    return Kind(
+    return CallKind(
         call.op,
         axis,
         -1 if size is None or "group_size" not in compared else size,
@@ -157,8 +157,8 @@ def _kind_of_call(call: TracedCall, axes: Axes, world_size: int, compared: froze
     )
 
 
-def _kind_of_key(key: EventKey, compared: frozenset[str]) -> Kind:
-    return Kind(
+def _kind_of_key(key: EventKey, compared: frozenset[str]) -> CallKind:
+    return CallKind(
         key.op,
         key.axis if "axis" in compared else "",
         key.group_size if "group_size" in compared else -1,
@@ -168,17 +168,17 @@ def _kind_of_key(key: EventKey, compared: frozenset[str]) -> Kind:
 
 
 def _find_unmeant(
-    kinds: Sequence[Kind], calls: Sequence[TracedCall], form: ClosedForm, compared: frozenset[str]
+    kinds: Sequence[CallKind], calls: Sequence[TracedCall], form: ClosedForm, compared: frozenset[str]
 ) -> list[Unmeant]:
     """The differences of one rank."""
-    meant, places = Counter[Kind](), dict[Kind, Counter[str]]()
+    meant, places = Counter[CallKind](), dict[CallKind, Counter[str]]()
     for key, number in form.complete.items():
         kind = _kind_of_key(key, compared)
         meant[kind] += number
         places.setdefault(kind, Counter())[key.place] += number
     there = Counter(kinds)
     surplus, lack = there - meant, meant - there
-    first: dict[Kind, str] = {}
+    first: dict[CallKind, str] = {}
     for kind, call in zip(kinds, calls, strict=True):
         first.setdefault(kind, _seen_at(call))
     wrong = []
@@ -204,17 +204,19 @@ _ALIKE = (
 group."""
 
 
-def _take_partial(term: Term, there: Counter[Kind], surplus: Counter[Kind], compared: frozenset[str]) -> list[Unmeant]:
+def _take_partial(
+    term: Term, there: Counter[CallKind], surplus: Counter[CallKind], compared: frozenset[str]
+) -> list[Unmeant]:
     """Take the calls that a term with fields left out counts from the surplus; a difference where it counts others."""
     known = ("op", *sorted(compared))
-    stated_ = {name: getattr(term, name) for name in known if getattr(term, name) is not None}
-    counted = [kind for kind in there if all(getattr(kind, name) == value for name, value in stated_.items())]
+    stated = {name: getattr(term, name) for name in known if getattr(term, name) is not None}
+    counted = [kind for kind in there if all(getattr(kind, name) == value for name, value in stated.items())]
     for kind in counted:
         surplus.pop(kind, None)
     calls = sum(there[kind] for kind in counted)
     total = sum(there[kind] * kind.payload_bytes for kind in counted)
     where = f"the closed form states {term}, and the trace has {calls} calls"
-    blank = Kind(str(stated_.get("op", "")), str(stated_.get("axis", "")), int(stated_.get("group_size", -1)), "", -1)
+    blank = CallKind(str(stated.get("op", "")), str(stated.get("axis", "")), int(stated.get("group_size", -1)), "", -1)
     if term.calls is not None and calls != term.calls:
         extra, off = calls > term.calls, abs(calls - term.calls)
         return [Unmeant(found=blank if extra else None, meant=None if extra else blank, calls=off, where=where)]

@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from shardproof.harness.checking.checks import CHECKS
-from shardproof.harness.checking.measures.distance import TrueTensor
+from shardproof.harness.checking.measures.distance import TruthTensor
 from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS, kind_of
 from shardproof.harness.checking.measures.tolerance import least_rms, own_share
 from shardproof.harness.checking.measuring import compare_with_truth, sizes_of
@@ -174,7 +174,7 @@ def _render_script(failure: SmallestFailure, subject: str, when: str, planted: M
 def _numbers_of_tensor(evidence: Evidence, name: str) -> dict[str, Any]:
     """The truth of one tensor and how far a right one may be from it."""
     truth: Tensor = evidence.truth.tensors[name].double().contiguous()
-    true, kind = TrueTensor.of(truth), sizes_of(evidence.run, evidence.truth).get(kind_of(name), 0.0)
+    true, kind = TruthTensor.of(truth), sizes_of(evidence.run, evidence.truth).get(kind_of(name), 0.0)
     # one that could not be merged is replaced by its truth: only its limits are needed
     tensors = {name: evidence.truth.tensors[name], **evidence.run.tensors}
     limits = compare_with_truth(evidence.run.with_tensors(tensors), evidence.truth, name, kind)

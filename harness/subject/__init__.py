@@ -34,7 +34,7 @@ from shardproof.harness.subject.call import (
 )
 from shardproof.harness.subject.claims import (
     ALONE,
-    Claims,
+    ClaimedModes,
     DenseFunction,
     Deviation,
     case_of,
@@ -56,7 +56,7 @@ from shardproof.harness.subject.claims import (
 
 __all__ = [
     "ALONE",
-    "Claims",
+    "ClaimedModes",
     "DenseFunction",
     "Deviation",
     "NamedSubject",

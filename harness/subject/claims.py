@@ -98,7 +98,7 @@ def draws(subject: NamedSubject) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Claims:
+class ClaimedModes:
     """`modes` can be requested, in the subject's order; `unknown` ones no case can have. `own`: of its own words."""
 
     subject: str
@@ -130,7 +130,7 @@ def refusal(case: CaseLike, subject: NamedSubject) -> str:
     return answer_question("refuses", lambda: str(asked.refuses(case) or "")) if offers(asked, "refuses") else ""
 
 
-def claims(subject: NamedSubject) -> Claims:
+def claims(subject: NamedSubject) -> ClaimedModes:
     """Modes of this subject; all when it claims none, those of its own cases when these are in its own words.
 
     Raises RequestError for what is no tuple of words, or when no case can have any of them.
@@ -140,17 +140,17 @@ def claims(subject: NamedSubject) -> Claims:
         if own is None:  # nobody else knows which of its words to run
             rule = "has words of its own, so a case must be given, or named in its attribute cases"
             raise RequestError(f"subject={subject.name}: {rule}; legal: cases = ('tp=2 dp=3',)")
-        return Claims(subject=subject.name, modes=tuple(dict.fromkeys(case.mode for case in own)), own=True)
+        return ClaimedModes(subject=subject.name, modes=tuple(dict.fromkeys(case.mode for case in own)), own=True)
     known = dense_model().modes
     stated = claimed_modes(subject)
     if stated is None:
-        return Claims(subject=subject.name, modes=known)
+        return ClaimedModes(subject=subject.name, modes=known)
     words = tuple(dict.fromkeys(stated))
     modes = tuple(mode for mode in words if mode in known)
     if not modes:
         rule = "names no mode that a case can have"
         raise RequestError(f"subject={subject.name}: modes={tuple(stated)!r} {rule}; legal: {'|'.join(known)}")
-    return Claims(subject=subject.name, modes=modes, unknown=tuple(mode for mode in words if mode not in known))
+    return ClaimedModes(subject=subject.name, modes=modes, unknown=tuple(mode for mode in words if mode not in known))
 
 
 def claimed_modes(subject: NamedSubject) -> tuple[str, ...] | None:

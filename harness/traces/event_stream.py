@@ -34,7 +34,7 @@ LEGAL = "what torch.profiler's export_chrome_trace wrote, .json or .json.gz"
 Json = dict[str, Any]
 
 
-class EventStream:
+class TraceEvents:
     """The events for which `wants(category, name)`, and those of which neither is known before they are read.
 
     `header` holds the other entries of the file, all of them once the events have been read. Raises RequestError for a

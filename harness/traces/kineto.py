@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 from shardproof.harness.engines.calls.operators import OPERATORS
 from shardproof.harness.errors import RequestError, ranks_text
 from shardproof.harness.traces.calls import TORCH, Trace, TracedCall, TracedStep, find_dtype, find_op, payload_bytes
-from shardproof.harness.traces.event_stream import LEGAL, EventStream, Json
+from shardproof.harness.traces.event_stream import LEGAL, Json, TraceEvents
 from shardproof.harness.traces.fields import refuse_torn
 from shardproof.harness.traces.intervals import Stretches, covered_us, minus, union
 from shardproof.harness.traces.kineto_groups import Groups
-from shardproof.harness.traces.phases import CALL, FORWARD, MODULE, PROFILED, Place, Row, kind_of, places
+from shardproof.harness.traces.phases import CALL, FORWARD, MODULE, PROFILED, PlaceOfCall, TimedRow, kind_of, places
 
 PARAMETERS = "record_param_comms"
 _NO_CALLS = frozenset({"wait", "init", "shutdown", "abort"})
@@ -34,7 +34,7 @@ _OPERATOR, _FIELDS, _BACKEND = range(3)
 """What a row is to a call: an operator of torch, the fields, the backend's own row."""
 
 
-class CallRow(NamedTuple):
+class KinetoCall(NamedTuple):
     """A row of a call. `role` is _OPERATOR, _FIELDS or _BACKEND."""
 
     start_us: float
@@ -68,17 +68,17 @@ _EARLY = "{} of calls that were issued before the trace began"
 class _Rows:
     """All rows of a trace that matter."""
 
-    calls: list[CallRow] = field(default_factory=list)
-    around: list[Row] = field(default_factory=list)
+    calls: list[KinetoCall] = field(default_factory=list)
+    around: list[TimedRow] = field(default_factory=list)
     steps: dict[int, tuple[float, float]] = field(default_factory=dict)
     device_steps: dict[int, tuple[float, float]] = field(default_factory=dict)
     kernels: list[tuple[float, float, int, bool]] = field(default_factory=list)
-    gloo: list[CallRow] = field(default_factory=list)
+    gloo: list[KinetoCall] = field(default_factory=list)
 
 
 def read_kineto(path: Path) -> Trace:
     """The calls of the rank whose trace this is. Raises RequestError, in one sentence, for a file that is none."""
-    stream = EventStream(path, _wants_event)
+    stream = TraceEvents(path, _wants_event)
     with refuse_torn("trace", path, LEGAL):
         return trace_of(stream, stream.header, str(path))
 
@@ -108,7 +108,7 @@ def _take_event(rows: _Rows, event: Json) -> None:
     category, name, phase = str(event.get("cat", "")), str(event.get("name", "")), event.get("ph", "X")
     if category == "fwdbwd" and phase == "s":
         start_us = float(event["ts"])
-        rows.around.append(Row(start_us, start_us, FORWARD, event.get("tid"), ""))
+        rows.around.append(TimedRow(start_us, start_us, FORWARD, event.get("tid"), ""))
         return
     if phase != "X":
         return
@@ -124,16 +124,16 @@ def _take_event(rows: _Rows, event: Json) -> None:
         steps = rows.device_steps if category == "gpu_user_annotation" else rows.steps
         number = int(name.partition("#")[2])
         if steps is rows.steps:
-            rows.around.append(Row(start_us, start_us, PROFILED, event.get("tid"), ""))
+            rows.around.append(TimedRow(start_us, start_us, PROFILED, event.get("tid"), ""))
         start, end = steps.get(number, (start_us, end_us))
         steps[number] = min(start, start_us), max(end, end_us)  # a row for each stream of a device
     elif category.encode() in _CPU and (role := _role_of_name(name)) is not None:
-        rows.calls.append(CallRow(start_us, end_us, event.get("tid"), name, role, event.get("args", {})))
+        rows.calls.append(KinetoCall(start_us, end_us, event.get("tid"), name, role, event.get("args", {})))
     elif name.startswith(_GLOO):
-        rows.gloo.append(CallRow(start_us, end_us, event.get("tid"), name, _BACKEND, event.get("args", {})))
+        rows.gloo.append(KinetoCall(start_us, end_us, event.get("tid"), name, _BACKEND, event.get("args", {})))
     elif kind := kind_of(category, name):
         text = name.removeprefix("nn.Module: ")
-        rows.around.append(Row(start_us, end_us, kind, event.get("tid"), text))
+        rows.around.append(TimedRow(start_us, end_us, kind, event.get("tid"), text))
 
 
 def _role_of_name(name: str) -> int | None:
@@ -152,17 +152,17 @@ def operator_of(name: str) -> str:
 class RowsOfCall(NamedTuple):
     """The rows of one call: that which tells of it, and the operator's around it."""
 
-    told: CallRow
-    operator: CallRow | None
+    told: KinetoCall
+    operator: KinetoCall | None
     ids: tuple[int, ...]
 
 
-def rows_of_calls(rows: Sequence[CallRow]) -> list[RowsOfCall]:
+def rows_of_calls(rows: Sequence[KinetoCall]) -> list[RowsOfCall]:
     """The calls, in order of issue. A row inside of another call's is how that one is carried out."""
     fields_told = any("Collective name" in row.args for row in rows)
     found: list[RowsOfCall] = []
-    open_: dict[object, list[CallRow]] = {}
-    roots: dict[int, list[CallRow]] = {}
+    open_: dict[object, list[KinetoCall]] = {}
+    roots: dict[int, list[KinetoCall]] = {}
     for row in sorted(rows, key=lambda row: (row.start_us, -row.end_us, row.role)):
         above = open_.setdefault(row.thread, [])
         while above and above[-1].end_us <= row.start_us:
@@ -183,7 +183,7 @@ def rows_of_calls(rows: Sequence[CallRow]) -> list[RowsOfCall]:
     return sorted(found, key=lambda call: call.told.start_us)
 
 
-def _outermost_calls(cluster: Sequence[CallRow], role: int) -> Iterator[CallRow]:
+def _outermost_calls(cluster: Sequence[KinetoCall], role: int) -> Iterator[KinetoCall]:
     end_us = -math.inf
     for row in cluster:
         if row.role == role and row.end_us > end_us:
@@ -191,7 +191,7 @@ def _outermost_calls(cluster: Sequence[CallRow], role: int) -> Iterator[CallRow]
             yield row
 
 
-def _own_ids(row: CallRow, cluster: Sequence[CallRow]) -> tuple[int, ...]:
+def _own_ids(row: KinetoCall, cluster: Sequence[KinetoCall]) -> tuple[int, ...]:
     inside = [one for one in cluster if one.start_us >= row.start_us and one.end_us <= row.end_us]
     return tuple(int(one.args.get("External id", -1)) for one in inside)
 
@@ -242,14 +242,14 @@ def _as_whole_number(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _row_of(call: RowsOfCall, index: int) -> Row:
+def _row_of(call: RowsOfCall, index: int) -> TimedRow:
     told = call.told
     name = _name_of_call(call)
     elements = _as_whole_number(told.args.get("In msg nelems"))
     if elements is None:
         shapes = _payload_shapes(call)
         elements = sum(map(math.prod, shapes)) if shapes else -1
-    return Row(told.start_us, told.end_us, CALL, told.thread, name, index, _op_of_call(call), elements)
+    return TimedRow(told.start_us, told.end_us, CALL, told.thread, name, index, _op_of_call(call), elements)
 
 
 def _name_of_call(call: RowsOfCall) -> str:
@@ -262,12 +262,12 @@ def _op_of_call(call: RowsOfCall) -> str:
     return find_op(_name_of_call(call))
 
 
-def _module_of_place(place: Place) -> str | None:
+def _module_of_place(place: PlaceOfCall) -> str | None:
     """The modules around a call, "" for none; of backward, which runs in none, they are unknown."""
     return ".".join(place.modules) if place.modules or place.phase != "backward" else None
 
 
-def _build_call(call: RowsOfCall, groups: Groups, gloo: Sequence[CallRow]) -> TracedCall:
+def _build_call(call: RowsOfCall, groups: Groups, gloo: Sequence[KinetoCall]) -> TracedCall:
     """A call by its own rows."""
     told, op = call.told, _op_of_call(call)
     group = groups.of(told.args)
@@ -306,7 +306,7 @@ def _count_elements(op: str, args: Mapping[str, Any]) -> int | None:
     return elements
 
 
-def _payload_at(row: CallRow) -> int:
+def _payload_at(row: KinetoCall) -> int:
     """The place of the payload among the arguments of an operator or a backend's row; -1 without one."""
     if row.role != _OPERATOR:
         return 0
@@ -314,7 +314,7 @@ def _payload_at(row: CallRow) -> int:
     return 1 if payload.startswith("input") else 0 if payload else -1
 
 
-def _payload_as_argument(row: CallRow) -> tuple[Any, str]:
+def _payload_as_argument(row: KinetoCall) -> tuple[Any, str]:
     """Dims and type of the payload as an argument; [] and "" where they were not recorded."""
     at, dims, types = _payload_at(row), row.args.get("Input Dims") or (), row.args.get("Input type") or ()
     return (dims[at] if 0 <= at < len(dims) else []), (str(types[at]) if 0 <= at < len(types) else "")
@@ -340,7 +340,7 @@ def _flatten_dims(dims: Any) -> Iterator[tuple[int, ...]]:
             yield from _flatten_dims(part)
 
 
-def _dtype_word(call: RowsOfCall, gloo: Sequence[CallRow]) -> str:
+def _dtype_word(call: RowsOfCall, gloo: Sequence[KinetoCall]) -> str:
     """The profiler's name of the dtype; of a list gloo's own row of the same dims, the first one that follows."""
     if "dtype" in call.told.args:
         return str(call.told.args["dtype"])

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from shardproof.harness.traces.calls import MOST_RANKS
 
 
-class Group(NamedTuple):
+class TracedGroup(NamedTuple):
     """A group as far as it is known: `ranks` () and `size` None where they are not."""
 
     ranks: tuple[int, ...] = ()
@@ -25,28 +25,28 @@ class Groups:
 
     def __init__(self, config: Sequence[Mapping[str, Any]]) -> None:
         self.ranks: dict[str, tuple[int, ...]] = {}
-        self._known: dict[str, Group] = {}
+        self._known: dict[str, TracedGroup] = {}
         for one in config:
             name = str(one.get("pg_name", ""))
             ranks = _numbers(one.get("ranks"))
             size = one.get("pg_size")
             size = size if isinstance(size, int) else len(ranks) or None
             ranks = ranks if len(ranks) == size else ()
-            self._known[name] = Group(ranks, name, str(one.get("pg_desc", "")), size)
+            self._known[name] = TracedGroup(ranks, name, str(one.get("pg_desc", "")), size)
             if ranks:
                 self.ranks[name] = ranks
 
-    def of(self, args: Mapping[str, Any]) -> Group:
+    def of(self, args: Mapping[str, Any]) -> TracedGroup:
         """The group of a row with these fields."""
         name = str(args.get("Process Group Name", args.get("Process Group ID", "")))
-        known = self._known.get(name, Group())
+        known = self._known.get(name, TracedGroup())
         size = args.get("Group size")
         size = size if isinstance(size, int) and size > 0 else known.size
         description = str(args.get("Process Group Description") or known.description)
         ranks = known.ranks if len(known.ranks) == size else _numbers(args.get("Process Group Ranks"))
         if len(ranks) != size:
             ranks = _ranks_by_stride(args, size)
-        return Group(ranks, name, "" if description == "undefined" else description, size)
+        return TracedGroup(ranks, name, "" if description == "undefined" else description, size)
 
 
 def _numbers(value: object) -> tuple[int, ...]:

@@ -37,7 +37,7 @@ _WORDS: Mapping[str, str] = {
 """What an annotation of the user says of the calls inside of it."""
 
 
-class Row(NamedTuple):
+class TimedRow(NamedTuple):
     """A row of a trace that matters. `elements` are those of a reduction's first argument, -1 where there are none."""
 
     start_us: float
@@ -50,7 +50,7 @@ class Row(NamedTuple):
     elements: int = -1
 
 
-class Place(NamedTuple):
+class PlaceOfCall(NamedTuple):
     """Where a call is: its phase ("" where it is unknown), its modules, outer ones first, and the function it is in."""
 
     phase: str
@@ -92,7 +92,7 @@ def _word(name: str) -> str:
     return re.sub(r"[^a-z]+", " ", name.lower()).strip()
 
 
-def places(rows: Iterable[Row], calls: int) -> list[Place]:
+def places(rows: Iterable[TimedRow], calls: int) -> list[PlaceOfCall]:
     """The places of the calls 0 to `calls` - 1, which are among the rows."""
     ordered = sorted(rows, key=lambda row: (row.start_us, -row.end_us, row.call))
     modules = [row for row in ordered if row.kind == MODULE]
@@ -103,7 +103,7 @@ def places(rows: Iterable[Row], calls: int) -> list[Place]:
     return sweep.places()
 
 
-def _autograd_threads(rows: Iterable[Row]) -> frozenset[object]:
+def _autograd_threads(rows: Iterable[TimedRow]) -> frozenset[object]:
     """Threads with autograd nodes and nothing of a program's own: the engine's for a device.
 
     None where no thread is seen to be the program's: backward runs in that one on a CPU.
@@ -114,10 +114,10 @@ def _autograd_threads(rows: Iterable[Row]) -> frozenset[object]:
     return frozenset(nodes - others if others else ())
 
 
-def _modules_with_children(modules: Sequence[Row]) -> set[int]:
+def _modules_with_children(modules: Sequence[TimedRow]) -> set[int]:
     """Modules inside of which another module starts, by identity of their rows."""
     found: set[int] = set()
-    open_: dict[object, list[Row]] = {}
+    open_: dict[object, list[TimedRow]] = {}
     for row in modules:
         above = open_.setdefault(row.thread, [])
         while above and above[-1].end_us <= row.start_us:
@@ -132,7 +132,7 @@ def _modules_with_children(modules: Sequence[Row]) -> set[int]:
 class _Open:
     """A row that is going on in its thread."""
 
-    row: Row
+    row: TimedRow
     kind: str
     model: bool = False
 
@@ -144,7 +144,7 @@ class _Sweep:
     calls: int
     has_modules: bool
     autograd: frozenset[object]
-    _found: dict[int, Place] = field(default_factory=dict)
+    _found: dict[int, PlaceOfCall] = field(default_factory=dict)
     _pending: list[tuple[int, str]] = field(default_factory=list)
     _threads: dict[object, list[_Open]] = field(default_factory=dict)
     _no_grad: dict[object, int] = field(default_factory=dict)
@@ -152,7 +152,7 @@ class _Sweep:
     _trained: bool = False
     _stepped: bool = False
 
-    def feed(self, row: Row, calls_modules: bool) -> None:
+    def feed(self, row: TimedRow, calls_modules: bool) -> None:
         """Take the next row."""
         self._close(row.start_us)
         above, kind = self._threads.setdefault(row.thread, []), row.kind
@@ -187,7 +187,7 @@ class _Sweep:
         if kind != CHECKPOINT or inside:
             above.append(_Open(row, kind, model))
 
-    def places(self) -> list[Place]:
+    def places(self) -> list[PlaceOfCall]:
         """The places; the end of the trace settles what is open."""
         self._settle("")
         return [self._found[index] for index in range(self.calls)]
@@ -198,12 +198,12 @@ class _Sweep:
                 ended = above.pop()
                 self._since = "forward" if ended.model else "stepped" if ended.kind == STEP else self._since
 
-    def _call(self, row: Row, above: Sequence[_Open]) -> None:
+    def _call(self, row: TimedRow, above: Sequence[_Open]) -> None:
         modules = tuple(open_.row.name for open_ in above if open_.kind == MODULE)
         caller = next((open_.row.name for open_ in reversed(above) if open_.kind == FRAME), "")
-        self._found[row.call] = Place(self._phase(row, above), modules, caller)
+        self._found[row.call] = PlaceOfCall(self._phase(row, above), modules, caller)
 
-    def _phase(self, row: Row, above: Sequence[_Open]) -> str:
+    def _phase(self, row: TimedRow, above: Sequence[_Open]) -> str:
         """The phase of a call; "" where it is unknown, or pending."""
         kinds = [open_.kind for open_ in above if open_.kind != FRAME]
         named = [_WORDS[_word(open_.row.name)] for open_ in above if open_.kind == NAMED]

@@ -145,7 +145,7 @@ class LikelyCause:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Agreement:
+class AgreementByKind:
     """Which tensors agree with the truth, by kind, and which do not: known where no cause is."""
 
     wrong: Mapping[str, Counts] = field(default_factory=dict)
@@ -222,14 +222,14 @@ class FailedCheck:
     unit: float = 0.0
     first: First = First()
     causes: tuple[LikelyCause, ...] = ()
-    agreement: Agreement = Agreement()
+    agreement: AgreementByKind = AgreementByKind()
     events: Counts | None = None
     end: End | None = None
     when: When | None = None
     problem: str = ""
 
     @property
-    def fault(self) -> tuple[tuple[LikelyCause, ...], Agreement]:
+    def fault(self) -> tuple[tuple[LikelyCause, ...], AgreementByKind]:
         """What sets the faults of one case apart: failures with other causes are of another one."""
         return self.causes, self.agreement
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from shardproof.harness.verdicts.facts import (
-    Agreement,
+    AgreementByKind,
     Counts,
     FailedCheck,
     First,
@@ -159,7 +159,7 @@ def first_place(first: First) -> str:
     return f"{first.phase or 'unknown phase'}{f' of {first.region}' if first.region else ''}{step}"
 
 
-def _agreement(known: Agreement) -> str:
+def _agreement(known: AgreementByKind) -> str:
     """Which tensors are wrong and which are right, by their kinds."""
     sides = (("wrong", known.wrong), ("right", known.right))
     parts = [

@@ -147,7 +147,7 @@ class Map:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class FailureGroup:
     """Failures with one first place: where, in which cases, the first of them with its map, and what follows."""
 
     place: str
@@ -159,12 +159,12 @@ class Group:
     """Where the first call of the first place is issued, "" where it has none: `file:line: source`."""
 
 
-def group_by_place(failed: Sequence[Verdict], folder: Path, ledger: pd.DataFrame) -> list[Group]:
+def group_by_place(failed: Sequence[Verdict], folder: Path, ledger: pd.DataFrame) -> list[FailureGroup]:
     """Failed verdicts by their first place, in the order in which they are stored; `ledger`: the calls of the run."""
     by_place = _by_first_place(failed)
     drawn = maps_of_cases(folder, {own[0].case for own in by_place})
     return [
-        Group(
+        FailureGroup(
             place=words.place(own[0].statement, own[0].failure),
             cases=tuple(dict.fromkeys(one.case for one in own)),
             verdict=own[0],

@@ -35,11 +35,11 @@ def distance(
     `slack`, of the same shape, is taken off the error of every element before anything is measured.
     A truth that is zero throughout, with no larger scale given, allows zero only. Empty tensors are equal.
     """
-    return distance_from(value, TrueTensor.of(truth), least, own, slack)
+    return distance_from(value, TruthTensor.of(truth), least, own, slack)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrueTensor:
+class TruthTensor:
     """A truth, with what several comparisons need of it in float64: its largest element and its rms."""
 
     numbers: Tensor
@@ -47,7 +47,7 @@ class TrueTensor:
     rms: float
 
     @classmethod
-    def of(cls, truth: Tensor) -> "TrueTensor":
+    def of(cls, truth: Tensor) -> "TruthTensor":
         """Measures of this truth that comparisons need."""
         if truth.numel() > BLOCK:
             sums = _Sums()
@@ -61,7 +61,7 @@ class TrueTensor:
 
 
 def distance_from(
-    value: Tensor, true: TrueTensor, least: float, own: float = 0.0, slack: Tensor | None = None, factor: float = 1.0
+    value: Tensor, true: TruthTensor, least: float, own: float = 0.0, slack: Tensor | None = None, factor: float = 1.0
 ) -> Distance:
     """Distance of `factor` times the value, for a truth that several values are compared with.
 
@@ -74,7 +74,7 @@ def distance_from(
 
 
 def _at_once(
-    value: Tensor, true: TrueTensor, least: float, own: float, slack: Tensor | None, factor: float
+    value: Tensor, true: TruthTensor, least: float, own: float, slack: Tensor | None, factor: float
 ) -> Distance:
     t, rms = as_float64(true.numbers), true.rms
     x = as_float64(value) if factor == 1 else factor * as_float64(value)
@@ -93,7 +93,7 @@ def _at_once(
 
 
 def _in_blocks(
-    value: Tensor, true: TrueTensor, least: float, own: float, slack: Tensor | None, factor: float
+    value: Tensor, true: TruthTensor, least: float, own: float, slack: Tensor | None, factor: float
 ) -> Distance | None:
     """Distance by sums over blocks; None where squares or a scale would vanish or overflow."""
     scale, sums, outside, along = max(true.rms, least), _Sums(), 0.0, 0.0

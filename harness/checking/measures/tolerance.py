@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from shardproof.harness.checking.measures.distance import Distance, TrueTensor, distance_from
+from shardproof.harness.checking.measures.distance import Distance, TruthTensor, distance_from
 from shardproof.harness.checking.measures.measured import (
     ABSOLUTE,
     EXACT,
@@ -69,14 +69,14 @@ class Controlled:
     For large tensors: what their control runs gave needs not be kept.
     """
 
-    true: TrueTensor
+    true: TruthTensor
     least: float
     runs: tuple[Distance, ...] = ()
 
     @classmethod
     def of(cls, truth: Tensor, kind: float) -> "Controlled":
         """This truth before any control run; `kind` is the rms of its kind."""
-        true = TrueTensor.of(truth)
+        true = TruthTensor.of(truth)
         return cls(true=true, least=least_rms(true, kind) if math.isfinite(true.largest) else 0.0)
 
     def against(self, controls: Sequence[Tensor]) -> "Controlled":
@@ -85,7 +85,7 @@ class Controlled:
         return replace(self, runs=(*self.runs, *found))
 
 
-def least_rms(true: TrueTensor, kind: float) -> float:
+def least_rms(true: TruthTensor, kind: float) -> float:
     """The smallest rms to scale errors from this truth by, from the rms of its kind.
 
     The gradient of a key bias is zero in mathematics. The rounding of its terms is an error of 100 % relative to
@@ -156,7 +156,7 @@ def measure(
 
 def _beside_zeros(name: str, value: Tensor, controls: Sequence[Tensor]) -> Measured:
     """A tensor whose truth is 0 throughout, and whose kind is."""
-    found, *known = (TrueTensor.of(tensor).largest for tensor in (value, *controls))
+    found, *known = (TruthTensor.of(tensor).largest for tensor in (value, *controls))
     error = found if math.isfinite(found) else math.inf
     allowed = CONTROL_FACTOR * max((one if math.isfinite(one) else math.inf for one in known), default=0.0)
     return Measured(name=name, measure=ABSOLUTE, error=error, allowed=allowed, epsilons=error, elements=value.numel())
@@ -179,7 +179,7 @@ def _measure_whole(
 def _allowed_distance(
     dtype: str,
     kept: str,
-    true: TrueTensor,
+    true: TruthTensor,
     honest: Sequence[Distance],
     bound: Sequence[Distance],
     kinked: Sequence[Tensor],
@@ -203,7 +203,7 @@ def _allowed_distance(
 
 
 def _is_decidable(
-    ceiling: float, value: Tensor, true: TrueTensor, least: float, own: float, slack: Tensor | None, allowed: Distance
+    ceiling: float, value: Tensor, true: TruthTensor, least: float, own: float, slack: Tensor | None, allowed: Distance
 ) -> bool:
     """Whether a factor of FACTORS on this tensor would be beyond the limits, and those below their ceiling."""
     if allowed.frobenius >= ceiling:

@@ -33,7 +33,7 @@ from shardproof.harness.engines.engine import Unwaited
 from shardproof.harness.engines.processes import rank_program
 from shardproof.harness.engines.processes.flight_recorder import RECORDER_BYTES, ReadCalls, is_waiting
 from shardproof.harness.engines.processes.rank_program import RankResult, Standing, WorkerReport
-from shardproof.harness.engines.processes.trace_matcher import TracedCall, TraceMatcher
+from shardproof.harness.engines.processes.trace_matcher import MatchedCall, TraceMatcher
 from shardproof.harness.engines.processes.workers import STACK_SIGNAL, ProcessEnd, StackLine, Worker
 from shardproof.harness.errors import (
     Desynchronised,
@@ -165,7 +165,7 @@ class Supervisor:
         self._ranks = range(len(workers.calls))
         self._standing: Mapping[int, Standing] = {}
         self._quiet = (-1, 0.0)
-        self._late: tuple[Sequence[TracedCall | None], Sequence[int]] | None = None
+        self._late: tuple[Sequence[MatchedCall | None], Sequence[int]] | None = None
 
     def results(self) -> list[Any]:
         """The values by rank. Raises how the run ended otherwise: see Engine.run."""
@@ -233,7 +233,7 @@ class Supervisor:
         still = self._find_waiting_calls() == waiting and self._matcher.count == count
         return still and all(self._standing.get(rank, Standing()).in_wait for rank in self._workers.pending_ranks())
 
-    def _find_waiting_calls(self) -> list[TracedCall | None]:
+    def _find_waiting_calls(self) -> list[MatchedCall | None]:
         """By rank, the call in which it waits and which some rank has not issued; None for a rank that has ended."""
         reports = self._workers.reports
         return [self._matcher.inside(rank) if reports[rank] is None else None for rank in self._ranks]
@@ -291,7 +291,7 @@ class Supervisor:
         error.__cause__ = first.error
         return error
 
-    def _of_time(self, waiting: Sequence[TracedCall | None], pending: Sequence[int]) -> ShardproofError:
+    def _of_time(self, waiting: Sequence[MatchedCall | None], pending: Sequence[int]) -> ShardproofError:
         """These ranks have not ended: a deadlock, a rank for which all others wait, or too little time."""
         running = [rank for rank in pending if waiting[rank] is None]
         if not running:

@@ -32,7 +32,7 @@ _NOTHING = torch.empty(0)
 
 
 @dataclass(slots=True, eq=False)
-class TracedCall:
+class MatchedCall:
     """A recorded call of a rank, with its number in its group and the state of the call over all ranks."""
 
     rank: int
@@ -58,14 +58,14 @@ class TraceMatcher:
         self._state = [ReadCalls()] * len(sources)
         self._groups: dict[tuple[str, tuple[int, ...]], RankGroup] = {}
         self._known: GroupsByRanks = {}
-        self.last: list[TracedCall | None] = [None] * len(sources)
+        self.last: list[MatchedCall | None] = [None] * len(sources)
         self.mismatch: Mismatch | None = None
         self.mismatch_at_s = 0.0
-        self._asynchronous: list[list[TracedCall]] = [[] for _ in sources]
+        self._asynchronous: list[list[MatchedCall]] = [[] for _ in sources]
         self.count = 0
         self._made: dict[str, dict[int, tuple[int, ...]]] = {}
         self._making: dict[str, PendingCollective] = {}
-        self._in_making: list[TracedCall | None] = [None] * len(sources)
+        self._in_making: list[MatchedCall | None] = [None] * len(sources)
 
     @property
     def groups(self) -> list[RankGroup]:
@@ -80,7 +80,7 @@ class TraceMatcher:
         return [*self._groups.values(), *([making] if making.collectives else [])]
 
     @property
-    def at_mismatch(self) -> dict[int, TracedCall]:
+    def at_mismatch(self) -> dict[int, MatchedCall]:
         """By rank, the calls that were matched in the mismatch."""
         collective = self.mismatch.collective if self.mismatch is not None else None
         return {call.rank: call for call in collective.issued if call is not None} if collective is not None else {}
@@ -92,7 +92,7 @@ class TraceMatcher:
             for at_s, recorded in self._state[rank].new:
                 self._take(rank, at_s, recorded)
 
-    def inside(self, rank: int) -> TracedCall | None:
+    def inside(self, rank: int) -> MatchedCall | None:
         """The call that a rank has not seen complete and in which it waits, if not every rank has issued it."""
         state, asynchronous = self._state[rank], self._asynchronous[rank]
         if state.waits:
@@ -129,7 +129,7 @@ class TraceMatcher:
         member, op = recorded.ranks.index(rank), recorded.signature.op
         if op == OTHER:  # who takes part is not known: no rank waits in it, and it cannot mismatch
             complete = PendingCollective(recorded.signature, 1, [None], done=True)
-            self.last[rank] = TracedCall(rank, group, group.numbers[member], recorded, complete)
+            self.last[rank] = MatchedCall(rank, group, group.numbers[member], recorded, complete)
         elif op in {"send", "recv"}:
             self._post(member, group, rank, at_s, recorded)
         else:
@@ -140,7 +140,7 @@ class TraceMatcher:
 
     def _match(self, member: int, group: RankGroup, rank: int, at_s: float, recorded: RecordedCall) -> None:
         number, collective = group.enter(member, recorded.signature, recorded)
-        self.last[rank] = collective.issued[member] = TracedCall(rank, group, number, recorded, collective)
+        self.last[rank] = collective.issued[member] = MatchedCall(rank, group, number, recorded, collective)
         if member in collective.differing:
             self._differ(Mismatch(group, number, collective.signature, collective), at_s)
         collective.missing -= 1
@@ -153,7 +153,7 @@ class TraceMatcher:
     def _post(self, member: int, group: RankGroup, rank: int, at_s: float, recorded: RecordedCall) -> None:
         peer = ANY if recorded.peer < 0 else recorded.ranks.index(recorded.peer)
         mine = PendingMessage(member, group.posted[member], peer, recorded.tag, recorded.signature, _NOTHING)
-        self.last[rank] = TracedCall(rank, group, mine.number, recorded, mine)
+        self.last[rank] = MatchedCall(rank, group, mine.number, recorded, mine)
         other = group.counterpart(mine)
         if other is None:
             return
@@ -182,7 +182,7 @@ class TraceMatcher:
         made[rank] = recorded.ranks
         making = self._making.setdefault(recorded.group, PendingCollective(recorded.signature, size, [None] * size))
         making.issued[rank] = recorded
-        self._in_making[rank] = TracedCall(rank, world_of(size), int(recorded.group), recorded, making)
+        self._in_making[rank] = MatchedCall(rank, world_of(size), int(recorded.group), recorded, making)
         if len(made) < size:
             return
         del self._made[recorded.group], self._making[recorded.group]

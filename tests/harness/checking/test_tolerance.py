@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardproof.harness.checking.measures.distance import TrueTensor, distance
+from shardproof.harness.checking.measures.distance import TruthTensor, distance
 from shardproof.harness.checking.measures.many_tensors import kind_rms
 from shardproof.harness.checking.measures.measured import ABSOLUTE, Measured, epsilon
 from shardproof.harness.checking.measures.tolerance import least_rms, measure
@@ -89,7 +89,7 @@ def test_a_truth_that_is_zero_but_for_rounding_is_scaled_by_its_kind() -> None:
     truth = {"grad/q.bias": drawn(64, seed=1), "grad/k.bias": drawn(64, seed=2) * 1e-17, "loss/0": torch.tensor(7.0)}
     kind = kind_rms(truth)["grad"]
     assert kind == pytest.approx(float(truth["grad/q.bias"].square().mean().div(2).sqrt()))
-    assert least_rms(TrueTensor.of(truth["grad/k.bias"]), kind) == kind
+    assert least_rms(TruthTensor.of(truth["grad/k.bias"]), kind) == kind
     other_rounding = drawn(64, seed=3) * 1e-17
     assert measure("k", other_rounding, truth["grad/k.bias"], dtype="float64", kind=kind).right
     assert not measure("k", other_rounding, truth["grad/k.bias"], dtype="float64").right

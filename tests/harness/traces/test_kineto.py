@@ -145,7 +145,7 @@ def test_events_are_the_same_at_every_size_of_a_chunk_and_in_every_layout(
     else:
         path.write_text(json.dumps(made, indent=indent if isinstance(indent, int) else None))
     monkeypatch.setattr(event_stream, "_CHUNK_BYTES", chunk)
-    stream = event_stream.EventStream(path, lambda _category, _name: True)
+    stream = event_stream.TraceEvents(path, lambda _category, _name: True)
     assert list(stream) == made["traceEvents"]
     assert (stream.header["distributedInfo"], stream.header["traceName"]) == (made["distributedInfo"], "made")
     assert [one.op for one in read_kineto(path).calls] == ["all_reduce", "broadcast"]
