@@ -2,7 +2,7 @@
 
 The profiler begins every event with the key `ph`. So the text between two events, from the brace that ends one to that
 key in the next, cannot stand within a JSON string, where quotes are escaped, and the file is cut there without being
-read. An event that nobody wants is skipped after a look at its category and name. json reads the others, and all events
+read. An event of no use is skipped after a look at its category and name. json reads the others, and all events
 of a file whose events begin with another key.
 """
 

@@ -150,9 +150,9 @@ def operator_of(name: str) -> str:
 
 
 class RowsOfCall(NamedTuple):
-    """The rows of one call: that which tells of it, and the operator's around it."""
+    """The rows of one call: that of its record_param_comms, and the operator's around it."""
 
-    told: KinetoCall
+    comms_row: KinetoCall
     operator: KinetoCall | None
     ids: tuple[int, ...]
 
@@ -180,7 +180,7 @@ def rows_of_calls(rows: Sequence[KinetoCall]) -> list[RowsOfCall]:
             ]
         elif operator is not None:
             found.append(RowsOfCall(operator, operator, ids))
-    return sorted(found, key=lambda call: call.told.start_us)
+    return sorted(found, key=lambda call: call.comms_row.start_us)
 
 
 def _outermost_calls(cluster: Sequence[KinetoCall], role: int) -> Iterator[KinetoCall]:
@@ -205,12 +205,12 @@ def _build_trace(source: str, header: Json, rows: _Rows) -> Trace:
     found = places(around, len(calls))
     has_modules = any(row.kind == MODULE for row in rows.around)
     own_ids = {one for call in calls for one in call.ids}
-    kernels = _kernels(rows.kernels, own_ids, calls[0].told.start_us if calls else math.inf)
+    kernels = _kernels(rows.kernels, own_ids, calls[0].comms_row.start_us if calls else math.inf)
     steps = _StepTimes(rows.steps)
     traced = tuple(
         replace(
             _build_call(call, groups, rows.gloo),
-            step=steps.at(call.told.start_us),
+            step=steps.at(call.comms_row.start_us),
             phase=place.phase,
             module=_module_of_place(place) if has_modules else None,
             caller=_caller_of_frame(place.caller),
@@ -243,22 +243,24 @@ def _as_whole_number(value: object) -> int | None:
 
 
 def _row_of(call: RowsOfCall, index: int) -> TimedRow:
-    told = call.told
+    comms_row = call.comms_row
     name = _name_of_call(call)
-    elements = _as_whole_number(told.args.get("In msg nelems"))
+    elements = _as_whole_number(comms_row.args.get("In msg nelems"))
     if elements is None:
         shapes = _payload_shapes(call)
         elements = sum(map(math.prod, shapes)) if shapes else -1
-    return TimedRow(told.start_us, told.end_us, CALL, told.thread, name, index, _op_of_call(call), elements)
+    return TimedRow(
+        comms_row.start_us, comms_row.end_us, CALL, comms_row.thread, name, index, _op_of_call(call), elements
+    )
 
 
 def _name_of_call(call: RowsOfCall) -> str:
-    return str(call.told.args.get("Collective name") or call.told.name)
+    return str(call.comms_row.args.get("Collective name") or call.comms_row.name)
 
 
 def _op_of_call(call: RowsOfCall) -> str:
-    if call.told.role == _OPERATOR:
-        return OPERATORS[operator_of(call.told.name)].op
+    if call.comms_row.role == _OPERATOR:
+        return OPERATORS[operator_of(call.comms_row.name)].op
     return find_op(_name_of_call(call))
 
 
@@ -269,17 +271,17 @@ def _module_of_place(place: PlaceOfCall) -> str | None:
 
 def _build_call(call: RowsOfCall, groups: Groups, gloo: Sequence[KinetoCall]) -> TracedCall:
     """A call by its own rows."""
-    told, op = call.told, _op_of_call(call)
-    group = groups.of(told.args)
+    comms_row, op = call.comms_row, _op_of_call(call)
+    group = groups.of(comms_row.args)
     shapes, dtype = _payload_shapes(call), find_dtype(_dtype_word(call, gloo))
-    elements = _count_elements(op, told.args)
+    elements = _count_elements(op, comms_row.args)
     if elements is not None:
         size = 0 if op == "barrier" else None if dtype is None else elements * dtype.item_bytes
         if shapes is not None and sum(map(math.prod, shapes)) != elements:
             shapes = None  # of the other side of the call
     else:
         size = 0 if op == "barrier" else payload_bytes(dtype, shapes)
-    peer = told.args.get("Dst Rank" if op == "send" else "Src Rank") if op in ("send", "recv") else None
+    peer = comms_row.args.get("Dst Rank" if op == "send" else "Src Rank") if op in ("send", "recv") else None
     return TracedCall(
         op=op,
         name=_name_of_call(call),
@@ -291,10 +293,10 @@ def _build_call(call: RowsOfCall, groups: Groups, gloo: Sequence[KinetoCall]) ->
         group_desc=group.description,
         group_size=group.size,
         peer=_as_whole_number(peer),
-        number=_as_whole_number(told.args.get("Seq")),
-        sizes_sent=_splits_of_value(told.args.get("In split size")) if op == "all_to_all" else None,
-        start_us=told.start_us,
-        host_us=told.end_us - told.start_us,
+        number=_as_whole_number(comms_row.args.get("Seq")),
+        sizes_sent=_splits_of_value(comms_row.args.get("In split size")) if op == "all_to_all" else None,
+        start_us=comms_row.start_us,
+        host_us=comms_row.end_us - comms_row.start_us,
     )
 
 
@@ -322,7 +324,7 @@ def _payload_as_argument(row: KinetoCall) -> tuple[Any, str]:
 
 def _payload_shapes(call: RowsOfCall) -> tuple[tuple[int, ...], ...] | None:
     """The shapes of the payload where they were recorded."""
-    for row in (call.operator, call.told):
+    for row in (call.operator, call.comms_row):
         if row is None or (row.role != _OPERATOR and _op_of_call(call) in _OF_OUTPUT):
             continue  # the input
         dims, word = _payload_as_argument(row)
@@ -342,16 +344,16 @@ def _flatten_dims(dims: Any) -> Iterator[tuple[int, ...]]:
 
 def _dtype_word(call: RowsOfCall, gloo: Sequence[KinetoCall]) -> str:
     """The profiler's name of the dtype; of a list gloo's own row of the same dims, the first one that follows."""
-    if "dtype" in call.told.args:
-        return str(call.told.args["dtype"])
-    for row in (call.operator, call.told):
+    if "dtype" in call.comms_row.args:
+        return str(call.comms_row.args["dtype"])
+    for row in (call.operator, call.comms_row):
         if row is not None and find_dtype(_payload_as_argument(row)[1]):
             return _payload_as_argument(row)[1]
     shapes = _payload_shapes(call) or ((),)
     later = (
         row
         for row in gloo
-        if row.start_us >= call.told.start_us and tuple(_flatten_dims(_payload_as_argument(row)[0])) == shapes[:1]
+        if row.start_us >= call.comms_row.start_us and tuple(_flatten_dims(_payload_as_argument(row)[0])) == shapes[:1]
     )
     nearest = min(later, key=lambda row: row.start_us, default=None)
     return "" if nearest is None else _payload_as_argument(nearest)[1]
