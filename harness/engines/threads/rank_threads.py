@@ -172,24 +172,27 @@ def interrupt(thread: threading.Thread) -> None:
     """Raise Aborted in a thread as soon as it runs Python code again."""
     if not isinstance(sys.unraisablehook, _ReportOthers):
         sys.unraisablehook = _ReportOthers(sys.unraisablehook)
+    if not isinstance(threading.excepthook, _ReportOthers):
+        threading.excepthook = _ReportOthers(threading.excepthook)
     ident = ctypes.c_ulong(thread.ident or 0)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(Aborted))
 
 
 class _ReportOthers:
-    """A hook for what Python cannot raise, which leaves out Aborted.
+    """A hook for exceptions that nothing handles, which leaves out Aborted.
 
     An interruption may come while the thread is in a callback of a weak reference, or in `__del__`. Python drops it
-    there with a message on the terminal, and the scheduler interrupts once more.
+    there with a message on the terminal, and the scheduler interrupts once more. The last one may come when the thread
+    has left its work already and is about to end.
     """
 
     def __init__(self, hook: Callable[[Any], object]) -> None:
         self._hook = hook
 
-    def __call__(self, unraisable: Any) -> None:
+    def __call__(self, unhandled: Any) -> None:
         """Hand all but Aborted to the hook that was there."""
-        if not (isinstance(unraisable.exc_type, type) and issubclass(unraisable.exc_type, Aborted)):
-            self._hook(unraisable)
+        if not (isinstance(unhandled.exc_type, type) and issubclass(unhandled.exc_type, Aborted)):
+            self._hook(unhandled)
 
 
 def do_nothing(*_: object) -> None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardproof.harness.engines.threads.inproc import InprocEngine
+from shardproof.harness.engines.threads.rank_threads import interrupt
 from shardproof.harness.errors import NotComputed, RankRaised, RequestError, TimeLimit
 from shardproof.harness.running.ranks.execution import execute
 from shardproof.reference.case import Case
@@ -82,10 +83,21 @@ def test_an_interruption_that_python_cannot_raise_is_not_reported(
             Dropped()
 
     reported, stop = list[Any](), threading.Event()
-    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: reported.append(unraisable.exc_type))
+    for owner, hook in ((sys, "unraisablehook"), (threading, "excepthook")):
+        monkeypatch.setattr(owner, hook, lambda unhandled: reported.append(unhandled.exc_type))
     with pytest.raises(TimeLimit):  # the thread is abandoned: hardly any of its time can an interruption be raised
         engine.run(program, world_size=2, timeout_s=0.3)
     stop.set()
+
+    def interrupt_itself() -> None:
+        interrupt(threading.current_thread())
+        time.sleep(0.01)
+
+    ending = threading.Thread(target=interrupt_itself)
+    ending.start()
+    for thread in (ending, *(one for one in threading.enumerate() if one.name.startswith("rank 0"))):
+        thread.join(10)
+        assert not thread.is_alive()
     one = Dropped()
     one.raises = True
     del one
