@@ -79,10 +79,11 @@ def test_an_interruption_that_python_cannot_raise_is_not_reported(
     engine: InprocEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def program(rank: int) -> None:
+        ranks.append(threading.current_thread())
         while not stop.is_set():
             Dropped()
 
-    reported, stop = list[Any](), threading.Event()
+    reported, stop, ranks = list[Any](), threading.Event(), list[threading.Thread]()
     for owner, hook in ((sys, "unraisablehook"), (threading, "excepthook")):
         monkeypatch.setattr(owner, hook, lambda unhandled: reported.append(unhandled.exc_type))
     with pytest.raises(TimeLimit):  # the thread is abandoned: hardly any of its time can an interruption be raised
@@ -95,7 +96,7 @@ def test_an_interruption_that_python_cannot_raise_is_not_reported(
 
     ending = threading.Thread(target=interrupt_itself)
     ending.start()
-    for thread in (ending, *(one for one in threading.enumerate() if one.name.startswith("rank 0"))):
+    for thread in (ending, *ranks):
         thread.join(10)
         assert not thread.is_alive()
     one = Dropped()
