@@ -1,0 +1,1 @@
+"""Parity: two launches of one program compared by the values that were recorded of them."""
