@@ -1,0 +1,262 @@
+"""Whether the ranks of the second launch together read the samples of the first one, each once, step by step.
+
+A sample is a row along dim 0 of what the outermost module receives. Under context parallelism a rank has parts of a
+row's sequence (dim 1): contiguous ones, or two in zigzag. Ranks that read the same rows and parts (of one tensor
+parallel group) are one reader. Rows are told by their bits, so their order may be another one: `Samples.sources` says
+which row of the first launch each one is, and outputs of modules are put into its order by it.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardproof.harness.checking.finding import Finding
+from shardproof.harness.errors import ranks_text
+from shardproof.harness.outcome.merging import bits_of
+from shardproof.harness.parity.recorded import Launch
+from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
+
+CHECK = "samples"
+Source = tuple[int, int]
+"""Micro-batch and row of the first launch."""
+Unit = tuple[int, int, int]
+"""A source and the number of the part of its sequence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """The samples of one step. `rows` are those of the first launch, by micro-batch.
+
+    sources   (rank, micro-batch) -> the row of the first launch that each row is, None for a row that it has not
+    parts     rank -> the parts of the sequence that it has, of `of_parts`
+    readers   ranks that read the same, a tuple each; ranks that receive no sample (later stages) are in none
+    problem   why rows cannot be compared; "" where they can
+    """
+
+    step: int
+    rows: tuple[int, ...] = ()
+    sources: Mapping[tuple[int, int], tuple[Source | None, ...]]
+    parts: Mapping[int, tuple[int, ...]]
+    of_parts: int = 1
+    readers: tuple[tuple[int, ...], ...] = ()
+    problem: str = ""
+
+    def units(self, rank: int) -> list[Unit]:
+        """What a rank reads of the first launch's samples, in its order."""
+        found = [source for (own, _), rows in sorted(self.sources.items()) if own == rank for source in rows]
+        return [(*source, part) for source in found if source for part in self.parts[rank]]
+
+
+def samples_of(first: Launch, second: Launch, step: int) -> Samples:
+    """The samples of a step of both launches."""
+    mine, theirs = _tensors_of(first, step), _tensors_of(second, step)
+    names = _common_names(mine, theirs)
+    if not names:
+        given = "the first modules receive nothing that is recorded" if not mine or not theirs else (
+            f"the first modules receive {_words_of(mine)} in the first launch and {_words_of(theirs)} in the second, "
+            "and no two of these are alike"
+        )
+        return Samples(step=step, sources={}, parts={}, problem=given)
+    pairs = [(own, other) for own, other in names]
+    many = _count_parts(mine, theirs, pairs[0])
+    whole: dict[tuple[bytes, ...], list[Unit]] = {}
+    calls, rows = _calls_once(mine), []
+    for number, tensors in enumerate(calls):
+        parts_of_rows = _rows_of(tensors, [own for own, _ in pairs], many)
+        rows.append(len(parts_of_rows))
+        for row, parts in enumerate(parts_of_rows):
+            for part, key in enumerate(parts):
+                whole.setdefault(key, []).append((number, row, part))
+    sources: dict[tuple[int, int], tuple[Source | None, ...]] = {}
+    parts_of_rank: dict[int, tuple[int, ...]] = {}
+    for (rank, call), tensors in theirs.items():
+        if any(other not in tensors for _, other in pairs):
+            continue
+        share = max(1, many * tensors[pairs[0][1]].shape[1] // calls[0][pairs[0][0]].shape[1]) if many > 1 else 1
+        found = []
+        used: Counter[Source] = Counter()
+        for keys in _rows_of(tensors, [other for _, other in pairs], share):
+            source, at = _find_row(keys, whole, used)
+            found.append(source)
+            if source is not None:
+                used[source] += 1
+                parts_of_rank.setdefault(rank, at)
+        sources[rank, call] = tuple(found)
+        parts_of_rank.setdefault(rank, (0,))
+    known = Samples(step=step, rows=tuple(rows), sources=sources, parts=parts_of_rank, of_parts=many)
+    readers: dict[object, list[int]] = {}
+    for rank in sorted({rank for rank, _ in sources}):
+        units = known.units(rank)
+        own = [row for (one, _), found in sorted(sources.items()) if one == rank for row in found]
+        readers.setdefault(tuple(units) if None not in own else (rank, len(own)), []).append(rank)
+    return Samples(
+        step=step,
+        rows=tuple(rows),
+        sources=sources,
+        parts=parts_of_rank,
+        of_parts=many,
+        readers=tuple(map(tuple, readers.values())),
+    )
+
+
+def check_samples(steps: Sequence[Samples]) -> Finding:
+    """Whether every step of the second launch reads the samples of the same step of the first one, each once."""
+    if problem := next((one.problem for one in steps if one.problem), ""):
+        return Finding(verdict=UNKNOWN, message=f"samples cannot be compared: {problem}")
+    if not steps:
+        return Finding(verdict=UNKNOWN, message="samples cannot be compared: no step was recorded whole")
+    for one in steps:
+        if words := describe_difference(one):
+            return Finding(
+                verdict=FAIL,
+                message=f"the launches do not train on the same samples: {words}",
+                names=(f"sample/{one.step}",),
+                ranks=_ranks_apart(one),
+                phase="data",
+            )
+    rows = sum(sum(one.rows) for one in steps)
+    order = all(_is_in_order(one) for one in steps)
+    words = "in the first launch's order" if order else "in another order within a step"
+    many = f"{len(steps)} step{'s' if len(steps) > 1 else ''}"
+    return Finding(verdict=PASS, message=f"{rows} samples of {many} are read once each, {words}")
+
+
+def describe_difference(one: Samples) -> str:
+    """How the samples of a step differ from those of the first launch, in words; "" where they do not."""
+    counts = Counter(unit for ranks in one.readers for unit in one.units(ranks[0]))
+    every = [(call, row, part) for call, rows in enumerate(one.rows) for row in range(rows)
+             for part in range(one.of_parts)]  # fmt: skip
+    missing = [unit for unit in every if unit not in counts]
+    twice = [unit for unit in every if counts[unit] > 1]
+    foreign = [(rank, call, row) for (rank, call), found in sorted(one.sources.items())
+               for row, source in enumerate(found) if source is None]  # fmt: skip
+    if not missing and not twice and not foreign:
+        return ""
+    parts = []
+    shared = [ranks for ranks in one.readers if len(ranks) > 1]
+    if missing and not foreign and not twice and shared:
+        parts.append(f"ranks {ranks_text(shared[0])} read the same batch, as if they were one data rank")
+    if missing:
+        call, row, _ = missing[0]
+        many = len({unit[:2] for unit in missing})
+        parts.append(
+            f"{many} of the first launch's {sum(one.rows)} are read by no rank, first row {row} of micro-batch {call}"
+        )
+    if twice:
+        call, row, _ = twice[0]
+        ranks = [ranks[0] for ranks in one.readers if twice[0] in one.units(ranks[0])]
+        where = f"by ranks {ranks_text(ranks)}" if len(ranks) > 1 else f"by rank {ranks_text(ranks)}"
+        parts.append(
+            f"{len({unit[:2] for unit in twice})} are read more than once, first row {row} of micro-batch {call}, "
+            f"{where}"
+        )
+    if foreign:
+        rank, call, row = foreign[0]
+        parts.append(
+            f"{len(foreign)} that are read are not the first launch's in this step, first row {row} of micro-batch "
+            f"{call} on rank {rank}"
+        )
+    return f"step {one.step}: " + "; ".join(parts)
+
+
+def _ranks_apart(one: Samples) -> tuple[int, ...]:
+    return tuple(sorted({rank for (rank, _), found in one.sources.items() if None in found}))
+
+
+def _is_in_order(one: Samples) -> bool:
+    """Whether the ranks, one after the other, have the first launch's rows in its order."""
+    found = [unit for ranks in one.readers for unit in one.units(ranks[0])]
+    return found == sorted(found)
+
+
+_Tensors = Mapping[tuple[int, int], Mapping[str, Tensor]]
+"""(rank, micro-batch) -> what the outermost module received, by its place there."""
+
+
+def _tensors_of(launch: Launch, step: int) -> _Tensors:
+    found: dict[tuple[int, int], dict[str, Tensor]] = {}
+    for rank, row in launch.rows("sample", step):
+        if row.shape:
+            found.setdefault((rank.rank, row.call), {})[_place_of(row.name, row.leaf)] = rank.tensor(row)
+    return found
+
+
+def _place_of(name: str, leaf: str) -> str:
+    return f"{name}/{leaf}" if leaf else name
+
+
+def _calls_once(tensors: _Tensors) -> list[Mapping[str, Tensor]]:
+    """The micro-batches of a launch, those that several ranks read in the same way once."""
+    calls: list[Mapping[str, Tensor]] = []
+    seen: set[object] = set()
+    for (_, call), given in sorted(tensors.items(), key=lambda one: one[0]):
+        key = (call, *((name, bits_of(one).numpy().tobytes()) for name, one in sorted(given.items())))
+        if key not in seen:
+            seen.add(key)
+            calls.append(given)
+    return calls
+
+
+def _common_names(mine: _Tensors, theirs: _Tensors) -> list[tuple[str, str]]:
+    """Pairs of places whose tensors are rows of samples in both launches: of the same name, else the first alike."""
+    own, other = _batches_of(mine), _batches_of(theirs)
+    same = [(name, name) for name in own if name in other and _are_alike(own[name], other[name])]
+    if same:
+        return same
+    return [(a, b) for a in own for b in other if _are_alike(own[a], other[b])][:1]
+
+
+def _batches_of(tensors: _Tensors) -> dict[str, Tensor]:
+    """Places of the first micro-batch of the first rank whose tensors have its rows, integers first."""
+    if not tensors:
+        return {}
+    given = tensors[min(tensors)]
+    rows = [one.shape[0] for one in given.values() if not one.is_floating_point()] or [
+        one.shape[0] for one in given.values()
+    ]
+    found = {name: one for name, one in given.items() if one.shape[0] == rows[0] and one.numel()}
+    return dict(sorted(found.items(), key=lambda one: one[1].is_floating_point()))
+
+
+def _are_alike(mine: Tensor, theirs: Tensor) -> bool:
+    """Whether rows of both may be the same: they have one kind of number and shape, but for a part of a sequence."""
+    if mine.is_floating_point() != theirs.is_floating_point() or mine.dim() != theirs.dim():
+        return False
+    a, b = tuple(mine.shape[1:]), tuple(theirs.shape[1:])
+    return a == b or (len(a) > 0 and a[1:] == b[1:] and b[0] > 0 and a[0] % b[0] == 0)
+
+
+def _count_parts(mine: _Tensors, theirs: _Tensors, pair: tuple[str, str]) -> int:
+    """Into how many parts sequences are cut to be compared: 1, or two for each rank that has a part."""
+    a, b = mine[min(mine)][pair[0]], theirs[min(theirs)][pair[1]]
+    if a.shape[1:] == b.shape[1:]:
+        return 1
+    ranks = a.shape[1] // b.shape[1]
+    return 2 * ranks if not a.shape[1] % (2 * ranks) else ranks
+
+
+def _rows_of(tensors: Mapping[str, Tensor], names: Sequence[str], parts: int) -> list[list[tuple[bytes, ...]]]:
+    """By row: the bits of each of its parts, of all these tensors."""
+    cut = []
+    for name in names:
+        tensor = tensors[name]
+        wide = tensor.to(torch.int64) if not tensor.is_floating_point() else tensor.double()
+        pieces = wide.chunk(parts, 1) if parts > 1 and wide.dim() > 1 else [wide] * parts
+        cut.append([[bits_of(row).numpy().tobytes() for row in piece.unbind(0)] for piece in pieces])
+    rows = len(cut[0][0])
+    return [[tuple(of_name[part][row] for of_name in cut) for part in range(parts)] for row in range(rows)]
+
+
+def _find_row(
+    keys: Sequence[tuple[bytes, ...]], whole: Mapping[tuple[bytes, ...], Sequence[Unit]], used: Mapping[Source, int]
+) -> tuple[Source | None, tuple[int, ...]]:
+    """The row of the first launch that has all these parts, one that is not used yet if there are several."""
+    options = [{unit[:2]: unit[2] for unit in reversed(whole.get(key, ()))} for key in keys]
+    rows = [source for source in sorted(options[0]) if all(source in other for other in options)] if options else []
+    if not rows:
+        return None, ()
+    best = min(rows, key=lambda source: (used.get(source, 0), source))
+    return best, tuple(other[best] for other in options)
