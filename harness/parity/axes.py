@@ -19,14 +19,14 @@ def axes_of(second: Launch, samples: Samples) -> Axes:
     ranks = [rank.rank for rank in second.ranks]
     stages = _stages(second)
     readers = [tuple(ranks) for ranks in samples.readers]
-    places = {rank: tuple(sorted({unit[:2] for unit in samples.units(rank)})) for one in readers for rank in one}
+    places = {rank: _sources(rank, samples) for one in readers for rank in one}
     found: dict[str, Groups] = {}
     if len(stages) > 1:
         found["pp"] = tuple(zip(*stages, strict=True)) if len({len(stage) for stage in stages}) == 1 else ()
     first = [rank for rank in (stages[0] if stages else ranks) if rank in places]
     data: dict[object, list[int]] = {}
     for rank in first:
-        data.setdefault(places[rank] or rank, []).append(rank)
+        data.setdefault(places[rank] if None not in places[rank] else rank, []).append(rank)
     sharing = [tuple(own) for own in data.values()]
     if len(sharing) > 1 and len({len(own) for own in sharing}) == 1:
         found["dp"] = _in_stages(tuple(zip(*sharing, strict=True)), stages, first)
@@ -46,6 +46,11 @@ def axes_of(second: Launch, samples: Samples) -> Axes:
     found |= {name: groups for name, groups in _stated_axes(second).items() if groups not in found.values()}
     order = [*AXES, *(name for name in found if name not in AXES)]
     return {name: found[name] for name in order if name in found and found[name] and len(found[name][0]) > 1}
+
+
+def _sources(rank: int, samples: Samples) -> tuple[object, ...]:
+    """The rows that a rank reads, in its order."""
+    return tuple(row for (own, _), rows in sorted(samples.sources.items()) if own == rank for row in rows)
 
 
 def _split(ranks: Sequence[int], samples: Samples) -> list[list[int]]:

@@ -287,10 +287,9 @@ def _searched(seen: _Comparison, evidence: Evidence, findings: Mapping[str, Find
     if findings[samples.CHECK].verdict == FAIL:
         words = next(filter(None, map(samples.describe_difference, seen.steps)))
         return evidence.with_found(other_samples=words)
-    begun = findings.get("initial_values")
-    if begun is not None and begun.verdict == FAIL:
-        return evidence.with_found(other_start=_words_of_start(seen, begun))
     wrong = {name for finding in findings.values() if finding.verdict == FAIL for name in finding.names}
+    if begun := [name.removeprefix("init/") for name in seen.tensors if name in wrong and kind_of(name) == "init"]:
+        return evidence.with_found(other_start=_words_of_start(seen, begun))
     forward = "loss/0" in wrong
     backward = any(kind_of(name) == "grad" for name in wrong)
     both = Compared(
@@ -306,15 +305,14 @@ def _searched(seen: _Comparison, evidence: Evidence, findings: Mapping[str, Find
     return evidence.with_found(located=located)
 
 
-def _words_of_start(seen: _Comparison, begun: Finding) -> str:
+def _words_of_start(seen: _Comparison, names: Sequence[str]) -> str:
     """Which initial values differ, and whether ranks draw them by seeds of their own."""
-    names = [name.removeprefix("init/") for name in begun.names]
     counted = sum(name.startswith("init/") for name in seen.tensors)
-    apart = [rank for (rank, _), placement in seen.partners.placements.items()
-             if not placement.known and {*placement.names} & {*names}]  # fmt: skip
-    ranks = sorted({*apart})
+    placements = seen.partners.placements.items()
+    apart = sorted({rank for (rank, _), one in placements if not one.known and {*one.names} & {*names}})
     words = f"{len(names)} of {counted} parameters begin with other values than in the first launch, first {names[0]}"
-    right = sorted({rank for rank, _ in seen.partners.placements} - {*ranks})
-    if right and ranks:
-        words += f"; on ranks {', '.join(map(str, ranks))} alone, as where every rank has a seed of its own"
+    right = {rank for (rank, _), _ in placements} - {*apart}
+    if right and apart:
+        ranks = f"rank{'s' if len(apart) > 1 else ''} {', '.join(map(str, apart))}"
+        words += f"; on {ranks} alone, as where every rank has a seed of its own"
     return f"{words}; legal: one seed for both launches, or --same-init"

@@ -92,8 +92,9 @@ class Toy:
     def launch(self, folder: Path) -> Path:
         """Train and write what each rank recorded. Edits:
 
-        start(values, rank), samples(rows, step, rank), loss(loss, rank), grad(name, gradients by data rank),
-        norm(norm), clip(gradients), after(name, value), output(name, tensor)
+        start(values, data rank), samples(rows, step, data rank), loss(loss, data rank), norm(norm),
+        grad(name, gradients by data rank, data rank), clip(name, gradient, scale), after(name, new, old),
+        output(name, tensor)
         """
         folder.mkdir(parents=True)
         world = self.dp * self.tp * self.pp
@@ -114,17 +115,19 @@ class Toy:
         v = {name: torch.zeros_like(value) for name, value in values.items()}
         for step in range(self.steps):
             gradients = [self._backward(weights[data], data, step, ranks) for data in range(self.dp)]
-            mean = self._edit("grad", lambda name, own: torch.stack(own).mean(0))
-            grads = [{name: mean(name, [own[name] for own in gradients]) for name in values} for _ in range(self.dp)]
+            mean = self._edit("grad", lambda name, own, data: torch.stack(own).mean(0))
+            own = {name: [one[name] for one in gradients] for name in values}
+            grads = [{name: mean(name, own[name], data) for name in values} for data in range(self.dp)]
             for rank in ranks:
                 for name, value in self._own(grads[self._data(rank.number)], rank.number).items():
                     rank.add("grad", step, self._name(name, rank.number), value)
-            norm = torch.stack([one.square().sum() for one in grads[0].values()]).sum().sqrt()
-            norm = self._edit("norm", lambda norm: norm)(norm)
+            scales = []
             for rank in ranks:
+                squares = [one.square().sum() for one in grads[self._data(rank.number)].values()]
+                norm = self._edit("norm", lambda norm: norm)(torch.stack(squares).sum().sqrt())
                 rank.add("norm", step, "", norm)
-            scale = min(1.0, 1.0 / float(norm))
-            self._step(step, weights, grads, scale, m, v, ranks)
+                scales.append(1.0 / max(1.0, float(norm)))
+            self._step(step, weights, grads, scales[0], m, v, ranks)
         for rank in ranks:
             rank.write(folder, world, **self.about)
         return folder
