@@ -15,6 +15,7 @@ from shardproof.harness.checking.coverage import check_layout, check_replicas
 from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.kinds import kind_of
 from shardproof.harness.checking.measures.spreads import run_spreads
+from shardproof.harness.checking.measures.tolerance import FLOAT64_CEILING
 from shardproof.harness.checking.numeric_checks import check_update, make_numeric_check
 from shardproof.harness.checking.records import Calls, Claims, Controls, Evidence, Run, Truth, merged_outcomes
 from shardproof.harness.outcome.blocks import localize
@@ -39,16 +40,21 @@ from shardproof.harness.running.result import CaseResult, verdict_on
 from shardproof.harness.verdicts.facts import FailedCheck, First, Note, NoteKind, notes_about
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 
+NAME = "parity"
+"""What the run, and the first word of its case, is called."""
 CHECKS: Mapping[str, Check] = {
     "merge": check_layout,
     "replicas": check_replicas,
     **{
-        name: make_numeric_check(name)
-        for name in ("initial_values", "forward", "parameter_gradients", "gradient_norm")
+        name: make_numeric_check(name) for name in ("initial_values", "forward", "parameter_gradients", "gradient_norm")
     },
     "update": check_update,
 }
 """Checks of numbers, in the order in which training computes them."""
+_RUNS, _MOST_RUNS = 3, 8
+"""Perturbed runs behind a limit, and how many there may be where something is just beyond it: three may be lucky."""
+NEAR = 10.0
+"""A tensor that is less than this many times beyond its limit is just beyond it."""
 NUMERIC = ("initial_values", "forward", "parameter_gradients", "gradient_norm", "update")
 _LISTED = 5
 _DENSE, _FIRST = "the dense model", "the first launch"
@@ -56,10 +62,13 @@ _DENSE, _FIRST = "the dense model", "the first launch"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Further:
-    """Further runs of the first launch, made when they are asked for: `again` as it is, `perturbed` by rounding."""
+    """Further runs of the first launch, made when they are asked for: `again` as it is, `perturbed` by rounding.
+
+    Each may be None where there is no such run; `perturbed` is asked by the number of the run, from 1.
+    """
 
     again: Callable[[], Launch | None] = lambda: None
-    perturbed: Callable[[], Sequence[Launch]] = lambda: ()
+    perturbed: Callable[[int], Launch | None] = lambda _: None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -80,36 +89,61 @@ class _Comparison:
     control_tensors: list[dict[str, Tensor]] = field(default_factory=list)
 
 
-def judge_launches(
-    first: Launch, second: Launch, *, name: str = "parity", repeat: str = "", further: Further = Further()
-) -> CaseResult:
+def judge_launches(first: Launch, second: Launch, *, repeat: str = "", further: Further = Further()) -> CaseResult:
     """The result of holding the second launch against the first one.
 
     `repeat` is the command that compares them again. Raises RequestError where a recorded tensor cannot be read.
     """
-    seen = _prepare(first, second, name)
+    seen = _prepare(first, second)
     evidence, findings = _judge(seen)
-    again = further.again()
-    if again is not None:
-        _add_control(seen, again)
-    if any(finding.verdict == FAIL and finding.wrong for finding in findings.values()):
-        for launch in further.perturbed():
-            _add_control(seen, launch)
-    if seen.controls:
-        evidence, findings = _judge(seen)
+    stated = {samples.CHECK: samples.check_samples(seen.steps), alive.CHECK: alive.check_alive(first, second)}
+    if any(finding.verdict == FAIL for finding in (*findings.values(), *stated.values())):
+        if (again := further.again()) is not None:
+            stated["determinism"] = _check_determinism(seen, again)
+            if any(_spreads(seen, again)):
+                _add_control(seen, again)
+                evidence, findings = _judge(seen)
+        if stated[samples.CHECK].verdict != FAIL and not _wrong_starts(seen, findings):
+            evidence, findings = _with_limits(seen, evidence, findings, further)
     evidence, findings = _with_reading(seen, evidence, findings)
-    of_a_kind: dict[str, Finding] = {
-        "partners": _check_partners(seen),
-        samples.CHECK: samples.check_samples(seen.steps),
-        alive.CHECK: alive.check_alive(first, second),
-    }
-    if again is not None:
-        of_a_kind["determinism"] = _check_determinism(seen, again)
-    findings = _undecided_by_draws(seen, {**of_a_kind, **findings})
+    findings = {"partners": _check_partners(seen), **stated, **findings}
+    for undecided in (_undecided_by_draws, _undecided_by_chance, _undecided_without_controls):
+        findings = undecided(seen, findings)
     return _explained(seen, evidence, findings, repeat)
 
 
-def _prepare(first: Launch, second: Launch, name: str) -> _Comparison:
+def _with_limits(
+    seen: _Comparison, evidence: Evidence, findings: dict[str, Finding], further: Further
+) -> tuple[Evidence, dict[str, Finding]]:
+    """Evidence and findings by the limits that perturbed runs of the first launch show, as many as it takes."""
+    for number in range(1, _MOST_RUNS + 1):
+        enough = number > _RUNS and not 1 < furthest_ratio(findings) <= NEAR
+        if enough or not _may_be_rounding(seen, findings) or (launch := further.perturbed(number)) is None:
+            break
+        _add_control(seen, launch)
+        if number >= _RUNS:
+            evidence, findings = _judge(seen)
+    return _judge(seen) if 0 < len(seen.controls) < _RUNS else (evidence, findings)
+
+
+def _may_be_rounding(seen: _Comparison, findings: Mapping[str, Finding]) -> bool:
+    """Whether rounding may explain something that is wrong: in float64 only errors as small as noise can be."""
+    errors = [one.error for finding in findings.values() for one in finding.wrong]
+    return any(seen.case.dtype != "float64" or error < FLOAT64_CEILING for error in errors)
+
+
+def _wrong_starts(seen: _Comparison, findings: Mapping[str, Finding]) -> list[str]:
+    """The parameters that begin with other values than in the first launch."""
+    wrong = {name for finding in findings.values() if finding.verdict == FAIL for name in finding.names}
+    return [name.removeprefix("init/") for name in seen.tensors if name in wrong and kind_of(name) == "init"]
+
+
+def furthest_ratio(findings: Mapping[str, Finding]) -> float:
+    """How far the furthest wrong tensor is beyond its limit, in units of the limit; 0 where none is."""
+    return max((one.ratio for finding in findings.values() for one in finding.wrong), default=0.0)
+
+
+def _prepare(first: Launch, second: Launch) -> _Comparison:
     count = min(first.steps, second.steps)
     found = [samples.samples_of(first, second, step) for step in range(count)]
     axes = axes_of(second, found[0]) if found else {}
@@ -117,7 +151,7 @@ def _prepare(first: Launch, second: Launch, name: str) -> _Comparison:
     initial = {n.removeprefix("init/"): tensor for n, tensor in tensors.items() if n.startswith("init/")}
     partners = find_partners(initial, first.aliases, second)
     flat = flat_parameters(second, partners, initial)
-    case = ParityCase(name=name, world_size=second.world_size, axes=axes, steps=max(count, 1), dtype=first.dtype)
+    case = ParityCase(name=NAME, world_size=second.world_size, axes=axes, steps=max(count, 1), dtype=first.dtype)
     later = {n for n in tensors if _step_of_later(n) >= count}
     return _Comparison(
         first=first,
@@ -217,7 +251,9 @@ def _check_partners(seen: _Comparison) -> Finding:
 
 def _narrow(seen: _Comparison) -> list[str]:
     """What stayed in a narrower dtype where float64 was asked for."""
-    found = [one for launch in (seen.first, seen.second) for rank in launch.ranks for one in rank.about.get("narrow", ())]
+    found = [
+        one for launch in (seen.first, seen.second) for rank in launch.ranks for one in rank.about.get("narrow", ())
+    ]
     return list(dict.fromkeys(map(str, found)))
 
 
@@ -226,19 +262,50 @@ def _list(names: Sequence[str]) -> str:
     return ", ".join(names[:_LISTED]) + more
 
 
+def _spreads(seen: _Comparison, again: Launch) -> dict[str, float]:
+    """Name -> how far two runs of the first launch are apart, of those tensors that are."""
+    second = {name: tensor for name, tensor in control_tensors(again, seen.flat).items() if name in seen.tensors}
+    absent = {name: torch.zeros(0) for name in seen.tensors if name not in second}
+    return run_spreads([localize(seen.tensors)], [localize({**second, **absent})])
+
+
 def _check_determinism(seen: _Comparison, again: Launch) -> Finding:
     """Whether the first launch repeats itself. What differs by more than rounding cannot be judged."""
-    first = {name: tensor for name, tensor in seen.tensors.items()}
-    second = {name: tensor for name, tensor in control_tensors(again, seen.flat).items() if name in first}
-    spreads = run_spreads([localize(first)], [localize({name: second.get(name, torch.zeros(0)) for name in first})])
+    spreads = _spreads(seen, again)
     limit = torch.finfo(getattr(torch, seen.case.dtype)).eps ** 0.5
     wide = [name for name, spread in spreads.items() if spread > limit]
+    others = (samples.describe_difference(samples.samples_of(seen.first, again, one.step)) for one in seen.steps)
+    if words := next(filter(None, others), ""):
+        wide, what = [*wide, "sample/0"], f"do not read the same samples: {words}"
+    else:
+        what = f"differ in {_list(wide)}"
     if wide:
-        rule = "what differs between two runs of one launch cannot be judged"
-        message = f"two runs of the first launch differ in {_list(wide)}: {rule}; legal: a seed for all that it draws"
-        return Finding(verdict=UNKNOWN, message=message, notes=notes_about(undecided=tuple(wide)))
+        rule = "what differs between two runs of one launch cannot be judged; legal: a seed for all that it draws"
+        return Finding(
+            verdict=UNKNOWN,
+            message=f"two runs of the first launch {what}: {rule}",
+            notes=notes_about(undecided=tuple(wide)),
+        )
     how = f"differ by rounding in {len(spreads)} tensors" if spreads else "agree in every bit"
     return Finding(verdict=PASS, message=f"two runs of the first launch {how}")
+
+
+def _undecided_by_chance(seen: _Comparison, findings: dict[str, Finding]) -> dict[str, Finding]:
+    """Findings that are unknown, not failed, since the first launch does not repeat itself."""
+    repeated = findings.get("determinism")
+    if repeated is None or repeated.verdict == PASS:
+        return findings
+    return _as_unknown(findings, (samples.CHECK, "replicas", *NUMERIC), "two runs of the first launch differ too")
+
+
+def _as_unknown(findings: dict[str, Finding], checks: Sequence[str], why: str) -> dict[str, Finding]:
+    """The findings, those of these checks unknown where they failed."""
+    return {
+        check: replace(finding, verdict=UNKNOWN, message=f"{finding.message}, which proves nothing: {why}")
+        if check in checks and finding.verdict == FAIL
+        else finding
+        for check, finding in findings.items()
+    }
 
 
 def _undecided_by_draws(seen: _Comparison, findings: dict[str, Finding]) -> dict[str, Finding]:
@@ -247,10 +314,31 @@ def _undecided_by_draws(seen: _Comparison, findings: dict[str, Finding]) -> dict
              for one in rank.about.get("drawn", ())]  # fmt: skip
     if not drawn:
         return findings
-    words = f"numbers are drawn in {_list(list(dict.fromkeys(drawn)))}, on each launch others; legal: --no-dropout"
+    where = _list(list(dict.fromkeys(drawn)))
+    return _as_unknown(
+        findings,
+        ("replicas", *NUMERIC[1:]),
+        f"numbers are drawn in {where}, others on each launch; legal: --no-dropout",
+    )
+
+
+def _undecided_without_controls(seen: _Comparison, findings: dict[str, Finding]) -> dict[str, Finding]:
+    """Findings of numbers that are unknown, not failed: rounding may be behind them, and no run shows how much.
+
+    Half of the digits of a dtype is more than rounding comes to in a few steps, but for chaotic training.
+    """
+    if seen.controls or seen.case.dtype == "float64":
+        return findings
+    limit = torch.finfo(getattr(torch, seen.case.dtype)).eps ** 0.5
+    words = "no run of the first launch with its rounding moved says whether rounding is behind it"
+    legal = "--control FOLDER (record --values --perturb 1), or --dtype float64"
+
+    def may_be_rounding(finding: Finding) -> bool:
+        return finding.verdict == FAIL and bool(finding.wrong) and all(one.error <= limit for one in finding.wrong)
+
     return {
-        check: replace(finding, verdict=UNKNOWN, message=f"{finding.message}, which may be the draws: {words}")
-        if check in NUMERIC[1:] and finding.verdict == FAIL
+        check: replace(finding, verdict=UNKNOWN, message=f"{finding.message}, and {words}; legal: {legal}")
+        if may_be_rounding(finding)
         else finding
         for check, finding in findings.items()
     }
@@ -266,11 +354,10 @@ def _explained(seen: _Comparison, evidence: Evidence, findings: dict[str, Findin
         begun = findings[samples.CHECK]
         for check, failure in failures.items():
             causes = tuple(replace(cause, words=_in_our_words(cause.words)) for cause in failure.causes)
-            failure = replace(failure, repeat=repeat or failure.repeat, causes=causes)
+            first = failure.first
             if begun.verdict == FAIL:
                 first = First(phase="data", step=int(begun.names[0].partition("/")[2]), name=begun.names[0])
-                failure = replace(failure, first=first)
-            failures[check] = failure
+            failures[check] = replace(failure, repeat=repeat or failure.repeat, causes=causes, first=first)
     verdicts = tuple(
         verdict_on(replace(finding, message=_in_our_words(finding.message)), text, check, failures.get(check))
         for check, finding in findings.items()
@@ -288,7 +375,7 @@ def _searched(seen: _Comparison, evidence: Evidence, findings: Mapping[str, Find
         words = next(filter(None, map(samples.describe_difference, seen.steps)))
         return evidence.with_found(other_samples=words)
     wrong = {name for finding in findings.values() if finding.verdict == FAIL for name in finding.names}
-    if begun := [name.removeprefix("init/") for name in seen.tensors if name in wrong and kind_of(name) == "init"]:
+    if begun := _wrong_starts(seen, findings):
         return evidence.with_found(other_start=_words_of_start(seen, begun))
     forward = "loss/0" in wrong
     backward = any(kind_of(name) == "grad" for name in wrong)

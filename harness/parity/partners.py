@@ -255,12 +255,7 @@ def _renamed(path: str, renames: Mapping[str, str]) -> str:
 
 
 def _beside(
-    rank: int,
-    row: ValueRow,
-    local: Tensor,
-    name: str,
-    index: _Index,
-    placements: Mapping[tuple[int, str], Placement],
+    rank: int, row: ValueRow, local: Tensor, name: str, index: _Index, placements: Mapping[tuple[int, str], Placement]
 ) -> Placement | None:
     """A vector without telling numbers lies as the rows of the matrix of its module do."""
     module, _, leaf = row.name.rpartition(".")

@@ -17,7 +17,7 @@ from shardproof.harness.checking.measuring import INITIAL
 from shardproof.harness.outcome.blocks import Block
 from shardproof.harness.outcome.merging import Flaw, merge_outcomes
 from shardproof.harness.parity.partners import Partners, is_flat
-from shardproof.harness.parity.recorded import Launch, stated_block, state_name
+from shardproof.harness.parity.recorded import Launch, state_name, stated_block
 from shardproof.harness.programs.values import RankValues, ValueRow
 from shardproof.harness.protocols import Axes
 
@@ -42,12 +42,7 @@ class Reading:
         return f"{over[self.calls]} over a rank's micro-batches, {over[self.ranks]} over data ranks"
 
 
-READINGS = (
-    Reading(),
-    Reading(calls="mean"),
-    Reading(ranks="sum"),
-    Reading(calls="mean", ranks="sum"),
-)
+READINGS = (Reading(), Reading(calls="mean"), Reading(ranks="sum"), Reading(calls="mean", ranks="sum"))
 """Readings, that of the objective which averaged gradients belong to first."""
 
 
@@ -63,14 +58,16 @@ def full_tensors(launch: Launch, reading: Reading = READINGS[0]) -> tuple[dict[s
     _add_numbers(outcomes, launch, everyone, reading)
     merged = merge_outcomes(list(outcomes.values()))
     tensors = {name: tensor for name, tensor in merged.tensors.items() if name}
-    order = sorted(tensors, key=lambda name: _order_of_kind(name))
+    order = sorted(tensors, key=_order_of_kind)
     return {name: tensors[name] for name in order}, merged.flaws
 
 
 def control_tensors(launch: Launch, flat: Mapping[str, bool] | None = None) -> dict[str, Tensor]:
     """The tensors of a further run of the first launch, with the values from which its parameters began."""
     tensors, _ = full_tensors(launch)
-    started = {name.replace("init/", INITIAL, 1): tensor for name, tensor in tensors.items() if name.startswith("init/")}
+    started = {
+        name.replace("init/", INITIAL, 1): tensor for name, tensor in tensors.items() if name.startswith("init/")
+    }
     return with_flat({**tensors, **started}, flat or {})
 
 
@@ -134,15 +131,10 @@ def _order_of_kind(name: str) -> int:
     return kinds.index(kind) if kind in kinds else len(kinds)
 
 
-def _add_numbers(
-    outcomes: Mapping[int, dict[str, list[Block]]], launch: Launch, axes: Axes, reading: Reading
-) -> None:
+def _add_numbers(outcomes: Mapping[int, dict[str, list[Block]]], launch: Launch, axes: Axes, reading: Reading) -> None:
     """Add losses and norms: numbers that stand on some ranks, and mean all of them."""
     for step in range(launch.steps):
-        for kind, numbers in (
-            ("loss", losses_of(launch, axes, step, reading)),
-            ("grad_norm", norms_of(launch, step)),
-        ):
+        for kind, numbers in (("loss", losses_of(launch, axes, step, reading)), ("grad_norm", norms_of(launch, step))):
             for rank, number in numbers.items():
                 block = Block(local=number, offsets=(), global_shape=())
                 outcomes[rank].setdefault(f"{kind}/{step}", []).append(block)

@@ -55,10 +55,10 @@ def samples_of(first: Launch, second: Launch, step: int) -> Samples:
     mine, theirs = _tensors_of(first, step), _tensors_of(second, step)
     names = _common_names(mine, theirs)
     if not names:
-        given = "the first modules receive nothing that is recorded" if not mine or not theirs else (
-            f"the first modules receive {_words_of(mine)} in the first launch and {_words_of(theirs)} in the second, "
-            "and no two of these are alike"
-        )
+        given = "the first modules receive nothing that is recorded"
+        if mine and theirs:
+            given = f"what they are called with has no rows alike: {_words_of(mine)} in the first launch"
+            given += f", {_words_of(theirs)} in the second"
         return Samples(step=step, sources={}, parts={}, problem=given)
     pairs = [(own, other) for own, other in names]
     many = _count_parts(mine, theirs, pairs[0])
@@ -182,6 +182,11 @@ def _tensors_of(launch: Launch, step: int) -> _Tensors:
         if row.shape:
             found.setdefault((rank.rank, row.call), {})[_place_of(row.name, row.leaf)] = rank.tensor(row)
     return found
+
+
+def _words_of(tensors: _Tensors) -> str:
+    """The places and shapes of one micro-batch."""
+    return ", ".join(f"{name} {tuple(one.shape)}" for name, one in tensors[min(tensors)].items())
 
 
 def _place_of(name: str, leaf: str) -> str:

@@ -152,8 +152,10 @@ class Toy:
         for name, value in values.items():
             dim = CUT.get(".".join(name.split(".")[2:]))
             block = int(name.split(".")[1]) if name.startswith("layers") else -1
-            mine = block * self.pp // BLOCKS == stage if block >= 0 else stage == (
-                0 if name.startswith("tokens") else self.pp - 1
+            mine = (
+                block * self.pp // BLOCKS == stage
+                if block >= 0
+                else stage == (0 if name.startswith("tokens") else self.pp - 1)
             )
             if mine:
                 found[name] = value if dim is None else value.chunk(self.tp, dim)[place]
