@@ -315,11 +315,8 @@ def _undecided_by_draws(seen: _Comparison, findings: dict[str, Finding]) -> dict
     if not drawn:
         return findings
     where = _list(list(dict.fromkeys(drawn)))
-    return _as_unknown(
-        findings,
-        ("replicas", *NUMERIC[1:]),
-        f"numbers are drawn in {where}, others on each launch; legal: --no-dropout",
-    )
+    why = f"numbers are drawn in {where}, others on each launch; legal: --no-dropout"
+    return _as_unknown(findings, ("replicas", *NUMERIC[1:]), why)
 
 
 def _undecided_without_controls(seen: _Comparison, findings: dict[str, Finding]) -> dict[str, Finding]:

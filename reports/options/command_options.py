@@ -20,10 +20,7 @@ def add_others(add: Callable[..., argparse.ArgumentParser], truth: str, timeout:
     add_options(record)
     record.add_argument("program", nargs=argparse.REMAINDER, metavar="COMMAND ...", help="the command, after --")
     _add_read(add("read", help="traces of a job as a run folder: torch profiler, Flight Recorder, nsys"))
-    hang = add("hang", help="after a hang: which ranks diverge from the others, at which call, module and line")
-    hang.description = "Compare what every rank did last. Exit status 1 when ranks diverge, 0 when none does."
-    hang.epilog = "example: shardproof hang runs/latest   or   shardproof hang /tmp/nccl_trace_rank_*"
-    hang.add_argument("dumps", nargs="+", metavar="DUMP", help="a run folder of `record`, or Flight Recorder files")
+    _add_hang(add("hang", help="after a hang: which ranks diverge from the others, at which call, module and line"))
     show = add("show", help="the tables of a run again")
     _add_parity(add("parity", help="two launches of one program: does the second train what the first does"))
     _add_compare(add("compare", help="regression report of two runs; one run alone: its modes against each other"))
@@ -88,6 +85,12 @@ def _add_parity(parity: argparse.ArgumentParser) -> None:
     parity.add_argument("--out", default="runs", metavar="DIR", help="where run folders go (runs)")
     parity.add_argument("--json", action="store_true", help="the result as one JSON object on stdout")
     parity.add_argument("program", nargs=argparse.REMAINDER, metavar="-- COMMAND A -- COMMAND B", help="both commands")
+
+
+def _add_hang(hang: argparse.ArgumentParser) -> None:
+    hang.description = "Compare what every rank did last. Exit status 1 when ranks diverge, 0 when none does."
+    hang.epilog = "example: shardproof hang runs/latest   or   shardproof hang /tmp/nccl_trace_rank_*"
+    hang.add_argument("dumps", nargs="+", metavar="DUMP", help="a run folder of `record`, or Flight Recorder files")
 
 
 def _add_read(read: argparse.ArgumentParser) -> None:

@@ -172,7 +172,7 @@ class Toy:
         """Forward and backward of a data rank's micro-batches; its gradients."""
         mine = [rank for rank in ranks if self._data(rank.number) == data]
         rows = self._edit("samples", lambda rows, step, data: rows)(self.order(self.dp, data), step, data)
-        for number, value in weights.items():
+        for value in weights.values():
             value.grad = None
         tokens, targets = batch_of(step)
         size = len(rows) // self.micro
@@ -234,7 +234,7 @@ class Toy:
         ranks: list[Rank],
     ) -> None:
         with torch.no_grad():
-            for name in m:
+            for name in list(m):
                 clipped = self._edit("clip", lambda name, grad, scale: grad * scale)(name, grads[0][name], scale)
                 m[name] = 0.9 * m[name] + 0.1 * clipped
                 v[name] = 0.99 * v[name] + 0.01 * clipped.square()
