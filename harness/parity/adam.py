@@ -26,16 +26,12 @@ def adam_bound(
     found: dict[str, Tensor] = {}
     for name, after in truth.items() if controls else ():
         kind, _, place = name.partition("/")
+        if kind != "param_after":
+            continue
         step, _, parameter = place.partition("/")
         means, squares = truth.get(f"exp_avg_after/{place}"), truth.get(f"exp_avg_sq_after/{place}")
-        before = initial.get(parameter) if step == "0" else truth.get(f"param_after/{int(step or 0) - 1}/{parameter}")
-        if (
-            kind != "param_after"
-            or means is None
-            or squares is None
-            or before is None
-            or before.numel() != after.numel()
-        ):
+        before = initial.get(parameter) if step == "0" else truth.get(f"param_after/{int(step) - 1}/{parameter}")
+        if means is None or squares is None or before is None or before.numel() != after.numel():
             continue
         moved = (after.double() - before.double().reshape(after.shape)).abs()
         m, root = means.double().abs(), squares.double().clamp(min=0).sqrt()

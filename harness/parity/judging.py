@@ -31,6 +31,7 @@ from shardproof.harness.parity.quantities import (
     control_tensors,
     flat_parameters,
     full_tensors,
+    is_clipped,
     outcomes_of,
     with_flat,
 )
@@ -84,7 +85,7 @@ class _Comparison:
     tensors: Mapping[str, Tensor]
     flat: Mapping[str, bool]
     lost: tuple[str, ...]
-    reading: Reading = READINGS[0]
+    reading: Reading
     controls: list[Launch] = field(default_factory=list)
     control_tensors: list[dict[str, Tensor]] = field(default_factory=list)
 
@@ -147,7 +148,9 @@ def _prepare(first: Launch, second: Launch) -> _Comparison:
     count = min(first.steps, second.steps)
     found = [samples.samples_of(first, second, step) for step in range(count)]
     axes = axes_of(second, found[0]) if found else {}
-    tensors, flaws = full_tensors(first)
+    # One that clips by hand shows gradients behind its clip alone.
+    reading = Reading(received=is_clipped(first) != is_clipped(second))
+    tensors, flaws = full_tensors(first, reading)
     initial = {n.removeprefix("init/"): tensor for n, tensor in tensors.items() if n.startswith("init/")}
     partners = find_partners(initial, first.aliases, second)
     flat = flat_parameters(second, partners, initial)
@@ -163,6 +166,7 @@ def _prepare(first: Launch, second: Launch) -> _Comparison:
         tensors=with_flat({n: tensor for n, tensor in tensors.items() if n not in later}, flat),
         flat=flat,
         lost=tuple(flaw.name for flaw in flaws),
+        reading=reading,
     )
 
 
@@ -192,7 +196,7 @@ def _judge(seen: _Comparison) -> tuple[Evidence, dict[str, Finding]]:
 
 def _add_control(seen: _Comparison, launch: Launch) -> None:
     seen.controls.append(launch)
-    seen.control_tensors.append(control_tensors(launch, seen.flat))
+    seen.control_tensors.append(control_tensors(launch, seen.flat, seen.reading))
 
 
 def _with_reading(
@@ -207,7 +211,7 @@ def _with_reading(
         return evidence, findings
     kept = seen.reading
     for reading in READINGS:
-        seen.reading = reading
+        seen.reading = replace(reading, received=kept.received)
         other, found = _judge(seen)
         if found["forward"].verdict == PASS:
             return other, found
@@ -264,7 +268,7 @@ def _list(names: Sequence[str]) -> str:
 
 def _spreads(seen: _Comparison, again: Launch) -> dict[str, float]:
     """Name -> how far two runs of the first launch are apart, of those tensors that are."""
-    second = {name: tensor for name, tensor in control_tensors(again, seen.flat).items() if name in seen.tensors}
+    second = {name: tensor for name, tensor in control_tensors(again, seen.flat, seen.reading).items() if name in seen.tensors}
     absent = {name: torch.zeros(0) for name in seen.tensors if name not in second}
     return run_spreads([localize(seen.tensors)], [localize({**second, **absent})])
 

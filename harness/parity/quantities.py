@@ -29,11 +29,12 @@ DATA_AXES = ("dp", "cp")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
     """How losses make up the loss of a step: added up or averaged over the calls of backward of a rank, and over the
-    ranks that have samples of their own.
+    ranks that have samples of their own. Gradients are those as backward left them, or as the optimizer received them.
     """
 
     calls: str = "sum"
     ranks: str = "mean"
+    received: bool = False
 
     @property
     def words(self) -> str:
@@ -49,26 +50,24 @@ READINGS = (Reading(), Reading(calls="mean"), Reading(ranks="sum"), Reading(call
 def full_tensors(launch: Launch, reading: Reading = READINGS[0]) -> tuple[dict[str, Tensor], tuple[Flaw, ...]]:
     """The full tensors of a launch by name, its ranks merged by what they state; and those that make no full one."""
     outcomes: dict[int, dict[str, list[Block]]] = {rank: {} for rank in range(launch.world_size)}
-    for rank, row, name in _rows_of_parameters(launch):
-        parameter = launch.aliases.get(row.name, row.name)
-        if not row.alias_of:
-            full = _named(name, row, parameter)
+    for rank, row, kind in _rows_of_parameters(launch, reading):
+        full = _named(kind, row, launch.aliases.get(row.name, row.name))
+        if full and not row.alias_of:
             outcomes[rank.rank].setdefault(full, []).append(stated_block(row, rank.tensor(row)))
     everyone = {"dp": (tuple(rank.rank for rank in launch.ranks),)} if launch.world_size > 1 else {}
     _add_numbers(outcomes, launch, everyone, reading)
     merged = merge_outcomes(list(outcomes.values()))
-    tensors = {name: tensor for name, tensor in merged.tensors.items() if name}
-    order = sorted(tensors, key=_order_of_kind)
-    return {name: tensors[name] for name in order}, merged.flaws
+    order = sorted(merged.tensors, key=_order_of_kind)
+    return {name: merged.tensors[name] for name in order}, merged.flaws
 
 
-def control_tensors(launch: Launch, flat: Mapping[str, bool] | None = None) -> dict[str, Tensor]:
+def control_tensors(launch: Launch, flat: Mapping[str, bool], reading: Reading) -> dict[str, Tensor]:
     """The tensors of a further run of the first launch, with the values from which its parameters began."""
-    tensors, _ = full_tensors(launch)
+    tensors, _ = full_tensors(launch, reading)
     started = {
         name.replace("init/", INITIAL, 1): tensor for name, tensor in tensors.items() if name.startswith("init/")
     }
-    return with_flat({**tensors, **started}, flat or {})
+    return with_flat({**tensors, **started}, flat)
 
 
 def outcomes_of(
@@ -77,14 +76,14 @@ def outcomes_of(
     """By rank, the blocks of the second launch under the first one's names."""
     outcomes: dict[int, dict[str, list[Block]]] = {rank: {} for rank in range(second.world_size)}
     shapes = {(rank.rank, row.name): row.shape for rank, row in second.rows("param")}
-    for rank, row, name in _rows_of_parameters(second):
-        placement = partners.placements.get((rank.rank, row.name))
+    for rank, row, kind in _rows_of_parameters(second, reading):
+        placement = partners.placements.get((rank.rank, row.name)) if _named(kind, row, row.name) else None
         lies_alike = row.global_shape is not None or row.shape == shapes.get((rank.rank, row.name))
         if placement is None or not lies_alike:  # a state that factors a matrix has a shape of its own
             continue
         local = rank.tensor(row)
         for parameter, block in placement.cut(row, local):
-            outcomes[rank.rank].setdefault(_named(name, row, parameter), []).append(block)
+            outcomes[rank.rank].setdefault(_named(kind, row, parameter), []).append(block)
     _add_numbers(outcomes, second, axes, reading)
     return [{name: tuple(blocks) for name, blocks in own.items()} for own in outcomes.values()]
 
@@ -109,11 +108,16 @@ def with_flat(tensors: Mapping[str, Tensor], flat: Mapping[str, bool]) -> dict[s
     return {name: tensor.flatten() if parameter_of(name) in flat else tensor for name, tensor in tensors.items()}
 
 
-def _rows_of_parameters(launch: Launch) -> Iterator[tuple[RankValues, ValueRow, str]]:
+def is_clipped(launch: Launch) -> bool:
+    """Whether the program clips by torch's own function: then gradients before and after it are told apart."""
+    return any(launch.rows("grad_clipped"))
+
+
+def _rows_of_parameters(launch: Launch, reading: Reading) -> Iterator[tuple[RankValues, ValueRow, str]]:
     """Every row that belongs to a parameter, with the kind of its name in an outcome."""
     for rank, row in launch.rows("param"):
         yield rank, row, "init"
-    for rank, row in launch.rows("grad"):
+    for rank, row in launch.rows("grad_clipped" if reading.received and is_clipped(launch) else "grad"):
         yield rank, row, "grad"
     for step in range(launch.steps):
         for kind in _AFTER:

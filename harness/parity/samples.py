@@ -73,8 +73,9 @@ def samples_of(first: Launch, second: Launch, step: int) -> Samples:
     sources: dict[tuple[int, int], tuple[Source | None, ...]] = {}
     parts_of_rank: dict[int, tuple[int, ...]] = {}
     for (rank, call), tensors in theirs.items():
-        if any(other not in tensors for _, other in pairs):
-            continue
+        given = calls[0]
+        if not all(other in tensors and _are_alike(given[own], tensors[other]) for own, other in pairs):
+            continue  # a later stage of a pipeline is given what the one before it returns
         share = max(1, many * tensors[pairs[0][1]].shape[1] // calls[0][pairs[0][0]].shape[1]) if many > 1 else 1
         found = []
         used: Counter[Source] = Counter()
