@@ -18,6 +18,7 @@ from shardproof.harness.checking.measures.spreads import run_spreads
 from shardproof.harness.checking.measures.tolerance import FLOAT64_CEILING
 from shardproof.harness.checking.numeric_checks import check_update, make_numeric_check
 from shardproof.harness.checking.records import Calls, Claims, Controls, Evidence, Run, Truth, merged_outcomes
+from shardproof.harness.diagnosing.causes.places import order_by_time
 from shardproof.harness.outcome.blocks import localize
 from shardproof.harness.parity import alive, samples
 from shardproof.harness.parity.adam import adam_bound
@@ -128,9 +129,13 @@ def _with_limits(
 
 
 def _may_be_rounding(seen: _Comparison, findings: Mapping[str, Finding]) -> bool:
-    """Whether rounding may explain something that is wrong: in float64 only errors as small as noise can be."""
-    errors = [one.error for finding in findings.values() for one in finding.wrong]
-    return any(seen.case.dtype != "float64" or error < FLOAT64_CEILING for error in errors)
+    """Whether rounding may explain what is wrong first: in float64 only errors as small as noise can be."""
+    errors = {one.name: one.error for finding in findings.values() for one in finding.wrong}
+    torn = findings["replicas"].names if "replicas" in findings else ()
+    first = next(
+        iter(order_by_time([name for name in seen.tensors if name in errors or name in torn], seen.case.steps)), ""
+    )
+    return first in errors and (seen.case.dtype != "float64" or errors[first] < FLOAT64_CEILING)
 
 
 def _wrong_starts(seen: _Comparison, findings: Mapping[str, Finding]) -> list[str]:
@@ -268,7 +273,9 @@ def _list(names: Sequence[str]) -> str:
 
 def _spreads(seen: _Comparison, again: Launch) -> dict[str, float]:
     """Name -> how far two runs of the first launch are apart, of those tensors that are."""
-    second = {name: tensor for name, tensor in control_tensors(again, seen.flat, seen.reading).items() if name in seen.tensors}
+    second = {
+        name: tensor for name, tensor in control_tensors(again, seen.flat, seen.reading).items() if name in seen.tensors
+    }
     absent = {name: torch.zeros(0) for name in seen.tensors if name not in second}
     return run_spreads([localize(seen.tensors)], [localize({**second, **absent})])
 

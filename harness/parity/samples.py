@@ -143,22 +143,20 @@ def describe_difference(one: Samples) -> str:
     if missing:
         call, row, _ = missing[0]
         many = len({unit[:2] for unit in missing})
-        parts.append(
-            f"{many} of the first launch's {sum(one.rows)} are read by no rank, first row {row} of micro-batch {call}"
-        )
+        rows = f"{many} of the first launch's {sum(one.rows)} samples {'are' if many > 1 else 'is'}"
+        parts.append(f"{rows} read by no rank, first row {row} of micro-batch {call}")
     if twice:
         call, row, _ = twice[0]
         ranks = [ranks[0] for ranks in one.readers if twice[0] in one.units(ranks[0])]
-        where = f"by ranks {ranks_text(ranks)}" if len(ranks) > 1 else f"by rank {ranks_text(ranks)}"
-        parts.append(
-            f"{len({unit[:2] for unit in twice})} are read more than once, first row {row} of micro-batch {call}, "
-            f"{where}"
-        )
+        where = f"by rank{'s' if len(ranks) > 1 else ''} {ranks_text(ranks)}"
+        many = len({unit[:2] for unit in twice})
+        rows = f"{many} {'are' if many > 1 else 'is'} read more than once"
+        parts.append(f"{rows}, first row {row} of micro-batch {call}, {where}")
     if foreign:
         rank, call, row = foreign[0]
+        rows = f"{len(foreign)} that {'are' if len(foreign) > 1 else 'is'} read"
         parts.append(
-            f"{len(foreign)} that are read are not the first launch's in this step, first row {row} of micro-batch "
-            f"{call} on rank {rank}"
+            f"{rows} the first launch has not in this step, first row {row} of micro-batch {call} on rank {rank}"
         )
     return f"step {one.step}: " + "; ".join(parts)
 
