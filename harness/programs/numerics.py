@@ -1,7 +1,7 @@
 """What `record --values` changes in a program's numbers when it is asked to: float64, no dropout, moved results.
 
 Float64: the default dtype is float64, what the program says in a narrower one (`.to(torch.bfloat16)`, `dtype=...`) is
-float64, autocast and mixed precision of FSDP are off, and floating inputs and parameters that came to be otherwise (from
+float64, autocast and mixed precision of FSDP are off. Floating inputs and parameters that came to be otherwise (from
 files, from numpy) are converted at the first forward. What stays narrow is seen in the recorded rows.
 """
 

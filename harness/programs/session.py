@@ -62,8 +62,8 @@ class ProgramSession:
     """A recording. `steps`: first and end (not included), None for all.
 
     `silence_s`: how long nothing may happen before a rank writes its place down. `stated`: what the user knows and a
-    recorder cannot see, for the reports (harness.programs.launch). `values`: None for calls alone. `origin_s` is time 0 of the machine that is called
-    `boot`.
+    recorder cannot see, for the reports (harness.programs.launch). `values`: None for calls alone. `origin_s` is time 0
+    of the machine that is called `boot`.
     """
 
     folder: str
