@@ -238,9 +238,9 @@ def _renames_of(rank: int, placements: Mapping[tuple[int, str], Placement]) -> d
         if own != rank or len(placement.names) != 1:
             continue
         mine, theirs = name.split("."), placement.names[0].split(".")
-        while mine and theirs and mine[-1] == theirs[-1]:
+        while len(mine) > 1 and len(theirs) > 1 and mine[-1] == theirs[-1]:
             mine, theirs = mine[:-1], theirs[:-1]
-        if mine and theirs:
+        if mine != theirs:
             votes.setdefault(".".join(mine), Counter())[".".join(theirs)] += 1
     return {path: counts.most_common(1)[0][0] for path, counts in votes.items()}
 

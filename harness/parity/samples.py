@@ -8,7 +8,7 @@ which row of the first launch each one is, and outputs of modules are put into i
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ class Samples:
 
     sources   (rank, micro-batch) -> the row of the first launch that each row is, None for a row that it has not
     parts     rank -> the parts of the sequence that it has, of `of_parts`
+    copies    a part of a row that has the bits of an earlier one -> that one: nothing tells which of them is read
     readers   ranks that read the same, a tuple each; ranks that receive no sample (later stages) are in none
     problem   why rows cannot be compared; "" where they can
     """
@@ -41,6 +42,7 @@ class Samples:
     sources: Mapping[tuple[int, int], tuple[Source | None, ...]]
     parts: Mapping[int, tuple[int, ...]]
     of_parts: int = 1
+    copies: Mapping[Unit, Unit] = field(default_factory=dict)
     readers: tuple[tuple[int, ...], ...] = ()
     problem: str = ""
 
@@ -72,33 +74,28 @@ def samples_of(first: Launch, second: Launch, step: int) -> Samples:
                 whole.setdefault(key, []).append((number, row, part))
     sources: dict[tuple[int, int], tuple[Source | None, ...]] = {}
     parts_of_rank: dict[int, tuple[int, ...]] = {}
-    for (rank, call), tensors in theirs.items():
+    read: dict[int, list[object]] = {}
+    used: Counter[tuple[Source, tuple[int, ...]]] = Counter()
+    for (rank, call), tensors in sorted(theirs.items(), key=lambda one: one[0]):
         given = calls[0]
         if not all(other in tensors and _are_alike(given[own], tensors[other]) for own, other in pairs):
             continue  # a later stage of a pipeline is given what the one before it returns
-        share = max(1, many * tensors[pairs[0][1]].shape[1] // calls[0][pairs[0][0]].shape[1]) if many > 1 else 1
-        found = []
-        used: Counter[Source] = Counter()
-        for keys in _rows_of(tensors, [other for _, other in pairs], share):
-            source, at = _find_row(keys, whole, used)
-            found.append(source)
-            if source is not None:
-                used[source] += 1
-                parts_of_rank.setdefault(rank, at)
-        sources[rank, call] = tuple(found)
-        parts_of_rank.setdefault(rank, (0,))
-    known = Samples(step=step, rows=tuple(rows), sources=sources, parts=parts_of_rank, of_parts=many)
+        share = many * tensors[pairs[0][1]].shape[1] // given[pairs[0][0]].shape[1] if many > 1 else 1
+        keys = _rows_of(tensors, [other for _, other in pairs], share)
+        sources[rank, call] = tuple(_find_row(row, whole, used, parts_of_rank, rank) for row in keys)
+        read.setdefault(rank, []).append(tuple(keys))
     readers: dict[object, list[int]] = {}
-    for rank in sorted({rank for rank, _ in sources}):
-        units = known.units(rank)
-        own = [row for (one, _), found in sorted(sources.items()) if one == rank for row in found]
-        readers.setdefault(tuple(units) if None not in own else (rank, len(own)), []).append(rank)
+    for rank, own in read.items():
+        readers.setdefault(tuple(own), []).append(rank)
+    for ranks in readers.values():  # one reader's ranks have one row where the first launch has several alike
+        sources |= {(rank, call): rows for rank in ranks for (own, call), rows in [*sources.items()] if own == ranks[0]}
     return Samples(
         step=step,
         rows=tuple(rows),
         sources=sources,
         parts=parts_of_rank,
         of_parts=many,
+        copies={unit: units[0] for units in whole.values() for unit in units[1:]},
         readers=tuple(map(tuple, readers.values())),
     )
 
@@ -127,11 +124,16 @@ def check_samples(steps: Sequence[Samples]) -> Finding:
 
 def describe_difference(one: Samples) -> str:
     """How the samples of a step differ from those of the first launch, in words; "" where they do not."""
-    counts = Counter(unit for ranks in one.readers for unit in one.units(ranks[0]))
-    every = [(call, row, part) for call, rows in enumerate(one.rows) for row in range(rows)
-             for part in range(one.of_parts)]  # fmt: skip
-    missing = [unit for unit in every if unit not in counts]
-    twice = [unit for unit in every if counts[unit] > 1]
+    every = [
+        (call, row, part) for call, rows in enumerate(one.rows) for row in range(rows) for part in range(one.of_parts)
+    ]
+    there = Counter(one.copies.get(unit, unit) for unit in every)
+    least, most = (
+        Counter(one.copies.get(unit, unit) for rank in ranks for unit in one.units(rank))
+        for ranks in ([ranks[0] for ranks in one.readers], [rank for ranks in one.readers for rank in ranks])
+    )
+    missing = [unit for unit, count in there.items() if most[unit] < count]
+    twice = [unit for unit, count in there.items() if least[unit] > count]
     foreign = [(rank, call, row) for (rank, call), found in sorted(one.sources.items())
                for row, source in enumerate(found) if source is None]  # fmt: skip
     if not missing and not twice and not foreign:
@@ -147,7 +149,7 @@ def describe_difference(one: Samples) -> str:
         parts.append(f"{rows} read by no rank, first row {row} of micro-batch {call}")
     if twice:
         call, row, _ = twice[0]
-        ranks = [ranks[0] for ranks in one.readers if twice[0] in one.units(ranks[0])]
+        ranks = [own[0] for own in one.readers if twice[0] in [one.copies.get(u, u) for u in one.units(own[0])]]
         where = f"by rank{'s' if len(ranks) > 1 else ''} {ranks_text(ranks)}"
         many = len({unit[:2] for unit in twice})
         rows = f"{many} {'are' if many > 1 else 'is'} read more than once"
@@ -255,12 +257,20 @@ def _rows_of(tensors: Mapping[str, Tensor], names: Sequence[str], parts: int) ->
 
 
 def _find_row(
-    keys: Sequence[tuple[bytes, ...]], whole: Mapping[tuple[bytes, ...], Sequence[Unit]], used: Mapping[Source, int]
-) -> tuple[Source | None, tuple[int, ...]]:
-    """The row of the first launch that has all these parts, one that is not used yet if there are several."""
+    keys: Sequence[tuple[bytes, ...]],
+    whole: Mapping[tuple[bytes, ...], Sequence[Unit]],
+    used: Counter[tuple[Source, tuple[int, ...]]],
+    parts: dict[int, tuple[int, ...]],
+    rank: int,
+) -> Source | None:
+    """The row of the first launch that has all these parts, of several alike one that is not used yet."""
     options = [{unit[:2]: unit[2] for unit in reversed(whole.get(key, ()))} for key in keys]
     rows = [source for source in sorted(options[0]) if all(source in other for other in options)] if options else []
     if not rows:
-        return None, ()
-    best = min(rows, key=lambda source: (used.get(source, 0), source))
-    return best, tuple(other[best] for other in options)
+        parts.setdefault(rank, (0,))
+        return None
+    at = {source: tuple(other[source] for other in options) for source in rows}
+    best = min(rows, key=lambda source: (used[source, at[source]], source))
+    used[best, at[best]] += 1
+    parts.setdefault(rank, at[best])
+    return best

@@ -50,7 +50,7 @@ def statements(result: CaseResult, verdict: str) -> dict[str, str]:
 def test_a_right_launch_agrees_under_every_layout(layout: str, tmp_path: Path) -> None:
     result = judged(tmp_path, Toy(), Toy(**LAYOUTS[layout]))
     assert statements(result, "fail") == statements(result, "unknown") == {}
-    axes = {word for word in layout.split()[0].split("+") if word in ("dp", "tp", "pp")}
+    axes = {word for word in layout.split(maxsplit=1)[0].split("+") if word in ("dp", "tp", "pp")}
     assert {*result.case.axes} == axes
     decided = [counts for one in result.verdicts for counts in one.decided.values()]
     assert decided and all(known == of > 0 for known, of in decided)

@@ -230,7 +230,7 @@ def main() -> None:
         assert isinstance(model, GPT)
         model = Stage(model, rank)
     trained: nn.Module = model
-    by_hand = mode == "ddp" and edit in ("missing_average", "clip_early", "stale_gradient")
+    by_hand = mode == "ddp" and edit in ("missing_average", "clip_early", "stale_gradient", "seed_by_rank")
     if mode == "ddp" and not by_hand:
         trained = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0 if edit == "frozen" else 1e-2)
