@@ -131,7 +131,7 @@ class ModuleValues:
         return waiting
 
     def _await_gradient(self, tensor: Tensor, waiting: list[ValueRow]) -> None:
-        handle = tensor.register_hook(partial(self._on_gradient, waiting))  # type: ignore[no-untyped-call]
+        handle = tensor.register_hook(partial(self._on_gradient, waiting))
         if tensor.is_leaf:
             self._on_leaves.append(handle)
 

@@ -95,29 +95,31 @@ def test_a_program_prints_the_same_and_its_steps_are_recorded(launches: Launches
 @pytest.mark.parametrize(("kind", "of"), TRUTHS.items())
 def test_the_parts_of_all_ranks_are_the_tensors_of_one(launches: Launches, kind: str, of: str) -> None:
     values, truth = launches.of(kind), launches.of(of)
-    near = {"rtol": 2e-4, "atol": 1e-6} if kind == "fsdp1" else {"rtol": 1e-9, "atol": 1e-12}
     clips = kind not in {"tp", "fsdp1-flat"}
-    for step in (0, 1) if clips else (0,):
-        for sort in ("param", "grad", "grad_clipped", "param_after", "state_after") if clips else ("param", "grad"):
-            for name in names(truth, sort) if step or sort != "param" else ():
-                leaf = "exp_avg" if sort == "state_after" else ""
-                if sort == "param" and step:
-                    continue
-                seen = whole(values, sort, name, leaf, step)
-                full = whole(truth, sort, name, leaf, step)
-                assert_close(seen.double().reshape(full.shape), full, **near, msg=f"{sort} {name} {step}")
     assert sorted(names(values, "param")) == sorted(names(truth, "param"))
+    for sort in ("param", "grad", "grad_clipped", "param_after", "state_after")[: None if clips else 2]:
+        for name in names(truth, sort):
+            for step in (0, 1) if clips and sort != "param" else (0,):
+                leaf = "exp_avg" if sort == "state_after" else ""
+                seen, full = whole(values, sort, name, leaf, step), whole(truth, sort, name, leaf, step)
+                assert_near(seen.reshape(full.shape), full, kind)
     if kind == "tp":
-        assert_close(whole([v for v in values], "output", "up"), truth[0].tensor(last(truth, "output", "up")), **near)
+        assert_near(whole(values, "output", "up"), truth[0].tensor(last(truth, "output", "up")), kind)
         row = last(values, "output", "down")
         assert (row.pending, row.pending_axes, row.axes) == ("sum", ("tp",), (("tp", 2, 0),))
-    else:
-        for rank in values:  # the micro-batch of a data-parallel rank is one of the rank alone
-            for sort, factor in (("sample", 1), ("output", 1), ("output_grad", 2)):
-                name = "args/0" if sort == "sample" else "up"
-                ((_, mine),) = rows([rank], sort, name)
-                (full,) = (row for _, row in rows(truth, sort, name) if row.call == rank.rank)
-                assert_close(rank.tensor(mine).double(), truth[0].tensor(full).double() * factor, **near)
+        return
+    for rank in values:  # the micro-batch of a data-parallel rank is one of the rank alone
+        for sort, factor in (("sample", 1), ("output", 1), ("output_grad", 2)):
+            name = "args/0" if sort == "sample" else "up"
+            ((_, mine),) = rows([rank], sort, name)
+            (other,) = (row for _, row in rows(truth, sort, name) if row.call == rank.rank)
+            assert_near(rank.tensor(mine), truth[0].tensor(other) * factor, kind)
+
+
+def assert_near(seen: torch.Tensor, truth: torch.Tensor, kind: str) -> None:
+    """Equal but for sums in another order."""
+    rtol, atol = (2e-4, 1e-6) if kind == "fsdp1" else (1e-9, 1e-12)
+    assert_close(seen.double(), truth.double(), rtol=rtol, atol=atol)
 
 
 def last(ranks: Sequence[RankValues], kind: str, name: str) -> ValueRow:

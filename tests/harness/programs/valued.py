@@ -1,6 +1,6 @@
 """Small training scripts that know nothing of us, by their way of being parallel: what is recorded of them is known.
 
-    valued.py KIND [SEED]
+    valued.py KIND SEED
 
 KIND: plain, frozen, checkpoint, reentrant, ddp, fsdp1, fsdp1-flat, fsdp2, tp, criterion, closure, narrow. All train the
 same two layers on the same samples in float64, but for those of data-parallel ranks, which have a half each. fsdp1 is
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-KIND, SEED = sys.argv[1], int((*sys.argv, 1)[2])
+KIND, SEED = sys.argv[1], int(sys.argv[2])
 ROWS, WIDTH, STEPS = 4, 6, 2
 
 
@@ -25,13 +25,14 @@ class Model(nn.Module):
         super().__init__()
         self.table = nn.Embedding(8, WIDTH)
         self.up = nn.Linear(WIDTH, 2 * WIDTH)
-        self.down = nn.Linear(2 * WIDTH, WIDTH)
+        self.down: nn.Module = nn.Linear(2 * WIDTH, WIDTH)
         self.head = nn.Linear(WIDTH, 8, bias=False)
         if KIND in {"plain", "ddp"}:
             self.head.weight = self.table.weight
 
     def mlp(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.relu(self.up(x)))
+        found: torch.Tensor = self.down(torch.relu(self.up(x)))
+        return found
 
     def forward(self, tokens: torch.Tensor, *, targets: torch.Tensor | None = None) -> Any:
         x = self.table(tokens)
@@ -48,7 +49,7 @@ class Model(nn.Module):
         return {"logits": logits, "loss": nn.functional.cross_entropy(logits.flatten(0, -2), targets.flatten())}
 
 
-def parallel(model: nn.Module) -> nn.Module:
+def parallel(model: Model) -> nn.Module:
     if KIND == "ddp":
         return nn.parallel.DistributedDataParallel(model)
     if KIND.startswith("fsdp1"):
@@ -84,12 +85,12 @@ def main() -> None:
     if KIND in {"ddp", "fsdp1", "fsdp1-flat", "fsdp2", "tp"}:
         dist.init_process_group("gloo")
     torch.manual_seed(SEED)
-    model = Model()
+    drawn = Model()
     if KIND == "frozen":
-        model.table.requires_grad_(False)
+        drawn.table.requires_grad_(False)
     if KIND in {"narrow", "fsdp1"}:
-        model.to(torch.bfloat16 if KIND == "narrow" else torch.float32)
-    model = parallel(model)
+        drawn.to(torch.bfloat16 if KIND == "narrow" else torch.float32)
+    model = parallel(drawn)
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.01)
     criterion = nn.CrossEntropyLoss()
     for step in range(STEPS):
