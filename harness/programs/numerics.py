@@ -32,15 +32,15 @@ def apply_options(options: ValueOptions) -> None:
     """Change what has to be other before the program builds its model; torch has just been imported."""
     if options.dtype:
         torch.set_default_dtype(_WIDE)
-        torch.set_default_dtype = lambda d: None  # type: ignore[assignment]  # noqa: ARG005  (torch's name)
+        torch.set_default_dtype = lambda d: None  # noqa: ARG005  (torch's name)
         torch.Tensor.backward = _backward  # type: ignore[method-assign]
         torch.autocast.__init__ = _disable(torch.autocast.__init__)  # type: ignore[method-assign]
         _InFloat64().__enter__()
     if not options.dropout:
         for name in _DROPOUTS:
             setattr(F, name, _keep)
-        torch.dropout = _keep_all  # type: ignore[assignment]
-        F.scaled_dot_product_attention = _attend  # type: ignore[assignment]
+        torch.dropout = _keep_all
+        F.scaled_dot_product_attention = _attend
 
 
 def begin_training(options: ValueOptions) -> None:
@@ -61,7 +61,7 @@ def widen_policies() -> None:
     from torch.distributed import fsdp  # noqa: PLC0415  (slow, and only float64 needs it)
 
     for kind in (fsdp.MixedPrecisionPolicy, fsdp.MixedPrecision):
-        kind.__init__ = _without_dtypes(kind.__init__)  # type: ignore[misc]
+        kind.__init__ = _without_dtypes(kind.__init__)  # type: ignore[method-assign]
 
 
 def prepare_module(module: nn.Module, options: ValueOptions) -> None:

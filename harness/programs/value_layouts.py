@@ -43,7 +43,7 @@ def split_value(value: Tensor) -> list[StatedPart]:
     words["pending_axes"] = tuple(axis[0] for axis, placement in placed if placement.is_partial())
     norms = {getattr(placement, "norm_type", None) for _axis, placement in placed if placement.is_partial()} - {None}
     if norms:  # the norm of sharded gradients, which only the program may reduce
-        words |= {"pending": f"norm {float(norms.pop()):g}", "offsets": (0,) * value.dim()}
+        words |= {"pending": f"norm {float(str(norms.pop())):g}", "offsets": (0,) * value.dim()}
         return [StatedPart(blocks(value.to_local())[0].local, words)]
     return [
         StatedPart(block.local, words | {"offsets": block.offsets, "pending": block.reduce_op})

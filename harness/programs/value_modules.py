@@ -79,14 +79,19 @@ class ModuleValues:
             place = f"{prefix}:{leaf}" if prefix else leaf
             self.store.add(self._row("sample", place, "", call, ""), tensor)
 
+    def look_for_draws(self, module: nn.Module) -> None:
+        """What was drawn since the last look was drawn in this module."""
+        if self._random != (now := _random_states()):
+            self._random = now
+            if (place := self.names.modules.get(id(module))) is not None:
+                self.drawn[place.name] = None
+
     def leave(self, module: nn.Module, output: object) -> None:
         """A module has returned an output in forward."""
         place = self.names.modules.get(id(module))
         if place is None:
             return
-        if self._random != (now := _random_states()):
-            self.drawn[place.name] = None
-            self._random = now
+        self.look_for_draws(module)
         call = self._calls[id(module)]
         self._calls[id(module)] += 1
         for leaf, tensor in tensors_in(output):
@@ -126,7 +131,7 @@ class ModuleValues:
         return waiting
 
     def _await_gradient(self, tensor: Tensor, waiting: list[ValueRow]) -> None:
-        handle = tensor.register_hook(partial(self._on_gradient, waiting))  # type: ignore[no-untyped-call]
+        handle = tensor.register_hook(partial(self._on_gradient, waiting))
         if tensor.is_leaf:
             self._on_leaves.append(handle)
 

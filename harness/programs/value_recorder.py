@@ -41,10 +41,11 @@ _OUTSIDE, _RECORDS, _AGAIN = 0, 1, 2
 
 
 class _Thread(threading.local):
-    """How deep a thread is in modules, and what is done with what they return."""
+    """The modules that a thread is in, outermost first, and what is done with what they return."""
 
-    depth = 0
-    mode = _OUTSIDE
+    def __init__(self) -> None:
+        self.inside: list[nn.Module] = []
+        self.mode = _OUTSIDE
 
 
 class ValueRecorder:
@@ -103,16 +104,18 @@ class ValueRecorder:
         def call(module: nn.Module, *args: Any, **words: Any) -> Any:
             if not self._on:
                 return original(module, *args, **words)
-            if not local.depth:
+            if not local.inside:
                 if self._options.dtype:
                     args, words = self._guard(numerics.convert_call, module, args, words) or (args, words)
                 self._guard(self._enter, module, args, words)
-            local.depth += 1
+            elif local.mode == _RECORDS:
+                self._guard(self._modules.look_for_draws, local.inside[-1])
+            local.inside.append(module)
             try:
                 return original(module, *args, **words)
             finally:
-                local.depth -= 1
-                if not local.depth:
+                local.inside.pop()
+                if not local.inside:
                     local.mode = _OUTSIDE
 
         return call

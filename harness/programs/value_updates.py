@@ -78,9 +78,9 @@ class UpdateValues:
 
     def take_after(self) -> None:
         """The step is over: values of the parameters and states of the optimizers."""
-        for named in self.names.listed:
-            if named.tensor.requires_grad:
-                self.store.add(self._row("param_after", named.place), named.tensor, named.split)
+        for one in self.names.listed:
+            if one.tensor.requires_grad:
+                self.store.add(self._row("param_after", one.place), one.tensor, one.split)
         for optimizer in self._optimizers.values():
             for place, named, tensor in self._of_optimizer(group["params"] for group in optimizer.param_groups):
                 for leaf, state in tensors_in(optimizer.state.get(tensor)):
@@ -109,7 +109,8 @@ class UpdateValues:
         if not self._masters:
             for named in self.names.parameters.values():
                 self._masters[id(getattr(named.tensor, "main_param", named.tensor))] = named
-        if (found := self._masters.get(id(tensor))) is not None:
+        found = self._masters.get(id(tensor))
+        if found is not None:
             return found
         mine = _memory(tensor)
         return next((one for one in self.names.parameters.values() if mine and _memory(one.tensor) == mine), None)
@@ -122,10 +123,10 @@ class UpdateValues:
         )
 
 
-def _memory(tensor: Tensor) -> tuple[int, int]:
-    """Where a plain tensor lies; nothing for others."""
+def _memory(tensor: Tensor) -> tuple[int, int] | None:
+    """Where a plain tensor lies, and its bytes; None for others."""
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ or not tensor.numel():
-        return ()  # type: ignore[return-value]
+        return None
     with past_modes():
         return tensor.data_ptr(), tensor.numel() * tensor.element_size()
 

@@ -1,9 +1,10 @@
 """Small training scripts that know nothing of us, by their way of being parallel: what is recorded of them is known.
 
-    valued.py KIND [STEPS]
+    valued.py KIND SEED
 
-KIND: plain, frozen, checkpoint, reentrant, ddp, fsdp1, fsdp1-flat, fsdp2, tp, criterion, closure. All train the same
-two layers on the same samples in float64 (fsdp1: float32), but for those of data-parallel ranks, which have a half each.
+KIND: plain, frozen, checkpoint, reentrant, ddp, fsdp1, fsdp1-flat, fsdp2, tp, criterion, closure, narrow. All train the
+same two layers on the same samples in float64, but for those of data-parallel ranks, which have a half each. fsdp1 is
+in float32; narrow is in bfloat16 with autocast and dropout.
 """
 
 import sys
@@ -15,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-KIND, STEPS = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 2  # noqa: PLR2004
-ROWS, WIDTH = 4, 6
+KIND, SEED = sys.argv[1], int(sys.argv[2])
+ROWS, WIDTH, STEPS = 4, 6, 2
 
 
 class Model(nn.Module):
@@ -24,13 +25,14 @@ class Model(nn.Module):
         super().__init__()
         self.table = nn.Embedding(8, WIDTH)
         self.up = nn.Linear(WIDTH, 2 * WIDTH)
-        self.down = nn.Linear(2 * WIDTH, WIDTH)
+        self.down: nn.Module = nn.Linear(2 * WIDTH, WIDTH)
         self.head = nn.Linear(WIDTH, 8, bias=False)
         if KIND in {"plain", "ddp"}:
             self.head.weight = self.table.weight
 
     def mlp(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.relu(self.up(x)))
+        found: torch.Tensor = self.down(torch.relu(self.up(x)))
+        return found
 
     def forward(self, tokens: torch.Tensor, *, targets: torch.Tensor | None = None) -> Any:
         x = self.table(tokens)
@@ -38,13 +40,16 @@ class Model(nn.Module):
             x = x + checkpoint(self.mlp, x, use_reentrant=KIND == "reentrant")
         else:
             x = x + self.mlp(x)
+        if KIND == "narrow":
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                x = nn.functional.dropout(self.mlp(x.float()), 0.5).to(torch.bfloat16)
         logits = self.head(x)
         if targets is None:
             return logits
         return {"logits": logits, "loss": nn.functional.cross_entropy(logits.flatten(0, -2), targets.flatten())}
 
 
-def parallel(model: nn.Module) -> nn.Module:
+def parallel(model: Model) -> nn.Module:
     if KIND == "ddp":
         return nn.parallel.DistributedDataParallel(model)
     if KIND.startswith("fsdp1"):
@@ -76,14 +81,16 @@ def samples(step: int) -> Iterator[torch.Tensor]:
 
 
 def main() -> None:
-    torch.set_default_dtype(torch.float32 if KIND == "fsdp1" else torch.float64)
+    torch.set_default_dtype(torch.float32 if KIND == "narrow" else torch.float64)
     if KIND in {"ddp", "fsdp1", "fsdp1-flat", "fsdp2", "tp"}:
         dist.init_process_group("gloo")
-    torch.manual_seed(1)
-    model = Model()
+    torch.manual_seed(SEED)
+    drawn = Model()
     if KIND == "frozen":
-        model.table.requires_grad_(False)
-    model = parallel(model)
+        drawn.table.requires_grad_(False)
+    if KIND in {"narrow", "fsdp1"}:
+        drawn.to(torch.bfloat16 if KIND == "narrow" else torch.float32)
+    model = parallel(drawn)
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.01)
     criterion = nn.CrossEntropyLoss()
     for step in range(STEPS):
