@@ -95,8 +95,8 @@ def _stated_axes(second: Launch) -> Mapping[str, Groups]:
     found: dict[str, Groups] = {}
     for name, of_rank in places.items():
         groups: dict[object, list[tuple[int, int]]] = {}
-        for rank, (at, others) in of_rank.items():
-            groups.setdefault(tuple(sorted(others.items())), []).append((at, rank))
+        for number, (at, others) in of_rank.items():
+            groups.setdefault(tuple(sorted(others.items())), []).append((at, number))
         lists = tuple(tuple(rank for _, rank in sorted(group)) for group in groups.values())
         if len({len(group) for group in lists}) == 1:
             found[SPELT.get(name, name)] = lists

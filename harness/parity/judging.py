@@ -19,6 +19,7 @@ from shardproof.harness.checking.measures.tolerance import FLOAT64_CEILING
 from shardproof.harness.checking.numeric_checks import check_update, make_numeric_check
 from shardproof.harness.checking.records import Calls, Claims, Controls, Evidence, Run, Truth, merged_outcomes
 from shardproof.harness.diagnosing.causes.places import order_by_time
+from shardproof.harness.diagnosing.diagnosis import Diagnosis
 from shardproof.harness.outcome.blocks import localize
 from shardproof.harness.parity import alive, samples
 from shardproof.harness.parity.adam import adam_bound
@@ -355,7 +356,7 @@ def _undecided_without_controls(seen: _Comparison, findings: dict[str, Finding])
 def _explained(seen: _Comparison, evidence: Evidence, findings: dict[str, Finding], repeat: str) -> CaseResult:
     """The verdicts, those of failed checks with their first place and causes."""
     text, failures = str(seen.case), dict[str, FailedCheck]()
-    diagnoses = {}
+    diagnoses: Mapping[str, Diagnosis] = {}
     if any(finding.verdict == FAIL for finding in findings.values()):
         evidence = _searched(seen, evidence, findings)
         diagnoses, failures = diagnose_findings(evidence, findings, {}, seen.case.name, "")

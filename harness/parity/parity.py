@@ -37,7 +37,7 @@ def prove_parity(request: Request, heard: Callable[[str], object] = str) -> RunR
 
     Raises what a launch raises that does not come to its last step.
     """
-    about = {"subject": NAME, "engine": "launches", "first": request.first, "second": request.second}
+    about: dict[str, object] = {"subject": NAME, "engine": "launches", "first": request.first, "second": request.second}
     about |= {"timeout_s": request.timeout_s, "steps": request.steps, "cases": 1}
     store = Store(request.out, NAME, environment(request.command, about))
     seconds: dict[str, float] = {}

@@ -187,7 +187,7 @@ class _Index:
             if not found:
                 break
             follows = (places[-1][0], places[-1][1] + 1) if places else None
-            places.append(follows if follows in found else found[0])  # type: ignore[arg-type]
+            places.append(follows if follows in found else found[0])
         length = local.shape[dim]
         padded = name is not None and 0 < len(places) < length and places[-1][1] == self.initial[name].shape[dim] - 1
         if len(places) < length and not padded:
@@ -196,8 +196,8 @@ class _Index:
         for end in range(1, len(places) + 1):
             if end == len(places) or places[end] != (places[end - 1][0], places[end - 1][1] + 1):
                 other, offset = places[start]
-                full = tuple(self.initial[other].shape)
-                pieces.append(Piece(start=start, length=end - start, name=other, full=full, offset=offset))
+                shape = tuple(self.initial[other].shape)
+                pieces.append(Piece(start=start, length=end - start, name=other, full=shape, offset=offset))
                 start = end
         return Placement(dim=dim, pieces=tuple(pieces)) if pieces else None
 

@@ -152,9 +152,9 @@ def losses_of(launch: Launch, axes: Axes, step: int, reading: Reading) -> dict[i
         own.setdefault(rank.rank, []).append(value.sum() if value.dim() else value)
     calls = {rank: _together(values, reading.calls) for rank, values in own.items()}
     found = {}
-    for rank in calls:
-        others = [calls[other] for other in peers_of(rank, axes) if other in calls]
-        found[rank] = _together(others, reading.ranks)
+    for number in calls:
+        others = [calls[other] for other in peers_of(number, axes) if other in calls]
+        found[number] = _together(others, reading.ranks)
     return found
 
 

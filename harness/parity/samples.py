@@ -77,13 +77,13 @@ def samples_of(first: Launch, second: Launch, step: int) -> Samples:
     read: dict[int, list[object]] = {}
     used: Counter[tuple[Source, tuple[int, ...]]] = Counter()
     for (rank, call), tensors in sorted(theirs.items(), key=lambda one: one[0]):
-        given = calls[0]
-        if not all(other in tensors and _are_alike(given[own], tensors[other]) for own, other in pairs):
+        own_call = calls[0]
+        if not all(other in tensors and _are_alike(own_call[own], tensors[other]) for own, other in pairs):
             continue  # a later stage of a pipeline is given what the one before it returns
-        share = many * tensors[pairs[0][1]].shape[1] // given[pairs[0][0]].shape[1] if many > 1 else 1
+        share = many * tensors[pairs[0][1]].shape[1] // own_call[pairs[0][0]].shape[1] if many > 1 else 1
         keys = _rows_of(tensors, [other for _, other in pairs], share)
         sources[rank, call] = tuple(_find_row(row, whole, used, parts_of_rank, rank) for row in keys)
-        read.setdefault(rank, []).append(tuple(keys))
+        read.setdefault(rank, []).append(tuple(map(tuple, keys)))
     readers: dict[object, list[int]] = {}
     for rank, own in read.items():
         readers.setdefault(tuple(own), []).append(rank)

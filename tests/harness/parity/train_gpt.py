@@ -6,6 +6,8 @@
 import argparse
 import math
 import os
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,8 @@ EDITS = (
     *("sampler_seed", "missing_average", "loss_count", "norm_sum", "wrong_slice", "clip_early", "stale_gradient"),
     *("factor_not_summed", "same_batch", "seed_by_rank", "frozen", "detached", "dropout"),
 )
+BY_HAND = ("missing_average", "clip_early", "stale_gradient", "seed_by_rank")
+"""Edits of a loop that averages gradients by hand."""
 parser = argparse.ArgumentParser()
 parser.add_argument("--mode", default="one")
 parser.add_argument("--edit", default="", choices=("", *EDITS))
@@ -139,7 +143,8 @@ class _Row(nn.Module):
 def cut_by_hand(model: GPT, rank: int, size: int, edit: str) -> None:
     """Megatron's tensor parallelism, by hand."""
     for number, layer in enumerate(model.layers):
-        attention, mlp = layer.attention, layer.mlp  # type: ignore[union-attr]
+        attention: Any = layer.attention
+        mlp: Any = layer.mlp
         for name in ("wq", "wk", "wv"):
             shift = int(edit == "wrong_slice" and name == "wv" and number == 1)
             copies = not (edit == "factor_not_summed" and name == "wk" and number == 1)
@@ -195,6 +200,42 @@ def step_of_stage(stage: nn.Module, rank: int, x: Tensor, y: Tensor, width: int)
         dist.send(given.grad.contiguous(), 0)
 
 
+def batches_of(args: argparse.Namespace, rank: int, shards: int) -> Iterator[Any]:
+    """The batches of a data rank among `shards`."""
+    count = args.steps * args.batch * args.accumulate
+    drawn = torch.randint(0, args.vocab, (count, args.seq + 1), generator=torch.Generator().manual_seed(7))
+    data = TensorDataset(drawn[:, :-1], drawn[:, 1:])
+    place = 0 if args.edit == "same_batch" or shards == 1 else rank
+    seed = args.seed + (rank if args.edit == "sampler_seed" else 0)
+    sampler: DistributedSampler[Any] = DistributedSampler(data, shards, place, seed=seed, drop_last=True)
+    return iter(DataLoader(data, args.batch // shards, sampler=sampler))
+
+
+def laid_out(model: GPT, args: argparse.Namespace, rank: int, size: int) -> nn.Module:
+    """The model as the ranks of a mode hold it."""
+    if args.mode == "tp":
+        cut_by_hand(model, rank, size, args.edit)
+    elif args.mode == "dtensor":
+        cut_by_dtensor(model, size)
+    elif args.mode == "fsdp2":
+        mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    elif args.mode == "pp":
+        return Stage(model, rank)
+    return model
+
+
+def backward(trained: nn.Module, args: argparse.Namespace, x: Tensor, y: Tensor, shards: int) -> None:
+    """Forward, loss and backward of one batch."""
+    loss = F.cross_entropy(trained(x).flatten(0, 1), y.flatten(), reduction="sum")
+    loss = loss / (y.numel() * args.accumulate * (shards if args.edit == "loss_count" else 1))
+    if args.edit == "detached":
+        loss = (loss.detach() * torch.ones((), requires_grad=True)).sum()
+    loss.backward()
+
+
 def main() -> None:
     args = parser.parse_args()
     edit, mode = args.edit, args.mode
@@ -203,38 +244,13 @@ def main() -> None:
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     torch.set_num_threads(1)
     torch.manual_seed(args.seed + (rank if edit == "seed_by_rank" else 0))
-    model: nn.Module = GPT(args)
-    count = args.steps * args.batch * args.accumulate
-    drawn = torch.randint(0, args.vocab, (count, args.seq + 1), generator=torch.Generator().manual_seed(7))
-    data = TensorDataset(drawn[:, :-1], drawn[:, 1:])
-    shards, place = (size, rank) if mode in ("ddp", "fsdp2") else (1, 0)
-    if edit == "same_batch":
-        place = 0
-    sampler = DistributedSampler(
-        data, shards, place, seed=args.seed + (rank if edit == "sampler_seed" else 0), shuffle=True, drop_last=True
-    )
-    batches = iter(DataLoader(data, args.batch // shards, sampler=sampler))
-    if mode == "tp":
-        assert isinstance(model, GPT)
-        cut_by_hand(model, rank, size, edit)
-    elif mode == "dtensor":
-        assert isinstance(model, GPT)
-        cut_by_dtensor(model, size)
-    elif mode == "fsdp2":
-        assert isinstance(model, GPT)
-        mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
-        for layer in model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-    elif mode == "pp":
-        assert isinstance(model, GPT)
-        model = Stage(model, rank)
-    trained: nn.Module = model
-    by_hand = mode == "ddp" and edit in ("missing_average", "clip_early", "stale_gradient", "seed_by_rank")
-    if mode == "ddp" and not by_hand:
-        trained = DistributedDataParallel(model)
+    model = laid_out(GPT(args), args, rank, size)
+    shards = size if mode in ("ddp", "fsdp2") else 1
+    batches = batches_of(args, rank, shards)
+    by_hand = mode == "ddp" and edit in BY_HAND
+    trained = DistributedDataParallel(model) if mode == "ddp" and not by_hand else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0 if edit == "frozen" else 1e-2)
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    parameters = [*model.parameters()]
     for step in range(args.steps):
         if not (edit == "stale_gradient" and step == 1):
             optimizer.zero_grad()
@@ -242,21 +258,14 @@ def main() -> None:
             x, y = next(batches)
             if mode == "pp":
                 step_of_stage(trained, rank, x, y, args.width)
-                continue
-            logits = trained(x)
-            loss = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="sum")
-            wrong = edit == "loss_count" and shards > 1
-            loss = loss / (y.numel() * args.accumulate * (shards if wrong else 1))
-            if edit == "detached":
-                loss = (loss.detach() * torch.ones((), requires_grad=True)).sum()
-            loss.backward()
+            else:
+                backward(trained, args, x, y, shards)
         if edit == "clip_early":
             nn.utils.clip_grad_norm_(parameters, 0.5)
         if by_hand and edit != "missing_average":
-            for parameter in parameters:
-                if parameter.grad is not None:
-                    dist.all_reduce(parameter.grad)
-                    parameter.grad /= size
+            for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
+                dist.all_reduce(gradient)
+                gradient.div_(size)
         if edit != "clip_early":
             clip(parameters, model, mode, edit)
         optimizer.step()
@@ -272,7 +281,7 @@ def clip(parameters: list[nn.Parameter], model: nn.Module, mode: str, edit: str)
         full = [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads]
         norm = torch.stack([grad.square().sum() for grad in full]).sum().sqrt()
         for grad in grads:
-            grad *= min(1.0, 0.5 / (float(norm) + 1e-6))
+            grad.mul_(min(1.0, 0.5 / (float(norm) + 1e-6)))
         return
     if mode not in ("tp", "pp"):
         nn.utils.clip_grad_norm_(parameters, 0.5)
@@ -289,7 +298,8 @@ def clip(parameters: list[nn.Parameter], model: nn.Module, mode: str, edit: str)
     norm = (squares + shared).sqrt()
     scale = min(1.0, 0.5 / (float(norm) + 1e-6))
     for p in grads:
-        p.grad *= scale  # type: ignore[operator]
+        assert p.grad is not None
+        p.grad.mul_(scale)
     assert math.isfinite(float(norm))
 
 
