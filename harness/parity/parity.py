@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardproof.harness.parity.judging import NAME, Further, judge_launches
+from shardproof.harness.parity.comparison import NAME
+from shardproof.harness.parity.judging import Further, judge_launches
 from shardproof.harness.parity.launching import Recorder
 from shardproof.harness.parity.recorded import Launch, read_launch
 from shardproof.harness.programs.session import ValueOptions

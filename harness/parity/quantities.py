@@ -13,7 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardproof.harness.checking.measures.kinds import kind_of
 from shardproof.harness.checking.measuring import INITIAL
+from shardproof.harness.diagnosing.causes.proofs import last_bits
 from shardproof.harness.outcome.blocks import Block
 from shardproof.harness.outcome.merging import Flaw, merge_outcomes
 from shardproof.harness.parity.partners import Partners, is_flat
@@ -22,6 +24,8 @@ from shardproof.harness.programs.values import RankValues, ValueRow
 from shardproof.harness.protocols import Axes
 
 _AFTER = ("param_after", "state_after")
+_PASSING = frozenset({"loss", "grad", "grad_norm"})
+"""Kinds of values that no later step goes on from: their replicas may differ by rounding."""
 DATA_AXES = ("dp", "cp")
 """Axes whose ranks have losses of samples, or parts of samples, of their own."""
 
@@ -85,7 +89,21 @@ def outcomes_of(
         for parameter, block in placement.cut(row, local):
             outcomes[rank.rank].setdefault(_named(kind, row, parameter), []).append(block)
     _add_numbers(outcomes, second, axes, reading)
+    firsts: dict[tuple[str, object], Block] = {}
+    for own in outcomes.values():
+        for name in (name for name in own if kind_of(name) in _PASSING):
+            replicas = [(block, firsts.setdefault((name, (block.region, block.terms)), block)) for block in own[name]]
+            own[name] = [_as_first(block, first) for block, first in replicas]
     return [{name: tuple(blocks) for name, blocks in own.items()} for own in outcomes.values()]
+
+
+def _as_first(block: Block, first: Block) -> Block:
+    """A replica of a number of one step: the first one where it differs from it in its last bits alone."""
+    if not block.local.is_floating_point():
+        return block
+    gap = float((block.local.double() - first.local.double()).abs().max()) if block.local.numel() else 0.0
+    largest = float(first.local.double().abs().max()) if block.local.numel() else 0.0
+    return first if gap <= last_bits(first.local) * largest else block
 
 
 def flat_parameters(second: Launch, partners: Partners, initial: Mapping[str, Tensor]) -> dict[str, bool]:

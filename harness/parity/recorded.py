@@ -1,7 +1,7 @@
 """A launch as its recording has it: rows and tensors by kind, and the full tensors that its ranks make up together."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from shardproof.harness.programs.values import RankValues, ValueRow, read_values
 STATES: Mapping[str, str] = {"exp_avg": "exp_avg_after", "exp_avg_sq": "exp_avg_sq_after"}
 """Name of a state of an optimizer -> the kind of its name in an outcome; others are values updated once a step."""
 OTHER_STATE = "value_after"
+_AFTER = "param_after"
 COUNTS = frozenset({"step"})
 """States of an optimizer that count its steps: they say nothing that parameters do not."""
 
@@ -65,10 +66,35 @@ class Launch:
             sizes[row.dtype] = sizes.get(row.dtype, 0) + count
         return max(sizes, key=sizes.__getitem__, default="float32").removeprefix("torch.")
 
+    def from_step(self, step: int) -> "Launch":
+        """The launch as if it had begun with this step: its parameters are those after the step before."""
+        ranks = tuple(_Later.of(rank, step) for rank in self.ranks) if step else self.ranks
+        return Launch(ranks=ranks, folder=self.folder)
+
     @cached_property
     def aliases(self) -> Mapping[str, str]:
         """Name of a parameter that shares the storage of another one -> the name of that one (tied weights)."""
         return {row.name: row.alias_of for rank in self.ranks for row in rank.rows if row.alias_of}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Later(RankValues):
+    """The values of a rank from a step on; `recorded` are its rows as they stand in its files, by number."""
+
+    recorded: Mapping[int, ValueRow] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, rank: RankValues, first: int) -> "_Later":
+        """The rows of the steps from `first` on, counted from 0."""
+        begun = [replace(row, kind="param", step=0) for row in rank.rows if (row.kind, row.step) == (_AFTER, first - 1)]
+        later = [replace(row, step=row.step - first) for row in rank.rows if row.step >= first]
+        about = {**rank.about, **({"steps": rank.about["steps"][first:]} if "steps" in rank.about else {})}
+        recorded = {row.number: row for row in rank.rows}
+        return cls(rank=rank.rank, rows=(*begun, *later), about=about, folder=rank.folder, recorded=recorded)
+
+    def tensor(self, row: ValueRow) -> Tensor:
+        """The tensor of a row of these."""
+        return super(_Later, self).tensor(self.recorded[row.number])
 
 
 def read_launch(folder: Path) -> Launch:

@@ -64,6 +64,21 @@ def test_no_right_launch_is_accused(seed: int, dtype: torch.dtype, tmp_path: Pat
 
 
 _TWICE: Callable[..., Any] = lambda name, own, data: torch.stack(own).sum(0)  # noqa: E731
+
+
+def stale() -> Callable[..., Any]:
+    """Gradients averaged, to which those of the step before are added."""
+    before: dict[str, Any] = {}
+
+    def average(name: str, own: Any, data: int) -> Any:
+        mean = torch.stack(own).mean(0)
+        found = mean + before[name] if name in before else mean
+        before[name] = mean
+        return found
+
+    return average
+
+
 EDITS: Mapping[str, tuple[Mapping[str, Any], tuple[str, str, str], str]] = {
     "a seed by rank": (
         {"dp": 2, "edits": {"start": lambda values, data: initial_values(data)}},
@@ -115,6 +130,11 @@ EDITS: Mapping[str, tuple[Mapping[str, Any], tuple[str, str, str], str]] = {
         ("grad_sync", "layers.1.norm", "grad/layers.1.norm.weight"),
         "all are 0.5 x the truth, which is 1 / tp=2",
     ),
+    "gradients of the step before": (
+        {"tp": 2, "edits": {"grad": stale()}},
+        ("grad_sync", "head", "grad/head.weight"),
+        "they hold the gradients of step 0 too, as where nothing sets them to zero",
+    ),
     "a wrong output": (
         {"tp": 2, "edits": {"output": lambda name, x: x * 1.5 if name == "layers.1.w2" else x}},
         ("forward", "layers.1.w2", "loss/0"),
@@ -136,6 +156,7 @@ def test_a_mistake_is_found_where_it_was_made(edit: str, tmp_path: Path) -> None
     assert found, statements(result, "unknown")
     for failure in found.values():
         first = failure.first
+        assert first.step == (1 if "before" in edit or "another step" in edit else 0)
         assert (first.phase, first.region if region else "", first.name) == (phase, region, name)
         assert cause in "; ".join(one.words for one in failure.causes)
 

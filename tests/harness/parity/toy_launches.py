@@ -64,7 +64,8 @@ class Rank:
         place = len(self.rows.setdefault(step, []))
         key = f"{step}/{place}"
         dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
-        self.rows[step].append(ValueRow(kind=kind, step=step, name=name, key=key, dtype=dtype, shape=shape, **more))
+        words: dict[str, Any] = {"number": sum(map(len, self.rows.values())), "key": key, "dtype": dtype, **more}
+        self.rows[step].append(ValueRow(kind=kind, step=step, name=name, shape=shape, **words))
         self.tensors.setdefault(step, {})[key] = tensor.detach().clone()
 
     def write(self, folder: Path, world_size: int, **about: Any) -> None:
