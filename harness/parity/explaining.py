@@ -79,10 +79,9 @@ def _stale_gradients(
     for received in (True, False) if wrong and all(name in values for name in wrong) else ():
         before, _ = full_tensors(seen.first.from_step(step - 1), replace(seen.reading, received=received))
         before = with_flat(before, seen.flat)
-        truth = evidence.truth.tensors
-        if all(
-            name in before and is_explained_by(truth[name] + before[name], values[name], truth[name]) for name in wrong
-        ):
+        true = evidence.truth.tensors
+        known = [name for name in wrong if name in before]
+        if known == wrong and all(is_explained_by(true[n] + before[n], values[n], true[n]) for n in wrong):
             words = f"they hold the gradients of step {step - 1} too, as where nothing sets them to zero"
             return (LikelyCause(id="not_zeroed", words=words),)
     return ()

@@ -37,7 +37,7 @@ def folder_of_values(name: str | None) -> Path:
     """A folder with recorded values. Raises RequestError where there is none."""
     legal = "a folder of `shardproof record --values`, or a launch of `parity`, as runs/latest/first"
     if name is None:
-        raise RequestError(f"compare --values: takes two folders; legal: BASE and NEW, each {legal}")
+        raise RequestError("values: two folders are compared, BASE and NEW; legal: compare BASE NEW --values")
     if not (Path(name) / VALUES).is_dir():
         raise RequestError(f"folder={name}: holds no values; legal: {legal}")
-    return Path(name)
+    return Path(name).resolve()  # `latest` is another run as soon as this one is stored
