@@ -49,8 +49,8 @@ class Recorder:
     def record(self, name: str, command: Sequence[str], **words: Any) -> Launch:
         """Launch a command and read what it recorded; `words` are options of this recording alone.
 
-        Raises ProgramError with its last lines when it fails before the last step, MachineError when a signal from
-        outside ends it or the time is up, RequestError when it records nothing.
+        Raises ProgramError with its last lines when it fails before the last step, TimeLimit when the time is up,
+        MachineError when a signal from outside ends it, RequestError when it records nothing.
         """
         self.heard(f"recording the {name} launch: {shlex.join(command)}")
         folder = self.folder / name

@@ -101,7 +101,7 @@ def _tensors_of_rank(both: Compared, kind: str, rank: int) -> Calls:
     """What a rank's modules returned, call by call; of a layout that the program states the full tensor."""
     parts: dict[tuple[str, int], list[Block]] = {}
     leaves: dict[tuple[str, int], str] = {}
-    group = _sharing(rank, both.axes)
+    group = _find_sharing_ranks(rank, both.axes)
     for other, row in both.second.rows(kind):
         key = row.name, row.call
         if other.rank in group and row.name and (other.rank == rank or row.global_shape is not None):
@@ -120,7 +120,7 @@ def _tensors_of_rank(both: Compared, kind: str, rank: int) -> Calls:
     return calls
 
 
-def _sharing(rank: int, axes: Axes) -> set[int]:
+def _find_sharing_ranks(rank: int, axes: Axes) -> set[int]:
     """The ranks that hold one model and read one batch together with this one, on its stage."""
     return {*peers_of(rank, axes, [name for name in axes if name not in ("dp", "cp", PIPELINE)])}
 

@@ -45,27 +45,27 @@ def prove_parity(request: Request, heard: Callable[[str], object] = str) -> RunR
     recorder = Recorder(
         folder=store.path, steps=request.steps, timeout_s=request.timeout_s, values=request.values, heard=heard
     )
-    with _timed(seconds, "truth"):
+    with _time_part(seconds, "truth"):
         first = recorder.record("first", request.first)
-    with _timed(seconds, "recorded"):
+    with _time_part(seconds, "recorded"):
         start = str(first.folder.resolve()) if request.same_init else ""
         second = recorder.record("second", request.second, same_init=start)
 
     def again() -> Launch:
-        with _timed(seconds, "again"):
+        with _time_part(seconds, "again"):
             return recorder.record("again", request.first)
 
-    def perturbed(seed: int) -> Launch:
-        with _timed(seconds, "control"):
+    def perturb(seed: int) -> Launch:
+        with _time_part(seconds, "control"):
             return recorder.record(f"perturbed-{seed}", request.first, perturb=seed)
 
-    with _timed(seconds, "checks"):
-        further = Further(again=again, perturbed=perturbed)
+    with _time_part(seconds, "checks"):
+        further = Further(again=again, perturbed=perturb)
         result = judge_launches(first, second, repeat=shlex.join(request.command), further=further)
     seconds["checks"] -= seconds.get("again", 0.0) + seconds.get("control", 0.0)
     for folder in store.path.glob("perturbed-*"):  # as large as the first one each, and of no further use
         shutil.rmtree(folder / "values", ignore_errors=True)
-    return _stored(replace(result, seconds=seconds), store)
+    return _store_result(replace(result, seconds=seconds), store)
 
 
 def compare_recordings(
@@ -78,10 +78,10 @@ def compare_recordings(
     started = time.perf_counter()
     given = dict(enumerate(launches[2:], 1))
     result = judge_launches(launches[0], launches[1], repeat=shlex.join(command), further=Further(perturbed=given.get))
-    return _stored(replace(result, seconds={"checks": time.perf_counter() - started}), store)
+    return _store_result(replace(result, seconds={"checks": time.perf_counter() - started}), store)
 
 
-def _stored(result: CaseResult, store: Store) -> RunResult:
+def _store_result(result: CaseResult, store: Store) -> RunResult:
     """The result in its run folder."""
     case = result.case
     store.plan([{"case": result.text, "mode": case.mode, "world_size": case.world_size}])
@@ -95,7 +95,7 @@ def _stored(result: CaseResult, store: Store) -> RunResult:
 
 
 @contextmanager
-def _timed(seconds: dict[str, float], part: str) -> Iterator[None]:
+def _time_part(seconds: dict[str, float], part: str) -> Iterator[None]:
     started = time.perf_counter()
     try:
         yield

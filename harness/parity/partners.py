@@ -54,7 +54,7 @@ class Placement:
         """The parameters of the first launch of which it holds something."""
         return (self.stated,) if self.stated else tuple(dict.fromkeys(piece.name for piece in self.pieces))
 
-    def cut(self, row: ValueRow, local: Tensor) -> list[tuple[str, Block]]:
+    def blocks_of(self, row: ValueRow, local: Tensor) -> list[tuple[str, Block]]:
         """The tensor of a row that lies as the parameter does, as blocks of the first launch's tensors, by name."""
         if self.stated:
             return [(self.stated, stated_block(row, local))]
@@ -79,7 +79,7 @@ class Partners:
 
     def path(self, rank: int, module: str) -> str:
         """The path of a rank's module in the first launch."""
-        return _renamed(module, self.modules.get(rank, {}))
+        return _rename(module, self.modules.get(rank, {}))
 
 
 def find_partners(initial: Mapping[str, Tensor], aliases: Mapping[str, str], second: Launch) -> Partners:
@@ -101,7 +101,7 @@ def find_partners(initial: Mapping[str, Tensor], aliases: Mapping[str, str], sec
     unplaced = []
     sizes = _parts_of_names(second)
     for number, row, local in open_rows:
-        name = index.known_name(_renamed(row.name, modules[number]))
+        name = index.known_name(_rename(row.name, modules[number]))
         found = _beside(number, row, local, name, index, placements)
         if found is None:
             found = _by_shape(number, row, local, name, index, placements, sizes)
@@ -130,7 +130,7 @@ class _Index:
             return None
         name = self.known_name(row.name)
         if row.global_shape is not None and row.offsets is not None:
-            found = self._stated(row, local, name)
+            found = self._find_stated(row, local, name)
             # Megatron's attributes say along which dim a weight is cut, not that its parts are contiguous.
             if found or row.stated_by != "megatron":
                 return found
@@ -144,7 +144,7 @@ class _Index:
                 return found
         return None
 
-    def _stated(self, row: ValueRow, local: Tensor, name: str) -> Placement | None:
+    def _find_stated(self, row: ValueRow, local: Tensor, name: str) -> Placement | None:
         block = Block(local=local, offsets=row.offsets or (), global_shape=row.global_shape or ())
         names = [name] if name else []
         names += [other for other in self.initial if other != name]
@@ -245,7 +245,7 @@ def _renames_of(rank: int, placements: Mapping[tuple[int, str], Placement]) -> d
     return {path: counts.most_common(1)[0][0] for path, counts in votes.items()}
 
 
-def _renamed(path: str, renames: Mapping[str, str]) -> str:
+def _rename(path: str, renames: Mapping[str, str]) -> str:
     """A path whose longest known beginning is replaced."""
     parts = path.split(".")
     for end in range(len(parts), 0, -1):

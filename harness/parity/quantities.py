@@ -17,7 +17,7 @@ from shardproof.harness.checking.measures.kinds import kind_of
 from shardproof.harness.checking.measuring import INITIAL
 from shardproof.harness.diagnosing.causes.proofs import last_bits
 from shardproof.harness.outcome.blocks import Block
-from shardproof.harness.outcome.merging import Flaw, merge_outcomes
+from shardproof.harness.outcome.merging import Flaw, merge_outcomes, same_bits
 from shardproof.harness.parity.partners import Partners, is_flat
 from shardproof.harness.parity.recorded import Launch, state_name, stated_block
 from shardproof.harness.programs.values import RankValues, ValueRow
@@ -55,7 +55,7 @@ def full_tensors(launch: Launch, reading: Reading = READINGS[0]) -> tuple[dict[s
     """The full tensors of a launch by name, its ranks merged by what they state; and those that make no full one."""
     outcomes: dict[int, dict[str, list[Block]]] = {rank: {} for rank in range(launch.world_size)}
     for rank, row, kind in _rows_of_parameters(launch, reading):
-        full = _named(kind, row, launch.aliases.get(row.name, row.name))
+        full = _name_of(kind, row, launch.aliases.get(row.name, row.name))
         if full and not row.alias_of:
             outcomes[rank.rank].setdefault(full, []).append(stated_block(row, rank.tensor(row)))
     everyone = {"dp": (tuple(rank.rank for rank in launch.ranks),)} if launch.world_size > 1 else {}
@@ -79,31 +79,41 @@ def outcomes_of(
 ) -> list[dict[str, tuple[Block, ...]]]:
     """By rank, the blocks of the second launch under the first one's names."""
     outcomes: dict[int, dict[str, list[Block]]] = {rank: {} for rank in range(second.world_size)}
+    firsts: dict[tuple[str, object], Block] = {}
     shapes = {(rank.rank, row.name): row.shape for rank, row in second.rows("param")}
     for rank, row, kind in _rows_of_parameters(second, reading):
-        placement = partners.placements.get((rank.rank, row.name)) if _named(kind, row, row.name) else None
+        placement = partners.placements.get((rank.rank, row.name)) if _name_of(kind, row, row.name) else None
         lies_alike = row.global_shape is not None or row.shape == shapes.get((rank.rank, row.name))
         if placement is None or not lies_alike:  # a state that factors a matrix has a shape of its own
             continue
         local = rank.tensor(row)
-        for parameter, block in placement.cut(row, local):
-            outcomes[rank.rank].setdefault(_named(kind, row, parameter), []).append(block)
+        for parameter, block in placement.blocks_of(row, local):
+            outcomes[rank.rank].setdefault(_name_of(kind, row, parameter), []).append(block)
+            _hold_once(outcomes[rank.rank], _name_of(kind, row, parameter), firsts)
     _add_numbers(outcomes, second, axes, reading)
-    firsts: dict[tuple[str, object], Block] = {}
     for own in outcomes.values():
-        for name in (name for name in own if kind_of(name) in _PASSING):
-            replicas = [(block, firsts.setdefault((name, (block.region, block.terms)), block)) for block in own[name]]
-            own[name] = [_as_first(block, first) for block, first in replicas]
+        for name in (name for name in own if kind_of(name) in ("loss", "grad_norm")):
+            _hold_once(own, name, firsts)
     return [{name: tuple(blocks) for name, blocks in own.items()} for own in outcomes.values()]
 
 
-def _as_first(block: Block, first: Block) -> Block:
-    """A replica of a number of one step: the first one where it differs from it in its last bits alone."""
-    if not block.local.is_floating_point():
-        return block
-    gap = float((block.local.double() - first.local.double()).abs().max()) if block.local.numel() else 0.0
-    largest = float(first.local.double().abs().max()) if block.local.numel() else 0.0
-    return first if gap <= last_bits(first.local) * largest else block
+def _hold_once(own: dict[str, list[Block]], name: str, firsts: dict[tuple[str, object], Block]) -> None:
+    """Put the first replica in the place of the last block of a name, where they do not differ.
+
+    So equal replicas are held once. Of values that no later step goes on from, the last bits may differ.
+    """
+    block = own[name][-1]
+    first = firsts.setdefault((name, (block.region, block.terms)), block)
+    if first is not block and (same_bits(first.local, block.local) or _are_close(name, first.local, block.local)):
+        own[name][-1] = first
+
+
+def _are_close(name: str, first: Tensor, other: Tensor) -> bool:
+    """Whether replicas of a number of one step alone differ in their last bits."""
+    if kind_of(name) not in _PASSING or not first.is_floating_point() or not first.numel():
+        return False
+    gap, largest = (float(one.double().abs().max()) for one in (other.double() - first.double(), first))
+    return gap <= last_bits(first) * largest
 
 
 def flat_parameters(second: Launch, partners: Partners, initial: Mapping[str, Tensor]) -> dict[str, bool]:
@@ -143,7 +153,7 @@ def _rows_of_parameters(launch: Launch, reading: Reading) -> Iterator[tuple[Rank
                 yield rank, row, kind
 
 
-def _named(kind: str, row: ValueRow, parameter: str) -> str:
+def _name_of(kind: str, row: ValueRow, parameter: str) -> str:
     return state_name(row, parameter) if kind in _AFTER else f"{kind}/{parameter}"
 
 

@@ -40,7 +40,7 @@ def joined(launch: Launch, partners: Partners) -> dict[str, Tensor]:
     for rank in launch.ranks:
         own: dict[str, Any] = {}
         for row in rank.rows:
-            for name, block in partners.placements[rank.rank, row.name].cut(row, rank.tensor(row)):
+            for name, block in partners.placements[rank.rank, row.name].blocks_of(row, rank.tensor(row)):
                 own.setdefault(name, []).append(block)
         outcomes.append(own)
     merged = merge_outcomes(outcomes)
