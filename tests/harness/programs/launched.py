@@ -19,9 +19,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import tests.forked
-from shardproof.harness.programs.arming import arm, arm_values
+from shardproof.harness.programs.arming import arm
 from shardproof.harness.programs.launch import request_of
 from shardproof.harness.programs.session import VARIABLE, new_session
+from shardproof.harness.programs.tensors.arming import arm as arm_values
 from shardproof.harness.witnesses.agreement import Sighting, agreement, of_ledger
 from shardproof.reports.options.command_options import add_options
 from shardproof.reports.programs import figures

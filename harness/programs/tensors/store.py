@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shardproof.harness.programs.value_layouts import Split, StatedPart, split_value
+from shardproof.harness.programs.tensors.layouts import Split, StatedPart, split_value
 from shardproof.harness.programs.values import ValueRow, append_values
 from shardproof.harness.torch_internals.dispatch import past_modes
 

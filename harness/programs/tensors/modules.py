@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardproof.harness.programs.value_layouts import tensors_in
-from shardproof.harness.programs.value_names import Names
-from shardproof.harness.programs.value_store import StepValues
+from shardproof.harness.programs.tensors.layouts import tensors_in
+from shardproof.harness.programs.tensors.names import Names
+from shardproof.harness.programs.tensors.store import StepValues
 from shardproof.harness.programs.values import ValueRow
 from shardproof.harness.torch_internals.autograd import version_of
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardproof.harness.outcome.blocks import held_indices, is_dtensor
-from shardproof.harness.programs.value_names import NamedParameter
+from shardproof.harness.programs.tensors.names import NamedParameter
 from shardproof.harness.programs.values import RankValues, ValueRow, read_values
 from shardproof.harness.torch_internals.world import own_places
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from shardproof.harness.programs.value_layouts import Split, split_of, split_of_flat, split_value
+from shardproof.harness.programs.tensors.layouts import Split, split_of, split_of_flat, split_value
 from shardproof.harness.torch_internals.flat_parameters import Piece, flat_parameter
 
 _WRAPPED = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
@@ -27,7 +27,7 @@ class Place(NamedTuple):
 
     def at(self, key: str, *, hidden: bool = False) -> "Place":
         """The path of what is called `key` in here; `hidden`: the name is a wrapper's."""
-        return Place(self.name if hidden else _joined(self.name, key), _joined(self.wrapped, key))
+        return Place(self.name if hidden else _join_path(self.name, key), _join_path(self.wrapped, key))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +104,7 @@ class Names:
         for key, parameter in module.named_parameters(recurse=False):
             known = self.parameters.get(id(parameter))
             if id(parameter) not in self._flat and (known is None or known.place.name != place.at(key).name):
-                parameters.append(self._named(place.at(key), parameter, around))
+                parameters.append(self._name_parameter(place.at(key), parameter, around))
         for key, buffer in module.named_buffers(recurse=False):
             if buffer.is_floating_point() and id(buffer) not in self.parameters:
                 buffers.append(NamedParameter(place=place.at(key), tensor=buffer, split=split_value))
@@ -125,11 +125,11 @@ class Names:
             around = _Around(pieces=around.pieces | {id(one.view): one for one in pieces if one.view is not None})
         if isinstance(module, nn.parallel.DistributedDataParallel):
             ignored = frozenset(getattr(module, "parameters_to_ignore", ()))
-            return _Around(wrapper=module, ignored=ignored, inside=_joined(place.wrapped, _INSIDE))
+            return _Around(wrapper=module, ignored=ignored, inside=_join_path(place.wrapped, _INSIDE))
         fsdp: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
         return _Around(wrapper=module) if fsdp is not None and isinstance(module, fsdp) else around
 
-    def _named(self, place: Place, parameter: Tensor, around: _Around) -> NamedParameter:
+    def _name_parameter(self, place: Place, parameter: Tensor, around: _Around) -> NamedParameter:
         first = self.parameters.get(id(parameter))
         if first is not None:
             return NamedParameter(place=place, tensor=parameter, split=first.split, alias_of=first.place.name)
@@ -148,7 +148,7 @@ def _hidden_child(module: nn.Module) -> str:
     return ""
 
 
-def _joined(path: str, key: str) -> str:
+def _join_path(path: str, key: str) -> str:
     return f"{path}.{key}" if path and key else path or key
 
 

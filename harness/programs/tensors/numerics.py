@@ -6,17 +6,18 @@ files, from numpy) are converted at the first forward. What stays narrow is seen
 """
 
 import functools
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.overrides import TorchFunctionMode
 
 from shardproof.harness.outcome.blocks import is_dtensor
 from shardproof.harness.programs.session import ValueOptions
+from shardproof.harness.torch_internals.compiler import run_eagerly
 from shardproof.harness.torch_internals.dispatch import mapped
 
 _WIDE = torch.float64
@@ -36,6 +37,8 @@ def apply_options(options: ValueOptions) -> None:
         torch.Tensor.backward = _backward  # type: ignore[method-assign]
         torch.autocast.__init__ = _disable(torch.autocast.__init__)  # type: ignore[method-assign]
         _InFloat64().__enter__()
+        if torch.distributed.is_available():
+            _widen_when_initialised()
     if not options.dropout:
         for name in _DROPOUTS:
             setattr(F, name, _keep)
@@ -45,9 +48,7 @@ def apply_options(options: ValueOptions) -> None:
 
 def begin_training(options: ValueOptions) -> None:
     """The first forward in training is about to begin."""
-    compiler: Any = torch.compiler
-    if "torch._dynamo" in sys.modules:  # modules can be seen only where they are not compiled
-        compiler.set_stance("force_eager")
+    run_eagerly()  # modules can be seen only where they are not compiled
     if options.perturb:
         from shardproof.harness.running.truth.random_rounding import RandomRounding  # noqa: PLC0415  (few recordings)
 
@@ -56,7 +57,20 @@ def begin_training(options: ValueOptions) -> None:
         RandomRounding(units, seed=options.perturb, inputs=False).__enter__()
 
 
-def widen_policies() -> None:
+def _widen_when_initialised() -> None:
+    original = distributed_c10d.init_process_group
+
+    @functools.wraps(original)
+    def init_process_group(*args: Any, **words: Any) -> Any:
+        result = original(*args, **words)
+        _widen_policies()
+        return result
+
+    for room in (distributed_c10d, torch.distributed):
+        room.init_process_group = init_process_group  # type: ignore[attr-defined]
+
+
+def _widen_policies() -> None:
     """Have FSDP's policies of mixed precision name no dtype."""
     from torch.distributed import fsdp  # noqa: PLC0415  (slow, and only float64 needs it)
 
@@ -83,11 +97,11 @@ def convert_call(
     first = next(module.parameters(), None)
     if first is None or first.dtype is not _WIDE:
         return args, words
-    converted: tuple[Sequence[Any], Mapping[str, Any]] = mapped(_widen, (tuple(args), dict(words)))
+    converted: tuple[Sequence[Any], Mapping[str, Any]] = mapped(_widen_tensor, (tuple(args), dict(words)))
     return converted
 
 
-def _widen(value: Any) -> Any:
+def _widen_tensor(value: Any) -> Any:
     return value.double() if isinstance(value, Tensor) and value.dtype in _NARROW else value
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardproof.harness.programs.value_layouts import split_value, tensors_in
-from shardproof.harness.programs.value_names import NamedParameter, Names, Place
-from shardproof.harness.programs.value_store import StepValues
+from shardproof.harness.programs.tensors.layouts import split_value, tensors_in
+from shardproof.harness.programs.tensors.names import NamedParameter, Names, Place
+from shardproof.harness.programs.tensors.store import StepValues
 from shardproof.harness.programs.values import ValueRow
 from shardproof.harness.torch_internals.dispatch import past_modes
 

@@ -26,14 +26,14 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from shardproof.harness.programs import numerics
-from shardproof.harness.programs.initial_values import InitialValues
 from shardproof.harness.programs.session import ProgramSession, ValueOptions
-from shardproof.harness.programs.value_layouts import tensors_in
-from shardproof.harness.programs.value_modules import ModuleValues
-from shardproof.harness.programs.value_names import NamedParameter, Names
-from shardproof.harness.programs.value_store import StepValues
-from shardproof.harness.programs.value_updates import UpdateValues, watch_clipping, watch_clipping_of_fsdp
+from shardproof.harness.programs.tensors import numerics
+from shardproof.harness.programs.tensors.initial_values import InitialValues
+from shardproof.harness.programs.tensors.layouts import tensors_in
+from shardproof.harness.programs.tensors.modules import ModuleValues
+from shardproof.harness.programs.tensors.names import NamedParameter, Names
+from shardproof.harness.programs.tensors.store import StepValues
+from shardproof.harness.programs.tensors.updates import UpdateValues, watch_clipping, watch_clipping_of_fsdp
 from shardproof.harness.programs.values import FOLDER, ValueRow, write_about
 from shardproof.harness.torch_internals.autograd import called_by, current_task
 

@@ -58,7 +58,7 @@ def split_of(parameter: Tensor, wrapper: nn.Module | None, piece: Piece | None) 
         stated: Split = lambda value: _piece(value, piece, ())  # noqa: E731  (two lines below it is one of four)
     elif is_dtensor(parameter):
         name = "dtensor" if wrapper is None else "fsdp"
-        return lambda value: [part._replace(words=_renamed(part.words, name)) for part in split_value(value)]
+        return lambda value: [part._replace(words=_state_anew(part.words, name)) for part in split_value(value)]
     elif hasattr(parameter, "tensor_model_parallel"):
         stated = lambda value: _megatron(value, parameter)  # noqa: E731
     elif isinstance(wrapper, nn.parallel.DistributedDataParallel):
@@ -96,7 +96,7 @@ def _piece(local: Tensor, piece: Piece, at: tuple[int, ...]) -> list[StatedPart]
     return [StatedPart(own, words, piece.name if at else "")]
 
 
-def _renamed(words: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def _state_anew(words: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return {**words, "stated_by": name} if words.get("stated_by") else words
 
 
@@ -147,8 +147,7 @@ def tensors_in(value: object, levels: int = 4) -> list[tuple[str, Tensor]]:
     if isinstance(value, Mapping):
         parts = [(str(key), part) for key, part in value.items()]
     elif isinstance(value, tuple | list):
-        names = getattr(value, "_fields", range(len(value)))
-        parts = [(str(name), part) for name, part in zip(names, value, strict=True)]
+        parts = [(str(place), part) for place, part in enumerate(value)]
     else:
         parts = list(getattr(value, "__dict__", {}).items())
     inside = [(key, tensors_in(part, levels - 1)) for key, part in parts]
