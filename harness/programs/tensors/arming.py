@@ -1,4 +1,4 @@
-"""Where the recorder of values begins to look: when torch is imported; a program of one rank initialises nothing."""
+"""Where the recorder of values begins to look: when torch is imported; one rank alone initialises nothing else."""
 
 import os
 from types import ModuleType
