@@ -7,7 +7,6 @@ row and no tensor, so no graph lives longer for it.
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -154,10 +153,8 @@ class ModuleValues:
 
 def _random_states() -> list[object]:
     """Something that changes when a random number is drawn from torch's own generators."""
-    return list(_states())
-
-
-def _states() -> Iterator[object]:
-    yield torch.default_generator.get_state().numpy().tobytes()
+    states: list[object] = [torch.default_generator.get_state().numpy().tobytes()]
     if torch.cuda.is_initialized():
-        yield torch.cuda.default_generators[torch.cuda.current_device()].get_offset()
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        states += [generator.get_offset()] if generator.device.type == "cuda" else []  # read on the host, unlike a state
+    return states

@@ -5,6 +5,7 @@ float64 but for one, so that sums in another order differ by 1e-12.
 """
 
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from torch.testing import assert_close
 from shardproof.harness.errors import RequestError
 from shardproof.harness.programs.session import values_of
 from shardproof.harness.programs.values import KINDS, RankValues, ValueRow, read_values
-from tests.harness.programs.launched import LIMIT_S, forked
+from tests.harness.programs.launched import LIMIT_S, forked, ran
 
 SCRIPT = Path(__file__).with_name("valued.py")
 TIED, UNTIED = "plain", "checkpoint"
@@ -190,6 +191,16 @@ def test_a_perturbed_run_begins_alike_and_is_off_by_rounding_from_the_first_forw
     for sort, name in (("output", "up"), ("output_grad", "up"), ("grad", "up.weight"), ("param_after", "up.weight")):
         one, other = (ranks[0].tensor(next(rows(ranks, sort, name))[1]) for ranks in (plain, moved))
         assert 0 < float((one - other).abs().max() / one.abs().max()) < 1e-12, (sort, name)
+
+
+def test_a_program_of_one_rank_without_a_launcher_is_recorded_and_may_ask_for_torch_first(tmp_path: Path) -> None:
+    shutil.copy(SCRIPT, tmp_path)
+    asks = "import importlib.util, runpy\nassert importlib.util.find_spec('torch')\nrunpy.run_path('valued.py')\n"
+    (tmp_path / "asking.py").write_text(asks)
+    done = ran(tmp_path, sys.executable, "-m", "shardproof.record", "--values", "asking.py", "frozen", "1")
+    assert done.returncode == 0, done.stderr
+    (values,) = read_values(tmp_path / "runs" / "latest")
+    assert values.about["steps"] == [0, 1]
 
 
 @pytest.mark.parametrize(
