@@ -120,12 +120,13 @@ class ModuleValues:
         seen, wanted = self._seen.get(id(tensor)), replace(row, kind="output_grad")
         if seen is not None and seen.tensor() is tensor and seen.version == version_of(tensor):
             self.store.repeat(row, seen.keys)
-            seen.waiting.append(wanted)
+            if id(tensor) not in self.names.parameters:
+                seen.waiting.append(wanted)
             return seen.waiting
         keys = self.store.add(row, tensor)
-        waiting = [wanted]
+        waiting = [] if id(tensor) in self.names.parameters else [wanted]  # a parameter has a gradient of its own
         self._seen[id(tensor)] = _Seen(weakref.ref(tensor), version_of(tensor), keys, waiting)
-        if tensor.requires_grad:
+        if tensor.requires_grad and waiting:
             self._await_gradient(tensor, waiting)
         return waiting
 
@@ -156,5 +157,5 @@ def _random_states() -> list[object]:
     states: list[object] = [torch.default_generator.get_state().numpy().tobytes()]
     if torch.cuda.is_initialized():
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
-        states += [generator.get_offset()] if generator.device.type == "cuda" else []  # read on the host, unlike a state
+        states += [generator.get_offset()] if generator.device.type == "cuda" else []  # lies on the host
     return states

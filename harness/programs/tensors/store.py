@@ -25,8 +25,8 @@ class StepValues:
     step: int = 0
     number: int = 0
     rows: list[ValueRow] = field(default_factory=list)
-    dtypes: dict[str, str] = field(default_factory=dict)
     _tensors: dict[str, Tensor] = field(default_factory=dict)
+    _first: dict[str, ValueRow] = field(default_factory=dict)
     _largest: list[tuple[int, int, str]] = field(default_factory=list)
     _bytes: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -45,7 +45,8 @@ class StepValues:
     def repeat(self, row: ValueRow, keys: tuple[str, ...]) -> None:
         """Add rows of tensors that are there already under these keys, for what is the same tensor."""
         with self._lock:
-            for first in [one for one in self.rows if one.key in keys and one.kind == row.kind]:
+            for key in keys:
+                first = self._first[key]
                 stated = {name: getattr(row, name) for name in ("name", "wrapped", "call", "leaf", "alias_of")}
                 self.rows.append(replace(first, **stated, number=self._next()))
 
@@ -55,7 +56,7 @@ class StepValues:
             rule = f"does not fit into the budget of {self.budget_bytes:,} bytes a step beside smaller ones"
             rows = [row if row.key in self._tensors else self._without_tensor(row, rule) for row in self.rows]
             append_values(folder, rank, self.step, rows, self._tensors)
-            self.rows, self._tensors, self._largest, self._bytes = [], {}, [], 0
+            self.rows, self._tensors, self._first, self._largest, self._bytes = [], {}, {}, [], 0
 
     def _add_part(self, row: ValueRow, part: StatedPart) -> str:
         local = part.local
@@ -65,7 +66,8 @@ class StepValues:
         with self._lock:
             number = self._next()
             key = f"{number}:{row.kind}:{name}"
-            self.rows.append(replace(row, number=number, key=key))
+            self._first[key] = replace(row, number=number, key=key)
+            self.rows.append(self._first[key])
             if not self._make_room(size):
                 return key
             self._bytes += size

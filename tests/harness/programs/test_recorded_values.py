@@ -148,6 +148,10 @@ def test_tied_frozen_clipped_and_what_is_outermost_beside_the_model(launches: La
     factor = 0.05 / (plain.tensor(norm) + 1e-6)
     assert_close(whole([plain], "grad_clipped", "up.weight"), whole([plain], "grad", "up.weight") * factor)
     assert {row.kind for row in plain.rows} == {*KINDS} - {"buffer"}
+    for sort in ("output", "output_grad"):  # one tensor, which three calls returned in each micro-batch
+        found = [row for name in ("down", "same") for _, row in rows([plain], sort, name)]
+        assert sorted(row.call for row in found) == [0, 0, 1, 1, 2, 3]
+        assert len({row.key for row in found}) == 2  # noqa: PLR2004
     assert names([beside], "output")[-1] == "CrossEntropyLoss"
     assert "CrossEntropyLoss:args/1" in names([beside], "sample")
     assert names(launches.of("closure"), "grad") == names(launches.of("checkpoint"), "grad")

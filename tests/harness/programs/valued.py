@@ -26,12 +26,13 @@ class Model(nn.Module):
         self.table = nn.Embedding(8, WIDTH)
         self.up = nn.Linear(WIDTH, 2 * WIDTH)
         self.down: nn.Module = nn.Linear(2 * WIDTH, WIDTH)
+        self.same = nn.Identity()
         self.head = nn.Linear(WIDTH, 8, bias=False)
         if KIND in {"plain", "ddp"}:
             self.head.weight = self.table.weight
 
     def mlp(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.down(torch.relu(self.up(x)))
+        found: torch.Tensor = self.same(self.same(self.down(torch.relu(self.up(x)))))
         return found
 
     def forward(self, tokens: torch.Tensor, *, targets: torch.Tensor | None = None) -> Any:
