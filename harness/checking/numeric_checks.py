@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.kinds import KIND_WORDS, NUMERIC_KINDS, kind_of, never_made
-from shardproof.harness.checking.measures.many_tensors import BLOCK, measured_together
+from shardproof.harness.checking.measures.many_tensors import BLOCK, measured_together, whole_of
 from shardproof.harness.checking.measures.measured import Measured
 from shardproof.harness.checking.measuring import movement_of, sizes_of
 from shardproof.harness.checking.records import Claims, Run, Truth
@@ -81,8 +81,8 @@ def _measure_tensors(run: Run, truth: Truth, names: Sequence[str], expected: Seq
         moves = {
             n: move for n in values if values[n].numel() <= BLOCK and (move := movement_of(run, truth, n)) is not None
         }
-        values |= {name: move.value for name, move in moves.items() if move.value is not None}
-        true = {**truth.tensors, **{name: move.truth for name, move in moves.items()}}
+        values |= {name: whole_of(move.value) for name, move in moves.items() if move.value is not None}
+        true = {**truth.tensors, **{name: whole_of(move.truth) for name, move in moves.items()}}
         together = measured_together(values, true, sizes)
         together = {name: one for name, one in together.items() if one.right or name not in moves}  # slack is not in it
     if all(name in together for name in names):

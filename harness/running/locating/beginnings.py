@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardproof.harness.checking.measures.distance import as_float64
 from shardproof.harness.checking.records import Evidence, Truth
 from shardproof.harness.diagnosing.causes.proofs import last_bits
 from shardproof.harness.errors import ShardproofError, ranks_text
@@ -98,7 +99,7 @@ class _Gradients:
         if gradient is not None and not gradient.is_sparse:
             with torch.no_grad():
                 own = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-                self._of[id(leaf)] = float(own.double().square().sum())
+                self._of[id(leaf)] = float(as_float64(own).square().sum())
             self.squares.append(sum(self._of.values()))
 
 

@@ -242,7 +242,9 @@ def _stored_shorter(run: Run, truth: Truth, wrong: Sequence[Measured], dtypes: s
 def _only_in(run: Run, truth: Truth, name: str, short: torch.dtype) -> bool:
     """Whether each number of a tensor is one of this dtype, and those of the truth are not."""
     own, true = run.tensors[name], truth.tensors.get(name)
-    return true is not None and own.equal(own.to(short).to(own)) and not true.equal(true.to(short).to(true))
+    if true is None or not own.is_floating_point():
+        return False
+    return own.equal(own.to(short).to(own)) and not true.equal(true.to(short).to(true))
 
 
 def in_first_step(name: str) -> bool:
