@@ -31,6 +31,10 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from shardproof.harness.verdicts.facts import Fact
+from shardproof.harness.verdicts.stored_records import record_of
+from shardproof.harness.verdicts.words import join_facts
+
 ROOT = Path(__file__).resolve().parents[1]
 _LIMIT_S = 1200.0
 
@@ -225,16 +229,19 @@ def run_cells(group: Sequence[Cell], stored: dict[tuple[str, ...], Ledger], pyth
         yield from run_cells(again, stored, python)
 
 
+def _statement_of(row: dict[str, Any]) -> str:
+    """What a row of verdicts.jsonl states, in words."""
+    return join_facts([record_of(Fact, one) for one in row["facts"]])
+
+
 def judge_cell(cell: Cell, row: dict[str, Any], verdicts: Sequence[dict[str, Any]], stored: Ledger | None) -> Seen:
     """The result of a cell and why: from the row of its case, its verdicts by check and the ledger of earlier runs."""
     bad = [one for one in verdicts if one["verdict"] != PASSED]
-    found = next((one for one in bad if cell.needle in json.dumps([one["statement"], one.get("failure")])), None)
+    found = next((one for one in bad if cell.needle in json.dumps([_statement_of(one), one.get("failure")])), None)
     if cell.expected != PASSED and row["verdict"] == "fail" and found:
-        return Seen(cell, cell.expected, cell.finding or found["statement"])
+        return Seen(cell, cell.expected, cell.finding or _statement_of(found))
     if cell.expected != PASSED or row["verdict"] != PASSED:
-        return Seen(
-            cell, FAILED, " ".join((f"the verdict is {row['verdict']}", *(one["statement"] for one in bad[:2])))
-        )
+        return Seen(cell, FAILED, " ".join((f"the verdict is {row['verdict']}", *map(_statement_of, bad[:2]))))
     ledger = (int(row["forward_calls"] + row["backward_calls"]), int(row["payload_bytes"]))
     if missing := CHECKS - {one["check"] for one in verdicts if one["verdict"] == PASSED}:
         return Seen(cell, FAILED, f"not compared: {', '.join(sorted(missing))}")

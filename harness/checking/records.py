@@ -24,7 +24,7 @@ from shardproof.harness.engines.engine import Unwaited
 from shardproof.harness.ledger import Event
 from shardproof.harness.outcome.merging import Flaw, Merged, Outcomes, match_truth, merge_outcomes
 from shardproof.harness.protocols import Axes, CaseLike, TermLike
-from shardproof.harness.verdicts.facts import Note
+from shardproof.harness.verdicts.facts import Fact, Note
 
 if TYPE_CHECKING:
     from shardproof.harness.checking.measures.stated_deviations import Deviations
@@ -234,7 +234,7 @@ class Regroupings:
 class DryRun:
     """What a run without numbers says beside its calls: what the fullest rank holds, and what is left unchecked."""
 
-    memory: str
+    memory: Fact
     notes: tuple[Note, ...] = ()
 
 
@@ -268,9 +268,9 @@ class Search:
                       step were not returned; None where that run was not needed or could not be made
     located           the first wrong module, when it was looked for without a declared layout
     low_precision_op  where a lower precision enters on several ranks alone, if it explains what is wrong; else ""
-    drawn             numbers that ranks drew in forward and the truth did not, in words; "" where there are none
-    other_samples     how the samples of the ranks differ from those of the truth, in words; "" where they do not
-    other_start       a parameter that a rank begins with other values than the truth, in words; "" without one
+    drawn             numbers that ranks drew in forward and the truth did not; None where there are none
+    other_samples     how the samples of the ranks differ from those of the truth; None where they do not
+    other_start       a parameter that a rank begins with other values than the truth; None without one
     unsummed          by rank, the sum of squares of its gradients after each that backward added to, before any sum
                       over ranks
     """
@@ -280,9 +280,9 @@ class Search:
     earlier: "tuple[Evidence, Mapping[str, Finding]] | None" = None
     located: Located | None = None
     low_precision_op: str = ""
-    drawn: str = ""
-    other_samples: str = ""
-    other_start: str = ""
+    drawn: Fact | None = None
+    other_samples: Fact | None = None
+    other_start: Fact | None = None
     unsummed: tuple[Tensor, ...] = ()
 
 

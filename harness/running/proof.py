@@ -31,7 +31,7 @@ from shardproof.harness.subject import (
 )
 from shardproof.harness.torch_internals.autograd import give_back
 from shardproof.harness.torch_internals.compiler import leave_unloaded
-from shardproof.harness.verdicts.facts import FailedCheck, note_unchecked
+from shardproof.harness.verdicts.facts import FailedCheck, note_unchecked, state_text
 from shardproof.harness.verdicts.verdict import FAIL, SKIP, UNKNOWN, Verdict
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def prove(
     except Unanswered as problem:
         verdict, reason = UNKNOWN, str(problem)
     if reason:
-        skip = Verdict(case=trial.text, check="supported", verdict=verdict, statement=reason)
+        skip = Verdict(case=trial.text, check="supported", verdict=verdict, facts=(state_text(reason),))
         return CaseResult(case=case, text=trial.text, verdicts=(skip,), skipped=reason)
     options = f"{options} --truth {given.truth}".lstrip() if given.truth else options
     leave_unloaded()
@@ -129,7 +129,7 @@ def _prove_trial(trial: Trial, checks: Mapping[str, Check], options: str, *, exp
             evidence = evidence if compare else record_case(trial)
             evidence, context = with_explanations(trial, evidence, findings)
         for check, problem in trial.problems.items():
-            findings[check] = Finding(verdict=UNKNOWN, message=problem, notes=note_unchecked(check))
+            findings[check] = Finding(verdict=UNKNOWN, facts=(state_text(problem),), notes=note_unchecked(check))
         if failed:
             from shardproof.harness.running.explaining import diagnose_findings  # noqa: PLC0415
 
@@ -155,7 +155,7 @@ def ended_by(case: CaseLike, subject: str, error: ShardproofError, options: str 
         case=text,
         check="run",
         verdict=UNKNOWN if undecided else FAIL,
-        statement=error.cause if isinstance(error, ProgramError | MachineError) else str(error),
+        facts=(state_text(error.cause if isinstance(error, ProgramError | MachineError) else str(error)),),
         kind=" ".join((type(error.__cause__ or error).__name__, getattr(error, "kind", ""))).rstrip(),
         failure=failure,
     )

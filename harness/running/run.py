@@ -26,6 +26,7 @@ from shardproof.harness.running.run_result import Kept, Progress, RunResult, run
 from shardproof.harness.running.store import Store, environment
 from shardproof.harness.running.trials.trial import Truths
 from shardproof.harness.subject import NamedSubject, Unanswered, ask_subject, claimed_modes, compared_with, truth_of
+from shardproof.harness.verdicts.facts import state_text
 from shardproof.harness.verdicts.verdict import FAIL, SKIP, Verdict
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ def open_prover(request: Request, heard: Callable[[str], object] = str) -> Itera
                 if len(request.cases) == 1 or how:
                     raise
                 text, why = case_text(case), str(problem)
-                skip = Verdict(case=text, check=REFUSED, verdict=SKIP, statement=why)
+                skip = Verdict(case=text, check=REFUSED, verdict=SKIP, facts=(state_text(why),))
                 return CaseResult(case=case, text=text, verdicts=(skip,), skipped=why)
 
         yield prove_case

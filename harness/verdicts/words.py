@@ -1,4 +1,4 @@
-"""Sentences of verdicts: the one file that makes words of what checks found, for terminal, page, markdown and pytest.
+"""Sentences of verdicts, for terminal, page, markdown and pytest; those of single facts are in `sentences`.
 
 A failure is six labelled lines: what, where, error, first (the first place), causes, repeat; and `when` behind
 experiments. Nothing reads a sentence back: every reader takes the records (`verdicts.facts`).
@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from shardproof.harness.verdicts.facts import (
     AgreementByKind,
     Counts,
+    Fact,
     FailedCheck,
     First,
     Note,
@@ -36,6 +37,11 @@ _WHEN = {
     WhenKind.NOT_SEARCHED: "not searched: no time left",
     WhenKind.ONLY_IN_THREADS: "only in threads: on processes (--engine pool) the case passes; see subject.per_rank",
 }
+
+
+def join_facts(facts: Sequence[Fact]) -> str:
+    """What a check states, in one line."""
+    return "; ".join(fact.text for fact in facts)
 
 
 def render(check: str, statement: str, worst: Worst | None, failure: FailedCheck | None) -> list[str]:
@@ -78,7 +84,7 @@ def lines_of(check: str, statement: str, worst: Worst | None, failure: FailedChe
         "where": where(failure.where),
         "error": _error(check, worst, failure),
         "first": _first_line(failure) or statement,
-        "causes": "; ".join(cause.words for cause in failure.causes) or _agreement(failure.agreement) or NO_CAUSE,
+        "causes": "; ".join(cause.fact.text for cause in failure.causes) or _agreement(failure.agreement) or NO_CAUSE,
     }
     if failure.when is not None:
         lines["when"] = when_line(failure.when)

@@ -269,7 +269,7 @@ def _broken_laws(run: Run) -> Iterator[str]:
     if not broken:
         yield f"laws: the ranks of every group issue the same calls, and what is sent is received ({which})"
     for one in broken[:5]:
-        yield f"broken law: {one.message}"
+        yield f"broken law: {one.fact.text}"
     if len(broken) > 5:
         yield f"broken laws: {len(broken) - 5} more ({which})"
 

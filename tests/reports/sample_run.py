@@ -15,6 +15,7 @@ from shardproof.harness.ledger import COLUMNS, Event, wire_bytes
 from shardproof.harness.running.result import ledger_rows
 from shardproof.harness.running.store import Store, environment
 from shardproof.harness.running.summary import summarize
+from shardproof.harness.verdicts.facts import state_text
 from shardproof.harness.verdicts.verdict import Verdict
 from shardproof.reports.stored.frames import Run, frame_of
 
@@ -98,7 +99,7 @@ def verdict(case: str, check: str, word: str = "pass", error: float | None = 2e-
         "check": check,
         "verdict": word,
         "worst": worst if error is not None else None,
-        "statement": "grad/layers.0.mlp.w1.weight differs from the dense model" if word == "fail" else "",
+        "facts": [{"id": "differs", "values": {"name": "grad/layers.0.mlp.w1.weight"}}] if word == "fail" else [],
         "notes": [{"kind": "undecided", "names": ["logits/0", "logits/1", "act/head"]}] if check == "forward" else [],
         "failure": FAILURE if word == "fail" else None,
     }
@@ -114,7 +115,7 @@ def write(folder: Path, *, failing: bool = False, expected: bool = True) -> Path
     """A complete run folder: all pass, or one failing check; with or without an expectation."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "env.json").write_text(
-        json.dumps({"layout": 2, "torch": "2.13.0", "command": "shardproof run", "cores": 2})
+        json.dumps({"layout": 3, "torch": "2.13.0", "command": "shardproof run", "cores": 2})
     )
     sizes = {"world_size": 2, "tokens": 64, "micro": 1, "steps": 1}
     cases = [{"case": case, "mode": _words(case)["mode"], **sizes} for case in CALLS]
@@ -158,7 +159,7 @@ def _summary(case: str, expected: bool) -> Iterator[tuple[Any, ...]]:
         yield (case, _words(case)["mode"], phase, op, "tp", 2, count, payload, wire, *beside, "", "", "", "")
 
 
-PASSED = Verdict(case="", check="forward", verdict="pass", statement="")
+PASSED = Verdict(case="", check="forward", verdict="pass", facts=(state_text(""),))
 
 
 def stored(out: Path, planned: Iterable[str], finished: Iterable[list[Event]], verdict: Verdict = PASSED) -> Path:

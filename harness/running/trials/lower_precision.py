@@ -35,7 +35,7 @@ from shardproof.harness.running.trials.trial import Trial
 from shardproof.harness.running.truth.own import one_rank
 from shardproof.harness.running.truth.random_rounding import RandomRounding
 from shardproof.harness.subject import NamedSubject, call_subject, lower_dtypes, refusal, truth_of
-from shardproof.harness.verdicts.facts import Note, NoteKind
+from shardproof.harness.verdicts.facts import Note, NoteKind, state_fact
 from shardproof.harness.verdicts.verdict import PASS, UNKNOWN
 
 Found = tuple[Evidence, dict[str, Finding]]
@@ -150,8 +150,8 @@ def rejudge_detected(trial: Trial, found: Found, checks: Mapping[str, Check]) ->
         if finding is findings[name]:
             changed[name] = finding
         elif dense is None and finding.verdict == PASS != findings[name].verdict:
-            rule = f"within the limits of {lowest}; no case on one rank shows whether the model has it too"
-            changed[name] = Finding(verdict=UNKNOWN, message=f"{findings[name].message}, {rule}")
+            within = state_fact("within_lower", lower=str(lowest))
+            changed[name] = Finding(verdict=UNKNOWN, facts=(*findings[name].facts, within))
         else:
             changed[name] = _with_note(finding, seen.run, words)
     return seen, changed

@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from shardproof.harness.verdicts.facts import First, Note, NoteKind, Worst
+from shardproof.harness.verdicts.facts import First, Note, NoteKind, Worst, state_text
 from shardproof.harness.verdicts.verdict import Verdict
 from shardproof.reports.commands.cli import main
 from shardproof.reports.pages import page, plots
@@ -79,7 +79,7 @@ def test_the_page_tells_the_whole_run(html: str) -> None:
 def test_pages_of_a_passing_run_and_of_one_killed_at_once(run: Run, tmp_path: Path) -> None:
     html = page.render_page(run)
     assert "What went wrong" not in html and "2 pass" in html
-    (tmp_path / "env.json").write_text('{"layout": 2}')
+    (tmp_path / "env.json").write_text('{"layout": 3}')
     html = page.write_page(load(tmp_path), tmp_path / "report.html").read_text()
     assert "ledger.csv is missing" in html
     assert Structure(html).open == []
@@ -92,7 +92,9 @@ def _exploding(verdict: Verdict, bomb: str) -> Verdict:
     failure = verdict.failure and dataclasses.replace(
         verdict.failure, first=First(phase="forward", region=bomb, name=bomb, event=bomb), repeat=bomb
     )
-    return dataclasses.replace(verdict, check=bomb, statement=bomb, worst=worst, notes=notes, failure=failure)
+    return dataclasses.replace(
+        verdict, check=bomb, facts=(state_text(bomb),), worst=worst, notes=notes, failure=failure
+    )
 
 
 def test_nothing_a_run_wrote_becomes_markup(failing: Run) -> None:
