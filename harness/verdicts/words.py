@@ -292,6 +292,7 @@ PARTS: Mapping[str, str] = {
     "truth": "the dense model",
     "control": "the dense model with rounding moved, to see how far it takes a right result",
     "regrouped": "the same batch over other ranks and micro-batches",
+    "documents": "one step with some documents changed, or with the gradients of some alone",
     "explained": "shares of the dense model's gradients, behind a failure",
     "located": "the ranks behind a failure: first wrong module, drawn numbers, samples and first values",
     "elsewhere": "other cases behind a failure: of another size, or ended a step earlier",

@@ -32,7 +32,7 @@ class Mixer(nn.Module):
         before = torch.zeros_like(x[:, -2:])
         if self.cp:  # the last two tokens of the rank before
             tails = collect(x[:, -2:], self.cp)
-            before = tails[self.cp.rank() - 1] if self.cp.rank() else before
+            before = tails[self.cp.rank() - 1] * (self.cp.rank() > 0)  # zeros of rank 0, which takes part all the same
         x, taps = torch.cat((before, x), 1), 0
         for back in range(3):
             there = slice(2 - back, x.shape[1] - back)
@@ -51,7 +51,8 @@ class Mixer(nn.Module):
             products.append(product)
         states, products = torch.stack(states, 1), torch.stack(products, 1)
         if self.cp:
-            ends, begin = collect(torch.stack((state, product)), self.cp), torch.zeros_like(state)
+            ends = collect(torch.stack((state, product)), self.cp)
+            begin = 0 * ends[0, 0]
             for before in range(self.cp.rank()):
                 begin = begin @ ends[before, 1] + ends[before, 0]
             states = states + begin[:, None] @ products

@@ -37,7 +37,7 @@ class Model(nn.Module):
             setattr(self, name, nn.Parameter(part.to(getattr(torch, case.dtype)).clone()))
 
     def forward(self, x):
-        q, k, v = functional.linear(enter(x, self.tp), self.qkv).unflatten(-1, (-1, 3, D)).transpose(1, 3).unbind(2)
+        q, k, v = functional.linear(enter(x, self.tp), self.qkv).unflatten(-1, (-1, 3, D)).transpose(1, 3).unbind(1)
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         x = x + leave(functional.linear(y, self.out), self.tp)
         y = functional.gelu(functional.linear(enter(x, self.tp), self.up))

@@ -22,7 +22,7 @@ def dense(case):
 
 
 def train(case, model, dp_ranks, group=None):
-    outcome, optimizer = {}, torch.optim.Muon(model.parameters(), lr=0.02)
+    outcome, optimizer = {}, torch.optim.Muon(model.parameters(), lr=0.02, ns_steps=case.ns_steps)
     for step in range(case.steps):
         optimizer.zero_grad()
         outcome[f"loss/{step}"] = total = torch.zeros((), dtype=getattr(torch, case.dtype))
@@ -52,5 +52,5 @@ def subject(case, device):
 
 subject.truth = lambda case, device: train(case, dense(case), range(case.dp))
 subject.cases = ("tp=2 dp=3", "dp=4 dtype=float32", "tp=2 dtype=bfloat16")
-subject.words = {"width": 12, "micro": 2}
+subject.words = {"width": 12, "micro": 2, "ns_steps": 2}  # 5, the default, amplify rounding to half of an update
 subject.refuses = lambda case: "is parallel over tp and dp" if case.world_size > case.tp * case.dp else ""
