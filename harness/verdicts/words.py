@@ -77,7 +77,7 @@ def lines_of(check: str, statement: str, worst: Worst | None, failure: FailedChe
         "what": f"{statement} (check {check})",
         "where": where(failure.where),
         "error": _error(check, worst, failure),
-        "first": _first_line(failure) or statement,
+        "first": _first_line(failure, statement) or statement,
         "causes": "; ".join(cause.words for cause in failure.causes) or _agreement(failure.agreement) or NO_CAUSE,
     }
     if failure.when is not None:
@@ -140,7 +140,7 @@ def _amount(wrong: WrongTensor, unit: float) -> str:
     return f"{wrong.measure} error {wrong.error:.3g}{in_eps[0]}, allowed {wrong.allowed:.3g}{in_eps[1]}"
 
 
-def _first_line(failure: FailedCheck) -> str:
+def _first_line(failure: FailedCheck, statement: str) -> str:
     """The place and what shows it: "backward of head in step 0: act_grad/final_norm; in the ledger: ..."."""
     end, first = failure.end, failure.first
     if end is not None:
@@ -150,6 +150,7 @@ def _first_line(failure: FailedCheck) -> str:
         shown.append(f"{first.note} (no layout was declared)")
     if first.event:
         shown.append(f"in the ledger: {first.event}")
+    shown = shown or [statement] * bool(first.phase)
     return (f"{first_place(first)}: " if first.phase else "") + "; ".join(shown)
 
 

@@ -137,12 +137,12 @@ def _differences(base: Outcomes, other: Outcomes, chosen: frozenset[int], phase:
 
 def _with_one(trial: Trial, case: CaseLike, base: Outcomes, chosen: frozenset[int], leak: DocumentLeak) -> DocumentLeak:
     """The leak from one document alone, found by halves."""
-    suspects = sorted(chosen)
+    suspects = sorted(chosen, key=lambda number: abs(number - leak.other))  # neighbours first
     while len(suspects) > 1:
-        half = frozenset(suspects[: len(suspects) // 2])
-        part = _leak(trial, case, base, half, leak.phase)
+        half = suspects[: len(suspects) // 2]
+        part = _leak(trial, case, base, frozenset(half), leak.phase)
         if part is not None and not part.rounding:
-            suspects, leak = sorted(half), part
+            suspects, leak = half, part
         else:
             suspects = suspects[len(suspects) // 2 :]
     alone = _leak(trial, case, base, frozenset(suspects), leak.phase)
