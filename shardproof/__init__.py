@@ -7,7 +7,7 @@
 Users import these names and no others; the folders behind them may change. Each is imported when it is first used, so
 that `import shardproof` costs nothing.
 
-    a subject       Shard, Term, phase, region, cuda_on_cpu, softmax_shift
+    a subject       Shard, Term, phase, region, documents, cuda_on_cpu, softmax_shift
     the dense model full_parameter, parameter_shapes, micro_batch, train_dense
     a proof         Case, prove, run, RequestError, ShardproofError
     a training run  watch
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from shardproof.harness.programs.watching import watch
     from shardproof.harness.protocols import Shard
     from shardproof.harness.recording.annotations import phase, region
+    from shardproof.harness.recording.documents import documents
     from shardproof.harness.terms import Term
     from shardproof.harness.torch_internals.cuda_on_cpu import cuda_on_cpu
     from shardproof.proving import prove, run
@@ -45,6 +46,7 @@ __all__ = [
     "Term",
     "compare",
     "cuda_on_cpu",
+    "documents",
     "full_parameter",
     "headline",
     "load",
@@ -67,6 +69,7 @@ _PLACES = {
     "shardproof.harness.faults": "softmax_shift",
     "shardproof.harness.programs.watching": "watch",
     "shardproof.harness.recording.annotations": "phase region",
+    "shardproof.harness.recording.documents": "documents",
     "shardproof.harness.protocols": "Shard",
     "shardproof.harness.terms": "Term",
     "shardproof.harness.torch_internals.cuda_on_cpu": "cuda_on_cpu",

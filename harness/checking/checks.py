@@ -16,6 +16,7 @@ from typing import get_args
 
 from shardproof.harness.checking.call_checks import check_groups, check_overlap, check_parallelism, check_waits
 from shardproof.harness.checking.coverage import check_coverage, check_layout, check_replicas
+from shardproof.harness.checking.document_checks import check_documents
 from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.ledger_checks import check_ledger
 from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS, kind_of
@@ -96,6 +97,7 @@ CHECKS: Mapping[str, Check] = {
     "waits": check_waits,
     "overlap": check_overlap,
     "parallelism": check_parallelism,
+    "documents": check_documents,
     "determinism": check_determinism,
     "recording": check_recording,
 }

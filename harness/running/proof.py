@@ -1,7 +1,7 @@
 """Proof of one case: its runs, every check on them, and verdicts whose failures explain themselves.
 
 What is run follows from the records that the checks need: the subject recorded, once more without anything around it
-(`Repeats`), in other groupings (`Regroupings`), and the dense model (`Truth`).
+(`Repeats`), in other groupings (`Regroupings`), with some documents changed (`Documents`), and the dense model (`Truth`).
 """
 
 from collections.abc import Callable, Mapping
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from shardproof.harness.checking.checks import CHECKS, LAWS, Check, records_of, select_checks_by_need
 from shardproof.harness.checking.finding import Finding
-from shardproof.harness.checking.records import Regroupings, Repeats, Truth
+from shardproof.harness.checking.records import Documents, Regroupings, Repeats, Truth
 from shardproof.harness.engines.engine import Engine
 from shardproof.harness.engines.rank_environment import one_thread
 from shardproof.harness.errors import MachineError, NoNumbers, NotComputed, ProgramError, ShardproofError
@@ -115,6 +115,10 @@ def _prove_trial(trial: Trial, checks: Mapping[str, Check], options: str, *, exp
             from shardproof.harness.running.trials.law_runs import run_regroupings  # noqa: PLC0415
 
             evidence = replace(evidence, regroupings=run_regroupings(trial, evidence.truth))
+        if evidence.run.calls.packed and select_checks_by_need(checks, Documents):
+            from shardproof.harness.running.trials.document_runs import run_documents  # noqa: PLC0415
+
+            evidence = replace(evidence, documents=run_documents(trial))
         with trial.time_part("checks"):
             evidence, findings = judge_case(trial, evidence, checks)
     failures: Mapping[str, FailedCheck] = {}

@@ -83,7 +83,7 @@ def lines_of(check: str, statement: str, worst: Worst | None, failure: FailedChe
         "what": f"{statement} (check {check})",
         "where": where(failure.where),
         "error": _error(check, worst, failure),
-        "first": _first_line(failure) or statement,
+        "first": _first_line(failure, statement) or statement,
         "causes": "; ".join(cause.fact.text for cause in failure.causes) or _agreement(failure.agreement) or NO_CAUSE,
     }
     if failure.when is not None:
@@ -146,7 +146,7 @@ def _amount(wrong: WrongTensor, unit: float) -> str:
     return f"{wrong.measure} error {wrong.error:.3g}{in_eps[0]}, allowed {wrong.allowed:.3g}{in_eps[1]}"
 
 
-def _first_line(failure: FailedCheck) -> str:
+def _first_line(failure: FailedCheck, statement: str) -> str:
     """The place and what shows it: "backward of head in step 0: act_grad/final_norm; in the ledger: ..."."""
     end, first = failure.end, failure.first
     if end is not None:
@@ -156,6 +156,7 @@ def _first_line(failure: FailedCheck) -> str:
         shown.append(f"{first.note} (no layout was declared)")
     if first.event:
         shown.append(f"in the ledger: {first.event}")
+    shown = shown or [statement] * bool(first.phase)
     return (f"{first_place(first)}: " if first.phase else "") + "; ".join(shown)
 
 
@@ -298,6 +299,7 @@ PARTS: Mapping[str, str] = {
     "truth": "the dense model",
     "control": "the dense model with rounding moved, to see how far it takes a right result",
     "regrouped": "the same batch over other ranks and micro-batches",
+    "documents": "one step with some documents changed, or with the gradients of some alone",
     "explained": "shares of the dense model's gradients, behind a failure",
     "located": "the ranks behind a failure: first wrong module, drawn numbers, samples and first values",
     "elsewhere": "other cases behind a failure: of another size, or ended a step earlier",

@@ -52,6 +52,20 @@ def _silent(ranks: Sequence[int], mesh: str) -> str:
     return f"{whom} sent or received anything in a mesh of {mesh}"
 
 
+def _document_leak_forward(of: int, other: int, token: int, rank: int, gap: float, before: str, place: str) -> str:
+    what = f"document {of} changes document {other}: token {token} on rank {rank} changes by {gap:.3g}"
+    return f"{what} {_between_lines(before, place)}"
+
+
+def _document_leak_backward(of: int, other: int, token: int, rank: int, gap: float, before: str, place: str) -> str:
+    what = f"the gradient of document {of} reaches document {other}: token {token} on rank {rank} gets {gap:.3g} more"
+    return f"{what} of it {_between_lines(before, place)}"
+
+
+def _between_lines(before: str, place: str) -> str:
+    return f"between {before} and {place}" if before else f"at {place}"
+
+
 def _call_differs(kind: str, place: str, calls: int, found: str, expected: str, expected_place: str) -> str:
     where = f"{kind} event in {place} ({calls} call{'s' * (calls > 1)})"
     if kind != "wrong":
@@ -159,6 +173,14 @@ FROM_CHECKS: Mapping[str, str | Callable[..., str]] = {
     "holds {region} and rank {other} {other_region}",
     "bits_differ": _bits_differ,
     "forms_differ": _forms_differ,
+    # packed rows
+    "documents_unknown": "documents could not be told apart: {problem}",
+    "one_document": "the step has one document, so nothing can cross a border; legal: rows of several documents",
+    "documents_apart": "{documents} documents: none changes another one, and no gradient crosses a border",
+    "document_leak_forward": _document_leak_forward,
+    "document_leak_backward": _document_leak_backward,
+    "leak_as_rounding": "as little as rounding may change it: a number of rows that changes with what they hold can "
+    "round otherwise",
     # values beside the truth
     "agree": "{count} tensors agree; {closest} came closest to its limit",
     "differs": "{name} differs from the dense model",
