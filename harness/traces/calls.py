@@ -26,10 +26,10 @@ class TracedCall:
     torch's ("0", "11"), `group_desc` what the user called the group ("default_pg", "mesh_tp"). `shapes` has one shape
     for each tensor of the payload. `peer` is a root or the other end of a message as a global rank. `number` counts the
     calls of the group (`collective_seq_id`). `sizes_sent` is what this rank sends to each rank of the group, () where
-    that is even, None where it is not known. `module` is "" where the call was in none. `caller` is "file:line in
-    function". `start_us` and `host_us` are the call on the host, `device_start_us` and `device_us` its kernel, or the
-    row of gloo. `complete`: whether the trace saw it end. `batched`: whether a message was issued in a batch. `members`
-    are the calls of which a coalesced one is made.
+    that is even, None where it is not known. `is_phase_annotated`: an annotation of the user says the phase. `module`
+    is "" where the call was in none. `caller` is "file:line in function". `start_us` and `host_us` are the call on the
+    host, `device_start_us` and `device_us` its kernel, or the row of gloo. `complete`: whether the trace saw it end.
+    `batched`: whether a message was issued in a batch. `members` are the calls of which a coalesced one is made.
     """
 
     op: str
@@ -50,6 +50,7 @@ class TracedCall:
     batched: bool = False
     step: int | None = None
     phase: str = ""
+    is_phase_annotated: bool = False
     module: str | None = None
     caller: str = ""
     start_us: float | None = None

@@ -214,6 +214,7 @@ def _build_trace(source: str, header: Json, rows: _Rows) -> Trace:
             _build_call(call, groups, gloo),
             step=steps.at(call.comms_row.start_us),
             phase=place.phase,
+            is_phase_annotated=place.annotated,
             module=_module_of_place(place) if has_modules else None,
             caller=_caller_of_frame(place.caller),
             device_start_us=times[0],

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from shardproof.harness.dense_model import SUBJECT, read_case
-from shardproof.harness.programs.meant import compare_with_form
+from shardproof.harness.programs.meant import AgainstForm, compare_with_form
 from shardproof.harness.subject import named_axes, resolve_subject, state_terms
-from shardproof.harness.terms import closed_forms
+from shardproof.harness.terms import EventKey, closed_forms
 from shardproof.harness.traces.calls import Trace
 from shardproof.harness.traces.kineto import trace_of
 from shardproof.reports.commands.expect import lines_of_terms
@@ -177,6 +177,45 @@ def job_of(text: str) -> list[Trace]:
     return traces
 
 
+def with_places(traces: list[Trace], text: str) -> list[Trace]:
+    """The job of `job_of` with the phases of the closed form, and a module for each of its regions."""
+    case = read_case(text)
+    forms = closed_forms(state_terms(case, SUBJECT_CALL) or (), range(case.world_size), named_axes(case, SUBJECT_CALL))
+    found = []
+    for bare in traces:
+        left: dict[tuple[object, ...], list[EventKey]] = {}
+        for key, number in forms[bare.rank or 0].complete.items():
+            left.setdefault((key.op, key.payload_bytes, key.dtype, key.axis), []).extend([key] * number)
+        calls = []
+        for one in bare.calls:
+            key = left[one.op, one.payload_bytes, one.dtype, one.group_desc.removeprefix("mesh_")].pop(0)
+            calls.append(replace(one, phase=key.phase, module=key.region.replace("layers", "Block")))
+        found.append(replace(bare, calls=tuple(calls)))
+    return found
+
+
+def test_phases_are_compared_where_a_trace_knows_them_and_modules_by_their_number() -> None:
+    tp = f"mode=tp tp=2 dp=2 {FULL}"
+    job = with_places(job_of(tp), tp)
+    right = compare_with_form(job, read_case(tp), SUBJECT_CALL)
+    assert (right.unmeant, right.notes) == ((), ("not compared: reduce op, which no trace records",))
+
+    def changed(**changes: Any) -> AgainstForm:
+        first = next(i for i, one in enumerate(job[1].calls) if one.phase == "backward" and one.module)
+        calls = [*job[1].calls]
+        calls[first] = replace(calls[first], **changes)
+        return compare_with_form([job[0], replace(job[1], calls=tuple(calls)), *job[2:]], read_case(tp), SUBJECT_CALL)
+
+    (late,) = changed(phase="grad_sync").unmeant
+    assert str(late).startswith("other phase: 1 call, all_reduce of ")
+    assert " over tp (2 ranks) in grad_sync, where backward is meant, on rank 1; first in step" in str(late)
+    assert changed(phase="grad_sync", is_phase_annotated=True).unmeant == ()
+    assert "not compared: phase, not known for 1 of" in changed(phase="").notes[0] and not changed(phase="").unmeant
+    elsewhere = changed(module="Block.9")
+    assert elsewhere.unmeant == () and "other modules: all_reduce of " in elsewhere.notes[0]
+    assert " in backward comes from " in elsewhere.notes[0] and elsewhere.notes[0].endswith("(rank 1)")
+
+
 def against(traces: list[Trace], text: str) -> list[str]:
     return [str(one) for one in compare_with_form(traces, read_case(text), SUBJECT_CALL).unmeant]
 
@@ -226,7 +265,7 @@ def test_read_with_a_case_ends_with_status_1_where_calls_differ(run: CommandLine
     written(tmp_path / "x.json", trace(two_steps()))
     status, out, _ = run("read", "x.json", "--case", "mode=tp tp=2 layers=1")
     assert status == 1 and "missing: " in out and "other " in out
-    assert "not compared: phase, module and reduce op" in out
+    assert "not compared: reduce op" in out and "not compared: phase and module, of traces without modules" in out
     again = run("read", "x.json", "--subject", SUBJECT, "mode=tp tp=2 layers=1")
     assert (again[0], again[1].partition("not compared")[2]) == (1, out.partition("not compared")[2])
     assert "has 4 ranks, and the job of the traces 2" in run.refused(
