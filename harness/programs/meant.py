@@ -113,10 +113,13 @@ def compare_with_form(traces: Sequence[Trace], case: CaseLike, subject: Any) -> 
     for trace in traces:
         rank = trace.rank or 0
         form = closed_forms(_terms_of_trace(trace, case, subject, terms), (rank,), axes)[rank]
-        kinds = [_kind_of_call(call, axes, case.world_size, compared) for call in inside[rank]]
-        for one in _find_unmeant(kinds, inside[rank], form, compared):
+        groups = _GroupNames(rank, case.world_size, axes, form)
+        kinds = [_kind_of_call(call, groups, compared) for call in inside[rank]]
+        meant = [(_kind_of_key(key, groups, compared), key, number) for key, number in form.complete.items()]
+        partial = [replace(term, axis=groups.of_axis(term.axis)) if term.axis else term for term in form.partial]
+        for one in _find_unmeant(kinds, inside[rank], meant, partial, compared):
             found.setdefault(one, []).append(rank)
-        stated = _StatedPlaces(form, compared)
+        stated = _StatedPlaces(meant, partial, compared)
         if any(call.module is not None for call in inside[rank]):
             for one in stated.find_other_phases(kinds, inside[rank]):
                 found.setdefault(one, []).append(rank)
@@ -129,7 +132,7 @@ def compare_with_form(traces: Sequence[Trace], case: CaseLike, subject: Any) -> 
     )
 
 
-_NEVER_COMPARED = "not compared: reduce op, which no trace records"
+_NEVER_COMPARED = "not compared: reduce op, which traces of torch do not hold"
 
 
 def _phase_notes(calls: Sequence[TracedCall]) -> list[str]:
@@ -144,16 +147,20 @@ def _has_known_phase(call: TracedCall) -> bool:
     return bool(call.phase) and not call.is_phase_annotated
 
 
+_MeantCalls = tuple[CallKind, EventKey, int]
+"""A line of the closed form: what is compared of it, all of it, and how many calls it counts."""
+
+
 class _StatedPlaces:
     """Phases and modules of calls, as a closed form states them; kinds that a term counts without them are left out."""
 
-    def __init__(self, form: ClosedForm, compared: frozenset[str]) -> None:
+    def __init__(self, meant: Sequence[_MeantCalls], partial: Sequence[Term], compared: frozenset[str]) -> None:
         self._meant: dict[CallKind, Counter[tuple[str, str]]] = {}
-        for key, number in form.complete.items():
-            self._meant.setdefault(_kind_of_key(key, compared), Counter())[key.phase, key.region] += number
+        for kind, key, number in meant:
+            self._meant.setdefault(kind, Counter())[key.phase, key.region] += number
         known = ("op", *sorted(compared))
         for kind in list(self._meant):
-            for term in form.partial:
+            for term in partial:
                 if all(getattr(term, name) in (None, getattr(kind, name)) for name in known):
                     self._meant.pop(kind, None)
 
@@ -233,8 +240,32 @@ def _find_compared_fields(calls: Sequence[TracedCall]) -> tuple[frozenset[str], 
     return frozenset(name for name, number in lacking.items() if not number), notes
 
 
-def _kind_of_call(call: TracedCall, axes: Axes, world_size: int, compared: frozenset[str]) -> CallKind:
-    axis = axis_name(call.group, call.group_desc, axes, world_size)[0] if "axis" in compared else ""
+class _GroupNames:
+    """Names of the groups of a rank: axes of the closed form that have the same ranks there are one group."""
+
+    def __init__(self, rank: int, world_size: int, axes: Axes, form: ClosedForm) -> None:
+        self._world_size, self._axes = world_size, axes
+        self._of_axis: dict[str, tuple[int, ...]] = {}
+        for axis in {key.axis for key in form.complete} | {term.axis for term in form.partial if term.axis}:
+            lists = axes.get(axis, (tuple(range(world_size)),) if axis == "world" else ())
+            if own := next((ranks for ranks in lists if rank in ranks), None):
+                self._of_axis[axis] = tuple(sorted(own))
+        self._names: dict[tuple[int, ...], str] = {}
+        for axis, ranks in sorted(self._of_axis.items()):
+            self._names[ranks] = f"{self._names[ranks]} or {axis}" if ranks in self._names else axis
+
+    def of_call(self, call: TracedCall) -> str:
+        """The name of a call's group; that of another one where it is none of the closed form."""
+        known = self._names.get(tuple(sorted(call.group)))
+        return known or axis_name(call.group, call.group_desc, self._axes, self._world_size)[0]
+
+    def of_axis(self, axis: str) -> str:
+        """The name of an axis of the closed form."""
+        return self._names[self._of_axis[axis]] if axis in self._of_axis else axis
+
+
+def _kind_of_call(call: TracedCall, groups: _GroupNames, compared: frozenset[str]) -> CallKind:
+    axis = groups.of_call(call) if "axis" in compared else ""
     size, payload = call.group_size, call.payload_bytes
     return CallKind(
         call.op,
@@ -245,10 +276,10 @@ def _kind_of_call(call: TracedCall, axes: Axes, world_size: int, compared: froze
     )
 
 
-def _kind_of_key(key: EventKey, compared: frozenset[str]) -> CallKind:
+def _kind_of_key(key: EventKey, groups: _GroupNames, compared: frozenset[str]) -> CallKind:
     return CallKind(
         key.op,
-        key.axis if "axis" in compared else "",
+        groups.of_axis(key.axis) if "axis" in compared else "",
         key.group_size if "group_size" in compared else -1,
         key.dtype if "dtype" in compared else "",
         key.payload_bytes if "payload_bytes" in compared else -1,
@@ -256,12 +287,15 @@ def _kind_of_key(key: EventKey, compared: frozenset[str]) -> CallKind:
 
 
 def _find_unmeant(
-    kinds: Sequence[CallKind], calls: Sequence[TracedCall], form: ClosedForm, compared: frozenset[str]
+    kinds: Sequence[CallKind],
+    calls: Sequence[TracedCall],
+    stated: Sequence[_MeantCalls],
+    partial: Sequence[Term],
+    compared: frozenset[str],
 ) -> list[Unmeant]:
     """The differences of one rank."""
     meant, places = Counter[CallKind](), dict[CallKind, Counter[str]]()
-    for key, number in form.complete.items():
-        kind = _kind_of_key(key, compared)
+    for kind, key, number in stated:
         meant[kind] += number
         places.setdefault(kind, Counter())[key.place] += number
     there = Counter(kinds)
@@ -270,7 +304,7 @@ def _find_unmeant(
     for kind, call in zip(kinds, calls, strict=True):
         first.setdefault(kind, _seen_at(call))
     wrong = []
-    for term in form.partial:
+    for term in partial:
         wrong += _take_partial(term, there, surplus, compared)
     for alike in _ALIKE:
         for missing in sorted(lack):

@@ -17,6 +17,7 @@ from shardproof.harness.traces.kineto import trace_of
 from shardproof.reports.commands.expect import lines_of_terms
 from shardproof.reports.pages import page
 from shardproof.reports.programs import figures
+from shardproof.reports.programs.program_frames import program_frames
 from shardproof.reports.stored.frames import load
 from tests.harness.command_line import CommandLine
 from tests.harness.traces.nccl_trace import Json, call, row, step, trace, two_steps, write_job, written
@@ -41,6 +42,15 @@ def test_a_folder_of_traces_is_a_run_folder(run: CommandLine, tmp_path: Path) ->
     # the kernel of the rank that comes last is the shortest
     assert figures.by_rank(load("runs/latest"))["late_us"].tolist() == [0.0, 7.5]
     assert figures.on_device(load("runs/latest"))["steps"].tolist() == [2, 2]
+    frames = program_frames(load("runs/latest"))
+    assert frames["device"]["share"].tolist() == pytest.approx([0.3, 0.6, 0.225, 0.45])
+    assert frames["steps"]["unlike"].tolist() == [False, False]
+    drawn = page.render_page(load("runs/latest"))
+    pictures = drawn[drawn.index('id="pictures"') :]
+    for words in ("What the device does in a step", "Payload by op, axis and phase", "Bandwidth by op and size"):
+        assert f'aria-label="{words}"' in pictures
+    for words in ("Late ranks", "Steps, and those that issue other calls than most", "The largest calls"):
+        assert f'aria-label="{words}"' in pictures
     assert run("show", "runs/latest")[1] == out
     for command in ("page", "trace", "expect"):
         assert run(command, "runs/latest")[0] == 0
@@ -198,7 +208,7 @@ def test_phases_are_compared_where_a_trace_knows_them_and_modules_by_their_numbe
     tp = f"mode=tp tp=2 dp=2 {FULL}"
     job = with_places(job_of(tp), tp)
     right = compare_with_form(job, read_case(tp), SUBJECT_CALL)
-    assert (right.unmeant, right.notes) == ((), ("not compared: reduce op, which no trace records",))
+    assert (right.unmeant, right.notes) == ((), ("not compared: reduce op, which traces of torch do not hold",))
 
     def changed(**changes: Any) -> AgainstForm:
         first = next(i for i, one in enumerate(job[1].calls) if one.phase == "backward" and one.module)
@@ -233,6 +243,9 @@ def test_a_trace_of_a_layout_has_the_calls_of_its_closed_form_and_of_no_neighbou
     assert bucketed and all("over dp (2 ranks)" in line for line in bucketed)
     staged = f"mode=tp tp=2 pp=2 {FULL}"
     assert against(job_of(staged), staged) == []
+    isp = f"mode=isp tp=2 {FULL}"
+    bare = [replace(one, calls=tuple(replace(call, group_desc="") for call in one.calls)) for one in job_of(isp)]
+    assert against(bare, isp) == [], "axes with the same ranks are one group"
 
 
 def test_each_difference_of_a_trace_is_named_and_nothing_else() -> None:

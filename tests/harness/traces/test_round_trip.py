@@ -22,7 +22,7 @@ from tests.harness.witnesses.test_witness_session import forked
 
 CALL = resolve_subject(SUBJECT).call
 MODES = ("tp", "tp-sp", "mtp", "msp", "fsp", "isp", "autotp")
-SMALL = "tp=2 layers=1 hidden=16 heads=2 vocab=24 seq=8 steps=2"
+SMALL = "layers=1 hidden=16 heads=2 vocab=24 seq=8 steps=2"
 NSYS = pytest.mark.skipif(nsys_path() is None, reason="nsys is not on PATH (.ci/nsys fetches one)")
 
 
@@ -38,7 +38,7 @@ def read_back(trace: Trace) -> list[tuple[object, ...]]:
 def test_traces_of_each_mode_read_back_are_the_ledger(
     tool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cases = parse_cases([f"mode={mode} {SMALL}" for mode in MODES])
+    cases = parse_cases([*(f"mode={mode} tp=2 {SMALL}" for mode in MODES), f"mode=tp tp=1 dp=2 {SMALL}"])
     monkeypatch.setattr(session, "_run_child", forked)  # nsys starts its own
     job = SessionRequest(subject=SUBJECT, cases=tuple(cases), tool=tool, warmup=0, repeats=1)
     held = session.hold(job, tmp_path / "held")
