@@ -11,7 +11,7 @@ that `import shardproof` costs nothing.
     the dense model full_parameter, parameter_shapes, micro_batch, train_dense
     a proof         Case, prove, run, RequestError, ShardproofError
     a training run  watch
-    a run folder    load, headline, traffic, side_by_side, snapshot, compare
+    a run folder    load, headline, traffic, side_by_side, program_frames, snapshot, compare
 """
 
 from importlib import import_module
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from shardproof.reports.comparing.comparison import compare
     from shardproof.reports.comparing.snapshot import snapshot
     from shardproof.reports.printing.modes import side_by_side
+    from shardproof.reports.programs.program_frames import program_frames
     from shardproof.reports.stored.frames import load
     from shardproof.reports.stored.summary import headline, traffic
 
@@ -53,6 +54,7 @@ __all__ = [
     "micro_batch",
     "parameter_shapes",
     "phase",
+    "program_frames",
     "prove",
     "region",
     "run",
@@ -79,6 +81,7 @@ _PLACES = {
     "shardproof.reference.training.steps": "train_dense",
     "shardproof.reports.comparing.comparison": "compare",
     "shardproof.reports.printing.modes": "side_by_side",
+    "shardproof.reports.programs.program_frames": "program_frames",
     "shardproof.reports.comparing.snapshot": "snapshot",
     "shardproof.reports.stored.frames": "load",
     "shardproof.reports.stored.summary": "headline traffic",

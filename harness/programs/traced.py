@@ -46,10 +46,12 @@ def write_folder(
     """Write the run folder `<out>/<time>-<name>`, to which `<out>/latest` leads. Raises RequestError when it cannot."""
     world_size = world_of(traces)
     folder = new_run_folder(out, name)
-    origin_us = min((call.start_us for trace in traces for call in trace.calls if call.start_us), default=0.0)
+    starts = (trace.origin_us + call.start_us for trace in traces for call in trace.calls if call.start_us)
+    first_us = min(starts, default=0.0)
     with guard_writing(folder):
         lacking: Counter[str] = Counter()
         for trace in traces:
+            origin_us = first_us - trace.origin_us
             rows = ledger_rows(trace, name, world_size, origin_us)
             lacking.update(column for row in rows for column in COLUMNS if _is_unknown(column, row[column]))
             _write_part(folder / "ranks" / str(trace.rank), trace, rows, origin_us)

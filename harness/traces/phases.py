@@ -51,11 +51,15 @@ class TimedRow(NamedTuple):
 
 
 class PlaceOfCall(NamedTuple):
-    """Where a call is: its phase ("" where it is unknown), its modules, outer ones first, and the function it is in."""
+    """Where a call is: its phase ("" where it is unknown), its modules, outer ones first, and the function it is in.
+
+    `annotated`: an annotation of the user says the phase.
+    """
 
     phase: str
     modules: tuple[str, ...]
     caller: str
+    annotated: bool = False
 
 
 def _frame(function: object, name: str) -> str:
@@ -201,36 +205,37 @@ class _Sweep:
     def _call(self, row: TimedRow, above: Sequence[_Open]) -> None:
         modules = tuple(open_.row.name for open_ in above if open_.kind == MODULE)
         caller = next((open_.row.name for open_ in reversed(above) if open_.kind == FRAME), "")
-        self._found[row.call] = PlaceOfCall(self._phase(row, above), modules, caller)
+        phase, annotated = self._phase(row, above)
+        self._found[row.call] = PlaceOfCall(phase, modules, caller, annotated)
 
-    def _phase(self, row: TimedRow, above: Sequence[_Open]) -> str:
-        """The phase of a call; "" where it is unknown, or pending."""
+    def _phase(self, row: TimedRow, above: Sequence[_Open]) -> tuple[str, bool]:
+        """The phase of a call, "" where it is unknown, or pending; and whether an annotation of the user says it."""
         kinds = [open_.kind for open_ in above if open_.kind != FRAME]
         named = [_WORDS[_word(open_.row.name)] for open_ in above if open_.kind == NAMED]
         if row.op in ("send", "recv"):
             self._since = "sent" if not kinds and self._since == "forward" else self._since
-            return ""
+            return "", False
         if NODE in kinds:
-            return "backward" if kinds[-1] == NODE else AGAIN
+            return ("backward" if kinds[-1] == NODE else AGAIN), False
         if row.thread in self.autograd:
-            return "backward"
+            return "backward", False
         if STEP in kinds:
-            return "step"
+            return "step", False
         if any(open_.model for open_ in above):
-            return "forward"
+            return "forward", False
         if named:
-            return named[-1]
+            return named[-1], True
         if self._is_quiet(row.thread, above) and self._trained:
-            return "metric"
+            return "metric", False
         if self._since == "forward" and self.has_modules:
-            return "loss"
+            return "loss", False
         if self._since == "stepped" and self.has_modules:
             if row.op in ("all_reduce", "reduce") and row.elements == 1:
-                return "metric"
+                return "metric", False
             if row.op == "all_gather":
-                return ""
+                return "", False
         self._pending.append((row.call, self._since))
-        return ""
+        return "", False
 
     def _is_quiet(self, thread: object, above: Sequence[_Open]) -> bool:
         """Gradients are off, as the user said, in a module that is no model."""

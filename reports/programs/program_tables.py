@@ -14,6 +14,7 @@ from shardproof.reports.printing.text_tables import (
     three,
 )
 from shardproof.reports.programs import figures, speed
+from shardproof.reports.programs.program_frames import program_frames
 from shardproof.reports.programs.speed import compare_with_case
 from shardproof.reports.stored.files import about_ranks
 from shardproof.reports.stored.frames import Run
@@ -57,8 +58,10 @@ def overview_table(run: Run) -> Table:
 
 
 def parts_of_page(run: Run) -> dict[str, object]:
-    """Parts of the page: overview, findings, traffic."""
-    return {"program": overview_table(run), "findings": figures.list_findings(run), "traffic": tables_of_program(run)}
+    """Parts of the page: overview, findings, traffic; frames to draw, of traces."""
+    frames = program_frames(run) if figures.is_traced(run) and len(run.ledger) else {}
+    told = {"program": overview_table(run), "findings": figures.list_findings(run), "traffic": tables_of_program(run)}
+    return told | {"frames": frames}
 
 
 def tables_of_program(run: Run) -> list[Table]:
