@@ -51,7 +51,7 @@ def test_the_index_has_every_page() -> None:
     assert {path for path in INDEX.parent.iterdir() if path.suffix in (".md", ".ipynb")} - {INDEX} <= linked
 
 
-ABOUT_THE_FOLDERS = {"design.md"}
+ABOUT_THE_FOLDERS = {"design.md", "gain.py"}
 FORMER = "Former paths that earlier releases documented"
 """How the one line begins that names what forwards."""
 MODULE = re.compile(r"(?<![/\w.])(?:shardproof\.)?(?:bugs|harness|parallel|reference)\.(?!py\b)\w+[\w.]*(?::\w+)?")
@@ -100,8 +100,8 @@ def test_pages_that_people_write_are_short_in_all_and_others_say_that_they_are_g
     written = [page for page in (*PAGES, ROOT / "CHANGELOG.md") if page.name not in GENERATED]
     assert sum(len(page.read_text().splitlines()) for page in written) <= ALL_PAGES
     below = INDEX.read_text().partition("## Generated\n")[2].partition("\n## ")[0]
-    assert GENERATED == {page.name for page in PAGES if "This page is generated" in page.read_text()}
-    assert GENERATED == set(re.findall(r"\]\((\w+\.md)\)", below))
+    assert {page.name for page in PAGES if "This page is generated" in page.read_text()} == GENERATED
+    assert set(re.findall(r"\]\((\w+\.md)\)", below)) == GENERATED
 
 
 def test_the_numbers_of_the_readme_are_those_of_the_pages_behind_them() -> None:
