@@ -117,7 +117,7 @@ def test_of_held_back_mutants_totals_alone_are_told(shardproof: CommandLine) -> 
 )
 def test_a_cause_is_right_when_the_first_one_reported_is(reported: str, answer: str) -> None:
     mutant = dataclasses.replace(MUTANTS[0], cause="size_factor|wrong_call")
-    causes = tuple(made(word, "", state_text("a call")) for word in reported.split())
+    causes = tuple(made(word, state_text(""), "a call") for word in reported.split())
     diagnosis = dataclasses.replace(diagnose_ended_case(MachineError("", ranks=(), positions=())), causes=causes)
     assert cause_told(mutant, diagnosis) == answer
     nothing_fits = dataclasses.replace(mutant, cause="")
