@@ -7,9 +7,12 @@ import argparse
 import json
 import math
 import os
+import re
 import sys
 from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -19,8 +22,11 @@ from shardproof.reports.comparing.intervals import CONFIDENCE, FEWEST
 from shardproof.reports.comparing.snapshot import Snapshot, read_side, save_snapshot, snapshot
 from shardproof.reports.printing.modes import modes_table, side_by_side
 from shardproof.reports.printing.text import append_step_summary, show_message, show_note, show_table, show_words
-from shardproof.reports.printing.text_tables import NOTHING, Table, count, mark, mebibytes, milliseconds, pair, table
+from shardproof.reports.printing.text_tables import NOTHING, Table, byte_size, count, mark, milliseconds, pair, table
 from shardproof.reports.stored.frames import load
+
+_MOST_BREACHES = 3
+"""Breaches of one limit that are printed."""
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -57,27 +63,43 @@ def _save_baseline(kept: Snapshot, arguments: argparse.Namespace) -> None:
 
 
 def _print_comparison(comparison: Comparison) -> None:
+    for sentence in comparison.changes:
+        show_words(sentence, sys.stdout, style="bold")
     for note in comparison.notes:
         show_note(note, sys.stdout)
     tables = [traffic_change_table(comparison)]
-    tables += [events_table(comparison.events)] if len(comparison.events) else []
-    tables += [times_table(comparison.times)] if len(comparison.times) else []
+    tables += [events_table(comparison.folded)] if len(comparison.folded) else []
     for one in tables:
         show_table(one, sys.stdout)
         append_step_summary(one, f"{comparison.base} and {comparison.new}", os.environ)
     for line in comparison.lines:
         show_message(line, sys.stdout)
-    for breach in comparison.breaches:
+    if show_nothing := describe_equal_times(comparison.times):
+        show_words(show_nothing, sys.stdout)
+    else:
+        show_table(times_table(comparison.times), sys.stdout)
+    for breach in _shorten_breaches(comparison):
         show_words(f"breach: {breach}", sys.stdout, style="bold red")
     asked = ", ".join(map(str, comparison.asked))
     if not comparison.breaches:
         show_message(f"no limit is broken: {asked}", sys.stdout, style="green")
 
 
+def _shorten_breaches(comparison: Comparison) -> Iterator[str]:
+    """The breaches; of a limit that many events break the first ones, since the table has them all."""
+    by_limit: dict[str, list[str]] = {}
+    for breach in comparison.breaches:
+        by_limit.setdefault(breach.partition(": ")[0], []).append(breach)
+    for limit, own in by_limit.items():
+        yield from own[:_MOST_BREACHES]
+        if len(own) > _MOST_BREACHES:
+            yield f"{limit}: {len(own) - _MOST_BREACHES} more, which the table of events lists"
+
+
 def traffic_change_table(comparison: Comparison) -> Table:
     """Calls and bytes of both sides, by mode and phase."""
     kinds: dict[object, Counter[str]] = {}
-    for mode, phase, kind in comparison.events[["mode", "phase", "kind"]].itertuples(index=False):
+    for mode, phase, kind in comparison.folded[["mode", "phase", "kind"]].itertuples(index=False):
         kinds.setdefault((mode, phase), Counter())[kind] += 1
     places = zip(comparison.traffic["mode"], comparison.traffic["phase"], strict=True)
     apart = [", ".join(f"{number} {kind}" for kind, number in kinds.get(place, {}).items()) for place in places]
@@ -86,30 +108,65 @@ def traffic_change_table(comparison: Comparison) -> Table:
         comparison.traffic.assign(apart=apart),
         (str, "mode | phase"),
         (count, "calls | now: new_calls"),
-        (mebibytes, "MiB: payload_bytes | now: new_payload_bytes"),
+        (byte_size, "payload: payload_bytes | now: new_payload_bytes"),
         (lambda word: str(word) or "same", "events: apart"),
         note="one rank, all cases of a mode added up",
     )
 
 
-def events_table(events: pd.DataFrame) -> Table:
-    """Every event that is new, gone or changed."""
-    frame = events.assign(both_calls=_pair_texts(events, "calls"), both_bytes=_pair_texts(events, "payload_bytes"))
+def events_table(folded: pd.DataFrame) -> Table:
+    """Every event that is new, gone, changed or moved, all layers in one row; from `fold_changes`.
+
+    Ranks, steps and micro-batches that all rows share stand in the note.
+    """
+    several = folded["mode"].nunique() > 1
+    spans = {"ranks": "ranks", "steps": "steps", "microbatches": "micro-batches"}
+    shared = [name for name in spans if folded[name].nunique() == 1]
+    where = ", ".join(f"{spans[name]} {folded[name].iloc[0]}" for name in shared)
+    rows = folded.to_dict("records")
     return table(
         "Events that differ",
-        frame,
-        (str, ": kind | mode | phase"),
-        (mark, "module: region"),
-        (str, "op | axis | what"),
-        (pair, "calls: both_calls | bytes: both_bytes"),
-        (str, "ranks | steps | micro-batches: microbatches | case"),
-        note="calls and bytes: of these events on the rank that has most of them, in the base -> now",
+        folded.assign(
+            module=[f"{row['region']} x {row['modules']}" if row["modules"] > 1 else row["region"] for row in rows],
+            event=[f"{row['op']}: {row['what']}" if row["kind"] == "changed" else _shorten_event(row) for row in rows],
+            more_calls=[_text_of_growth(row["base_calls"], row["new_calls"], count) for row in rows],
+            more_bytes=[
+                _text_of_growth(row["base_payload_bytes"], row["new_payload_bytes"], byte_size) for row in rows
+            ],
+        ),
+        (str, ": kind | mode | phase" if several else ": kind | phase"),
+        (mark, "module"),
+        (str, "event | axis"),
+        (pair, "calls: more_calls | bytes: more_bytes"),
+        (count, "cases" if (folded["cases"] > 1).any() else ""),
+        (str, " | ".join(f"{spans[name]}: {name}" for name in spans if name not in shared)),
+        note="calls and bytes of these events on the rank that has most of them, layers and cases added up: how many "
+        f"more (+) or fewer (-), or in the base -> now{f'; all of them in {where}' if where else ''}",
     )
 
 
-def _pair_texts(frame: pd.DataFrame, column: str) -> list[str]:
-    both = zip(frame[f"base_{column}"], frame[f"new_{column}"], strict=True)
-    return [f"{count(old)} -> {count(now)}" for old, now in both]
+def _shorten_event(row: Mapping[str, Any]) -> str:
+    """The words of an event without its size, which the table adds up."""
+    return re.sub(r", [\d,]+ bytes\b", "", row["what"])
+
+
+def _text_of_growth(old: int, now: int, write: Callable[[object], str]) -> str:
+    if old == now:
+        return write(now)
+    return f"+{write(now)}" if not old else f"-{write(old)}" if not now else f"{write(old)} -> {write(now)}"
+
+
+def describe_equal_times(times: pd.DataFrame) -> str:
+    """A sentence where times show nothing; "" where a phase is slower or faster."""
+    if times["change"].isin(["slower", "faster"]).any():
+        return ""
+    judged = times[times["change"] != "too few"]
+    if judged.empty:
+        return f"times show nothing: no phase has the {FEWEST} micro-batches on both sides that an interval needs"
+    return (
+        f"times show nothing: no phase is slower or faster beyond chance ({CONFIDENCE:.1%}) "
+        f"in {count(judged['blocks'].max())} micro-batches"
+    )
 
 
 def times_table(times: pd.DataFrame) -> Table:
@@ -150,6 +207,7 @@ def _as_json(comparison: Comparison) -> dict[str, object]:
     return {
         "base": comparison.base,
         "new": comparison.new,
+        "changes": list(comparison.changes),
         "limits": [str(limit) for limit in comparison.asked],
         "breaches": list(comparison.breaches),
         "notes": list(comparison.notes),

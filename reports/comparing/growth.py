@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from shardproof.harness.ledger import PASSES
-from shardproof.reports.printing.text_tables import Table, mebibytes, table, whole
+from shardproof.reports.printing.text_tables import Table, byte_size, table, whole
 from shardproof.reports.stored.frames import Run, in_order
 from shardproof.reports.stored.summary import words_but
 
@@ -91,7 +91,7 @@ def break_even_table(crossings: pd.DataFrame) -> Table:
         crossings,
         (str, "cheaper beyond T*: mode | than: other"),
         (whole, "T* (tokens): tokens"),
-        (mebibytes, "MiB there: wire_bytes"),
+        (byte_size, "bytes there: wire_bytes"),
         (str, "counted"),
         note="wire bytes of one rank, a micro-batch; layers: without all-to-alls, embedding and head; all: everything",
     )

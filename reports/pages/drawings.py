@@ -18,7 +18,7 @@ import pandas as pd
 from markupsafe import Markup, escape
 
 from shardproof.harness.ledger import BACKWARD, PHASES
-from shardproof.reports.printing.text_tables import count, mebibytes, small
+from shardproof.reports.printing.text_tables import byte_size, count, small
 from shardproof.reports.stored.frames import Run
 from shardproof.reports.stored.summary import badness_of, split_common_words
 
@@ -75,10 +75,10 @@ def lines_of_cases(run: Run, headline: pd.DataFrame) -> tuple[tuple[CaseBars, ..
                 ranks=ranks,
                 case=row["own"] or "-",
                 wire=_draw_bar(parts, longest, "wire MiB"),
-                wire_mib=mebibytes(sum(sent.values())),
-                payload_mib=mebibytes(row["payload_bytes"]),
+                wire_mib=byte_size(sum(sent.values())),
+                payload_mib=byte_size(row["payload_bytes"]),
                 saved=_draw_bar([("saved", kept, _SAVED)], fullest, "saved MiB"),
-                saved_mib=mebibytes(row["saved_bytes"]),
+                saved_mib=byte_size(row["saved_bytes"]),
                 error=_text_of_pair(row["worst_error"], row["worst_allowed"]),
                 margin=_draw_margin(row["worst_error"], row["worst_allowed"]),
                 share=_share_of_limit(row["worst_error"], row["worst_allowed"]),
@@ -117,7 +117,7 @@ def _draw_bar(parts: Sequence[tuple[str, float, str]], full: float, what: str) -
         wide = 100 * size / full if full else 0.0
         drawn.append(f'<rect x="{left:.3f}" width="{wide:.3f}" height="10" fill="{colour}"/>')
         left += wide
-    sizes = ", ".join(f"{name} {mebibytes(size)}" for name, size, _ in parts) or "none"
+    sizes = ", ".join(f"{name} {byte_size(size)}" for name, size, _ in parts) or "none"
     label = f'role="img" aria-label="{what}: {escape(sizes)}"'
     head = f'<svg {label} class="bar" viewBox="0 0 100 10" preserveAspectRatio="none">'
     return Markup(head + "".join(drawn) + "</svg>")  # noqa: S704  (numbers, colours and our own names of phases)

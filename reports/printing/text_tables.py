@@ -1,6 +1,6 @@
 """How numbers are written: frames to tables of text, the same in the terminal, in markdown and on the page.
 
-Bytes are written in MiB (2**20) or GiB (2**30), errors with two significant digits; "-" is an unknown number.
+Bytes are written in B, KiB (2**10), MiB or GiB, errors with two significant digits; "-" is an unknown number.
 """
 
 import math
@@ -42,14 +42,16 @@ def whole(value: object) -> str:
     return NOTHING if _absent(value) else f"{round(float(str(value))):,}"
 
 
-def mebibytes(value: object) -> str:
-    """Bytes as MiB, so that no traffic reads as none: 0.003 for 3 kB, <0.001 for 12 bytes."""
+def byte_size(value: object) -> str:
+    """Bytes in the unit that they need, with four digits: 12 B, 4 KiB, 1.906 MiB, 3.5 GiB."""
     if _absent(value):
         return NOTHING
-    size_mib = float(str(value)) / 2**20
-    if 0 < size_mib < 0.0005:
-        return "<0.001"
-    return f"{size_mib:,.3f}" if size_mib < 100 else f"{size_mib:,.1f}"
+    size = float(str(value))
+    for unit in ("B", "KiB", "MiB"):
+        if float(f"{size:.4g}") < 1024:
+            return f"{size:.4g} {unit}" if size else "0"
+        size /= 1024
+    return f"{size:,.4g} GiB" if size < 10_000 else f"{size:,.0f} GiB"
 
 
 def small(value: object) -> str:
@@ -103,7 +105,7 @@ def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
     return [{str(key): value for key, value in row.items()} for row in known.to_dict("records")]
 
 
-_NUMBERS = (count, whole, mebibytes, milliseconds, small, pair, gibibytes)
+_NUMBERS = (count, whole, byte_size, milliseconds, small, pair, gibibytes)
 """The writers whose columns align right."""
 Columns = tuple[Callable[[object], str], str]
 """How to write columns, and which: "header: column | ...", or the header alone where the column has its name."""
@@ -141,11 +143,11 @@ def headline_table(headline: pd.DataFrame) -> Table:
         (str, "mode"),
         (count, "ranks"),
         (pair, "calls fwd / bwd: both_calls"),
-        (mebibytes, "MiB per rank: payload_bytes | expected: expected_payload_bytes | saved: saved_bytes"),
+        (byte_size, "bytes per rank: payload_bytes | expected: expected_payload_bytes | saved: saved_bytes"),
         (pair, "max error / allowed: both_errors | decided: tensors_decided"),
         (str, "verdict"),
         (mark, "case: own_words"),
-        note="calls and MiB (payload): one rank, the whole run; saved: the most MiB that autograd held on a rank; "
+        note="calls and bytes (payload): one rank, the whole run; saved: the most bytes that autograd held on a rank; "
         "error: the check that came closest to its limit; decided: tensors found right or wrong"
         + (f"; every case: {shared}" if shared else ""),
     )
@@ -175,7 +177,7 @@ def grouped_table(headline: pd.DataFrame) -> Table:
     verdicts = zip(frame["verdict"], frame["alike"], frame["cases"], strict=True)
     frame = frame.assign(
         both_calls=[pair if some == "0" else f"{pair} ? {some}" for pair, some in zip(pairs, unplaced, strict=True)],
-        payload=_ranges(frame, "payload_bytes", mebibytes),
+        payload=_ranges(frame, "payload_bytes", byte_size),
         met=[f"{as_expected} of {expected}" if expected else NOTHING for as_expected, expected in met],
         both_errors=_pairs(frame["worst_error"], frame["worst_allowed"], small),
         verdict_of_cases=[word if alike == cases else f"{word} {alike} of {cases}" for word, alike, cases in verdicts],
@@ -185,12 +187,12 @@ def grouped_table(headline: pd.DataFrame) -> Table:
         frame,
         (str, "mode"),
         (count, "ranks | cases"),
-        (pair, "calls fwd / bwd: both_calls | MiB per rank: payload | as expected: met"),
-        (mebibytes, "saved: saved_bytes"),
+        (pair, "calls fwd / bwd: both_calls | bytes per rank: payload | as expected: met"),
+        (byte_size, "saved: saved_bytes"),
         (pair, "max error / allowed: both_errors"),
         (str, "verdict: verdict_of_cases"),
-        note="calls and MiB (payload): one rank, the whole run, the least to the most of these cases; as expected: "
-        "cases with the bytes of the closed form; saved: the most MiB that autograd held on a rank; error: the check "
+        note="calls and bytes (payload): one rank, the whole run, the least to the most of these cases; as expected: "
+        "cases with the bytes of the closed form; saved: the most bytes that autograd held on a rank; error: the check "
         "that came closest to its limit",
     )
 
@@ -224,7 +226,7 @@ def traffic_table(traffic: pd.DataFrame, title: str = "Calls and bytes beside th
         (count, "ranks"),
         (str, "phase | op | axis"),
         (count, "calls | expected: expected_calls"),
-        (mebibytes, "payload MiB: payload_bytes | expected MiB: expected_payload_bytes | wire MiB: wire_bytes"),
+        (byte_size, "payload: payload_bytes | expected payload: expected_payload_bytes | wire: wire_bytes"),
         (mark, "agrees"),
         note="one rank; payload: what calls hand over, expected: the same by closed form, wire: what the rank sends "
         "then (ring model); cases of one mode on as many ranks are added up; agrees: every rank with its own "

@@ -30,7 +30,7 @@ def test_the_headline_counts_what_one_rank_does(run: Run) -> None:
 
 def test_the_headline_shows_the_rank_that_saves_most_and_no_zero_that_nobody_measured(run: Run) -> None:
     assert list(summary.headline(run)["saved_bytes"]) == [2 * ACTIVATION_BYTES] * 2
-    assert text_tables.headline_table(summary.headline(run)).rows[0][5] == "0.008"
+    assert text_tables.headline_table(summary.headline(run)).rows[0][5] == "8 KiB"
     (run.path / "memory.csv").unlink()
     headline = summary.headline(load(run.path))
     assert headline["saved_bytes"].isna().all()
@@ -129,10 +129,11 @@ def test_the_title_claims_no_more_than_was_compared(run: Run) -> None:
 
 @pytest.mark.parametrize(
     ("size_bytes", "text"),
-    [(0, "0.000"), (12, "<0.001"), (4096, "0.004"), (2**20, "1.000"), (5 * 2**30, "5,120.0"), (pd.NA, "-")],
+    [(0, "0"), (12, "12 B"), (1023, "1023 B"), (4096, "4 KiB"), (2**20 - 1, "1 MiB"), (1998586, "1.906 MiB")]
+    + [(5 * 2**30, "5 GiB"), (5 * 2**44, "81,920 GiB"), (pd.NA, "-")],
 )
-def test_bytes_are_written_in_mib_and_some_traffic_never_reads_as_none(size_bytes: object, text: str) -> None:
-    assert text_tables.mebibytes(size_bytes) == text
+def test_bytes_are_written_in_the_unit_that_they_need(size_bytes: object, text: str) -> None:
+    assert text_tables.byte_size(size_bytes) == text
 
 
 @pytest.mark.parametrize(("error", "text"), [(0.0, "0"), (2.134e-16, "2.1e-16"), (float("nan"), "-"), (None, "-")])
