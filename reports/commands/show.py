@@ -38,20 +38,25 @@ def page_main(arguments: argparse.Namespace) -> int:
     from shardproof.reports.pages.comment import render_comment  # noqa: PLC0415
 
     run = load(arguments.run)
-    if arguments.markdown and not arguments.output:
-        show_message(render_comment(run), sys.stdout)
-        return 0
-    target = Path(arguments.output) if arguments.output else run.path / "report.html"
-    try:
-        if arguments.markdown:
-            target.write_text(render_comment(run), encoding="utf-8")
-        else:
-            page.write_page(run, target)
-    except OSError as problem:
-        reason = problem.strerror or str(problem)
-        raise RequestError(f"-o {target}: cannot be written ({reason}); legal: -o report.html") from problem
-    show_message(str(target), sys.stdout)
+    if arguments.markdown:
+        write_report(render_comment(run), arguments.output)
+    else:
+        write_report(page.render_page(run), arguments.output or str(run.path / "report.html"))
     return 0
+
+
+def write_report(text: str, target: str | None) -> None:
+    """Write a page or a comment into a file and print its path; print the text itself where no file is named.
+
+    Raises RequestError when the file cannot be written.
+    """
+    if target:
+        try:
+            Path(target).write_text(text, encoding="utf-8")
+        except OSError as problem:
+            reason = problem.strerror or str(problem)
+            raise RequestError(f"-o {target}: cannot be written ({reason}); legal: -o report.html") from problem
+    show_message(target or text, sys.stdout)
 
 
 def show_run(run: Run, stream: TextIO) -> None:

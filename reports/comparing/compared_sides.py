@@ -71,8 +71,8 @@ def describe_breaches(
 ) -> tuple[str, ...]:
     """Sentences about limits that are broken, with the place, one each.
 
-    `events`: the differences, folded; `sizes`: case, calls, new_calls, payload_bytes, new_payload_bytes; `memory`: case,
-    saved_bytes, new_saved_bytes; `times`: of `intervals.phase_times`.
+    `events`: of `differences.fold_changes`; `sizes`: case, calls, new_calls, payload_bytes, new_payload_bytes;
+    `memory`: case, saved_bytes, new_saved_bytes; `times`: of `intervals.phase_times`.
     """
     return tuple(
         f"{limit}: {where}" for limit in asked for where in _find_breaches(limit, events, sizes, memory, times)

@@ -16,8 +16,10 @@ from shardproof.reports.printing.text_tables import Table, byte_size, table, who
 from shardproof.reports.stored.frames import Run, in_order
 from shardproof.reports.stored.summary import words_but
 
-_VARIES = ("mode", "seq", "batch", "data", "delivery", "embedding", "head")
-"""Words in which the cases of one comparison may differ: mode and tokens, and what a mode brings with it."""
+WITH_MODE = ("mode", "data", "delivery", "embedding", "head")
+"""Words in which cases of one model differ where their modes do: the mode, and what it brings with it."""
+_VARIES = (*WITH_MODE, "seq", "batch")
+"""Words in which the cases of one comparison may differ: mode and tokens."""
 _COLUMNS = ["mode", "tokens", "wire_bytes"]
 
 

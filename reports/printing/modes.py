@@ -73,7 +73,7 @@ def modes_table(frame: pd.DataFrame) -> Table:
         (byte_size, "saved: saved_bytes"),
         (milliseconds, "exposed ms: exposed_us"),
         (str, "payload by axis: axes"),
-        note="one rank, the whole run; phases, payload and expected: bytes that calls hand over; wire: bytes that the rank "
+        note="one rank, the whole run; phases, payload and expected: bytes that calls hand over; wire: what the rank "
         "sends then (ring model); x least: wire beside the mode that sends least on as many ranks; saved: the most "
         "that autograd held; exposed: inside calls that are waited for at once, mean over ranks",
     )

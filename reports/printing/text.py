@@ -132,7 +132,7 @@ def plain(table: "Table") -> str:
 def markdown(table: "Table") -> str:
     """The table as GitHub markdown; a bar or a line end in a cell cannot break it."""
     rule = ["---:" if column in table.numbers else "---" for column in range(len(table.headers))]
-    safe = str.maketrans({"\\": "\\\\", "|": "\\|", "<": "&lt;", "\n": " "})
+    safe = str.maketrans({"\\": "\\\\", "|": "\\|", "*": "\\*", "<": "&lt;", "\n": " "})
     lines = [list(table.headers), rule, *([cell.translate(safe) for cell in row] for row in table.rows)]
     note = f"\n{table.note}\n" if table.note else ""
     return f"### {table.title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n" + note

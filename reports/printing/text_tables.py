@@ -4,8 +4,8 @@ Bytes are written in B, KiB (2**10), MiB or GiB, errors with two significant dig
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
@@ -13,7 +13,8 @@ import pandas as pd
 from shardproof.reports.stored.summary import group_headline, split_common_words
 
 NOTHING = "-"
-_MOST_CASES = 24  # rows that are read at one glance
+MOST_CASES = 24
+"""Rows that are read at one glance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,8 +106,8 @@ def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
     return [{str(key): value for key, value in row.items()} for row in known.to_dict("records")]
 
 
-_NUMBERS = (count, whole, byte_size, milliseconds, small, pair, gibibytes)
-"""The writers whose columns align right."""
+_TEXTS = (str, mark)
+"""The writers of texts; columns of all others are numbers, and align right."""
 Columns = tuple[Callable[[object], str], str]
 """How to write columns, and which: "header: column | ...", or the header alone where the column has its name."""
 
@@ -123,9 +124,17 @@ def table(title: str, frame: pd.DataFrame, *columns: Columns, note: str = "") ->
         title=title,
         headers=tuple(header for header, *_ in named),
         rows=tuple(zip(*cells, strict=True)),
-        numbers=frozenset(place for place, (*_, write) in enumerate(named) if write in _NUMBERS),
+        numbers=frozenset(place for place, (*_, write) in enumerate(named) if write not in _TEXTS),
         note=note,
     )
+
+
+def shorten_table(shown: Table, most: int, where: str) -> Table:
+    """The first rows of a table; its note says of how many, and `where` the others are."""
+    if len(shown.rows) <= most:
+        return shown
+    note = f"{most:,} of {len(shown.rows):,} rows; {where}"
+    return replace(shown, rows=shown.rows[:most], note=f"{shown.note}; {note}" if shown.note else note)
 
 
 def headline_table(headline: pd.DataFrame) -> Table:
@@ -133,7 +142,7 @@ def headline_table(headline: pd.DataFrame) -> Table:
     shared, words = split_common_words(headline["words"])
     frame = headline.assign(
         own_words=words,
-        both_calls=_placed_calls(headline),
+        both_calls=[placed_calls(row) for row in headline.to_dict("records")],
         both_errors=_pairs(headline["worst_error"], headline["worst_allowed"], small),
         tensors_decided=_pairs(headline["decided"], headline["tensors"], count, " of "),
     )
@@ -153,11 +162,11 @@ def headline_table(headline: pd.DataFrame) -> Table:
     )
 
 
-def _placed_calls(headline: pd.DataFrame) -> list[str]:
-    """Calls of forward and backward: "3 / 2"; "? 5" for calls of which no phase is known."""
-    pairs = _pairs(headline["forward_calls"], headline["backward_calls"], count)
-    unplaced = headline["unplaced_calls"]
-    return [f"? {count(calls)}" if calls else pair for pair, calls in zip(pairs, unplaced, strict=True)]
+def placed_calls(row: Mapping[str, Any]) -> str:
+    """Calls of forward and backward of a row of `summary.headline`: "3 / 2"; "? 5" where no phase is known."""
+    if row["unplaced_calls"]:
+        return f"? {count(row['unplaced_calls'])}"
+    return f"{count(row['forward_calls'])} / {count(row['backward_calls'])}"
 
 
 def first_table(headline: pd.DataFrame) -> Table:
@@ -165,7 +174,7 @@ def first_table(headline: pd.DataFrame) -> Table:
 
     Where cases are too many to read, a row stands for all cases of a mode.
     """
-    return headline_table(headline) if len(headline) <= _MOST_CASES else grouped_table(headline)
+    return headline_table(headline) if len(headline) <= MOST_CASES else grouped_table(headline)
 
 
 def grouped_table(headline: pd.DataFrame) -> Table:

@@ -65,15 +65,8 @@ def tables_of_program(run: Run) -> list[Table]:
     """Traffic, modules, ranks and bandwidth; speed and the case beside it where the recording holds what they need."""
     if not len(run.ledger):
         return []
-    first = [_traffic_table(run), _modules_table(run), *_exchange_tables(run), _ranks_table(run)]
-    return [
-        *first,
-        *_on_device(run),
-        *_bandwidth_tables(run),
-        *_largest_tables(run),
-        *_speed_tables(run),
-        *_tables_beside(run),
-    ]
+    first = [_largest_table(run), _traffic_table(run), _modules_table(run), *_exchange_tables(run), _ranks_table(run)]
+    return [*first, *_on_device(run), *_bandwidth_tables(run), *_speed_tables(run), *_tables_beside(run)]
 
 
 def _traffic_table(run: Run) -> Table:
@@ -132,10 +125,9 @@ def _on_device(run: Run) -> list[Table]:
     return [timed]
 
 
-def _largest_tables(run: Run) -> list[Table]:
-    if not figures.is_traced(run):
-        return []
-    listed = table(
+def _largest_table(run: Run) -> Table:
+    begins = "; a line is that at which its function begins" if figures.is_traced(run) else ""
+    return table(
         "Largest calls",
         figures.largest_payloads(run),
         (str, "op | axis"),
@@ -143,9 +135,8 @@ def _largest_tables(run: Run) -> list[Table]:
         (count, "calls"),
         (str, "phase"),
         (mark, "module: region | line: caller"),
-        note="calls of the rank that has most; a line is that at which its function begins",
+        note=f"calls of the rank that has most{begins}",
     )
-    return [listed]
 
 
 def _bandwidth_tables(run: Run) -> list[Table]:
