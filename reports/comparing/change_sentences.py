@@ -47,6 +47,8 @@ def _describe_growth(traffic: pd.DataFrame) -> str:
     sized = "unknown bytes" if pd.isna(size) else byte_size(abs(size))
     if pd.notna(size) and calls * size > 0:
         return f"{_count_calls(abs(calls))}, {sized} {'more' if calls > 0 else 'less'} on a rank"
+    if not calls and pd.notna(size) and not size:
+        return "as many calls and bytes on a rank"
     parts = [f"{_count_calls(abs(calls))} {'more' if calls > 0 else 'fewer'}" if calls else "as many calls"]
     parts += (
         ["as many bytes" if not size else f"{sized} {'more' if size > 0 else 'less'}"] if pd.notna(size) else [sized]
