@@ -163,10 +163,9 @@ def headline_table(headline: pd.DataFrame) -> Table:
 
 
 def placed_calls(row: Mapping[str, Any]) -> str:
-    """Calls of forward and backward of a row of `summary.headline`: "3 / 2"; "? 5" where no phase is known."""
-    if row["unplaced_calls"]:
-        return f"? {count(row['unplaced_calls'])}"
-    return f"{count(row['forward_calls'])} / {count(row['backward_calls'])}"
+    """Calls of forward and backward of a row of `summary.headline`: "3 / 2"; "3 / 2 ? 5" with 5 of unknown phase."""
+    placed, unplaced = f"{count(row['forward_calls'])} / {count(row['backward_calls'])}", row["unplaced_calls"]
+    return (f"{placed} ? {count(unplaced)}" if placed != "0 / 0" else f"? {count(unplaced)}") if unplaced else placed
 
 
 def first_table(headline: pd.DataFrame) -> Table:
