@@ -20,7 +20,14 @@ from shardproof.reports.printing.compared_tables import (
     traffic_change_table,
 )
 from shardproof.reports.printing.modes import modes_table, side_by_side
-from shardproof.reports.printing.text import append_step_summary, show_message, show_note, show_table, show_words
+from shardproof.reports.printing.text import (
+    append_step_summary,
+    show_busy,
+    show_message,
+    show_note,
+    show_table,
+    show_words,
+)
 from shardproof.reports.stored.frames import load
 
 _MOST_BREACHES = 3
@@ -34,8 +41,9 @@ def main(arguments: argparse.Namespace) -> int:
         check_name(arguments.save_baseline)
     if arguments.new is None:
         return _snapshot_one(arguments)
-    base, new = (read_side(name, arguments.baselines) for name in (arguments.base, arguments.new))
-    comparison = compare(base, new, asked)
+    with show_busy("reading and comparing both runs", sys.stderr):
+        base, new = (read_side(name, arguments.baselines) for name in (arguments.base, arguments.new))
+        comparison = compare(base, new, asked)
     if arguments.json:
         print(json.dumps(_as_json(comparison), indent=2, allow_nan=False))
     elif arguments.output or arguments.markdown:
@@ -53,7 +61,7 @@ def _write_report(comparison: Comparison, arguments: argparse.Namespace) -> None
     from shardproof.reports.pages.comparison_page import render_comparison, render_comparison_comment  # noqa: PLC0415
 
     text = render_comparison_comment(comparison) if arguments.markdown else render_comparison(comparison)
-    write_report(text, arguments.output)
+    write_report(text, arguments.output or "")
 
 
 def _snapshot_one(arguments: argparse.Namespace) -> int:

@@ -145,6 +145,12 @@ def headline_table(headline: pd.DataFrame) -> Table:
         both_calls=[placed_calls(row) for row in headline.to_dict("records")],
         both_errors=_pairs(headline["worst_error"], headline["worst_allowed"], small),
         tensors_decided=_pairs(headline["decided"], headline["tensors"], count, " of "),
+        expectation=[
+            byte_size(size) if not _absent(size) else stated or NOTHING
+            for size, stated in zip(
+                headline["expected_payload_bytes"].astype("object"), headline["stated"], strict=True
+            )
+        ],
     )
     return table(
         _title_of_comparison(headline),
@@ -152,14 +158,23 @@ def headline_table(headline: pd.DataFrame) -> Table:
         (str, "mode"),
         (count, "ranks"),
         (pair, "calls fwd / bwd: both_calls"),
-        (byte_size, "bytes per rank: payload_bytes | expected: expected_payload_bytes | saved: saved_bytes"),
-        (pair, "max error / allowed: both_errors | decided: tensors_decided"),
+        (byte_size, "bytes per rank: payload_bytes"),
+        (pair, "expected: expectation"),
+        (byte_size, "saved: saved_bytes"),
+        (pair, "max error / allowed: both_errors"),
+        (mark, _column_of_dtypes(headline)),
+        (pair, "decided: tensors_decided"),
         (str, "verdict"),
         (mark, "case: own_words"),
         note="calls and bytes (payload): one rank, the whole run; saved: the most bytes that autograd held on a rank; "
-        "error: the check that came closest to its limit; decided: tensors found right or wrong"
+        "error: the largest beside its limit; decided: tensors found right or wrong"
         + (f"; every case: {shared}" if shared else ""),
     )
+
+
+def _column_of_dtypes(frame: pd.DataFrame) -> str:
+    """The column that says of which dtype a limit is: where all are of float64, as usual, there is none."""
+    return "dtype" if set(frame["dtype"]) - {"", "float64"} else ""
 
 
 def placed_calls(row: Mapping[str, Any]) -> str:
@@ -198,10 +213,11 @@ def grouped_table(headline: pd.DataFrame) -> Table:
         (pair, "calls fwd / bwd: both_calls | bytes per rank: payload | as expected: met"),
         (byte_size, "saved: saved_bytes"),
         (pair, "max error / allowed: both_errors"),
+        (mark, _column_of_dtypes(frame)),
         (str, "verdict: verdict_of_cases"),
         note="calls and bytes (payload): one rank, the whole run, the least to the most of these cases; as expected: "
-        "cases with the bytes of the closed form; saved: the most bytes that autograd held on a rank; error: the check "
-        "that came closest to its limit",
+        "cases with the bytes of the closed form; saved: the most bytes that autograd held on a rank; error: the "
+        "largest beside its limit",
     )
 
 

@@ -40,7 +40,7 @@ class Bug:
 
     @property
     def follows(self) -> str:
-        """Words on further failures: "and update (12 cases) fails from the same first place on in 12 cases", or ""."""
+        """Words on further failures: "same first place: check update fails too, in 1 case", or ""."""
         return words.follows(self.others, self.cases)
 
 
