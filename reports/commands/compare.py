@@ -13,6 +13,7 @@ from pathlib import Path
 from shardproof.reports.comparing.compared_sides import check_name, parse_limits
 from shardproof.reports.comparing.comparison import Comparison, compare
 from shardproof.reports.comparing.snapshot import Snapshot, read_side, save_snapshot, snapshot
+from shardproof.reports.printing.annotations import Failure, annotate_failures
 from shardproof.reports.printing.compared_tables import (
     describe_equal_times,
     events_table,
@@ -44,6 +45,7 @@ def main(arguments: argparse.Namespace) -> int:
     with show_busy("reading and comparing both runs", sys.stderr):
         base, new = (read_side(name, arguments.baselines) for name in (arguments.base, arguments.new))
         comparison = compare(base, new, asked)
+    annotate_failures(_list_breaches(comparison), sys.stderr, os.environ)
     if arguments.json:
         print(json.dumps(_as_json(comparison), indent=2, allow_nan=False))
     elif arguments.output or arguments.markdown:
@@ -53,6 +55,14 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.save_baseline:
         _save_baseline(new, arguments)
     return 1 if comparison.breaches else 0
+
+
+def _list_breaches(comparison: Comparison) -> Iterator[Failure]:
+    """What changed, as one failure, with the limits that are broken; at the first line that issues a changed event."""
+    if comparison.breaches:
+        at = comparison.lines[0].rpartition(", at ")[2].partition(", ")[0] if comparison.lines else ""
+        message = "\n".join((*comparison.changes, *_shorten_breaches(comparison)))
+        yield at, f"{comparison.new} beside {comparison.base}", message
 
 
 def _write_report(comparison: Comparison, arguments: argparse.Namespace) -> None:
