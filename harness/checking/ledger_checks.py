@@ -64,7 +64,7 @@ def _compare_expected_terms(calls: Calls, claims: Claims, terms: Sequence[TermLi
         verdict=PASS,
         facts=(state_fact("calls_as_stated", most=most),),
         notes=(
-            Note(kind=NoteKind.CLOSED_FORM, reason=f"its terms leave out {', '.join(left_out)}"),
+            Note(kind=NoteKind.CLOSED_FORM, names=tuple(left_out), reason="fields that its terms leave out"),
             *_note_carried_calls(terms),
             *_note_doubts(calls),
         ),

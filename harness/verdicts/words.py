@@ -201,8 +201,8 @@ def follows(others: Mapping[str, int], cases: int) -> str:
     if not others:
         return ""
     checks = [f"{check} ({count} cases)" if count > 1 else check for check, count in others.items()]
-    verb = "fail" if len(checks) > 1 else "fails"
-    return f"and {', '.join(checks)} {verb} from the same first place on in {_cases(cases)}"
+    many = len(checks) > 1
+    return f"same first place: check{'s'[:many]} {', '.join(checks)} fail{'s'[many:]} too, in {_cases(cases)}"
 
 
 def place(statement: str, failure: FailedCheck | None) -> str:
@@ -228,16 +228,14 @@ def describe_undecided(kind: str, patterns: Mapping[str, int], tensors: int, cas
     listed = [name if count == 1 else f"{name} ({count})" for name, count in list(patterns.items())[:_LISTED]]
     more = f" and {len(patterns) - _LISTED} more patterns of names" if len(patterns) > _LISTED else ""
     tally = f"{sum(patterns.values()):,} of {tensors:,} {kind} in {_cases(cases)}"
-    return (
-        f"undecided: {tally}, since rounding explains any error of them or they do not merge: {', '.join(listed)}{more}"
-    )
+    return f"could not be judged: {tally}: rounding alone is as large, or they do not merge: {', '.join(listed)}{more}"
 
 
 def split_shares(shares: Mapping[int, int]) -> str:
     """A note on the shares of parameters that are split, in per cent, with the number of their cases."""
     parts = [f"{share} % ({_cases(count)})" for share, count in shares.items()]
     more = f"; more in other cases, up to {max(shares)} %" if len(parts) > _AMOUNTS else ""
-    return f"share of the parameters that is split: {'; '.join(parts[:_AMOUNTS])}{more}"
+    return f"sharded: {'; '.join(parts[:_AMOUNTS])} of the elements of the parameters{more}"
 
 
 def describe_unreturned(statement: str, silent: Sequence[str], on_purpose: Sequence[str]) -> str:
@@ -246,6 +244,11 @@ def describe_unreturned(statement: str, silent: Sequence[str], on_purpose: Seque
     parts += [f"not returned, so not checked: {_count_names(silent)}"] if silent else []
     parts += [f"left out on purpose, so not checked: {_count_names(on_purpose)}"] if on_purpose else []
     return "; ".join(parts)
+
+
+def left_out_fields(fields: Sequence[str], cases: int) -> str:
+    """A note on what a closed form says nothing of."""
+    return f"not checked: {', '.join(fields)} of the calls: the closed form leaves them out ({_cases(cases)})"
 
 
 def deviation(kind: NoteKind, sentence: str, names: Sequence[str], cases: int) -> str:
@@ -284,7 +287,7 @@ def unfinished_groupings(groupings: str, cases: int) -> str:
 def unread_rows(rows: str, cases: int, others: int) -> str:
     """A note on rows of tables that no token looks up."""
     more = f"; other rows in {_cases(others)}" if others else ""
-    return f"not checked: {rows} in {_cases(cases)}{more}"
+    return f"unused vocabulary rows have no gradient to check: {rows} in {_cases(cases)}{more}"
 
 
 def _count_names(names: Sequence[str]) -> str:

@@ -6,7 +6,7 @@ Bytes and calls are those of the busiest rank over the whole run of a case, as i
 import pandas as pd
 
 from shardproof.harness.ledger import PHASES
-from shardproof.reports.printing.text_tables import Table, count, mark, mebibytes, milliseconds, pair, table
+from shardproof.reports.printing.text_tables import Table, byte_size, count, mark, milliseconds, pair, table
 from shardproof.reports.stored.frames import Run, in_order
 from shardproof.reports.stored.summary import words_but
 
@@ -18,7 +18,7 @@ def side_by_side(run: Run) -> pd.DataFrame:
 
     ranks, mode, words (of the case, without mode and data), one column of payload bytes for each phase that talks
     ("forward_bytes"), payload_bytes, expected_payload_bytes. wire_bytes, least_ratio (of wire bytes, to the mode that
-    sends least on as many ranks), axes ("tp 1.271, dp 0.250" MiB), saved_bytes. exposed_us (inside calls that are
+    sends least on as many ranks), axes ("tp 1.271 MiB, dp 256 KiB"), saved_bytes. exposed_us (inside calls that are
     waited for at once, mean over ranks).
     """
     lines = run.summary
@@ -49,11 +49,11 @@ def side_by_side(run: Run) -> pd.DataFrame:
 
 
 def _traffic_by_axis(lines: pd.DataFrame) -> dict[str, str]:
-    """Case -> MiB by axis, in words."""
+    """Case -> bytes by axis, in words."""
     sizes = lines.groupby(["case", "axis"], observed=True, sort=True)["payload_bytes"].sum()
     texts: dict[str, str] = {}
     for row in sizes.reset_index().to_dict("records"):
-        own = f"{row['axis']} {mebibytes(row['payload_bytes'])}"
+        own = f"{row['axis']} {byte_size(row['payload_bytes'])}"
         texts[row["case"]] = f"{texts[row['case']]}, {own}" if row["case"] in texts else own
     return texts
 
@@ -67,13 +67,13 @@ def modes_table(frame: pd.DataFrame) -> Table:
         (str, "mode"),
         (count, "ranks"),
         (mark, "case: words"),
-        (mebibytes, " | ".join(f"{phase}: {phase}_bytes" for phase in PHASES if f"{phase}_bytes" in frame)),
-        (mebibytes, "payload MiB: payload_bytes | expected: expected_payload_bytes | wire MiB: wire_bytes"),
+        (byte_size, " | ".join(f"{phase}: {phase}_bytes" for phase in PHASES if f"{phase}_bytes" in frame)),
+        (byte_size, "payload: payload_bytes | expected: expected_payload_bytes | wire: wire_bytes"),
         (pair, "x least: times_least"),
-        (mebibytes, "saved: saved_bytes"),
+        (byte_size, "saved: saved_bytes"),
         (milliseconds, "exposed ms: exposed_us"),
-        (str, "payload MiB by axis: axes"),
-        note="one rank, the whole run; phases, payload and expected: MiB that calls hand over; wire: MiB that the rank "
+        (str, "payload by axis: axes"),
+        note="one rank, the whole run; phases, payload and expected: bytes that calls hand over; wire: what the rank "
         "sends then (ring model); x least: wire beside the mode that sends least on as many ranks; saved: the most "
         "that autograd held; exposed: inside calls that are waited for at once, mean over ranks",
     )

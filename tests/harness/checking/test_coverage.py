@@ -201,12 +201,12 @@ def noted(kind: NoteKind, *reasons: str) -> tuple[Note, ...]:
             "parallelism",
             [("all talk", (Note(kind=NoteKind.SPLIT_SHARE, numbers=(share,)),)) for share in (99, 1, 99)]
             + [("all talk", ())],
-            "share of the parameters that is split: 1 % (1 case); 99 % (2 cases)",
+            "sharded: 1 % (1 case); 99 % (2 cases) of the elements of the parameters",
         ),
         (
             "coverage",
             [("all", noted(NoteKind.UNREAD_ROWS, f"rows {place}")) for place in (1, 2, 2)],
-            "not checked: rows 2 in 2 cases; other rows in 1 case",
+            "unused vocabulary rows have no gradient to check: rows 2 in 2 cases; other rows in 1 case",
         ),
     ],
 )

@@ -215,10 +215,10 @@ def test_failures_are_grouped_by_first_place() -> None:
     ]
     first, second = bugs_of_run(records)
     assert first.verdict == records[0]
-    assert first.follows == "and update, forward fail from the same first place on in 2 cases"
-    assert second.follows == "and forward fails from the same first place on in 1 case"
+    assert first.follows == "same first place: checks update, forward fail too, in 2 cases"
+    assert second.follows == "same first place: check forward fails too, in 1 case"
     named, _ = bugs_of_run([*records, failed("mode=tp tp=8", "update", HEAD)])
-    assert named.follows == "and update (2 cases), forward fail from the same first place on in 3 cases"
+    assert named.follows == "same first place: checks update (2 cases), forward fail too, in 3 cases"
     assert bugs_of_run(records[:1])[0].follows == ""
 
 

@@ -122,7 +122,7 @@ def test_a_folder_that_cannot_be_written_is_a_wrong_request_and_no_other_is_made
 
 
 CASE = "mode=tp tp=1 layers=1 hidden=16 heads=2 vocab=24 seq=8 micro=1 steps=1 dtype=bfloat16"
-TOLD = "undecided: 15 of 23 gradients in 1 case, since rounding explains any error of them or they do not merge: "
+TOLD = "could not be judged: 15 of 23 gradients in 1 case: rounding alone is as large, or they do not merge: "
 
 
 def amplified(dtype: torch.dtype) -> Tensor:

@@ -67,7 +67,9 @@ def test_figures_of_the_page_are_those_of_the_summary_and_one_that_is_not_is_fou
     assert compared(sorting, folder) == found, "headers as the page's script writes them"
     begin, end = html.index('<section id="traffic">'), html.index('<section id="modules">')
     cells = list(re.compile(r'<td class="number">([\d,]*\d)(\.\d+)?</td>').finditer(html, begin, end))
-    bar = re.search(r'<rect x="[\d.]+" width="(\d+)[\d.]+" height="10"', html)
+    bar = re.compile(r'<rect x="[\d.]+" width="(\d+)[\d.]+" height="10"').search(
+        html, html.index('<section id="cases">')
+    )
     assert bar
     for place in (cells[len(cells) // 2].start(1), bar.end(1)):
         html = f"{html[:place]}7{html[place:]}"
