@@ -114,7 +114,7 @@ def test_every_hypothesis_states_what_it_predicts() -> None:
 def test_the_example_of_the_page_on_design_finds_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
     code, sentence = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "negated" in block)
-    monkeypatch.setitem(SENTENCES, "negated", ast.literal_eval(f"{{{sentence}}}")["negated"])  # type: ignore[arg-type]
+    monkeypatch.setitem(SENTENCES, "negated", ast.literal_eval(f"{{{sentence}}}")["negated"])
     made = {**globals(), "of_values": of_values}
     exec(code, made)  # noqa: S102  (a page of this project)
     (cause,) = select_best(failure_of({W1: -RIGHT[W1], W2: -RIGHT[W2]}), [made["NEGATED"]])
