@@ -18,7 +18,7 @@ from shardproof.harness.protocols import CaseLike, Subject, case_text
 from shardproof.harness.running.ranks.capacity import admit_ranks
 from shardproof.harness.running.result import CaseResult, verdict_on
 from shardproof.harness.running.trials.runs import judge_case, record_case
-from shardproof.harness.running.trials.trial import Reference, Trial, Truths, reference_of
+from shardproof.harness.running.trials.trial import EXPLAINED_IN, Reference, Trial, Truths, reference_of
 from shardproof.harness.subject import (
     NamedSubject,
     Unanswered,
@@ -31,7 +31,7 @@ from shardproof.harness.subject import (
 )
 from shardproof.harness.torch_internals.autograd import give_back
 from shardproof.harness.torch_internals.compiler import leave_unloaded
-from shardproof.harness.verdicts.facts import FailedCheck, note_unchecked, state_text
+from shardproof.harness.verdicts.facts import FailedCheck, Note, NoteKind, note_unchecked, state_fact, state_text
 from shardproof.harness.verdicts.verdict import FAIL, SKIP, UNKNOWN, Verdict
 
 if TYPE_CHECKING:
@@ -134,6 +134,11 @@ def _prove_trial(trial: Trial, checks: Mapping[str, Check], options: str, *, exp
             evidence, context = with_explanations(trial, evidence, findings)
         for check, problem in trial.problems.items():
             findings[check] = Finding(verdict=UNKNOWN, facts=(state_text(problem),), notes=note_unchecked(check))
+        if refused := trial.budget.refused:
+            known, limit_s = findings.get("explanation"), EXPLAINED_IN * trial.timeout_s
+            facts = (*(known.facts if known else ()), state_fact("not_run", parts=refused, limit_s=limit_s))
+            notes = (Note(kind=NoteKind.NOT_RUN, names=tuple(refused)),)
+            findings["explanation"] = Finding(verdict=UNKNOWN, facts=facts, notes=notes)
         if failed:
             from shardproof.harness.running.explaining import diagnose_findings  # noqa: PLC0415
 

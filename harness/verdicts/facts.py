@@ -71,6 +71,7 @@ class NoteKind(StrEnum):
     UNFINISHED_GROUPING = "grouping not finished"  # names: its words; reason: why the subject does not finish it
     SPLIT_SHARE = "share of the parameters that is split"  # numbers: per cent
     NOT_ANSWERED = "not answered"  # names: checks; reason: why they cannot be answered
+    NOT_RUN = "not run for want of time"  # names: parts of a case (verdicts.words.PARTS)
     UNCHECKED = "not checked"  # reason: what was not looked at
 
 

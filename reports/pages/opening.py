@@ -9,6 +9,7 @@ import pandas as pd
 
 from shardproof.harness.mesh_axes import AXES, EXPERT_AXES
 from shardproof.harness.verdicts import words
+from shardproof.harness.verdicts.facts import Note, NoteKind, WhenKind
 from shardproof.harness.verdicts.verdict import FAIL, PASS
 from shardproof.reports.printing.text_tables import NOTHING, Table, byte_size, count
 from shardproof.reports.stored.files import is_recording
@@ -111,16 +112,25 @@ def tabulate_runs(run: Run) -> Table | None:
     """What was run, why, in how many cases and how long; None for a run without times."""
     if not {"part", "seconds"} <= {*run.timings}:
         return None
-    rows = [
-        (reason, count(own["case"].nunique()), f"{own['seconds'].sum():.1f}")
-        for part, reason in words.PARTS.items()
-        if len(own := run.timings[run.timings["part"] == part])
-    ]
+    refused = Counter(name for one in run.records for note in one.notes for name in _parts_not_run(note))
+    rows = []
+    for part, reason in words.PARTS.items():
+        own = run.timings[run.timings["part"] == part]
+        if len(own):
+            rows.append((reason, count(own["case"].nunique()), f"{own['seconds'].sum():.1f}"))
+        if refused[part]:
+            rows.append((f"{reason}: {NoteKind.NOT_RUN.value}", count(refused[part]), "0.0"))
     searched = {one.failure.when for one in run.records if one.failure and one.failure.when}
     if searched:
         tried, seconds = sum(one.runs for one in searched), sum(one.seconds for one in searched)
         rows.append((words.PARTS["when"], count(tried), f"{seconds:.1f}"))
+    if late := sum(one.kind == WhenKind.NOT_SEARCHED for one in searched):
+        rows.append((f"{words.PARTS['when']}: {NoteKind.NOT_RUN.value}", count(late), "0.0"))
     return Table(title="What was run, and why", headers=("what", "cases", "seconds"), rows=tuple(rows))
+
+
+def _parts_not_run(note: Note) -> tuple[str, ...]:
+    return note.names if note.kind == NoteKind.NOT_RUN else ()
 
 
 def program_parts(run: Run) -> dict[str, Any]:

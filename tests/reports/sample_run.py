@@ -32,7 +32,12 @@ FAILURE = {
     "wrong": [{"name": "grad/layers.0.mlp.w1.weight", "measure": "frobenius", "error": 1.2e-2, "allowed": 1e-9}],
     "unit": 2**-52,
     "first": {"phase": "backward", "region": "layers.0.mlp", "step": 0, "name": "act_grad/layers.0.mlp"},
-    "causes": [{"id": "not_summed", "words": "a missing all_reduce of the input gradient <b>"}],
+    "causes": [
+        {
+            "id": "not_summed",
+            "fact": {"id": "text", "values": {"text": "a missing all_reduce of the input gradient <b>"}},
+        }
+    ],
     "repeat": 'shardproof run "mode=tp tp=2"',
 }
 """The facts of MESSAGE, by the contract of verdicts.jsonl."""

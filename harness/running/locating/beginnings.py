@@ -107,7 +107,7 @@ class _Gradients:
 def with_beginnings(trial: Trial, evidence: Evidence, wrong: Collection[str]) -> Evidence:
     """Evidence with how samples and initial values of the ranks differ from those of their truth; else as it is."""
     own, case, samples = trial.reference.own, trial.case, None
-    if not wrong or evidence.truth.unmergeable:
+    if not wrong or evidence.truth.unmergeable or not trial.has_time("located"):
         return evidence
     try:
         with trial.time_part("located"):

@@ -35,6 +35,8 @@ def with_drawn_numbers(trial: Trial, evidence: Evidence, wrong: Collection[str])
     drawn_by_ranks = truth.from_ranks and dropout  # and returned: by whatever operators they drew
     if truth.unmergeable or drawn_by_ranks or untouched or not wrong or (forward and not forward & set(wrong)):
         return evidence
+    if not trial.has_time("located"):
+        return evidence
     try:
         with trial.time_part("located"):
             ranks = _of_ranks(trial, trial.case, dropout)

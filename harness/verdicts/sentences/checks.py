@@ -140,6 +140,8 @@ _COPIED = "; return it on every rank, or as a Shard where only some ranks hold i
 FROM_CHECKS: Mapping[str, str | Callable[..., str]] = {
     "text": "{text}",  # words of a subject, an exception or a tool
     "check_failed": "the check itself failed: {problem}",
+    "not_run": "the failure is explained without some runs ({parts:all}): no time was left of the {limit_s:g} s "
+    "for all of them; legal: a larger --timeout",
     # what was returned
     "returned": "{returned} of {truth} tensors of the truth were returned",
     "left_out": "{count} left out on purpose",

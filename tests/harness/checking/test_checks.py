@@ -206,7 +206,7 @@ def test_the_example_of_the_page_on_design_is_a_check(monkeypatch: pytest.Monkey
     page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
     code, sentences = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "large_share" in block)
     for id, sentence in ast.literal_eval(f"{{{sentences}}}").items():
-        monkeypatch.setitem(SENTENCES, id, sentence)  # the table is read-only by its type
+        monkeypatch.setitem(SENTENCES, id, sentence)
     made = {**globals(), "Counter": Counter}
     exec(code, made)  # noqa: S102  (a page of this project)
     checks = {"shares": made["shares"]}
