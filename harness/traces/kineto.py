@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from sys import intern
 from typing import Any, NamedTuple
 
 from shardproof.harness.engines.calls.operators import OPERATORS
@@ -22,7 +23,17 @@ from shardproof.harness.traces.fields import refuse_torn
 from shardproof.harness.traces.intervals import union
 from shardproof.harness.traces.kineto_groups import Groups
 from shardproof.harness.traces.kineto_kernels import NO_ID, KernelRows, StepTimes, build_steps, id_of
-from shardproof.harness.traces.phases import CALL, FORWARD, MODULE, PROFILED, PlaceOfCall, TimedRow, kind_of, places
+from shardproof.harness.traces.phases import (
+    CALL,
+    FORWARD,
+    MODULE,
+    PROFILED,
+    PlaceOfCall,
+    TimedRow,
+    TimedRows,
+    kind_of,
+    places,
+)
 
 PARAMETERS = "record_param_comms"
 _NO_CALLS = frozenset({"wait", "init", "shutdown", "abort"})
@@ -48,6 +59,12 @@ class KinetoCall(NamedTuple):
     args: Mapping[str, Any]
 
 
+_USED = frozenset(
+    {"Collective name", "dtype", "In msg nelems", "Out msg nelems", "In split size", "Src Rank", "Dst Rank", "Seq"}
+    | {"Process Group Name", "Process Group ID", "Process Group Description", "Process Group Ranks", "Group size"}
+    | {"Global rank start", "Global rank stride", "External id"}
+)
+"""Fields of the rows of calls."""
 _GLOO, _OPERATORS = "gloo:", "aten::"
 _UNBOUND = "unknown: the calls of {} of communication; such are replays of CUDA graphs, and coalesced calls"
 NO_CALLS = (
@@ -62,7 +79,7 @@ class _Rows:
     """All rows of a trace that matter."""
 
     calls: list[KinetoCall] = field(default_factory=list)
-    around: list[TimedRow] = field(default_factory=list)
+    around: TimedRows = field(default_factory=TimedRows)
     steps: dict[int, tuple[float, float]] = field(default_factory=dict)
     device_steps: dict[int, tuple[float, float]] = field(default_factory=dict)
     kernels: KernelRows = field(default_factory=KernelRows)
@@ -130,12 +147,31 @@ def _take_event(rows: _Rows, event: Json) -> None:
         start, end = steps.get(number, (start_us, end_us))
         steps[number] = min(start, start_us), max(end, end_us)  # a row for each stream of a device
     elif category.encode() in _CPU and (role := _role_of_name(name)) is not None:
-        rows.calls.append(KinetoCall(start_us, end_us, event.get("tid"), name, role, event.get("args", {})))
+        rows.calls.append(
+            KinetoCall(start_us, end_us, event.get("tid"), intern(name), role, _kept_fields(event, name, role))
+        )
     elif name.startswith(_GLOO):
-        rows.gloo.append(KinetoCall(start_us, end_us, event.get("tid"), name, _BACKEND, event.get("args", {})))
+        rows.gloo.append(
+            KinetoCall(start_us, end_us, event.get("tid"), intern(name), _BACKEND, _kept_fields(event, name, _BACKEND))
+        )
     elif kind := kind_of(category, name):
         text = name.removeprefix("nn.Module: ")
         rows.around.append(TimedRow(start_us, end_us, kind, event.get("tid"), text))
+
+
+def _kept_fields(event: Json, name: str, role: int) -> Json:
+    """The fields of a call's row that are used, each text once: a large trace has millions of them.
+
+    Of all arguments the dims and type of the payload stay; [] and "" where they were not recorded.
+    """
+    args = event.get("args", {})
+    at, dims, types = _payload_at(name, role), args.get("Input Dims") or (), args.get("Input type") or ()
+    payload = {"dims": dims[at] if 0 <= at < len(dims) else [], "type": str(types[at]) if 0 <= at < len(types) else ""}
+    return payload | {
+        intern(name): intern(value) if isinstance(value, str) else value
+        for name, value in args.items()
+        if name in _USED
+    }
 
 
 def _role_of_name(name: str) -> int | None:
@@ -203,9 +239,8 @@ def _build_trace(source: str, header: Json, rows: _Rows) -> Trace:
     groups = Groups(about.get("pg_config") or ())
     rank, world_size = _as_whole_number(about.get("rank")), _as_whole_number(about.get("world_size"))
     calls, gloo = rows_of_calls(rows.calls), sorted(rows.gloo, key=lambda row: row.start_us)
-    around = [*rows.around, *(_row_of(call, index) for index, call in enumerate(calls))]
-    found = places(around, len(calls))
-    has_modules = any(row.kind == MODULE for row in rows.around)
+    found = places(rows.around, [_row_of(call, index) for index, call in enumerate(calls)])
+    has_modules = rows.around.has(MODULE)
     kernels = rows.kernels.bind({one for call in calls for one in call.ids} - {NO_ID})
     lasted = [kernels.times_of(call.ids) for call in calls] if rows.kernels else _times_on_gloo(calls, gloo)
     steps = StepTimes(rows.steps)
@@ -336,18 +371,17 @@ def _count_elements(op: str, args: Mapping[str, Any]) -> int | None:
     return elements
 
 
-def _payload_at(row: KinetoCall) -> int:
+def _payload_at(name: str, role: int) -> int:
     """The place of the payload among the arguments of an operator or a backend's row; -1 without one."""
-    if row.role != _OPERATOR:
+    if role != _OPERATOR:
         return 0
-    payload = OPERATORS[operator_of(row.name)].payload
+    payload = OPERATORS[operator_of(name)].payload
     return 1 if payload.startswith("input") else 0 if payload else -1
 
 
 def _payload_as_argument(row: KinetoCall) -> tuple[Any, str]:
     """Dims and type of the payload as an argument; [] and "" where they were not recorded."""
-    at, dims, types = _payload_at(row), row.args.get("Input Dims") or (), row.args.get("Input type") or ()
-    return (dims[at] if 0 <= at < len(dims) else []), (str(types[at]) if 0 <= at < len(types) else "")
+    return row.args["dims"], row.args["type"]
 
 
 def _payload_shapes(call: RowsOfCall) -> tuple[tuple[int, ...], ...] | None:

@@ -22,9 +22,11 @@ def side_by_side(run: Run) -> pd.DataFrame:
     waited for at once, mean over ranks).
     """
     lines = run.summary
-    phases = lines.pivot_table(index="case", columns="phase", values="payload_bytes", aggfunc="sum", observed=True)
+    # Of traces some bytes are not known, and then neither is their sum.
+    by_phase = lines.groupby(["case", "phase"], observed=True)["payload_bytes"].agg(_sum_known)
+    phases = by_phase.unstack(fill_value=0)
     phases.columns = pd.Index([f"{phase}_bytes" for phase in phases.columns])
-    sums = lines.groupby("case", sort=False)[_MOST_BYTES].sum()
+    sums = lines.groupby("case", sort=False)[_MOST_BYTES].agg(_sum_known)
     sums["expected_payload_bytes"] = lines.groupby("case", sort=False)["expected_payload_bytes"].sum(min_count=1)
     case = run.cases["case"]
     frame = pd.DataFrame(
@@ -35,22 +37,26 @@ def side_by_side(run: Run) -> pd.DataFrame:
             "words": case.map(lambda text: words_but(text, "mode", "data")),
         }
     )
-    frame = frame.join(phases.fillna(0).astype("int64"), on="case").join(sums, on="case")
+    frame = frame.join(phases.astype("Int64"), on="case").join(sums, on="case")
     waited = run.ledger[~run.ledger["is_async"]]
-    spent = waited.groupby(["case", "rank"], observed=True)["duration_us"].sum().groupby("case").mean()
+    spent = waited.groupby(["case", "rank"], observed=True)["duration_us"].sum(min_count=1).groupby("case").mean()
     frame = frame.assign(
         least_ratio=frame["wire_bytes"] / frame.groupby("ranks")["wire_bytes"].transform("min"),
         axes=case.map(_traffic_by_axis(lines)),
         saved_bytes=case.map(run.memory.groupby("case")["saved_bytes"].max()).astype("Int64"),
         exposed_us=case.map(spent).astype("float64"),
     )
-    frame = frame[frame["payload_bytes"].notna()]
+    frame = frame[case.isin(set(lines["case"]))]
     return in_order(frame).sort_values(["ranks", "mode"], kind="stable", ignore_index=True)
+
+
+def _sum_known(sizes: pd.Series) -> object:
+    return sizes.sum(skipna=False)
 
 
 def _traffic_by_axis(lines: pd.DataFrame) -> dict[str, str]:
     """Case -> bytes by axis, in words."""
-    sizes = lines.groupby(["case", "axis"], observed=True, sort=True)["payload_bytes"].sum()
+    sizes = lines.groupby(["case", "axis"], observed=True, sort=True)["payload_bytes"].agg(_sum_known)
     texts: dict[str, str] = {}
     for row in sizes.reset_index().to_dict("records"):
         own = f"{row['axis']} {byte_size(row['payload_bytes'])}"
@@ -60,7 +66,7 @@ def _traffic_by_axis(lines: pd.DataFrame) -> dict[str, str]:
 
 def modes_table(frame: pd.DataFrame) -> Table:
     """The modes side by side, from `side_by_side`."""
-    ratio = frame.assign(times_least=[f"{value:.2f}" for value in frame["least_ratio"]])
+    ratio = frame.assign(times_least=["-" if pd.isna(value) else f"{value:.2f}" for value in frame["least_ratio"]])
     return table(
         "Modes side by side",
         ratio,

@@ -160,3 +160,14 @@ def test_events_are_the_same_at_every_size_of_a_chunk_and_in_every_layout(
     assert list(stream) == made["traceEvents"]
     assert (stream.header["distributedInfo"], stream.header["traceName"]) == (made["distributedInfo"], "made")
     assert [one.op for one in read_kineto(path).calls] == ["all_reduce", "broadcast"]
+
+
+@pytest.mark.parametrize("chunk", [100, 2**22])
+def test_a_group_of_which_torch_writes_no_description_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    described: Json = {"Process Group Description": "HOLE"}
+    path = written(tmp_path / "x.json", trace([step(0, 0, 99), *call("all_reduce", 8, 20, **described)] * 2))
+    path.write_text(path.read_text().replace('"HOLE"', ""))
+    monkeypatch.setattr(event_stream, "_CHUNK_BYTES", chunk)
+    assert [one.payload_bytes for one in read_kineto(path).calls] == [8]

@@ -81,6 +81,8 @@ def test_what_a_trace_does_not_know_is_empty_in_the_ledger_and_no_zero_anywhere(
     assert "unknown: all calls of rank 0 of 2, which left no trace" in out
     shown = load("runs/latest")
     assert "unknown: the payload" in page.render_page(shown)
+    modes = run("compare", "runs/latest")[1].partition("Modes side by side")[2].splitlines()[3]
+    assert set(modes.split()) == {"program", "2", "old.json", "-", "?"}
     assert [str(line.term) for line in lines_of_terms(shown, "old.json")] == ['Term(op="all_reduce", calls=1)']
     assert "bytes: are not judged" in run("compare", "runs/latest", "runs/latest", "--fail", "bytes:0")[1]
 
