@@ -4,15 +4,15 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from shardproof.reports.comparing.comparison import Comparison
-from shardproof.reports.pages.charts import chart_comparison
-from shardproof.reports.pages.templates import template_of
-from shardproof.reports.printing.compared_tables import (
+from shardproof.reports.comparing.compared_tables import (
     describe_equal_times,
     events_table,
     times_table,
     traffic_change_table,
 )
+from shardproof.reports.comparing.comparison import Comparison
+from shardproof.reports.pages.charts import chart_comparison
+from shardproof.reports.pages.templates import template_of
 from shardproof.reports.printing.text import markdown
 from shardproof.reports.printing.text_tables import Table, byte_size, shorten_table
 

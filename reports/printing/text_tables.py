@@ -210,12 +210,12 @@ def grouped_table(headline: pd.DataFrame) -> Table:
         frame,
         (str, "mode"),
         (count, "ranks | cases"),
-        (pair, "calls fwd / bwd: both_calls | bytes per rank: payload | as expected: met"),
+        (pair, "calls fwd / bwd: both_calls | bytes per rank: payload | expected: met"),
         (byte_size, "saved: saved_bytes"),
         (pair, "max error / allowed: both_errors"),
         (mark, _column_of_dtypes(frame)),
         (str, "verdict: verdict_of_cases"),
-        note="calls and bytes (payload): one rank, the whole run, the least to the most of these cases; as expected: "
+        note="calls and bytes (payload): one rank, the whole run, the least to the most of these cases; expected: "
         "cases with the bytes of the closed form; saved: the most bytes that autograd held on a rank; error: the "
         "largest beside its limit",
     )
