@@ -177,7 +177,7 @@ def _column_of_dtypes(frame: pd.DataFrame) -> str:
     return "dtype" if set(frame["dtype"]) - {"", "float64"} else ""
 
 
-def placed_calls(row: Mapping[str, Any]) -> str:
+def placed_calls(row: Mapping[Any, Any]) -> str:
     """Calls of forward and backward of a row of `summary.headline`: "3 / 2"; "3 / 2 ? 5" with 5 of unknown phase."""
     placed, unplaced = f"{count(row['forward_calls'])} / {count(row['backward_calls'])}", row["unplaced_calls"]
     return (f"{placed} ? {count(unplaced)}" if placed != "0 / 0" else f"? {count(unplaced)}") if unplaced else placed
