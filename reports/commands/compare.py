@@ -11,15 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardproof.reports.comparing.compared_sides import check_name, parse_limits
-from shardproof.reports.comparing.comparison import Comparison, compare
-from shardproof.reports.comparing.snapshot import Snapshot, read_side, save_snapshot, snapshot
-from shardproof.reports.printing.annotations import Failure, annotate_failures
-from shardproof.reports.printing.compared_tables import (
+from shardproof.reports.comparing.compared_tables import (
     describe_equal_times,
     events_table,
     times_table,
     traffic_change_table,
 )
+from shardproof.reports.comparing.comparison import Comparison, compare
+from shardproof.reports.comparing.snapshot import Snapshot, read_side, save_snapshot, snapshot
+from shardproof.reports.printing.annotations import Failure, annotate_failures
 from shardproof.reports.printing.modes import modes_table, side_by_side
 from shardproof.reports.printing.text import (
     append_step_summary,

@@ -37,7 +37,7 @@ def describe_changes(
 
 def _amounts(traffic: pd.DataFrame) -> str:
     calls, size = traffic["calls"].sum(), traffic["payload_bytes"].sum(skipna=False)
-    return f"{_count_calls(calls)}, {byte_size(size) if pd.notna(size) else 'unknown bytes'} on a rank"
+    return f"{_count_calls(int(calls))}, {byte_size(size) if pd.notna(size) else 'unknown bytes'} on a rank"
 
 
 def _describe_growth(traffic: pd.DataFrame) -> str:
@@ -71,8 +71,8 @@ def _find_reasons(rows: pd.DataFrame, base: pd.DataFrame, new: pd.DataFrame) -> 
                 yield f"{'one' if len(numbers) == 1 else len(numbers)} {way} {one if len(numbers) == 1 else many}"
     if added:  # what closes a step stands in its last micro-batch, whichever that is
         rows = rows[rows["kind"] != "moved"]
-    for kind, own in rows.groupby("kind", sort=False):
-        yield _describe_rows(str(kind), own)
+    for word, own in rows.groupby("kind", sort=False):
+        yield _describe_rows(str(word), own)
 
 
 def _describe_rows(kind: str, rows: pd.DataFrame) -> str:

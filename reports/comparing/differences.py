@@ -74,11 +74,16 @@ def fold_changes(changes: Iterable[EventChange]) -> pd.DataFrame:
         _, mode, phase, region, op = one.place
         groups[mode, phase, _LAYER.sub("*", region), op, one.base, one.new, _label_moved(one)].append(one)
     rows = []
-    for (mode, phase, folded, op, *_), own in groups.items():
-        regions, cases = ({one.place[index] for one in own} for index in (3, 0))
-        place = (own[0].place[0], str(mode), str(phase), str(folded) if len(regions) > 1 else own[0].place[3], str(op))
-        cells, left = (sum((getattr(one, name) for one in own), Counter()) for name in ("cells", "left"))
-        rows.append((*_row_of_change(replace(own[0], place=place, cells=cells, left=left)), len(regions), len(cases)))
+    for first, *rest in groups.values():
+        own = (first, *rest)
+        case, mode, phase, region, op = first.place
+        regions = {one.place[3] for one in own}
+        folded = _LAYER.sub("*", region) if len(regions) > 1 else region
+        cells, left = Cells(), Cells()
+        for one in own:
+            cells, left = cells + one.cells, left + one.left
+        whole = replace(first, place=(case, mode, phase, folded, op), cells=cells, left=left)
+        rows.append((*_row_of_change(whole), len(regions), len({one.place[0] for one in own})))
     return pd.DataFrame(rows, columns=[*COLUMNS, "modules", "cases"])
 
 

@@ -79,7 +79,9 @@ def chart_models(run: Run) -> list[Chart]:
 
 def _chart_model(run: Run, words: str, ranks: int, own: Sequence[tuple[str, str]]) -> Chart:
     lines = run.summary[run.summary["case"].isin([case for _, case in own])]
-    sent = lines.assign(phase=lines["phase"].astype("str")).groupby(["case", "phase"])["wire_bytes"].sum().to_dict()
+    sent: dict[tuple[str, str], float] = {}
+    for case, phase, size in lines[["case", "phase", "wire_bytes"]].dropna().itertuples(index=False, name=None):
+        sent[case, str(phase)] = sent.get((case, str(phase)), 0.0) + float(size)
     calls, saved = lines.groupby("case")["calls"].sum(), run.memory.groupby("case")["saved_bytes"].max()
     order = [case for case in run.cases.sort_values("mode", kind="stable")["case"] if case in {one for _, one in own}]
     labels = dict((case, mode) for mode, case in own)
@@ -87,7 +89,7 @@ def _chart_model(run: Run, words: str, ranks: int, own: Sequence[tuple[str, str]
     columns: list[_Column] = [
         (
             "bytes sent by phase",
-            [[(p, float(sent[case, p]), c) for p, c in PHASE_COLOURS.items() if sent.get((case, p))] for case in order],
+            [[(p, sent[case, p], c) for p, c in PHASE_COLOURS.items() if sent.get((case, p))] for case in order],
             byte_size,
         ),
         ("calls", [[("calls", float(calls.get(case, 0)), _CALLS)] for case in order], count_whole),
@@ -95,7 +97,7 @@ def _chart_model(run: Run, words: str, ranks: int, own: Sequence[tuple[str, str]
     if len(saved):
         columns.append(("memory saved", [[("saved", float(saved.get(case, 0)), SAVED)] for case in order], byte_size))
     drawn = _draw_columns(columns)
-    used = {part for part, _ in ((phase, size) for (_, phase), size in sent.items() if size)}
+    used = {phase for (_, phase), size in sent.items() if size}
     return Chart(
         title=f"{words or 'the default case'}, {ranks} rank{'s' if ranks != 1 else ''}",
         legend=tuple((phase, colour) for phase, colour in PHASE_COLOURS.items() if phase in used),

@@ -4,15 +4,15 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from shardproof.reports.comparing.comparison import Comparison
-from shardproof.reports.pages.charts import chart_comparison
-from shardproof.reports.pages.templates import template_of
-from shardproof.reports.printing.compared_tables import (
+from shardproof.reports.comparing.compared_tables import (
     describe_equal_times,
     events_table,
     times_table,
     traffic_change_table,
 )
+from shardproof.reports.comparing.comparison import Comparison
+from shardproof.reports.pages.charts import chart_comparison
+from shardproof.reports.pages.templates import template_of
 from shardproof.reports.printing.text import markdown
 from shardproof.reports.printing.text_tables import Table, byte_size, shorten_table
 
@@ -83,11 +83,11 @@ def _tables(comparison: Comparison) -> Sequence[Table]:
 def _draw_bars(comparison: Comparison) -> list[str]:
     """Payload by mode and phase, two lines of text each: GitHub shows no drawing in a comment."""
     frame = comparison.traffic
-    sizes = frame[["payload_bytes", "new_payload_bytes"]].astype("Float64")
-    longest = max(float(sizes.max(axis=None, skipna=True) or 0), 1.0) if len(frame) else 1.0
+    sides = ("payload_bytes", "new_payload_bytes")
+    longest = max((float(size) for side in sides for size in frame[side].dropna()), default=0.0) or 1.0
     lines = []
-    for mode, phase, *sides in frame[["mode", "phase", "payload_bytes", "new_payload_bytes"]].itertuples(index=False):
-        for word, size in zip((f"{mode} {phase}, base", "now"), sides, strict=True):
+    for mode, phase, *both in frame[["mode", "phase", *sides]].itertuples(index=False, name=None):
+        for word, size in zip((f"{mode} {phase}, base", "now"), both, strict=True):
             bar = "" if pd.isna(size) else "#" * round(_WIDE * float(size) / longest)
             lines.append(f"{word:>24}  {bar:{_WIDE}}  {byte_size(size)}")
     return lines

@@ -177,7 +177,7 @@ def _column_of_dtypes(frame: pd.DataFrame) -> str:
     return "dtype" if set(frame["dtype"]) - {"", "float64"} else ""
 
 
-def placed_calls(row: Mapping[str, Any]) -> str:
+def placed_calls(row: Mapping[Any, Any]) -> str:
     """Calls of forward and backward of a row of `summary.headline`: "3 / 2"; "3 / 2 ? 5" with 5 of unknown phase."""
     placed, unplaced = f"{count(row['forward_calls'])} / {count(row['backward_calls'])}", row["unplaced_calls"]
     return (f"{placed} ? {count(unplaced)}" if placed != "0 / 0" else f"? {count(unplaced)}") if unplaced else placed
@@ -210,12 +210,12 @@ def grouped_table(headline: pd.DataFrame) -> Table:
         frame,
         (str, "mode"),
         (count, "ranks | cases"),
-        (pair, "calls fwd / bwd: both_calls | bytes per rank: payload | as expected: met"),
+        (pair, "calls fwd / bwd: both_calls | bytes per rank: payload | expected: met"),
         (byte_size, "saved: saved_bytes"),
         (pair, "max error / allowed: both_errors"),
         (mark, _column_of_dtypes(frame)),
         (str, "verdict: verdict_of_cases"),
-        note="calls and bytes (payload): one rank, the whole run, the least to the most of these cases; as expected: "
+        note="calls and bytes (payload): one rank, the whole run, the least to the most of these cases; expected: "
         "cases with the bytes of the closed form; saved: the most bytes that autograd held on a rank; error: the "
         "largest beside its limit",
     )

@@ -16,9 +16,9 @@ from shardproof.harness.protocols import CaseLike
 from shardproof.harness.running import store
 from shardproof.harness.running.ranks.execution import execute
 from shardproof.harness.subject import NamedSubject, refusal
+from shardproof.reports.comparing.compared_tables import events_table
 from shardproof.reports.comparing.differences import find_changes, fold_changes
 from shardproof.reports.comparing.snapshot import count_events, read_events, write_events
-from shardproof.reports.printing.compared_tables import events_table
 from shardproof.reports.printing.text import plain
 
 

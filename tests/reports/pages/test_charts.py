@@ -103,7 +103,7 @@ def test_a_comparison_is_one_page_and_one_comment(
 
 def test_what_a_run_wrote_is_no_markup_in_a_comparison(runs: dict[str, Path]) -> None:
     bomb = "</p><script>alert(1)</script>```\n# x"
-    sides = [dataclasses.replace(read_side(str(runs[way])), name=bomb) for way in ("right", "gather")]
-    comparison = dataclasses.replace(compare(*sides), notes=(bomb,), changes=(bomb,), lines=(bomb,))
+    base, new = (dataclasses.replace(read_side(str(runs[way])), name=bomb) for way in ("right", "gather"))
+    comparison = dataclasses.replace(compare(base, new), notes=(bomb,), changes=(bomb,), lines=(bomb,))
     assert "<script" not in render_comparison(comparison)
     assert render_comparison_comment(comparison).count("```") == 2

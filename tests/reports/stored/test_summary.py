@@ -80,7 +80,7 @@ def test_a_closed_form_that_leaves_fields_out_is_acknowledged_and_these_are_name
     table = text_tables.headline_table(summary.headline(told))
     assert [row[table.headers.index("expected")] for row in table.rows] == ["as stated", "-"]
     grouped = text_tables.grouped_table(summary.headline(told))
-    assert [row[grouped.headers.index("as expected")] for row in grouped.rows] == ["1 of 1", "-"]
+    assert [row[grouped.headers.index("expected")] for row in grouped.rows] == ["1 of 1", "-"]
     note = "not checked: axis, dtype of the calls: the closed form leaves them out (1 case)"
     assert [one for one in unchecked_notes(told) if "closed form" in one] == [note]
 

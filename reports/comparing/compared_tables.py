@@ -64,9 +64,9 @@ def events_table(folded: pd.DataFrame) -> Table:
     )
 
 
-def _shorten_event(row: Mapping[str, Any]) -> str:
+def _shorten_event(row: Mapping[Any, Any]) -> str:
     """The words of an event without its size, which the table adds up."""
-    return re.sub(r", [\d,]+ bytes\b", "", row["what"])
+    return re.sub(r", [\d,]+ bytes\b", "", str(row["what"]))
 
 
 def _text_of_growth(old: int, now: int, write: Callable[[object], str]) -> str:
