@@ -173,6 +173,23 @@ class Seen(NamedTuple):
     payload_bytes: int = 0
 
 
+def find_python(name: str) -> str:
+    """The Python of this name, such as python3.12, that runs: on PATH, else one that pyenv or uv installed, or Debian;
+    "" without one. A shim of pyenv is on PATH whether its version is chosen or not, and then does not run.
+    """
+    home = Path.home()
+    pyenv, uv = Path(os.environ.get("PYENV_ROOT", home / ".pyenv")), home / ".local" / "share" / "uv" / "python"
+    places = [
+        path
+        for root in (pyenv / "versions", Path(os.environ.get("UV_PYTHON_INSTALL_DIR", uv)))
+        for path in sorted(root.glob(f"*/bin/{name}"), reverse=True)
+    ]
+    for place in filter(None, (shutil.which(name), *map(str, places), f"/usr/bin/{name}")):
+        if Path(place).exists() and not run_to_end([place, "-c", ""], limit_s=60.0):
+            return place
+    return ""
+
+
 def interpreter(system: System, folder: Path) -> tuple[str, str]:
     """The Python that has the packages of a system, this one or that of an environment below `folder`, and the version
     of its own package. Without one "" and the reason.
@@ -186,9 +203,9 @@ def interpreter(system: System, folder: Path) -> tuple[str, str]:
     if system.is_here:
         return sys.executable, importlib.metadata.version(system.package)
     python = system.python or THIS
-    path = shutil.which(python) if system.python else sys.executable
+    path = find_python(python) if system.python else sys.executable
     if not path:
-        return "", f"no {python} on PATH"
+        return "", f"no {python} on PATH, nor one of pyenv, uv or Debian"
     place = folder / "-".join((python, *system.packages)).replace("==", "")
     own = str(place / "bin" / "python")
     if not (place / "ready").exists():

@@ -17,38 +17,28 @@ from shardproof.suites.subjects.regions import collect, enter, leave
 D, TOKENS, VOCAB = 4, 24, 20  # features of a head, tokens of a row
 
 
-class Mixer(nn.Module):
-    def __init__(self, case, heads, tp=None, cp=None):  # these heads, a slice
-        super().__init__()
-        self.tp, self.cp = tp, cp
-        shapes = {"embed": (VOCAB, case.width), "project": (case.heads, 3 * D + 2, case.width)}
-        shapes |= {"taps": (case.heads, 3 * D, 3), "out": (case.heads, D, case.width), "head": (VOCAB, case.width)}
-        for seed, (name, shape) in enumerate(shapes.items(), 100 * case.seed):
-            weight = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 0.4
-            part = weight if name in ("embed", "head") else weight[heads]
-            setattr(self, name, nn.Parameter(part.to(getattr(torch, case.dtype)).clone()))
-
-    def convolve(self, x, numbers):  # [rows, tokens, heads, 3 D], each feature over 3 tokens of its document
+class Convolution(nn.Module):  # [rows, tokens, heads, 3 D], each feature over 3 tokens of its document
+    def forward(self, x, last):
         before = torch.zeros_like(x[:, -2:])
         if self.cp:  # the last two tokens of the rank before
             tails = collect(x[:, -2:], self.cp)
             before = tails[self.cp.rank() - 1] * (self.cp.rank() > 0)  # zeros of rank 0, which takes part all the same
         x, taps = torch.cat((before, x), 1), 0
         for back in range(3):
-            there = slice(2 - back, x.shape[1] - back)
-            same = (numbers[:, there] == numbers[:, 2:])[..., None, None]
-            taps = taps + x[:, there] * self.taps[..., back] * same
+            same = (last[..., 2 - back] == last[..., 2])[..., None, None]
+            taps = taps + x[:, 2 - back : x.shape[1] - back] * self.taps[..., back] * same
         return functional.silu(taps)
 
-    def scan(self, q, k, v, keep, rate):
+
+class Scan(nn.Module):  # S <- keep S (1 - rate k k') + rate v k', of which a token reads S q
+    def forward(self, q, k, v, keep, rate):
         one = torch.eye(D, dtype=q.dtype)
         change = keep[..., None, None] * (one - rate[..., None, None] * k[..., :, None] * k[..., None, :])
         added = (rate[..., None] * v)[..., :, None] * k[..., None, :]
         state, product, states, products = torch.zeros_like(added[:, 0]), one.expand_as(added[:, 0]), [], []
-        for token in range(q.shape[1]):  # S <- keep S (1 - rate k k') + rate v k'
+        for token in range(q.shape[1]):
             state, product = state @ change[:, token] + added[:, token], product @ change[:, token]
-            states.append(state)
-            products.append(product)
+            states, products = [*states, state], [*products, product]
         states, products = torch.stack(states, 1), torch.stack(products, 1)
         if self.cp:
             ends = collect(torch.stack((state, product)), self.cp)
@@ -58,15 +48,31 @@ class Mixer(nn.Module):
             states = states + begin[:, None] @ products
         return (states @ q[..., None]).squeeze(-1)
 
+
+class Mixer(nn.Module):
+    def __init__(self, case, heads, tp=None, cp=None):  # these heads, a slice
+        super().__init__()
+        self.tp, self.convolution, self.scan = tp, Convolution(), Scan()
+        self.convolution.cp = self.scan.cp = cp
+        self.embed, self.head = nn.Embedding(VOCAB, case.width), nn.Linear(case.width, VOCAB, bias=False)
+        whole = {"embed.weight": (VOCAB, case.width), "head.weight": (VOCAB, case.width)}
+        split = {"project": (3 * D + 2, case.width), "convolution.taps": (3 * D, 3), "out": (D, case.width)}
+        split = {name: (case.heads, *shape) for name, shape in split.items()}
+        for seed, (name, shape) in enumerate((whole | split).items(), 100 * case.seed):
+            weight = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 0.4
+            part = (weight if name in whole else weight[heads]).to(getattr(torch, case.dtype))
+            setattr(self.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], nn.Parameter(part.clone()))
+
     def forward(self, tokens, numbers):  # the documents of these tokens, and of the two tokens before them
-        x = documents(functional.embedding(tokens, self.embed), numbers[:, 2:])
+        last, own = numbers.unfold(1, 3, 1), numbers[:, 2:]
+        x = documents(self.embed(tokens), own)
         mixed = torch.einsum("btw,hfw->bthf", enter(x, self.tp), self.project)
-        q, k, v = self.convolve(mixed[..., : 3 * D], numbers).chunk(3, -1)
+        q, k, v = self.convolution(mixed[..., : 3 * D], last).chunk(3, -1)
         keep, rate = mixed[..., 3 * D :].sigmoid().unbind(-1)
-        keep = keep * (numbers[:, 2:] == numbers[:, 1:-1])[..., None]  # nothing of another document
+        keep = keep * (last[..., 2] == last[..., 1])[..., None]  # nothing of another document
         y = self.scan(q, functional.normalize(k, dim=-1), v, keep, rate)
         x = x + leave(torch.einsum("bthd,hdw->btw", y, self.out), self.tp)
-        return functional.linear(documents(x, numbers[:, 2:]), self.head)
+        return self.head(documents(x, own))
 
 
 def row(number):  # tokens, labels, and the document of every token and of the two before the first
@@ -84,10 +90,9 @@ def train(case, model, dp_ranks, part=0, group=None):
         outcome[f"loss/{step}"] = total = torch.zeros((), dtype=getattr(torch, case.dtype))
         for micro, dp_rank in ((micro, dp_rank) for micro in range(case.micro) for dp_rank in dp_ranks):
             rows = [row(number) for number in case.samples(step, micro, dp_rank, 2)]
-            tokens, labels, numbers = (torch.stack(each) for each in zip(*rows, strict=True))
-            own = slice(part * size, (part + 1) * size)
-            logits = model(tokens[:, own], numbers[:, own.start : own.stop + 2])
-            loss = functional.cross_entropy(logits.flatten(0, 1), labels[:, own].flatten(), reduction="sum")
+            tokens, labels, numbers = (torch.stack(each)[:, part * size :] for each in zip(*rows, strict=True))
+            logits = model(tokens[:, :size], numbers[:, : size + 2])
+            loss = functional.cross_entropy(logits.flatten(0, 1), labels[:, :size].flatten(), reduction="sum")
             (loss := loss / (2 * TOKENS * case.micro * case.dp)).backward()
             total += loss.detach()
         for tensor in (total, *(weight.grad for weight in model.parameters())) if group else ():
@@ -108,7 +113,7 @@ def subject(case, device):
     return outcome
 
 
-subject.truth, subject.cases = lambda case, device: train(case, Mixer(case, slice(None)), range(case.dp)), ("tp=2 cp=3",)
-subject.cases += ("tp=3 cp=2 dp=2 dtype=float32",)
+subject.truth = lambda case, device: train(case, Mixer(case, slice(None)), range(case.dp))
+subject.cases = ("tp=2 cp=3", "tp=3 cp=2 dp=2 dtype=float32")
 subject.words = {"width": 10, "heads": 6, "micro": 2}
 subject.refuses = lambda case: "" if not (case.heads % case.tp or TOKENS % case.cp) else "tp divides heads, cp 24"

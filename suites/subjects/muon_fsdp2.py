@@ -22,7 +22,7 @@ def dense(case):
 
 
 def train(case, model, dp_ranks, group=None):
-    outcome, optimizer = {}, torch.optim.Muon(model.parameters(), lr=0.02, ns_steps=case.ns_steps)
+    outcome, optimizer = {}, torch.optim.Muon(model.parameters(), lr=0.1, ns_steps=case.ns_steps)
     for step in range(case.steps):
         optimizer.zero_grad()
         outcome[f"loss/{step}"] = total = torch.zeros((), dtype=getattr(torch, case.dtype))

@@ -3,6 +3,8 @@
 import torch
 import torch.distributed as dist
 
+from shardproof import Term
+
 SPLIT = {"qkv": 0, "out": 1, "up": 0, "down": 1}  # the dim over which ranks of tp share a matrix
 
 
@@ -54,3 +56,15 @@ def exchanged(parts, tp):  # every rank orthogonalises the matrices that it owns
 
 
 SHARES = {"gather": gathered, "owner": sent_by_owners, "alltoall": exchanged}
+
+
+def terms_of(case, sizes):  # the calls of one step a step, of whole matrices of these sizes in bytes
+    how, parts = {"phase": "step", "axis": "tp"}, sum(sizes.values()) // case.tp
+    if case.update == "alltoall":  # parts of all matrices go out, and parts of the own ones come back
+        owned = [sum(list(sizes.values())[rank :: case.tp]) for rank in range(case.tp)]
+        sent = [case.steps * (parts + size) for size in owned]
+        calls = {"op": "all_to_all", "calls": 2 * case.steps, **how}
+        return [Term(total_bytes=total, at={"tp": rank}, **calls) for rank, total in enumerate(sent)]
+    ops = {"gather": {"all_gather": 1}, "owner": {"gather": case.tp, "broadcast": 1}}[case.update]
+    counted = [(op, size // share) for op, share in ops.items() for size in sizes.values()]
+    return [Term(op=op, calls=case.steps, payload_bytes=payload, **how) for op, payload in counted]

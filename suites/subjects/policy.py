@@ -102,7 +102,8 @@ def subject(case, device):
     mesh = dist.init_device_mesh("cpu", (case.dp, case.cp, case.tp), mesh_dim_names=("dp", "cp", "tp"))
     (dp, cp, tp), group = mesh.get_coordinate(), mesh.get_group("tp")
     model, reference = Policy(case, tp, group), Policy(case, tp, group, moved=0.1)
-    outcome = train(case, model, reference, [dp], cp, mesh.get_group("cp"), mesh["dp", "cp"]._flatten("dp_cp").get_group())
+    both = mesh["dp", "cp"]._flatten("dp_cp").get_group()
+    outcome = train(case, model, reference, [dp], cp, mesh.get_group("cp"), both)
     for name in ("grad/head", "param/head"):
         outcome[name] = Shard(outcome[name], (model.first, 0), (VOCAB, case.width))
     return outcome
