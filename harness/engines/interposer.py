@@ -163,12 +163,15 @@ class Interposer:
             group, options = fake_group(), dist.AllreduceOptions()
             options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
             options.asyncOp = False
-            group.allreduce([torch.zeros(8)[2:5]], options)
+            sent = torch.zeros(8)[2:5]  # of the program's default dtype
+            group.allreduce([sent], options)
         finally:
             self._observers, self._log = watched, log
         observed = [(c.op, c.reduce_op, c.group, c.dtype, c.shapes, c.payload_bytes, c.is_async) for c in seen]
-        if observed != [("all_reduce", "max", (0,), "float32", ((3,),), 12, False)]:
-            raise _blindness_error(f"a probe all_reduce of 12 bytes was seen as {observed}")
+        if observed != [
+            ("all_reduce", "max", (0,), str(sent.dtype).removeprefix("torch."), ((3,),), sent.nbytes, False)
+        ]:
+            raise _blindness_error(f"a probe all_reduce of {sent.nbytes} bytes was seen as {observed}")
 
 
 _ENTERED: ContextVar[Interposer | None] = ContextVar("shardproof_interposer", default=None)

@@ -72,7 +72,7 @@ def localize(outcome: object) -> dict[str, tuple[Block, ...]]:
 
 def blocks(value: object) -> tuple[Block, ...]:
     """Blocks of a value; several shards give several blocks, an empty iterable gives none."""
-    if _is_dtensor(value):
+    if is_dtensor(value):
         return _of_dtensor(value)
     if isinstance(value, bool | int | float):
         value = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
@@ -138,7 +138,7 @@ def _word_for(what: torch.layout | torch.dtype) -> str:
     return str(what).removeprefix("torch.")
 
 
-def _is_dtensor(value: object) -> "TypeGuard[DTensor]":
+def is_dtensor(value: object) -> "TypeGuard[DTensor]":
     """Whether this is a DTensor, without importing what defines it: that takes half as long as torch itself."""
     loaded = sys.modules.get("torch.distributed.tensor")
     return loaded is not None and isinstance(value, loaded.DTensor)
@@ -146,31 +146,39 @@ def _is_dtensor(value: object) -> "TypeGuard[DTensor]":
 
 def _of_dtensor(value: "DTensor") -> tuple[Block, ...]:
     """The blocks of this rank from the DTensor's spec alone: no collective is issued."""
-    from torch.distributed.tensor import Partial  # noqa: PLC0415  (see _is_dtensor)
+    from torch.distributed.tensor import Partial  # noqa: PLC0415  (see is_dtensor)
 
     mesh, full = value.device_mesh, tuple(value.shape)
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return ()
-    indices = [torch.arange(size) for size in full]
+    indices = held_indices(value)
     terms: list[int] = []
     reduce_ops: set[str] = set()
-    for size, place, placement in zip(mesh.shape, coordinate, value.placements, strict=True):
+    for place, placement in zip(coordinate, value.placements, strict=True):
         if type(placement) is Partial:
             terms.append(place)
             reduce_ops.add(placement.reduce_op)
         elif placement.is_partial():  # norms and masks pend in ways of their own
             raise ValueError(f"a DTensor with the pending reduction {placement} has no blocks; redistribute it first")
-        elif not placement.is_replicate():
-            dim = int(getattr(placement, "dim"))  # noqa: B009  (the base class Placement declares no dim)
-            pieces = indices[dim].chunk(int(getattr(placement, "split_factor", 1)))
-            indices[dim] = torch.cat([_chunk_of_indices(piece, size, place) for piece in pieces])
     if len(reduce_ops) > 1:
         raise ValueError(f"a DTensor that mixes Partial reductions ({', '.join(sorted(reduce_ops))}) has no one value")
     block = partial(Block, global_shape=full, terms=tuple(terms), reduce_op="".join(reduce_ops))
     return tuple(
         block(local=box, offsets=offsets) for box, offsets in _cut_into_boxes(_settle_tensor(value.to_local()), indices)
     )
+
+
+def held_indices(value: "DTensor") -> list[Tensor]:
+    """The indices of the full tensor that this rank's local tensor holds, dim by dim."""
+    coordinate = value.device_mesh.get_coordinate()
+    indices = [torch.arange(size) for size in value.shape]
+    for size, place, placement in zip(value.device_mesh.shape, coordinate or (), value.placements, strict=True):
+        if not placement.is_replicate() and not placement.is_partial():
+            dim = int(getattr(placement, "dim"))  # noqa: B009  (the base class Placement declares no dim)
+            pieces = indices[dim].chunk(int(getattr(placement, "split_factor", 1)))
+            indices[dim] = torch.cat([_chunk_of_indices(piece, size, place) for piece in pieces])
+    return indices
 
 
 def _chunk_of_indices(indices: Tensor, parts: int, which: int) -> Tensor:

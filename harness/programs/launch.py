@@ -14,7 +14,15 @@ from typing import NoReturn
 
 from shardproof.harness.dense_model import read_case
 from shardproof.harness.errors import RequestError
-from shardproof.harness.programs.session import VARIABLE, Options, ProgramSession, silence_of, steps_of, tools_of
+from shardproof.harness.programs.session import (
+    VARIABLE,
+    Options,
+    ProgramSession,
+    silence_of,
+    steps_of,
+    tools_of,
+    values_of,
+)
 from shardproof.harness.traces.nsys_export import nsys_path
 from shardproof.harness.witnesses.nsys import command as under_nsys
 
@@ -84,10 +92,19 @@ def check_launch_words(tokens: str | None, case: str | None) -> Mapping[str, obj
 
 def request_of(arguments: argparse.Namespace, *, wraps: bool) -> Options:
     """The options of these arguments. Raises RequestError for a wrong one, and for nsys unless a command is wrapped."""
-    steps = steps_of(arguments.steps)
+    values = values_of(
+        arguments.budget,
+        wanted=arguments.values,
+        dtype=arguments.dtype,
+        dropout=not arguments.no_dropout,
+        same_init=arguments.same_init,
+        perturb=arguments.perturb,
+    )
+    steps = steps_of(arguments.steps or (None if values is None else "0:2"))
     profile = tools_of(arguments.profile, steps)
     if "nsys" in profile and not wraps:
         rule = "Nsight Systems must start the whole command"
         raise RequestError(f"profile=nsys: {rule}; legal: shardproof record --profile nsys -- torchrun ... train.py")
     words = check_launch_words(arguments.tokens, arguments.case)
-    return {"steps": steps, "profile": profile, "silence_s": silence_of(arguments.silence), "stated": words}
+    silence_s = silence_of(arguments.silence)
+    return {"steps": steps, "profile": profile, "silence_s": silence_s, "stated": words, "values": values}

@@ -33,6 +33,20 @@ _TOGETHER_S = 600.0
 _LOCK_S = 30.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueOptions:
+    """How values are recorded beside calls (harness.programs.values): the bytes of a rank and step, in GiB; what is
+    changed of the program's numbers: `dtype` "float64", `dropout` off, the initial weights of `same_init` (a folder),
+    results moved by rounding with the seed `perturb` (0: not).
+    """
+
+    budget_gib: float = 2.0
+    dtype: str = ""
+    dropout: bool = True
+    same_init: str = ""
+    perturb: int = 0
+
+
 class Options(TypedDict):
     """Options of a session beside its folder and its program."""
 
@@ -40,6 +54,7 @@ class Options(TypedDict):
     profile: tuple[str, ...]
     silence_s: float
     stated: Mapping[str, object]
+    values: ValueOptions | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +62,8 @@ class ProgramSession:
     """A recording. `steps`: first and end (not included), None for all.
 
     `silence_s`: how long nothing may happen before a rank writes its place down. `stated`: what the user knows and a
-    recorder cannot see, for the reports (harness.programs.launch). `origin_s` is time 0 of the machine that is called
-    `boot`.
+    recorder cannot see, for the reports (harness.programs.launch). `values`: None for calls alone. `origin_s` is time 0
+    of the machine that is called `boot`.
     """
 
     folder: str
@@ -56,6 +71,7 @@ class ProgramSession:
     profile: tuple[str, ...]
     silence_s: float
     stated: Mapping[str, object] = field(default_factory=dict)
+    values: ValueOptions | None = None
     origin_s: float
     boot: str
     command: tuple[str, ...]
@@ -70,7 +86,8 @@ class ProgramSession:
         """The session that `text` holds."""
         words = json.loads(text)
         steps = words["steps"]
-        words |= {"steps": None if steps is None else (steps[0], steps[1])}
+        values = None if words["values"] is None else ValueOptions(**words["values"])
+        words |= {"steps": None if steps is None else (steps[0], steps[1]), "values": values}
         return cls(**words | {name: tuple(words[name]) for name in ("profile", "command")})
 
     def covers(self, step: int) -> bool:
@@ -96,6 +113,38 @@ def steps_of(word: str | None) -> tuple[int, int] | None:
     if steps[0] >= steps[1]:
         raise RequestError(f"steps={word}: holds no step, for END is not included; {legal}")
     return steps
+
+
+def values_of(
+    budget: str | None, *, wanted: bool, dtype: str | None, dropout: bool, same_init: str | None, perturb: str | None
+) -> ValueOptions | None:
+    """How values are recorded, None where they are not wanted. Raises RequestError for wrong words, and for words about
+    values that are not wanted.
+    """
+    words = {"--budget": budget, "--dtype": dtype, "--same-init": same_init, "--perturb": perturb}
+    given = [name for name, word in words.items() if word is not None] + ["--no-dropout"] * (not dropout)
+    if not wanted:
+        if given:
+            raise RequestError(f"{given[0]}: is about values, which are not recorded; legal: --values {given[0]}")
+        return None
+    if dtype not in (None, "float64"):
+        raise RequestError(f"dtype={dtype}: must be float64, or left out for the program's own; legal: --dtype float64")
+    gib = 0.0
+    with suppress(ValueError):
+        gib = 2.0 if budget is None else float(budget)
+    if not 0 < gib < 1e6:
+        raise RequestError(f"budget={budget}: must be the GiB of a rank's values in a step; legal: --budget 2")
+    if perturb is not None and not (perturb.isdigit() and 0 < int(perturb) < 2**31):
+        raise RequestError(f"perturb={perturb}: must be a seed, a whole number from 1 on; legal: --perturb 1")
+    if same_init is not None and not Path(same_init, "values").is_dir():
+        raise RequestError(f"same-init={same_init}: holds no values; legal: a folder of `shardproof record --values`")
+    return ValueOptions(
+        budget_gib=gib,
+        dtype=dtype or "",
+        dropout=dropout,
+        same_init="" if same_init is None else str(Path(same_init).resolve()),
+        perturb=int(perturb or 0),
+    )
 
 
 def tools_of(word: str | None, steps: tuple[int, int] | None) -> tuple[str, ...]:

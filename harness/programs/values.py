@@ -20,6 +20,7 @@ from shardproof.harness.errors import RequestError
 FOLDER = "values"
 KINDS = (
     "param",  # the value of a parameter before the first step
+    "buffer",  # the same of a floating buffer
     "sample",  # what the outermost module was called with; `name` is its place there: "args/0", "input_ids"
     "output",  # what a module returned in forward
     "loss",  # what backward began from, `name` ""
@@ -44,11 +45,13 @@ class ValueRow:
     call        which call of this module in the step (micro-batches, modules that are used twice), from 0
     leaf        the place in a nested result, or the name of a state: "", "0", "logits", "exp_avg"
     number      position among all rows of the rank: the order in which the values came to be
-    key         name of the tensor in the file; "" where it is left out
+    key         name of the tensor in the file, which rows of the same tensor share; "" where it is left out
     dtype       of the tensor as the program had it
     shape       of the local part that is stored
-    global_shape, offsets   the place of the local part in the full tensor; None where nothing that was seen states it
-    pending     "sum", "avg": how the ranks' parts are still to be reduced, "" for values that are whole
+    global_shape, offsets   the place of the local part in the full tensor; None where nothing that was seen states it.
+                A part that is no box of it has several rows; one of FSDP1 is a piece of the flattened parameter
+    pending     "sum", "avg", "norm 2": how ranks' parts are still to be reduced, "" for values that are whole
+    pending_axes    names of the axes over which they are
     replicated  whether the program states that other ranks hold the same values (DDP, DTensor, Megatron's attributes)
     stated_by   "dtensor", "fsdp", "ddp", "megatron", "" where no layout is stated
     axes        the mesh of a DTensor or the groups of a Megatron layout, outermost first: (name, size, own coordinate)
@@ -69,6 +72,7 @@ class ValueRow:
     global_shape: tuple[int, ...] | None = None
     offsets: tuple[int, ...] | None = None
     pending: str = ""
+    pending_axes: tuple[str, ...] = ()
     replicated: bool = False
     stated_by: str = ""
     axes: tuple[tuple[str, int, int], ...] = ()
@@ -80,8 +84,10 @@ class ValueRow:
 class RankValues:
     """What one rank recorded: `rows` in the order in which they came to be, tensors read when they are asked for.
 
-    `about` are facts of the rank's program: "world_size", "steps" (that were recorded whole), "dropout" ("off", or the
-    modules and functions that drew masks), "narrow" (what stayed in another dtype under `--dtype float64`), "wrappers".
+    `about` are facts of the rank's program: "world_size"; "steps" that were recorded whole, and whether these are all
+    that were asked for ("done"); "drawn": the modules that drew random numbers; "narrow": what stayed in another dtype
+    under `--dtype float64`; "same_init": what did not get the other recording's initial value, and why; "failed": what
+    the recorder failed at.
     """
 
     rank: int
@@ -119,10 +125,10 @@ def file_of_step(folder: Path, rank: int, step: int) -> Path:
 
 
 def append_values(folder: Path, rank: int, step: int, rows: Iterable[ValueRow], tensors: Mapping[str, Tensor]) -> None:
-    """Write what a rank recorded in one step. Raises OSError."""
+    """Write what a rank recorded in one step; no two tensors share memory. Raises OSError."""
     (folder / FOLDER).mkdir(exist_ok=True)
     if tensors:
-        together = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}
+        together = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
         safetensors_module().torch.save_file(together, file_of_step(folder, rank, step))
     with (folder / FOLDER / f"rank-{rank}.jsonl").open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(asdict(row)) + "\n" for row in rows)
@@ -156,4 +162,5 @@ def _read_rows(file: Path) -> Iterator[ValueRow]:
         words = json.loads(line)
         for name in ("shape", "global_shape", "offsets"):
             words[name] = None if words[name] is None else tuple(words[name])
-        yield ValueRow(**words | {"axes": tuple((str(n), int(size), int(at)) for n, size, at in words["axes"])})
+        axes = tuple((str(name), int(size), int(at)) for name, size, at in words["axes"])
+        yield ValueRow(**words | {"axes": axes, "pending_axes": tuple(words["pending_axes"])})

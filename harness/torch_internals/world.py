@@ -235,6 +235,18 @@ Maker = Callable[..., tuple[Any, Any]]
 """Makes (group, its store) from the arguments of torch's maker of groups."""
 
 
+def own_places(size: int) -> list[int]:
+    """This process's places in the groups of this size that it belongs to, each place once.
+
+    Uses distributed_c10d._world.pg_group_ranks; where it is missing, there are none.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return []
+    groups = getattr(c10d._world, "pg_group_ranks", {}).values()
+    places = {ranks[dist.get_rank()] for ranks in groups if len(ranks) == size and dist.get_rank() in ranks}
+    return sorted(places)
+
+
 @contextmanager
 def groups_made_by(maker: Callable[[Maker, inspect.BoundArguments], tuple[Any, Any]]) -> Iterator[None]:
     """Within it, below new_group and init_process_group, groups are made by maker(torch's own maker, arguments).

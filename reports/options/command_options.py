@@ -184,7 +184,9 @@ def _add_slice(slices: argparse.ArgumentParser) -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of recording; what follows them is the program."""
-    parser.add_argument("--steps", metavar="FIRST:END", help="record these steps; END is not included (all)")
+    parser.add_argument(
+        "--steps", metavar="FIRST:END", help="record these steps; END is not included (all; with --values 0:2)"
+    )
     parser.add_argument("--profile", metavar="torch,nsys", help="profilers to run beside; torch needs --steps")
     parser.add_argument("--tokens", metavar="N", help="tokens of all ranks in a step, for tokens a second")
     parser.add_argument("--case", metavar="WORDS", help="the layout as a case, to hold calls and bytes against")
@@ -194,4 +196,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="after how long without any event a rank writes down where it stands, for `shardproof hang` (60)",
     )
+    values = parser.add_argument_group("values", "what every rank's tensors were, beside the calls")
+    values.add_argument("--values", action="store_true", help="record them: parameters, outputs, gradients, updates")
+    values.add_argument("--budget", metavar="GIB", help="memory of a rank's values in a step; the largest go first (2)")
+    values.add_argument("--dtype", metavar="float64", help="run the program in float64 where it allows that")
+    values.add_argument("--no-dropout", action="store_true", help="dropout drops nothing")
+    values.add_argument("--same-init", metavar="FOLDER", help="begin with the initial weights of this recording")
+    values.add_argument("--perturb", metavar="SEED", help="move every operator's result by a random part of rounding")
     parser.add_argument("--out", default="runs", metavar="DIR", help="where run folders go (runs)")

@@ -1,7 +1,8 @@
 """Imported by Python at the start of every process of a recorded program; the program's own sitecustomize still runs.
 
 The hook imports nothing of torch. Once the program imports torch.distributed, `init_process_group` is replaced by one
-that calls it and then starts the recorder (harness.programs.arming). An error here is one line on standard error; the
+that calls it and then starts the recorder (harness.programs.arming). Once torch itself is imported, the recorder of
+values is armed where the session wants one. An error here is one line on standard error; the
 program runs on without being recorded.
 """
 
@@ -15,34 +16,42 @@ from typing import Any
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _HOME = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(_HERE))))
-_TARGET = "torch.distributed.distributed_c10d"
+_CALLS, _VALUES = "torch.distributed.distributed_c10d", "torch"
+"""The modules behind whose import calls and values are recorded."""
 
 
 class _Armer:
     """A finder that answers for one module, once: Python's own way to find it, and what is done after it ran."""
 
-    def find_spec(self, name: str, path: Any = None, _target: ModuleType | None = None) -> ModuleSpec | None:
+    def __init__(self, target: str) -> None:
+        self._target = target
+
+    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         """The spec of the module with a loader that arms it; None for every other module."""
-        if name != _TARGET:
+        if name != self._target:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
+        spec = next((found for finder in others if (found := finder.find_spec(name, path, target))), None)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
+                sys.meta_path.remove(self)  # not before: a program may only ask whether there is such a module
                 execute(module)
-                _arm(module)
+                _arm(module, values=name == _VALUES)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
-def _arm(module: ModuleType) -> None:
+def _arm(module: ModuleType, *, values: bool) -> None:
     try:
         if importlib.util.find_spec("shardproof") is None:
             sys.path.append(_HOME)  # behind the program's own: it must not find others than without us
-        from shardproof.harness.programs.arming import arm  # noqa: PLC0415  (only a process that communicates pays for it)
+        if values:
+            from shardproof.harness.programs.tensors.arming import arm  # noqa: PLC0415  (only who imports torch pays)
+        else:
+            from shardproof.harness.programs.arming import arm  # noqa: PLC0415
 
         arm(module)
     except Exception as problem:
@@ -62,5 +71,5 @@ def _run_the_programs_own() -> None:
 if __name__ == "sitecustomize":
     sys.path[:] = [place for place in sys.path if os.path.abspath(place or ".") != _HERE]
     if os.environ.get("SHARDPROOF_RECORD"):
-        sys.meta_path.insert(0, _Armer())
+        sys.meta_path[:0] = map(_Armer, (_CALLS, _VALUES))
     _run_the_programs_own()

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -21,6 +22,7 @@ import tests.forked
 from shardproof.harness.programs.arming import arm
 from shardproof.harness.programs.launch import request_of
 from shardproof.harness.programs.session import VARIABLE, new_session
+from shardproof.harness.programs.tensors.arming import arm as arm_values
 from shardproof.harness.programs.traced import axis_of
 from shardproof.harness.traces.reading import read_traces
 from shardproof.harness.witnesses.agreement import Sighting, agreement, of_ledger
@@ -102,6 +104,7 @@ def _rank(script: str, words: Sequence[str], session: str) -> int:
     if session:
         os.environ[VARIABLE] = session
         arm(distributed_c10d)
+        arm_values(torch)
         dist.init_process_group = distributed_c10d.init_process_group  # torch.distributed was imported before
     if script.endswith(".py"):
         runpy.run_path(script, run_name="__main__")

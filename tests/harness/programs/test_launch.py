@@ -15,7 +15,7 @@ from shardproof.reports.stored.frames import load
 from tests.harness.command_line import CommandLine
 from tests.harness.programs.launched import environment, ran
 
-OPTIONS: Options = {"steps": None, "profile": (), "silence_s": 60.0, "stated": {}}
+OPTIONS: Options = {"steps": None, "profile": (), "silence_s": 60.0, "stated": {}, "values": None}
 TELLS = """
 import json, os, sys
 print(json.dumps([sys.argv, __name__, __file__, __package__, sys.path[0], sys.flags.utf8_mode, __spec__ is None,
