@@ -37,6 +37,10 @@ _MOST_BREACHES = 3
 
 def main(arguments: argparse.Namespace) -> int:
     """Compare, print, and store a baseline where one is named."""
+    if arguments.values:
+        from shardproof.reports.commands.parity import compare_values  # noqa: PLC0415  (the harness's checks)
+
+        return compare_values(arguments)
     asked = parse_limits(arguments.fail)
     if arguments.save_baseline is not None:
         check_name(arguments.save_baseline)
