@@ -156,5 +156,7 @@ def _random_states() -> list[object]:
     states: list[object] = [torch.default_generator.get_state().numpy().tobytes()]
     if torch.cuda.is_initialized():
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
-        states += [generator.get_offset()] if generator.device.type == "cuda" else []  # read on the host, unlike a state
+        states += (
+            [generator.get_offset()] if generator.device.type == "cuda" else []
+        )  # read on the host, unlike a state
     return states
