@@ -1,4 +1,4 @@
-"""The command line: `shardproof run | record | read | hang | show | compare | page | trace | predict | slice |
+"""The command line: `shardproof run | record | parity | read | hang | show | compare | page | trace | predict | slice |
 checkpoint | faults | expect | names | new-subject | bench | doctor` and `help`.
 
 Exit status: 0 all pass; 1 a check failed or could not be decided; 2 a wrong request, or nothing ran; 3 the machine
@@ -104,6 +104,8 @@ def _import_command(word: str) -> Callable[[argparse.Namespace], int]:  # noqa: 
             from shardproof.reports.commands.read import main
         case "show":
             from shardproof.reports.commands.show import main
+        case "parity":
+            from shardproof.reports.commands.parity import main
         case "compare":
             from shardproof.reports.commands.compare import main
         case "page":

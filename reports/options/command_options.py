@@ -20,11 +20,9 @@ def add_others(add: Callable[..., argparse.ArgumentParser], truth: str, timeout:
     add_options(record)
     record.add_argument("program", nargs=argparse.REMAINDER, metavar="COMMAND ...", help="the command, after --")
     _add_read(add("read", help="traces of a job as a run folder: torch profiler, Flight Recorder, nsys"))
-    hang = add("hang", help="after a hang: which ranks diverge from the others, at which call, module and line")
-    hang.description = "Compare what every rank did last. Exit status 1 when ranks diverge, 0 when none does."
-    hang.epilog = "example: shardproof hang runs/latest   or   shardproof hang /tmp/nccl_trace_rank_*"
-    hang.add_argument("dumps", nargs="+", metavar="DUMP", help="a run folder of `record`, or Flight Recorder files")
+    _add_hang(add("hang", help="after a hang: which ranks diverge from the others, at which call, module and line"))
     show = add("show", help="the tables of a run again")
+    _add_parity(add("parity", help="two launches of one program: does the second train what the first does"))
     _add_compare(add("compare", help="regression report of two runs; one run alone: its modes against each other"))
     page = add("page", help="one self-contained HTML file of a run")
     trace = add("trace", help="a run as Chrome/Perfetto JSON, one process a rank")
@@ -69,6 +67,32 @@ def add_others(add: Callable[..., argparse.ArgumentParser], truth: str, timeout:
     about.add_argument("--markdown", action="store_true", help="as a page of markdown, such as docs/case.md")
 
 
+def _add_parity(parity: argparse.ArgumentParser) -> None:
+    parity.usage = "shardproof parity [options] -- COMMAND A -- COMMAND B"
+    parity.description = (
+        "Launch two commands, record what their ranks' tensors are in the first steps, and hold the second launch "
+        "against the first: samples, initial weights, outputs, losses, gradients, updates."
+    )
+    parity.epilog = (
+        "example: shardproof parity -- torchrun --nproc-per-node 1 train.py -- torchrun --nproc-per-node 4 train.py"
+    )
+    parity.add_argument("--steps", default="2", metavar="N", help="steps of the optimizer that are compared (2)")
+    parity.add_argument("--dtype", metavar="float64", help="run both in float64 where the programs allow that")
+    parity.add_argument("--same-init", action="store_true", help="give launch B the initial weights of launch A")
+    parity.add_argument("--no-dropout", action="store_true", help="dropout drops nothing, in both launches")
+    parity.add_argument("--budget", metavar="GIB", help="memory of a rank's values in a step; the largest go first (2)")
+    parity.add_argument("--timeout", default="300", metavar="SECONDS", help="longest time of one launch (300)")
+    parity.add_argument("--out", default="runs", metavar="DIR", help="where run folders go (runs)")
+    parity.add_argument("--json", action="store_true", help="the result as one JSON object on stdout")
+    parity.add_argument("program", nargs=argparse.REMAINDER, metavar="-- COMMAND A -- COMMAND B", help="both commands")
+
+
+def _add_hang(hang: argparse.ArgumentParser) -> None:
+    hang.description = "Compare what every rank did last. Exit status 1 when ranks diverge, 0 when none does."
+    hang.epilog = "example: shardproof hang runs/latest   or   shardproof hang /tmp/nccl_trace_rank_*"
+    hang.add_argument("dumps", nargs="+", metavar="DUMP", help="a run folder of `record`, or Flight Recorder files")
+
+
 def _add_read(read: argparse.ArgumentParser) -> None:
     read.description = (
         "Read what the profiler of a job wrote, one file a rank, into a run folder, and show it. With a case: hold "
@@ -98,7 +122,15 @@ def _add_compare(compare: argparse.ArgumentParser) -> None:
     )
     compare.add_argument("--save-baseline", metavar="NAME", help="store NEW (or BASE alone) under this name")
     compare.add_argument("--baselines", default="baselines", metavar="DIR", help="where baselines are (baselines)")
+    compare.add_argument("-o", dest="output", metavar="FILE", help="write one self-contained HTML page there instead")
+    compare.add_argument("--markdown", action="store_true", help="a comment for a pull request, printed without -o")
     compare.add_argument("--json", action="store_true", help="everything as one JSON object")
+    values = compare.add_argument_group("values", "two recordings of `record --values`, NEW held against BASE")
+    values.add_argument("--values", action="store_true", help="compare what their tensors were, as `parity` does")
+    values.add_argument(
+        "--control", action="append", default=[], metavar="FOLDER", help="BASE recorded again with --perturb SEED"
+    )
+    values.add_argument("--out", default="runs", metavar="DIR", help="where run folders go (runs)")
 
 
 def _add_trace(trace: argparse.ArgumentParser) -> None:

@@ -7,13 +7,15 @@ from typing import Any
 
 from shardproof.harness.dense_model import SUBJECT, check_words, read_case
 from shardproof.harness.errors import RequestError
-from shardproof.harness.programs.session import steps_of
+from shardproof.harness.programs.launch import check_startable
+from shardproof.harness.programs.session import steps_of, values_of
 from shardproof.harness.resolve import resolve
 from shardproof.harness.running.request import seconds
 from shardproof.harness.subject import cases_of, resolve_subject, truth_of, vocabulary
 from shardproof.harness.traces.reading import RANK, check_names
 from shardproof.reports.comparing.compared_sides import check_name, is_trace, parse_limits, side_folder
 from shardproof.reports.options.command_options import SLICED
+from shardproof.reports.options.launches import commands_of, count_of_steps, folder_of_values
 from shardproof.reports.stored.files import run_folder
 
 
@@ -29,12 +31,38 @@ def _check_read(arguments: argparse.Namespace) -> None:
         read_case(arguments.case)
 
 
+def _check_parity(arguments: argparse.Namespace) -> None:
+    arguments.commands = commands_of(arguments.program)
+    for command in arguments.commands:
+        check_startable(command)
+    count_of_steps(arguments.steps)
+    seconds(arguments.timeout, "timeout")
+    arguments.recorded = values_of(
+        arguments.budget,
+        wanted=True,
+        dtype=arguments.dtype,
+        dropout=not arguments.no_dropout,
+        same_init=None,
+        perturb=None,
+    )
+
+
 def _check_compare(arguments: argparse.Namespace) -> None:
+    if arguments.values:
+        for name in (arguments.base, arguments.new, *arguments.control):
+            folder_of_values(name)
+        return
+    if arguments.control:
+        raise RequestError(f"control={arguments.control[0]}: is about values; legal: --values --control FOLDER")
     parse_limits(arguments.fail)
     if arguments.save_baseline is not None:
         check_name(arguments.save_baseline)
     if arguments.new is None:
         run_folder(arguments.base, matrix=False)
+        if arguments.output or arguments.markdown:
+            given = "-o" if arguments.output else "--markdown"
+            rule = "writes what differs from another run, and none is named"
+            raise RequestError(f"{given}: {rule}; legal: shardproof page {arguments.base}, which compares its modes")
     else:
         for name in (arguments.base, arguments.new):
             if not is_trace(name):
@@ -98,6 +126,7 @@ def check_options(arguments: argparse.Namespace) -> None:
 
 
 _CHECKS: dict[str, Callable[[argparse.Namespace], None]] = {
+    "parity": _check_parity,
     "show": _check_run_folder,
     "page": _check_run_folder,
     "trace": _check_run_folder,

@@ -24,7 +24,8 @@ SHOWN = re.compile(r"(?:cd \S+; )?(?:\.venv/bin/)?(?:shardproof|torchrun|pytest|
 FENCED_ARE_RUN = ("README.md", "docs/verify.md")
 """Pages whose fenced blocks tests/project/test_documents.py runs in their order."""
 _RECORDED = "four processes of the reader's program; two are run by tests/harness/programs/test_recorded_programs.py"
-_VALUES = "two processes of the reader's program, as in tests/harness/programs/test_recorded_values.py"
+_PARITY = "a script of the reader's own; ours: tests/reports/commands/test_parity.py"
+_VALUES = "a script of the reader's own; ours: tests/harness/programs/test_recorded_values.py"
 _GATE = "run in the profile `deep` by tests/harness/programs/test_recorded_programs.py"
 _RECIPE = "steps of docs/shardproof.yml: tests/project/test_installed.py"
 _MEGATRON = "run in the profile `deep` by tests/suites/test_foreign_subjects.py"
@@ -40,8 +41,10 @@ NOT_RUN = {
     ".venv/bin/pytest tests/harness/checking": "a part of the suite itself",
     "torchrun --nnodes 2": "two machines",
     "torchrun --nproc-per-node 4": _RECORDED,
-    "shardproof record --steps 10:20": _RECORDED,
+    "shardproof parity -- python train.py": _PARITY,
+    "shardproof compare a/latest b/latest --values": _PARITY,
     "shardproof record --values": _VALUES,
+    "shardproof record --steps 10:20": _RECORDED,
     "shardproof record --steps 2:4": _GATE,
     "shardproof compare runs/latest --save-baseline train": _GATE,
     "shardproof compare train runs/latest": _GATE,
@@ -171,9 +174,9 @@ def test_every_command_in_the_text_of_a_page_exists(capsys: pytest.CaptureFixtur
 
 
 def test_a_command_is_seen_in_every_form(tmp_path: Path) -> None:
-    page = ROOT / "docs" / "engines.md"
+    page = ROOT / "docs" / "commands.md"
     assert any("--nnodes 2" in line and "--engine torchrun" in line for line in commands(page)), "a line that goes on"
     assert "shardproof checkpoint /tmp/checkpoint /tmp/other  # exit status 1" in commands(ROOT / "docs/checkpoints.md")
-    assert 'shardproof run "tp=2 cp=2"' in commands(ROOT / "docs/context.md"), "without its comment"
+    assert 'shardproof run "tp=2 cp=2"' in commands(ROOT / "docs/splitting.md"), "without its comment"
     with pytest.raises(AssertionError, match="tp=two"), pytest.MonkeyPatch.context() as patch:
         run('shardproof run "tp=two"', tmp_path, patch)

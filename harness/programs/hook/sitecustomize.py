@@ -49,11 +49,13 @@ def _arm(module: ModuleType, *, values: bool) -> None:
         if importlib.util.find_spec("shardproof") is None:
             sys.path.append(_HOME)  # behind the program's own: it must not find others than without us
         if values:
-            from shardproof.harness.programs.tensors.arming import arm  # noqa: PLC0415  (only who imports torch pays)
+            from shardproof.harness.programs.tensors.arming import arm_values  # noqa: PLC0415  (only torch's users pay)
+
+            arm_values()
         else:
             from shardproof.harness.programs.arming import arm  # noqa: PLC0415
 
-        arm(module)
+            arm(module)
     except Exception as problem:
         sys.stderr.write(f"shardproof: this process is not recorded: {type(problem).__name__}: {problem}\n")
 

@@ -1,12 +1,11 @@
 """Where the recorder of values begins to look: when torch is imported; one rank alone initialises nothing else."""
 
 import os
-from types import ModuleType
 
 from shardproof.harness.programs.session import VARIABLE, ProgramSession
 
 
-def arm(_torch: ModuleType) -> None:
+def arm_values() -> None:
     """Have the values of this process recorded, where the session wants them; torch is imported."""
     session = ProgramSession.of(os.environ[VARIABLE])
     if session.values is not None:

@@ -1,0 +1,146 @@
+"""What is known of two launches while they are judged: partners, axes, tensors by name, control runs.
+
+The first launch is the truth, the ranks of the second are what is checked.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from shardproof.harness.checking.checks import Check, run_checks
+from shardproof.harness.checking.coverage import check_layout, check_replicas
+from shardproof.harness.checking.finding import Finding
+from shardproof.harness.checking.measures.kinds import kind_of, step_of
+from shardproof.harness.checking.numeric_checks import check_update, make_numeric_check
+from shardproof.harness.checking.records import Calls, Claims, Controls, Evidence, Run, Truth, merged_outcomes
+from shardproof.harness.parity.adam import adam_bound
+from shardproof.harness.parity.axes import axes_of
+from shardproof.harness.parity.case import ParityCase
+from shardproof.harness.parity.partners import Partners, find_partners
+from shardproof.harness.parity.quantities import (
+    Reading,
+    control_tensors,
+    flat_parameters,
+    full_tensors,
+    is_clipped,
+    outcomes_of,
+    with_flat,
+)
+from shardproof.harness.parity.recorded import Launch
+from shardproof.harness.parity.samples import Samples, samples_of
+from shardproof.harness.verdicts.verdict import FAIL
+
+NAME = "parity"
+"""What the run, and the first word of its case, is called."""
+NUMERIC = ("initial_values", "forward", "parameter_gradients", "gradient_norm", "update")
+CHECKS: Mapping[str, Check] = {
+    "merge": check_layout,
+    "replicas": check_replicas,
+    **{name: make_numeric_check(name) for name in NUMERIC},
+    "update": check_update,
+}
+"""Checks of numbers, in the order in which training computes them."""
+LISTED = 5
+"""Names that a message lists."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Comparison:
+    """What is known of two launches while they are judged."""
+
+    first: Launch
+    second: Launch
+    partners: Partners
+    axes: Mapping[str, tuple[tuple[int, ...], ...]]
+    case: ParityCase
+    steps: list[Samples]
+    tensors: Mapping[str, Tensor]
+    flat: Mapping[str, bool]
+    lost: tuple[str, ...]
+    reading: Reading
+    controls: list[Launch] = field(default_factory=list)
+    control_tensors: list[dict[str, Tensor]] = field(default_factory=list)
+
+
+def prepare_comparison(first: Launch, second: Launch) -> Comparison:
+    """Both launches, as far as their recordings show how they belong together."""
+    count = min(first.steps, second.steps)
+    found = [samples_of(first, second, step) for step in range(count)]
+    axes = axes_of(second, found[0]) if found else {}
+    # One that clips by hand shows gradients behind its clip alone.
+    reading = Reading(received=is_clipped(first) != is_clipped(second))
+    tensors, flaws = full_tensors(first, reading)
+    initial = {n.removeprefix("init/"): tensor for n, tensor in tensors.items() if n.startswith("init/")}
+    partners = find_partners(initial, first.aliases, second)
+    flat = flat_parameters(second, partners, initial)
+    case = ParityCase(name=NAME, world_size=second.world_size, axes=axes, steps=max(count, 1), dtype=first.dtype)
+    return Comparison(
+        first=first,
+        second=second,
+        partners=partners,
+        axes=axes,
+        case=case,
+        steps=found,
+        tensors=with_flat({n: tensor for n, tensor in tensors.items() if step_of(n) < count}, flat),
+        flat=flat,
+        lost=tuple(flaw.name for flaw in flaws),
+        reading=reading,
+    )
+
+
+def comparison_from(seen: Comparison, step: int) -> Comparison:
+    """The same launches from a step on, with the partners and axes that are known of them."""
+    first, second = seen.first.from_step(step), seen.second.from_step(step)
+    tensors, flaws = full_tensors(first, seen.reading)
+    later = replace(
+        seen,
+        first=first,
+        second=second,
+        case=replace(seen.case, steps=seen.case.steps - step),
+        steps=seen.steps[step:],
+        tensors=with_flat({n: t for n, t in tensors.items() if step_of(n) < seen.case.steps - step}, seen.flat),
+        lost=tuple(flaw.name for flaw in flaws),
+        controls=[],
+        control_tensors=[],
+    )
+    for launch in seen.controls:
+        add_control(later, launch.from_step(step))
+    return later
+
+
+def judge_numbers(seen: Comparison) -> tuple[Evidence, dict[str, Finding]]:
+    """The evidence, and what the checks of numbers find in it."""
+    outcomes = outcomes_of(seen.second, seen.partners, seen.axes, seen.reading)
+    known = {name for outcome in outcomes for name in outcome}
+    outcomes = [{name: own for name, own in outcome.items() if name in seen.tensors} for outcome in outcomes]
+    merged = merged_outcomes(outcomes, (), seen.tensors)
+    initial = {name.removeprefix("init/"): t for name, t in seen.tensors.items() if name.startswith("init/")}
+    truth = Truth(
+        tensors={name: tensor for name, tensor in seen.tensors.items() if name in known},
+        initial=initial,
+        controls=Controls(
+            runs=tuple(seen.control_tensors), adam_bound=adam_bound(seen.tensors, initial, seen.control_tensors)
+        ),
+    )
+    run = Run(calls=Calls(case=seen.case), outcomes=outcomes, merged=merged)
+    evidence = Evidence(run=run, claims=Claims(axes=seen.axes), truth=truth)
+    return evidence, run_checks(evidence, CHECKS)
+
+
+def add_control(seen: Comparison, launch: Launch) -> None:
+    """Take a further run of the first launch into the limits."""
+    seen.controls.append(launch)
+    seen.control_tensors.append(control_tensors(launch, seen.flat, seen.reading))
+
+
+def wrong_starts(seen: Comparison, findings: Mapping[str, Finding]) -> list[str]:
+    """The parameters that begin with other values than in the first launch."""
+    wrong = {name for finding in findings.values() if finding.verdict == FAIL for name in finding.names}
+    return [name.removeprefix("init/") for name in seen.tensors if name in wrong and kind_of(name) == "init"]
+
+
+def list_names(names: Sequence[str]) -> str:
+    """The first of some names, and how many more there are."""
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return ", ".join(names[:LISTED]) + more

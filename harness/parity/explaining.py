@@ -1,0 +1,121 @@
+"""Failed checks of two launches explained: samples and initial values first, then the first wrong module and number.
+
+Names know gradients and outputs of the first step alone. Where that step is right, the first wrong step is judged once
+more, as the first one of launches that begin there.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from shardproof.harness.checking.finding import Finding
+from shardproof.harness.checking.measures.kinds import kind_of, step_of
+from shardproof.harness.checking.records import Evidence
+from shardproof.harness.diagnosing.causes.proofs import is_explained_by
+from shardproof.harness.diagnosing.diagnosis import Diagnosis
+from shardproof.harness.parity import samples
+from shardproof.harness.parity.comparison import Comparison, comparison_from, judge_numbers, wrong_starts
+from shardproof.harness.parity.modules import Compared, find_wrong_module
+from shardproof.harness.parity.quantities import full_tensors, with_flat
+from shardproof.harness.running.explaining import diagnose_findings
+from shardproof.harness.running.result import CaseResult, verdict_on
+from shardproof.harness.verdicts.facts import FailedCheck, First, LikelyCause
+from shardproof.harness.verdicts.verdict import FAIL
+
+_DENSE, _FIRST = "the dense model", "the first launch"
+
+
+def explain_findings(seen: Comparison, evidence: Evidence, findings: dict[str, Finding], repeat: str) -> CaseResult:
+    """The verdicts, those of failed checks with their first place and causes; `repeat` compares the launches again."""
+    text, failures = str(seen.case), dict[str, FailedCheck]()
+    diagnoses: Mapping[str, Diagnosis] = {}
+    if any(finding.verdict == FAIL for finding in findings.values()):
+        evidence = _with_search(seen, evidence, findings)
+        diagnoses, failures = diagnose_findings(evidence, findings, {}, seen.case.name, "")
+        begun = findings[samples.CHECK]
+        later = None if begun.verdict == FAIL else _in_its_own_step(seen, findings)
+        for check, failure in failures.items():
+            first, causes = (later.first, later.causes) if later else (failure.first, failure.causes)
+            if begun.verdict == FAIL:
+                first = First(phase="data", step=step_of(begun.names[0]), name=begun.names[0])
+            told = tuple(replace(cause, words=_in_our_words(cause.words)) for cause in causes)
+            failures[check] = replace(failure, repeat=repeat or failure.repeat, causes=told, first=first)
+    verdicts = tuple(
+        verdict_on(replace(finding, message=_in_our_words(finding.message)), text, check, failures.get(check))
+        for check, finding in findings.items()
+    )
+    return CaseResult(case=seen.case, text=text, verdicts=verdicts, evidence=evidence, diagnoses=diagnoses)
+
+
+def _in_our_words(text: str) -> str:
+    return text.replace(_DENSE, _FIRST)
+
+
+def _wrong_names(findings: Mapping[str, Finding]) -> set[str]:
+    return {name for finding in findings.values() if finding.verdict == FAIL for name in finding.names}
+
+
+def _in_its_own_step(seen: Comparison, findings: Mapping[str, Finding]) -> FailedCheck | None:
+    """The first failure of the first wrong step, judged as if the launches had begun there; None for the first step."""
+    wrong = _wrong_names(findings)
+    step = min((max(step_of(name), 0) for name in seen.tensors if name in wrong), default=0)
+    if not step or wrong_starts(seen, findings):
+        return None
+    there = comparison_from(seen, step)
+    evidence, found = judge_numbers(there)
+    if not any(finding.verdict == FAIL for finding in found.values()):
+        return None
+    _, failures = diagnose_findings(_with_search(there, evidence, found), found, {}, seen.case.name, "")
+    failure = next(iter(failures.values()))
+    causes = failure.causes or _stale_gradients(seen, evidence, found, step)
+    return replace(failure, first=replace(failure.first, step=failure.first.step + step), causes=causes)
+
+
+def _stale_gradients(
+    seen: Comparison, evidence: Evidence, found: Mapping[str, Finding], step: int
+) -> tuple[LikelyCause, ...]:
+    """The cause of wrong gradients that all hold those of the step before too."""
+    wrong = [name for name in evidence.truth.tensors if kind_of(name) == "grad" and name in _wrong_names(found)]
+    values = evidence.run.tensors
+    for received in (True, False) if wrong and all(name in values for name in wrong) else ():
+        before, _ = full_tensors(seen.first.from_step(step - 1), replace(seen.reading, received=received))
+        before = with_flat(before, seen.flat)
+        true = evidence.truth.tensors
+        known = [name for name in wrong if name in before]
+        if known == wrong and all(is_explained_by(true[n] + before[n], values[n], true[n]) for n in wrong):
+            words = f"they hold the gradients of step {step - 1} too, as where nothing sets them to zero"
+            return (LikelyCause(id="not_zeroed", words=words),)
+    return ()
+
+
+def _with_search(seen: Comparison, evidence: Evidence, findings: Mapping[str, Finding]) -> Evidence:
+    """The evidence with what stands before the first wrong number: samples, initial values, the first wrong module."""
+    if samples.CHECK in findings and findings[samples.CHECK].verdict == FAIL:
+        words = next(filter(None, map(samples.describe_difference, seen.steps)))
+        return evidence.with_found(other_samples=words)
+    if begun := wrong_starts(seen, findings):
+        return evidence.with_found(other_start=_words_of_start(seen, begun))
+    wrong = _wrong_names(findings)
+    both = Compared(
+        first=seen.first,
+        second=seen.second,
+        partners=seen.partners,
+        samples=seen.steps[0],
+        axes=seen.axes,
+        dtype=seen.case.dtype,
+        controls=seen.controls,
+    )
+    backward = any(kind_of(name) == "grad" for name in wrong)
+    return evidence.with_found(located=find_wrong_module(both, forward="loss/0" in wrong, backward=backward))
+
+
+def _words_of_start(seen: Comparison, names: Sequence[str]) -> str:
+    """Which initial values differ, and whether ranks draw them by seeds of their own."""
+    counted = sum(name.startswith("init/") for name in seen.tensors)
+    placements = seen.partners.placements.items()
+    apart = sorted({rank for (rank, _), one in placements if not one.known and {*one.names} & {*names}})
+    words = f"{len(names)} of {counted} parameters begin with other values than in the first launch, first {names[0]}"
+    right = {rank for (rank, _), _ in placements} - {*apart}
+    if right and apart:
+        ranks = f"rank{'s' if len(apart) > 1 else ''} {', '.join(map(str, apart))}"
+        words += f"; on {ranks} alone, as where every rank has a seed of its own"
+    return f"{words}; legal: one seed for both launches, or --same-init"

@@ -1,0 +1,175 @@
+"""The verdicts on two recorded launches.
+
+Limits come from the first launch itself: further runs of it, with every operator's result moved by rounding, are the
+control runs, and so is a second run of it as it is. They are made only where something is beyond the smallest limit.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from shardproof.harness.checking.finding import Finding
+from shardproof.harness.checking.measures.kinds import kind_of
+from shardproof.harness.checking.measures.tolerance import FLOAT64_CEILING
+from shardproof.harness.checking.records import Evidence
+from shardproof.harness.diagnosing.causes.places import order_by_time
+from shardproof.harness.parity import alive, samples
+from shardproof.harness.parity.comparison import (
+    LISTED,
+    Comparison,
+    add_control,
+    judge_numbers,
+    list_names,
+    prepare_comparison,
+    wrong_starts,
+)
+from shardproof.harness.parity.explaining import explain_findings
+from shardproof.harness.parity.quantities import READINGS
+from shardproof.harness.parity.recorded import Launch
+from shardproof.harness.parity.undecided import (
+    check_determinism,
+    spreads_of,
+    undecided_by_chance,
+    undecided_by_draws,
+    undecided_without_controls,
+)
+from shardproof.harness.running.result import CaseResult
+from shardproof.harness.verdicts.facts import Note, NoteKind, notes_about
+from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
+
+_RUNS, _MOST_RUNS = 3, 8
+"""Perturbed runs behind a limit, and how many there may be where something is just beyond it: three may be lucky."""
+NEAR = 10.0
+"""A tensor that is less than this many times beyond its limit is just beyond it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Further:
+    """Further runs of the first launch, made when they are asked for: `again` as it is, `perturbed` by rounding.
+
+    Each may be None where there is no such run; `perturbed` is asked by the number of the run, from 1.
+    """
+
+    again: Callable[[], Launch | None] = lambda: None
+    perturbed: Callable[[int], Launch | None] = lambda _: None
+
+
+def judge_launches(first: Launch, second: Launch, *, repeat: str = "", further: Further = Further()) -> CaseResult:
+    """The result of holding the second launch against the first one.
+
+    `repeat` is the command that compares them again. Raises RequestError where a recorded tensor cannot be read.
+    """
+    seen = prepare_comparison(first, second)
+    evidence, findings = judge_numbers(seen)
+    stated = {samples.CHECK: samples.check_samples(seen.steps), alive.CHECK: alive.check_alive(first, second)}
+    if any(finding.verdict == FAIL for finding in (*findings.values(), *stated.values())):
+        if (again := further.again()) is not None:
+            stated["determinism"] = check_determinism(seen, again)
+            if any(spreads_of(seen, again)):
+                add_control(seen, again)
+                evidence, findings = judge_numbers(seen)
+        if stated[samples.CHECK].verdict != FAIL and not wrong_starts(seen, findings):
+            evidence, findings = _with_limits(seen, evidence, findings, further)
+    evidence, findings = _with_reading(seen, evidence, findings)
+    findings = {"partners": check_partners(seen, evidence), **stated, **findings}
+    for undecided in (undecided_by_draws, undecided_by_chance, undecided_without_controls):
+        findings = undecided(seen, findings)
+    return explain_findings(seen, evidence, findings, repeat)
+
+
+def _with_limits(
+    seen: Comparison, evidence: Evidence, findings: dict[str, Finding], further: Further
+) -> tuple[Evidence, dict[str, Finding]]:
+    """Evidence and findings by the limits that perturbed runs of the first launch show, as many as it takes."""
+    for number in range(1, _MOST_RUNS + 1):
+        enough = number > _RUNS and not 1 < furthest_ratio(findings) <= NEAR
+        if enough or not _may_be_rounding(seen, findings) or (launch := further.perturbed(number)) is None:
+            break
+        add_control(seen, launch)
+        if number >= _RUNS:
+            evidence, findings = judge_numbers(seen)
+    return judge_numbers(seen) if 0 < len(seen.controls) < _RUNS else (evidence, findings)
+
+
+def _may_be_rounding(seen: Comparison, findings: Mapping[str, Finding]) -> bool:
+    """Whether rounding may explain what is wrong first: in float64 only errors as small as noise can be."""
+    errors = {one.name: one.error for finding in findings.values() for one in finding.wrong}
+    torn = findings["replicas"].names if "replicas" in findings else ()
+    first = next(
+        iter(order_by_time([name for name in seen.tensors if name in errors or name in torn], seen.case.steps)), ""
+    )
+    return first in errors and (seen.case.dtype != "float64" or errors[first] < FLOAT64_CEILING)
+
+
+def furthest_ratio(findings: Mapping[str, Finding]) -> float:
+    """How far the furthest wrong tensor is beyond its limit, in units of the limit; 0 where none is."""
+    return max((one.ratio for finding in findings.values() for one in finding.wrong), default=0.0)
+
+
+def _with_reading(
+    seen: Comparison, evidence: Evidence, findings: dict[str, Finding]
+) -> tuple[Evidence, dict[str, Finding]]:
+    """Another reading of the losses where only the losses are wrong, and it is right.
+
+    Gradients belong to the objective that the default reads. Where they are wrong too, the loss is what is wrong.
+    """
+    forward, gradients = findings.get("forward"), findings.get("parameter_gradients")
+    if forward is None or forward.verdict != FAIL or gradients is None or gradients.verdict != PASS:
+        return evidence, findings
+    kept = seen.reading
+    for reading in READINGS:
+        seen.reading = replace(reading, received=kept.received)
+        other, found = judge_numbers(seen)
+        if found["forward"].verdict == PASS:
+            return other, found
+    seen.reading = kept
+    return evidence, findings
+
+
+def check_partners(seen: Comparison, evidence: Evidence) -> Finding:
+    """Whether there is something to compare, and what of both launches is not."""
+    parameters = [name.removeprefix("init/") for name in seen.tensors if name.startswith("init/")]
+    placed = {name for placement in seen.partners.placements.values() for name in placement.names}
+    alone = [name for name in parameters if name not in placed]
+    strange = tuple(dict.fromkeys(name for _, name in seen.partners.unplaced))
+    silent = sorted({*range(seen.second.world_size)} - {rank.rank for rank in seen.second.ranks})
+    left = (*seen.first.left_out(), *seen.second.left_out())
+    reasons = (f"left out by the budget: {name}" for name in left[:LISTED])
+    notes = (
+        *notes_about(not_returned=tuple(alone), not_in_truth=strange, undecided=seen.lost),
+        *(Note(kind=NoteKind.UNCHECKED, reason=reason) for reason in reasons),
+        *(Note(kind=NoteKind.UNCHECKED, reason=f"below float64: {name}") for name in _narrow(seen)[:LISTED]),
+    )
+    kinds = {"loss": "loss", "grad": "gradient", "param_after": "parameter after a step"}
+    missing = [words for kind, words in kinds.items() if not any(kind_of(name) == kind for name in seen.tensors)]
+    unseen = [
+        name
+        for name in seen.tensors
+        if kind_of(name) in kinds and name not in evidence.run.returned and not _is_part_of(name, (*alone, *left))
+    ]
+    problems = [
+        *(["the launches have no parameter in common"] if not placed else []),
+        *([f"{list_names(alone)} of the first launch have no partner" if len(alone) > 1 else
+           f"{alone[0]} of the first launch has no partner"] if placed and alone else []),
+        *([f"{list_names(strange)} of the second launch: no parameter of the first one has the shape or the numbers"]
+          if placed and strange else []),
+        *([f"of the first launch no {missing[0]} was recorded"] if missing else []),
+        *([f"the second launch recorded no {list_names(unseen)}"] if unseen else []),
+        *([f"ranks {', '.join(map(str, silent))} of the second launch recorded nothing"] if silent else []),
+        *([f"{list_names(seen.lost)} of the first launch's ranks make no full tensor"] if seen.lost else []),
+    ]  # fmt: skip
+    message = f"{len(parameters) - len(alone)} of {len(parameters)} parameters of the first launch have a partner"
+    message += f"; a step's loss is {seen.reading.words}" if seen.second.world_size > 1 else ""
+    return Finding(verdict=UNKNOWN if problems else PASS, message="; ".join([message, *problems]), notes=notes)
+
+
+def _is_part_of(name: str, parameters: Sequence[str]) -> bool:
+    """Whether a name is that of a value of one of these parameters."""
+    return any(name.endswith(f"/{parameter.rpartition('/')[2]}") for parameter in parameters)
+
+
+def _narrow(seen: Comparison) -> list[str]:
+    """What stayed in a narrower dtype where float64 was asked for."""
+    found = [
+        one for launch in (seen.first, seen.second) for rank in launch.ranks for one in rank.about.get("narrow", ())
+    ]
+    return list(dict.fromkeys(map(str, found)))

@@ -1,0 +1,140 @@
+"""Launches of a program for parity: subprocesses of the user's own launcher, recorded with values, ended when done.
+
+Each launch has a folder of its own in the run folder: `first`, `second`, `again`, `perturbed-1`, .. What it prints goes
+to `output.txt` there. A launch is over when every rank has recorded all steps, or when it ends by itself.
+"""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from shardproof.harness.errors import MachineError, ProgramError, RequestError, TimeLimit
+from shardproof.harness.parity.recorded import Launch, read_launch
+from shardproof.harness.programs.launch import environment_of
+from shardproof.harness.programs.session import ProgramSession, ValueOptions, boot_id
+from shardproof.harness.programs.values import FOLDER
+from shardproof.harness.run_folder import guard_writing
+
+OUTPUT = "output.txt"
+_LAST = 12
+"""Lines of a program's output that an error shows."""
+_LOOK_S = 0.1
+_END_S = 10.0
+"""How long processes have to end after a SIGTERM."""
+_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+"""Signals that a process gets from outside: the kernel without memory, a user, a batch system."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorder:
+    """How launches are recorded: the first `steps`, below `folder`, each for `timeout_s` at most.
+
+    `values` are the options of recording that all launches have. `heard` is called as every launch begins.
+    """
+
+    folder: Path
+    steps: int
+    timeout_s: float
+    values: ValueOptions
+    heard: Callable[[str], object] = str
+
+    def record(self, name: str, command: Sequence[str], **words: Any) -> Launch:
+        """Launch a command and read what it recorded; `words` are options of this recording alone.
+
+        Raises ProgramError with its last lines when it fails before the last step, TimeLimit when the time is up,
+        MachineError when a signal from outside ends it, RequestError when it records nothing.
+        """
+        self.heard(f"recording the {name} launch: {shlex.join(command)}")
+        folder = self.folder / name
+        with guard_writing(folder):
+            (folder / "ranks").mkdir(parents=True)
+        session = ProgramSession(
+            folder=str(folder.resolve()),
+            steps=(0, self.steps),
+            profile=(),
+            silence_s=max(60.0, self.timeout_s),
+            stated={},
+            origin_s=time.perf_counter(),
+            boot=boot_id(),
+            command=tuple(command),
+            values=replace(self.values, **words),
+        )
+        status = self._run(folder, command, session)
+        what = f"the {name} launch ({shlex.join(command)})"
+        if status is None:
+            raise TimeLimit(
+                f"{what} did not record {self.steps} steps in {self.timeout_s:g} seconds; {_last_lines(folder)}; "
+                "legal: a larger --timeout, or smaller sizes"
+            )
+        if status and not is_recorded(folder):
+            lines = _last_lines(folder)
+            if -status in _OUTSIDE:
+                raise MachineError(f"{what} was ended by signal {-status} before its last step; {lines}")
+            raise ProgramError(f"{what} ended with exit status {status} before its last step; {lines}")
+        if not (folder / FOLDER).is_dir():
+            rule = "nothing was recorded: no module of torch was called and no optimizer took a step"
+            raise RequestError(f"{what}: {rule}; {_last_lines(folder)}")
+        return read_launch(folder)
+
+    def _run(self, folder: Path, command: Sequence[str], session: ProgramSession) -> int | None:
+        """The exit status of a launch, 0 where it was ended since all is recorded, None where the time was up."""
+        with (folder / OUTPUT).open("wb") as output:
+            process = subprocess.Popen(
+                list(command),
+                env=environment_of(session, os.environ),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            end_s = time.monotonic() + self.timeout_s
+            try:
+                while (status := process.poll()) is None:
+                    if is_recorded(folder):
+                        return 0
+                    if time.monotonic() > end_s:
+                        return None
+                    time.sleep(_LOOK_S)
+                return status
+            finally:
+                _end_group(process)
+
+
+def is_recorded(folder: Path) -> bool:
+    """Whether every rank of a launch has recorded all steps that were asked for."""
+    abouts = []
+    for file in (folder / FOLDER).glob("rank-*.json"):
+        try:
+            abouts.append(json.loads(file.read_text(encoding="utf-8")))
+        except (OSError, ValueError):  # it is being written
+            return False
+    return bool(abouts) and all(
+        about.get("done") and len(abouts) >= int(about.get("world_size", 1)) for about in abouts
+    )
+
+
+def _end_group(process: "subprocess.Popen[bytes]") -> None:
+    """End all processes of a launch that are left: kindly first, for a launcher ends its own."""
+    for number, wait_s in ((signal.SIGTERM, _END_S), (signal.SIGKILL, _END_S)):
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(wait_s)
+            break
+    with suppress(ProcessLookupError, PermissionError):  # workers that outlive their launcher
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _last_lines(folder: Path) -> str:
+    """What a launch printed last, in words."""
+    text = (folder / OUTPUT).read_text(encoding="utf-8", errors="replace")
+    lines = [line for line in text.splitlines() if line.strip()][-_LAST:]
+    return "its last lines:\n  " + "\n  ".join(lines) if lines else "it printed nothing"

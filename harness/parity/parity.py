@@ -1,0 +1,103 @@
+"""Parity of two launches as a run folder: recorded here by their commands, or read from folders of recordings."""
+
+import shlex
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from shardproof.harness.parity.comparison import NAME
+from shardproof.harness.parity.judging import Further, judge_launches
+from shardproof.harness.parity.launching import Recorder
+from shardproof.harness.parity.recorded import Launch, read_launch
+from shardproof.harness.programs.session import ValueOptions
+from shardproof.harness.running.result import CaseResult, stored_part
+from shardproof.harness.running.run_result import RunResult
+from shardproof.harness.running.store import Store, environment
+from shardproof.harness.verdicts.verdict import PASS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """Two commands to launch, and how. `values` are the options of recording, `command` is what the user asked for."""
+
+    first: tuple[str, ...]
+    second: tuple[str, ...]
+    steps: int
+    timeout_s: float
+    out: Path
+    same_init: bool
+    values: ValueOptions
+    command: tuple[str, ...]
+
+
+def prove_parity(request: Request, heard: Callable[[str], object] = str) -> RunResult:
+    """Record both launches, further runs of the first one where they are needed, and judge them.
+
+    Raises what a launch raises that does not come to its last step.
+    """
+    about: dict[str, object] = {"subject": NAME, "engine": "launches", "first": request.first, "second": request.second}
+    about |= {"timeout_s": request.timeout_s, "steps": request.steps, "cases": 1}
+    store = Store(request.out, NAME, environment(request.command, about))
+    seconds: dict[str, float] = {}
+    recorder = Recorder(
+        folder=store.path, steps=request.steps, timeout_s=request.timeout_s, values=request.values, heard=heard
+    )
+    with _time_part(seconds, "truth"):
+        first = recorder.record("first", request.first)
+    with _time_part(seconds, "recorded"):
+        start = str(first.folder.resolve()) if request.same_init else ""
+        second = recorder.record("second", request.second, same_init=start)
+
+    def again() -> Launch:
+        with _time_part(seconds, "again"):
+            return recorder.record("again", request.first)
+
+    def perturb(seed: int) -> Launch:
+        with _time_part(seconds, "control"):
+            return recorder.record(f"perturbed-{seed}", request.first, perturb=seed)
+
+    with _time_part(seconds, "checks"):
+        further = Further(again=again, perturbed=perturb)
+        result = judge_launches(first, second, repeat=shlex.join(request.command), further=further)
+    seconds["checks"] -= seconds.get("again", 0.0) + seconds.get("control", 0.0)
+    for folder in store.path.glob("perturbed-*"):  # as large as the first one each, and of no further use
+        shutil.rmtree(folder / "values", ignore_errors=True)
+    return _store_result(replace(result, seconds=seconds), store)
+
+
+def compare_recordings(
+    first: Path, second: Path, controls: Sequence[Path], out: Path, command: Sequence[str]
+) -> RunResult:
+    """Judge two folders of recordings; `controls` are recordings of the first launch with its rounding moved."""
+    launches = [read_launch(folder) for folder in (first, second, *controls)]
+    about = {"subject": NAME, "engine": "recordings", "first": [str(first)], "second": [str(second)], "cases": 1}
+    store = Store(out, NAME, environment(command, about))
+    started = time.perf_counter()
+    given = dict(enumerate(launches[2:], 1))
+    result = judge_launches(launches[0], launches[1], repeat=shlex.join(command), further=Further(perturbed=given.get))
+    return _store_result(replace(result, seconds={"checks": time.perf_counter() - started}), store)
+
+
+def _store_result(result: CaseResult, store: Store) -> RunResult:
+    """The result in its run folder."""
+    case = result.case
+    store.plan([{"case": result.text, "mode": case.mode, "world_size": case.world_size}])
+    stored = stored_part(result)
+    for file, columns, rows in stored.tables:
+        store.extend(file, columns, rows)
+    store.add(stored.text, stored.ledger, stored.rows, stored.verdicts, stored.seconds)
+    store.close()
+    status = 0 if result.verdict == PASS else 1
+    return RunResult(path=store.path, verdicts=result.verdicts, exit_status=status, notes=tuple(store.notes))
+
+
+@contextmanager
+def _time_part(seconds: dict[str, float], part: str) -> Iterator[None]:
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds[part] = seconds.get(part, 0.0) + time.perf_counter() - started

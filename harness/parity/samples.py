@@ -1,0 +1,276 @@
+"""Whether the ranks of the second launch together read the samples of the first one, each once, step by step.
+
+A sample is a row along dim 0 of what the outermost module receives. Under context parallelism a rank has parts of a
+row's sequence (dim 1): contiguous ones, or two in zigzag. Ranks that read the same rows and parts (of one tensor
+parallel group) are one reader. Rows are told by their bits, so their order may be another one: `Samples.sources` says
+which row of the first launch each one is, and outputs of modules are put into its order by it.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from shardproof.harness.checking.finding import Finding
+from shardproof.harness.errors import ranks_text
+from shardproof.harness.outcome.merging import bits_of
+from shardproof.harness.parity.recorded import Launch
+from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
+
+CHECK = "samples"
+Source = tuple[int, int]
+"""Micro-batch and row of the first launch."""
+Unit = tuple[int, int, int]
+"""A source and the number of the part of its sequence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """The samples of one step. `rows` are those of the first launch, by micro-batch.
+
+    sources   (rank, micro-batch) -> the row of the first launch that each row is, None for a row that it has not
+    parts     rank -> the parts of the sequence that it has, of `of_parts`
+    copies    a part of a row that has the bits of an earlier one -> that one: nothing tells which of them is read
+    readers   ranks that read the same, a tuple each; ranks that receive no sample (later stages) are in none
+    problem   why rows cannot be compared; "" where they can
+    """
+
+    step: int
+    rows: tuple[int, ...] = ()
+    sources: Mapping[tuple[int, int], tuple[Source | None, ...]]
+    parts: Mapping[int, tuple[int, ...]]
+    of_parts: int = 1
+    copies: Mapping[Unit, Unit] = field(default_factory=dict)
+    readers: tuple[tuple[int, ...], ...] = ()
+    problem: str = ""
+
+    def units(self, rank: int) -> list[Unit]:
+        """What a rank reads of the first launch's samples, in its order."""
+        found = [source for (own, _), rows in sorted(self.sources.items()) if own == rank for source in rows]
+        return [(*source, part) for source in found if source for part in self.parts[rank]]
+
+
+def samples_of(first: Launch, second: Launch, step: int) -> Samples:
+    """The samples of a step of both launches."""
+    mine, theirs = _tensors_of(first, step), _tensors_of(second, step)
+    names = _common_names(mine, theirs)
+    if not names:
+        given = "the first modules receive nothing that is recorded"
+        if mine and theirs:
+            given = f"what they are called with has no rows alike: {_words_of(mine)} in the first launch"
+            given += f", {_words_of(theirs)} in the second"
+        return Samples(step=step, sources={}, parts={}, problem=given)
+    pairs = [(own, other) for own, other in names]
+    many = _count_parts(mine, theirs, pairs[0])
+    whole: dict[tuple[bytes, ...], list[Unit]] = {}
+    calls, rows = _calls_once(mine), []
+    for number, tensors in enumerate(calls):
+        parts_of_rows = _rows_of(tensors, [own for own, _ in pairs], many)
+        rows.append(len(parts_of_rows))
+        for row, parts in enumerate(parts_of_rows):
+            for part, key in enumerate(parts):
+                whole.setdefault(key, []).append((number, row, part))
+    sources: dict[tuple[int, int], tuple[Source | None, ...]] = {}
+    parts_of_rank: dict[int, tuple[int, ...]] = {}
+    read: dict[int, list[object]] = {}
+    used: Counter[tuple[Source, tuple[int, ...]]] = Counter()
+    for (rank, call), tensors in sorted(theirs.items(), key=lambda one: one[0]):
+        own_call = calls[0]
+        if not all(other in tensors and _are_alike(own_call[own], tensors[other]) for own, other in pairs):
+            continue  # a later stage of a pipeline is given what the one before it returns
+        share = many * tensors[pairs[0][1]].shape[1] // own_call[pairs[0][0]].shape[1] if many > 1 else 1
+        keys = _rows_of(tensors, [other for _, other in pairs], share)
+        sources[rank, call] = tuple(_find_row(row, whole, used, parts_of_rank, rank) for row in keys)
+        read.setdefault(rank, []).append(tuple(map(tuple, keys)))
+    readers: dict[object, list[int]] = {}
+    for rank, own in read.items():
+        readers.setdefault(tuple(own), []).append(rank)
+    for ranks in readers.values():  # one reader's ranks have one row where the first launch has several alike
+        sources |= {(rank, call): rows for rank in ranks for (own, call), rows in [*sources.items()] if own == ranks[0]}
+    return Samples(
+        step=step,
+        rows=tuple(rows),
+        sources=sources,
+        parts=parts_of_rank,
+        of_parts=many,
+        copies={unit: units[0] for units in whole.values() for unit in units[1:]},
+        readers=tuple(map(tuple, readers.values())),
+    )
+
+
+def check_samples(steps: Sequence[Samples]) -> Finding:
+    """Whether every step of the second launch reads the samples of the same step of the first one, each once."""
+    if problem := next((one.problem for one in steps if one.problem), ""):
+        return Finding(verdict=UNKNOWN, message=f"samples cannot be compared: {problem}")
+    if not steps:
+        return Finding(verdict=UNKNOWN, message="samples cannot be compared: no step was recorded whole")
+    for one in steps:
+        if words := describe_difference(one):
+            return Finding(
+                verdict=FAIL,
+                message=f"the launches do not train on the same samples: {words}",
+                names=(f"sample/{one.step}",),
+                ranks=_ranks_apart(one),
+                phase="data",
+            )
+    rows = sum(sum(one.rows) for one in steps)
+    order = all(_is_in_order(one) for one in steps)
+    words = "in the first launch's order" if order else "in another order within a step"
+    many = f"{len(steps)} step{'s' if len(steps) > 1 else ''}"
+    return Finding(verdict=PASS, message=f"{rows} samples of {many} are read once each, {words}")
+
+
+def describe_difference(one: Samples) -> str:
+    """How the samples of a step differ from those of the first launch, in words; "" where they do not."""
+    every = [
+        (call, row, part) for call, rows in enumerate(one.rows) for row in range(rows) for part in range(one.of_parts)
+    ]
+    there = Counter(one.copies.get(unit, unit) for unit in every)
+    least, most = (
+        Counter(one.copies.get(unit, unit) for rank in ranks for unit in one.units(rank))
+        for ranks in ([ranks[0] for ranks in one.readers], [rank for ranks in one.readers for rank in ranks])
+    )
+    missing = [unit for unit, count in there.items() if most[unit] < count]
+    twice = [unit for unit, count in there.items() if least[unit] > count]
+    foreign = [(rank, call, row) for (rank, call), found in sorted(one.sources.items())
+               for row, source in enumerate(found) if source is None]  # fmt: skip
+    if not missing and not twice and not foreign:
+        return ""
+    parts = []
+    shared = [ranks for ranks in one.readers if len(ranks) > 1]
+    if missing and not foreign and not twice and shared:
+        parts.append(f"ranks {ranks_text(shared[0])} read the same batch, as if they were one data rank")
+    if missing:
+        call, row, _ = missing[0]
+        many = len({unit[:2] for unit in missing})
+        rows = f"{many} of the first launch's {sum(one.rows)} samples {'are' if many > 1 else 'is'}"
+        parts.append(f"{rows} read by no rank, first row {row} of micro-batch {call}")
+    if twice:
+        call, row, _ = twice[0]
+        ranks = [own[0] for own in one.readers if twice[0] in [one.copies.get(u, u) for u in one.units(own[0])]]
+        where = f"by rank{'s' if len(ranks) > 1 else ''} {ranks_text(ranks)}"
+        many = len({unit[:2] for unit in twice})
+        rows = f"{many} {'are' if many > 1 else 'is'} read more than once"
+        parts.append(f"{rows}, first row {row} of micro-batch {call}, {where}")
+    if foreign:
+        rank, call, row = foreign[0]
+        rows = f"{len(foreign)} that {'are' if len(foreign) > 1 else 'is'} read"
+        parts.append(
+            f"{rows} the first launch has not in this step, first row {row} of micro-batch {call} on rank {rank}"
+        )
+    return f"step {one.step}: " + "; ".join(parts)
+
+
+def _ranks_apart(one: Samples) -> tuple[int, ...]:
+    return tuple(sorted({rank for (rank, _), found in one.sources.items() if None in found}))
+
+
+def _is_in_order(one: Samples) -> bool:
+    """Whether the ranks, one after the other, have the first launch's rows in its order."""
+    found = [unit for ranks in one.readers for unit in one.units(ranks[0])]
+    return found == sorted(found)
+
+
+_Tensors = Mapping[tuple[int, int], Mapping[str, Tensor]]
+"""(rank, micro-batch) -> what the outermost module received, by its place there."""
+
+
+def _tensors_of(launch: Launch, step: int) -> _Tensors:
+    found: dict[tuple[int, int], dict[str, Tensor]] = {}
+    for rank, row in launch.rows("sample", step):
+        if row.shape:
+            found.setdefault((rank.rank, row.call), {})[_place_of(row.name, row.leaf)] = rank.tensor(row)
+    return found
+
+
+def _words_of(tensors: _Tensors) -> str:
+    """The places and shapes of one micro-batch."""
+    return ", ".join(f"{name} {tuple(one.shape)}" for name, one in tensors[min(tensors)].items())
+
+
+def _place_of(name: str, leaf: str) -> str:
+    return f"{name}/{leaf}" if leaf else name
+
+
+def _calls_once(tensors: _Tensors) -> list[Mapping[str, Tensor]]:
+    """The micro-batches of a launch, those that several ranks read in the same way once."""
+    calls: list[Mapping[str, Tensor]] = []
+    seen: set[object] = set()
+    for (_, call), given in sorted(tensors.items(), key=lambda one: one[0]):
+        key = (call, *((name, bits_of(one).numpy().tobytes()) for name, one in sorted(given.items())))
+        if key not in seen:
+            seen.add(key)
+            calls.append(given)
+    return calls
+
+
+def _common_names(mine: _Tensors, theirs: _Tensors) -> list[tuple[str, str]]:
+    """Pairs of places whose tensors are rows of samples in both launches: of the same name, else the first alike."""
+    own, other = _batches_of(mine), _batches_of(theirs)
+    same = [(name, name) for name in own if name in other and _are_alike(own[name], other[name])]
+    if same:
+        return same
+    return [(a, b) for a in own for b in other if _are_alike(own[a], other[b])][:1]
+
+
+def _batches_of(tensors: _Tensors) -> dict[str, Tensor]:
+    """Places of the first micro-batch of the first rank whose tensors have its rows, integers first."""
+    if not tensors:
+        return {}
+    given = tensors[min(tensors)]
+    rows = [one.shape[0] for one in given.values() if not one.is_floating_point()] or [
+        one.shape[0] for one in given.values()
+    ]
+    found = {name: one for name, one in given.items() if one.shape[0] == rows[0] and one.numel()}
+    return dict(sorted(found.items(), key=lambda one: one[1].is_floating_point()))
+
+
+def _are_alike(mine: Tensor, theirs: Tensor) -> bool:
+    """Whether rows of both may be the same: they have one kind of number and shape, but for a part of a sequence."""
+    if mine.is_floating_point() != theirs.is_floating_point() or mine.dim() != theirs.dim():
+        return False
+    a, b = tuple(mine.shape[1:]), tuple(theirs.shape[1:])
+    return a == b or (len(a) > 0 and a[1:] == b[1:] and b[0] > 0 and a[0] % b[0] == 0)
+
+
+def _count_parts(mine: _Tensors, theirs: _Tensors, pair: tuple[str, str]) -> int:
+    """Into how many parts sequences are cut to be compared: 1, or two for each rank that has a part."""
+    a, b = mine[min(mine)][pair[0]], theirs[min(theirs)][pair[1]]
+    if a.shape[1:] == b.shape[1:]:
+        return 1
+    ranks = a.shape[1] // b.shape[1]
+    return 2 * ranks if not a.shape[1] % (2 * ranks) else ranks
+
+
+def _rows_of(tensors: Mapping[str, Tensor], names: Sequence[str], parts: int) -> list[list[tuple[bytes, ...]]]:
+    """By row: the bits of each of its parts, of all these tensors."""
+    cut = []
+    for name in names:
+        tensor = tensors[name]
+        wide = tensor.to(torch.int64) if not tensor.is_floating_point() else tensor.double()
+        pieces = wide.chunk(parts, 1) if parts > 1 and wide.dim() > 1 else [wide] * parts
+        cut.append([[bits_of(row).numpy().tobytes() for row in piece.unbind(0)] for piece in pieces])
+    rows = len(cut[0][0])
+    return [[tuple(of_name[part][row] for of_name in cut) for part in range(parts)] for row in range(rows)]
+
+
+def _find_row(
+    keys: Sequence[tuple[bytes, ...]],
+    whole: Mapping[tuple[bytes, ...], Sequence[Unit]],
+    used: Counter[tuple[Source, tuple[int, ...]]],
+    parts: dict[int, tuple[int, ...]],
+    rank: int,
+) -> Source | None:
+    """The row of the first launch that has all these parts, of several alike one that is not used yet."""
+    options = [{unit[:2]: unit[2] for unit in reversed(whole.get(key, ()))} for key in keys]
+    rows = [source for source in sorted(options[0]) if all(source in other for other in options)] if options else []
+    if not rows:
+        parts.setdefault(rank, (0,))
+        return None
+    at = {source: tuple(other[source] for other in options) for source in rows}
+    best = min(rows, key=lambda source: (used[source, at[source]], source))
+    used[best, at[best]] += 1
+    parts.setdefault(rank, at[best])
+    return best

@@ -1,0 +1,97 @@
+"""What cannot be judged: what differs between two runs of one launch, what is drawn, what only rounding may explain."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from shardproof.harness.checking.finding import Finding
+from shardproof.harness.checking.measures.spreads import run_spreads
+from shardproof.harness.outcome.blocks import localize
+from shardproof.harness.parity import samples
+from shardproof.harness.parity.comparison import NUMERIC, Comparison, list_names
+from shardproof.harness.parity.quantities import control_tensors
+from shardproof.harness.parity.recorded import Launch
+from shardproof.harness.verdicts.facts import notes_about
+from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
+
+
+def spreads_of(seen: Comparison, again: Launch) -> dict[str, float]:
+    """Name -> how far two runs of the first launch are apart, of those tensors that are."""
+    second = {
+        name: tensor for name, tensor in control_tensors(again, seen.flat, seen.reading).items() if name in seen.tensors
+    }
+    absent = {name: torch.zeros(0) for name in seen.tensors if name not in second}
+    return run_spreads([localize(seen.tensors)], [localize({**second, **absent})])
+
+
+def check_determinism(seen: Comparison, again: Launch) -> Finding:
+    """Whether the first launch repeats itself. What differs by more than rounding cannot be judged."""
+    spreads = spreads_of(seen, again)
+    limit = torch.finfo(getattr(torch, seen.case.dtype)).eps ** 0.5
+    wide = [name for name, spread in spreads.items() if spread > limit]
+    others = (samples.describe_difference(samples.samples_of(seen.first, again, one.step)) for one in seen.steps)
+    if words := next(filter(None, others), ""):
+        wide, what = [*wide, "sample/0"], f"do not read the same samples: {words}"
+    else:
+        what = f"differ in {list_names(wide)}"
+    if wide:
+        rule = "what differs between two runs of one launch cannot be judged; legal: a seed for all that it draws"
+        return Finding(
+            verdict=UNKNOWN,
+            message=f"two runs of the first launch {what}: {rule}",
+            notes=notes_about(undecided=tuple(wide)),
+        )
+    how = f"differ by rounding in {len(spreads)} tensors" if spreads else "agree in every bit"
+    return Finding(verdict=PASS, message=f"two runs of the first launch {how}")
+
+
+def undecided_by_chance(seen: Comparison, findings: dict[str, Finding]) -> dict[str, Finding]:
+    """Findings that are unknown, not failed, since the first launch does not repeat itself."""
+    repeated = findings.get("determinism")
+    if repeated is None or repeated.verdict == PASS:
+        return findings
+    return _as_unknown(findings, (samples.CHECK, "replicas", *NUMERIC), "two runs of the first launch differ too")
+
+
+def undecided_by_draws(seen: Comparison, findings: dict[str, Finding]) -> dict[str, Finding]:
+    """Findings of numbers that are unknown, not failed, since forward draws numbers (dropout)."""
+    drawn = [str(one) for launch in (seen.first, seen.second) for rank in launch.ranks
+             for one in rank.about.get("drawn", ())]  # fmt: skip
+    if not drawn:
+        return findings
+    where = list_names(list(dict.fromkeys(drawn)))
+    why = f"numbers are drawn in {where}, others on each launch; legal: --no-dropout"
+    return _as_unknown(findings, ("replicas", *NUMERIC[1:]), why)
+
+
+def undecided_without_controls(seen: Comparison, findings: dict[str, Finding]) -> dict[str, Finding]:
+    """Findings of numbers that are unknown, not failed: rounding may be behind them, and no run shows how much.
+
+    Half of the digits of a dtype is more than rounding comes to in a few steps, but for chaotic training.
+    """
+    if seen.controls or seen.case.dtype == "float64":
+        return findings
+    limit = torch.finfo(getattr(torch, seen.case.dtype)).eps ** 0.5
+    words = "no run of the first launch with its rounding moved says whether rounding is behind it"
+    legal = "--control FOLDER (record --values --perturb 1), or --dtype float64"
+
+    def may_be_rounding(finding: Finding) -> bool:
+        return finding.verdict == FAIL and bool(finding.wrong) and all(one.error <= limit for one in finding.wrong)
+
+    return {
+        check: replace(finding, verdict=UNKNOWN, message=f"{finding.message}, and {words}; legal: {legal}")
+        if may_be_rounding(finding)
+        else finding
+        for check, finding in findings.items()
+    }
+
+
+def _as_unknown(findings: dict[str, Finding], checks: Sequence[str], why: str) -> dict[str, Finding]:
+    """The findings, those of these checks unknown where they failed."""
+    return {
+        check: replace(finding, verdict=UNKNOWN, message=f"{finding.message}, which proves nothing: {why}")
+        if check in checks and finding.verdict == FAIL
+        else finding
+        for check, finding in findings.items()
+    }

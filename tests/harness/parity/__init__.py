@@ -1,0 +1,1 @@
+"""Tests of parity: two launches of one program."""

@@ -1,0 +1,215 @@
+"""Two recorded launches judged: right ones agree under every layout, each mistake is found where it was made."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardproof.harness.parity.judging import Further, judge_launches
+from shardproof.harness.parity.recorded import read_launch
+from shardproof.harness.running.result import CaseResult
+from shardproof.harness.verdicts.facts import FailedCheck
+from tests.harness.parity.toy_launches import BATCH, Toy, initial_values
+
+LAYOUTS: Mapping[str, Mapping[str, Any]] = {
+    "one": {},
+    "dp": {"dp": 2},
+    "tp": {"tp": 2},
+    "pp": {"pp": 2},
+    "dp+tp": {"dp": 2, "tp": 2},
+    "dp+tp+pp": {"dp": 2, "tp": 2, "pp": 2},
+    "dp of blocks": {"dp": 2, "order": lambda dp, rank: [*range(rank * BATCH // dp, (rank + 1) * BATCH // dp)]},
+    "dp and micro-batches": {"dp": 2, "micro": 2},
+    "micro-batches": {"micro": 2},
+}
+
+
+def judged(folder: Path, first: Toy, second: Toy, *, further: bool = True) -> CaseResult:
+    """The result of two toy launches; a perturbed run begins with initial values that are moved by rounding."""
+    mine, theirs = (read_launch(toy.launch(folder / name)) for name, toy in (("a", first), ("b", second)))
+
+    def again(number: int = 0) -> Any:
+        run = Toy(seed=first.seed, dtype=first.dtype, noise=number * 1e-3, edits=first.edits)
+        return read_launch(run.launch(folder / f"again-{number}"))
+
+    runs = Further(again=again, perturbed=again) if further else Further()
+    return judge_launches(mine, theirs, further=runs)
+
+
+def failures(result: CaseResult) -> dict[str, FailedCheck]:
+    return {one.check: one.failure for one in result.verdicts if one.failure is not None}
+
+
+def statements(result: CaseResult, verdict: str) -> dict[str, str]:
+    return {one.check: one.statement for one in result.verdicts if one.verdict == verdict}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_right_launch_agrees_under_every_layout(layout: str, tmp_path: Path) -> None:
+    result = judged(tmp_path, Toy(), Toy(**LAYOUTS[layout]))
+    assert statements(result, "fail") == statements(result, "unknown") == {}
+    axes = {word for word in layout.split(maxsplit=1)[0].split("+") if word in ("dp", "tp", "pp")}
+    assert {*result.case.axes} == axes
+    decided = [counts for one in result.verdicts for counts in one.decided.values()]
+    assert decided and all(known == of > 0 for known, of in decided)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_no_right_launch_is_accused(seed: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    result = judged(tmp_path, Toy(seed=seed, dtype=dtype), Toy(seed=seed, dtype=dtype, dp=2, tp=2))
+    assert statements(result, "fail") == statements(result, "unknown") == {}
+
+
+_TWICE: Callable[..., Any] = lambda name, own, data: torch.stack(own).sum(0)  # noqa: E731
+
+
+def stale() -> Callable[..., Any]:
+    """Gradients averaged, to which those of the step before are added."""
+    before: dict[str, Any] = {}
+
+    def average(name: str, own: Any, data: int) -> Any:
+        mean = torch.stack(own).mean(0)
+        found = mean + before[name] if name in before else mean
+        before[name] = mean
+        return found
+
+    return average
+
+
+EDITS: Mapping[str, tuple[Mapping[str, Any], tuple[str, str, str], str]] = {
+    "a seed by rank": (
+        {"dp": 2, "edits": {"start": lambda values, data: initial_values(data)}},
+        ("forward", "tokens", "init/tokens.weight"),
+        "on rank 1 alone, as where every rank has a seed of its own",
+    ),
+    "a sampler's seed by rank": (
+        {"dp": 2, "edits": {"samples": lambda rows, step, data: [(row * (1 + data) + data) % 4 for row in rows]}},
+        ("data", "", "sample/0"),
+        "step 0: 1 of the first launch's 4 samples is read by no rank",
+    ),
+    "the same batch on all data ranks": (
+        {"dp": 2, "edits": {"samples": lambda rows, step, data: [0, 1]}},
+        ("data", "", "sample/0"),
+        "ranks 0 1 read the same batch, as if they were one data rank",
+    ),
+    "the samples of another step": (
+        {"edits": {"samples": lambda rows, step, data: rows if step == 0 else [0, 0, 1, 2]}},
+        ("data", "", "sample/1"),
+        "step 1: 1 of the first launch's 4 samples is read by no rank",
+    ),
+    "gradients that are not averaged": (
+        {"dp": 2, "edits": {"grad": lambda name, own, data: own[data]}},
+        ("grad_sync", "head", "grad/head.weight"),
+        "their mean over dp=2 is the truth",
+    ),
+    "gradients added up, not averaged": (
+        {"dp": 2, "edits": {"grad": _TWICE}},
+        ("grad_sync", "head", "grad/head.weight"),
+        "all are 2 x the truth, which is dp=2",
+    ),
+    "a loss over all ranks' tokens that is averaged again": (
+        {"dp": 2, "edits": {"loss": lambda loss, data: loss / 2}},
+        ("loss", "", "loss/0"),
+        "it and all wrong gradients are 0.5 x the truth, which is 1 / dp=2",
+    ),
+    "a norm of one rank's parts": (
+        {"tp": 2, "edits": {"norm": lambda norm: norm / 2**0.5}},
+        ("grad_sync", "", "grad_norm/0"),
+        "it counts 1 of 2 ranks of tp in everything",
+    ),
+    "no clip": (
+        {"tp": 2, "edits": {"clip": lambda name, grad, scale: grad}},
+        ("step", "", "exp_avg_sq_after/0/head.weight"),
+        "the gradients of step 0 are",
+    ),
+    "a replicated gradient that is not summed": (
+        {"tp": 2, "edits": {"grad": lambda name, own, data: own[0] / 2 if "norm" in name else own[0]}},
+        ("grad_sync", "layers.1.norm", "grad/layers.1.norm.weight"),
+        "all are 0.5 x the truth, which is 1 / tp=2",
+    ),
+    "gradients of the step before": (
+        {"tp": 2, "edits": {"grad": stale()}},
+        ("grad_sync", "head", "grad/head.weight"),
+        "they hold the gradients of step 0 too, as where nothing sets them to zero",
+    ),
+    "a wrong output": (
+        {"tp": 2, "edits": {"output": lambda name, x: x * 1.5 if name == "layers.1.w2" else x}},
+        ("forward", "layers.1.w2", "loss/0"),
+        "it is 1.5 x the truth",
+    ),
+    "a parameter that stays": (
+        {"tp": 2, "edits": {"after": lambda name, new, old: old if name == "layers.1.w2.weight" else new}},
+        ("step", "", "param_after/0/layers.1.w2.weight"),
+        "as before the first step",
+    ),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_mistake_is_found_where_it_was_made(edit: str, tmp_path: Path) -> None:
+    words, (phase, region, name), cause = EDITS[edit]
+    result = judged(tmp_path, Toy(), Toy(**words))
+    found = failures(result)
+    assert found, statements(result, "unknown")
+    for failure in found.values():
+        first = failure.first
+        assert first.step == (1 if "before" in edit or "another step" in edit else 0)
+        assert (first.phase, first.region if region else "", first.name) == (phase, region, name)
+        assert cause in "; ".join(one.words for one in failure.causes)
+
+
+DEAD: Mapping[str, tuple[Mapping[str, Any], str]] = {
+    "no parameter moves": ({"after": lambda name, new, old: old}, "no parameter moves in 2 steps"),
+    "gradients are zero": ({"grad": lambda name, own, data: own[0] * 0}, "every gradient is zero throughout in step 0"),
+    "the loss is nothing": ({"loss": lambda loss, data: loss * 0}, "its loss is 0 in step 0 on every rank"),
+    "the loss is no number": ({"loss": lambda loss, data: loss / 0}, "its loss is no number in step 0"),
+}
+
+
+@pytest.mark.parametrize("what", DEAD)
+def test_launches_that_are_dead_alike_do_not_pass(what: str, tmp_path: Path) -> None:
+    edits, words = DEAD[what]
+    result = judged(tmp_path, Toy(edits=edits), Toy(edits=edits, dp=2))
+    assert words in statements(result, "fail")["alive"]
+
+
+def test_what_forward_draws_makes_numbers_undecided(tmp_path: Path) -> None:
+    drawn = {"output": lambda name, x: x * 1.1 if name == "layers.0" else x}
+    result = judged(tmp_path, Toy(), Toy(edits=drawn, about={"drawn": ["layers.0.drop"]}))
+    assert statements(result, "fail") == {}
+    assert "numbers are drawn in layers.0.drop" in statements(result, "unknown")["forward"]
+
+
+def test_a_launch_that_does_not_repeat_itself_accuses_nobody(tmp_path: Path) -> None:
+    calls = iter(range(5, 100))
+    first = Toy(edits={"start": lambda values, data: initial_values(next(calls))})
+    result = judged(tmp_path, first, Toy())
+    assert statements(result, "fail") == {}
+    assert "two runs of the first launch differ in init/tokens.weight" in statements(result, "unknown")["determinism"]
+
+
+def test_rounding_is_not_told_from_errors_without_a_perturbed_run(tmp_path: Path) -> None:
+    slight = {"loss": lambda loss, data: loss * (1 + 1e-5)}
+    first, second = Toy(dtype=torch.float32), Toy(dtype=torch.float32, edits=slight)
+    undecided = statements(judged(tmp_path / "without", first, second, further=False), "unknown")
+    assert "no run of the first launch with its rounding moved" in undecided["forward"]
+    assert "forward" in statements(judged(tmp_path / "with", first, second), "fail")
+
+
+def test_a_loss_that_ranks_share_out_is_added_up_where_gradients_are_right(tmp_path: Path) -> None:
+    shares: Mapping[str, Any] = {"loss": lambda loss, data: loss / 2, "grad": _TWICE}
+    result = judged(tmp_path, Toy(), Toy(dp=2, edits=shares))
+    assert statements(result, "fail") == statements(result, "unknown") == {}
+    assert "the sum over data ranks" in statements(result, "pass")["partners"]
+
+
+def test_a_parameter_without_a_partner_is_named(tmp_path: Path) -> None:
+    first, second = (read_launch(Toy(pp=pp).launch(tmp_path / str(pp))) for pp in (1, 2))
+    lacking = type(second)(ranks=second.ranks[:1], folder=second.folder)
+    unknown = statements(judge_launches(first, lacking), "unknown")
+    assert (
+        "layers.1.norm.weight" in unknown["partners"] and "ranks 1 of the second launch recorded" in unknown["partners"]
+    )

@@ -1,0 +1,110 @@
+"""Samples of two launches: rows find each other by their bits, and what is read twice, or by nobody, is named."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardproof.harness.parity.axes import axes_of
+from shardproof.harness.parity.recorded import Launch, read_launch
+from shardproof.harness.parity.samples import check_samples, describe_difference, samples_of
+from shardproof.harness.programs.values import ValueRow, append_values
+
+TOKENS = torch.randint(0, 50, (4, 8), generator=torch.Generator().manual_seed(1))
+Given = Sequence[Mapping[str, Tensor]]
+"""Of one rank: what the outermost module is called with, micro-batch by micro-batch."""
+
+
+def recorded(folder: Path, ranks: Sequence[Given]) -> Launch:
+    folder.mkdir()
+    for rank, calls in enumerate(ranks):
+        rows, tensors = [], {}
+        for call, given in enumerate(calls):
+            for name, tensor in given.items():
+                key = f"{call}/{name}"
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                row = ValueRow(
+                    kind="sample", step=0, name=name, call=call, key=key, dtype=dtype, shape=(*tensor.shape,)
+                )
+                rows.append(row)
+                tensors[key] = tensor.contiguous()
+        append_values(folder, rank, 0, rows, tensors)
+    return read_launch(folder)
+
+
+def rows(*numbers: int) -> Given:
+    return [{"args/0": TOKENS[[*numbers]]}]
+
+
+def slices(*parts: int) -> Given:
+    return [{"args/0": torch.cat([TOKENS.chunk(4, 1)[part] for part in parts], 1)}]
+
+
+RIGHT: Mapping[str, tuple[Sequence[Given], Mapping[str, tuple[tuple[int, ...], ...]]]] = {
+    "data ranks": ([rows(0, 2), rows(1, 3)], {"dp": ((0, 1),)}),
+    "ranks of one model": ([rows(0, 1, 2, 3)] * 2, {"tp": ((0, 1),)}),
+    "both": ([rows(0, 1), rows(0, 1), rows(2, 3), rows(2, 3)], {"tp": ((0, 1), (2, 3)), "dp": ((0, 2), (1, 3))}),
+    "both, data ranks next to each other": (
+        [rows(0, 1), rows(2, 3), rows(0, 1), rows(2, 3)],
+        {"tp": ((0, 2), (1, 3)), "dp": ((0, 1), (2, 3))},
+    ),
+    "micro-batches": ([[*rows(3), *rows(0)], [*rows(1), *rows(2)]], {"dp": ((0, 1),)}),
+    "slices of sequences": ([slices(0, 1), slices(2, 3)], {"cp": ((0, 1),)}),
+    "slices in zigzag": ([slices(0, 3), slices(1, 2)], {"cp": ((0, 1),)}),
+}
+
+
+@pytest.mark.parametrize("layout", RIGHT)
+def test_ranks_that_read_every_sample_once_are_right(layout: str, tmp_path: Path) -> None:
+    ranks, axes = RIGHT[layout]
+    second = recorded(tmp_path / "b", ranks)
+    found = samples_of(recorded(tmp_path / "a", [rows(0, 1, 2, 3)]), second, 0)
+    assert describe_difference(found) == "" and check_samples([found]).verdict == "pass"
+    assert dict(axes_of(second, found)) == axes
+
+
+WRONG: Mapping[str, tuple[Sequence[Given], str]] = {
+    "a row twice": (
+        [rows(0, 2), rows(2, 3)],
+        "step 0: 1 of the first launch's 4 samples is read by no rank, first row 1 of micro-batch 0; "
+        "1 is read more than once, first row 2 of micro-batch 0, by ranks 0 1",
+    ),
+    "half a batch": (
+        [rows(0), rows(1)],
+        "step 0: 2 of the first launch's 4 samples are read by no rank, first row 2 of micro-batch 0",
+    ),
+    "other rows": (
+        [[{"args/0": TOKENS + 1}]],
+        "step 0: 4 of the first launch's 4 samples are read by no rank, first row 0 of micro-batch 0; "
+        "4 that are read the first launch has not in this step, first row 0 of micro-batch 0 on rank 0",
+    ),
+    "a slice twice": (
+        [slices(0, 1), slices(1, 2)],
+        "step 0: 4 of the first launch's 4 samples are read by no rank, first row 0 of micro-batch 0; "
+        "4 are read more than once, first row 0 of micro-batch 0, by ranks 0 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_what_is_missing_twice_or_foreign_is_said(mistake: str, tmp_path: Path) -> None:
+    ranks, words = WRONG[mistake]
+    found = samples_of(recorded(tmp_path / "a", [rows(0, 1, 2, 3)]), recorded(tmp_path / "b", ranks), 0)
+    assert describe_difference(found) == words
+    assert check_samples([found]).verdict == "fail"
+
+
+def test_samples_that_cannot_be_held_against_each_other_are_unknown(tmp_path: Path) -> None:
+    second = recorded(tmp_path / "b", [[{"args/0": torch.randn(4, 3, 3)}]])
+    found = check_samples([samples_of(recorded(tmp_path / "a", [rows(0, 1)]), second, 0)])
+    assert found.verdict == "unknown" and "args/0 (4, 3, 3)" in found.message
+
+
+def test_rows_that_are_equal_accuse_nobody(tmp_path: Path) -> None:
+    first = recorded(tmp_path / "a", [rows(0, 0, 1, 2)])
+    for number, ranks in enumerate(([rows(0, 1), rows(0, 2)], [rows(0, 0), rows(1, 2)])):
+        assert describe_difference(samples_of(first, recorded(tmp_path / str(number), ranks), 0)) == ""
+    lacking = samples_of(first, recorded(tmp_path / "c", [rows(0, 1), rows(2, 2)]), 0)
+    assert "1 of the first launch's 4 samples is read by no rank, first row 0" in describe_difference(lacking)
