@@ -1,15 +1,18 @@
 """Names of the modules and parameters of a recorded program, without those that wrappers add.
 
 The first module with parameters to train that nothing else encloses is the model, and its path is "". Modules that are
-called outermost beside it (a discriminator, a criterion) are named below their class.
+called beside it (a discriminator, a criterion) are named below their class. A program may call parts of its model
+alone, as stages of a pipeline do: what encloses a part is seen when modules are put together.
 """
 
 import sys
+import weakref
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from shardproof.harness.programs.tensors.layouts import Split, split_of, split_of_flat, split_value
 from shardproof.harness.torch_internals.flat_parameters import Piece, flat_parameter
@@ -48,6 +51,27 @@ class _Around:
     ignored: frozenset[str] = frozenset()
     inside: str = ""
     pieces: dict[int, Piece] = field(default_factory=dict)
+
+
+class Enclosing:
+    """Modules by what they were last put into, from when it is made on."""
+
+    def __init__(self) -> None:
+        self._parents: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
+        register_module_module_registration_hook(self._note_part)
+
+    def find_outermost(self, module: nn.Module) -> nn.Module:
+        """The module that encloses this one and that nothing encloses; the module itself where none is known."""
+        above, around = self._parents.get(module), module
+        while above is not None and (parent := above()) is not None:
+            if not any(child is around for child in parent.children()):
+                break  # it was taken out again
+            around, above = parent, self._parents.get(parent)
+        return around
+
+    def _note_part(self, parent: nn.Module, _name: str, part: nn.Module | None) -> None:
+        if part is not None:
+            self._parents[part] = weakref.ref(parent)
 
 
 @dataclass(slots=True)

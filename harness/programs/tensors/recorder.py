@@ -31,7 +31,7 @@ from shardproof.harness.programs.tensors import numerics
 from shardproof.harness.programs.tensors.initial_values import InitialValues
 from shardproof.harness.programs.tensors.layouts import tensors_in
 from shardproof.harness.programs.tensors.modules import ModuleValues
-from shardproof.harness.programs.tensors.names import NamedParameter, Names
+from shardproof.harness.programs.tensors.names import Enclosing, NamedParameter, Names
 from shardproof.harness.programs.tensors.store import StepValues
 from shardproof.harness.programs.tensors.updates import UpdateValues, watch_clipping, watch_clipping_of_fsdp
 from shardproof.harness.programs.values import FOLDER, ValueRow, write_about
@@ -58,7 +58,7 @@ class ValueRecorder:
         self._step, self._stepped, self._ended, self._stepping = 0, False, False, 0
         self._local = _Thread()
         self._about: dict[str, Any] = {"steps": [], "done": False}
-        self._names = Names()
+        self._names, self._enclosing = Names(), Enclosing()
         self._store = StepValues(budget_bytes=int(options.budget_gib * 2**30))
         self._modules = ModuleValues(store=self._store, names=self._names, guard=self._guard)
         self._updates = UpdateValues(store=self._store, names=self._names)
@@ -76,7 +76,7 @@ class ValueRecorder:
 
         @functools.wraps(backward)
         def begin_backward(tensors: Any, grad_tensors: Any = None, *args: Any, **words: Any) -> None:
-            if self._takes and grad_tensors is None and current_task() == -1:
+            if self._takes and current_task() == -1:
                 self._guard(self._updates.take_losses, tensors)
             backward(tensors, grad_tensors, *args, **words)
 
@@ -144,9 +144,11 @@ class ValueRecorder:
             self._store.step = self._step
             self._modules.begin_step()
             self._updates.begin_step()
-        if id(module) not in self._names.roots:
-            self._register(module)
-        self._modules.enter(module, self._names.roots[id(module)][1], args, words)
+        root = self._enclosing.find_outermost(module)
+        if id(root) not in self._names.roots:
+            self._register(root)
+        place = self._names.modules.get(id(module))
+        self._modules.enter(module, self._names.roots[id(root)][1] if place is None else place.name, args, words)
         self._local.mode = _RECORDS
 
     def _begin(self) -> None:

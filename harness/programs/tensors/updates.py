@@ -41,8 +41,10 @@ class UpdateValues:
             kept.clear()
 
     def take_losses(self, tensors: object) -> None:
-        """Backward begins from these tensors and is given no gradient of them."""
+        """Backward begins from these tensors: single numbers are losses, and stages of a pipeline begin from more."""
         for _place, tensor in tensors_in(tensors):
+            if tensor.numel() != 1:
+                continue
             self.store.add(self._row("loss", Place("", ""), call=self._losses), tensor)
             self._losses += 1
 

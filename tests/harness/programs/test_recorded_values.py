@@ -82,7 +82,9 @@ def names(ranks: Sequence[RankValues], kind: str) -> list[str]:
     return list(dict.fromkeys(row.name for rank in ranks for row in rank.rows if row.kind == kind))
 
 
-@pytest.mark.parametrize("kind", [*TRUTHS, "plain", "frozen", "checkpoint", "reentrant", "criterion", "closure"])
+@pytest.mark.parametrize(
+    "kind", [*TRUTHS, "plain", "frozen", "checkpoint", "reentrant", "criterion", "closure", "parts"]
+)
 def test_a_program_prints_the_same_and_its_steps_are_recorded(launches: Launches, kind: str) -> None:
     values = launches.of(kind)
     assert launches.ended(launches.folder / f"plain-{kind}", kind) == launches.out[kind]
@@ -155,6 +157,14 @@ def test_tied_frozen_clipped_and_what_is_outermost_beside_the_model(launches: La
     assert names([beside], "output")[-1] == "CrossEntropyLoss"
     assert "CrossEntropyLoss:args/1" in names([beside], "sample")
     assert names(launches.of("closure"), "grad") == names(launches.of("checkpoint"), "grad")
+
+
+def test_parts_of_a_model_that_is_not_called_itself_have_the_names_of_the_model(launches: Launches) -> None:
+    parts, whole_model = launches.of("parts"), launches.of("checkpoint")
+    for sort in ("param", "grad", "output_grad", "loss", "param_after"):
+        assert sorted(names(parts, sort)) == sorted(name for name in names(whole_model, sort) if name or sort == "loss")
+    assert names(parts, "sample")[0] == "table:args/0"
+    assert_close(whole(parts, "grad", "up.weight"), whole(whole_model, "grad", "up.weight"))
 
 
 def test_what_does_not_fit_into_the_budget_is_left_out_from_the_largest_on_and_named(launches: Launches) -> None:

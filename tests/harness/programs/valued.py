@@ -2,9 +2,9 @@
 
     valued.py KIND SEED
 
-KIND: plain, frozen, checkpoint, reentrant, ddp, fsdp1, fsdp1-flat, fsdp2, tp, criterion, closure, narrow. All train the
-same two layers on the same samples in float64, but for those of data-parallel ranks, which have a half each. fsdp1 is
-in float32; narrow is in bfloat16 with autocast and dropout.
+KIND: plain, frozen, checkpoint, reentrant, ddp, fsdp1, fsdp1-flat, fsdp2, tp, criterion, closure, parts, narrow. All
+train the same two layers on the same samples in float64, but for those of data-parallel ranks, which have a half each.
+fsdp1 is in float32; narrow is in bfloat16 with autocast and dropout.
 """
 
 import sys
@@ -101,7 +101,9 @@ def main() -> None:
             optimizer.zero_grad()
             total = torch.zeros(())
             for number, tokens in enumerate(batches):
-                if KIND == "criterion":
+                if KIND == "parts":
+                    loss = drawn.forward(tokens, targets=tokens)["loss"]  # its modules are called, it is not
+                elif KIND == "criterion":
                     loss = criterion(model(tokens).flatten(0, -2), tokens.flatten())
                 else:
                     loss = model(tokens, targets=tokens)["loss"]
@@ -109,6 +111,8 @@ def main() -> None:
                 if KIND == "ddp" and number < len(batches) - 1:
                     with model.no_sync():  # type: ignore[operator]
                         loss.backward()
+                elif KIND == "parts":
+                    torch.autograd.backward(loss, grad_tensors=torch.ones_like(loss))
                 else:
                     loss.backward()
                 total += loss.detach()
