@@ -2,7 +2,7 @@
 
     python -m bench.badges [--check]
 
-Writes docs/badges/*.svg: planted bugs found and modes proved (tables of docs/checks.md), tested releases of torch
+Writes docs/badges/*.svg: planted bugs found and modes proved (tables of docs/evidence.md), tested releases of torch
 (`make compat`). With --check nothing is written: exit status 1 names each badge that is stale.
 """
 
@@ -16,7 +16,7 @@ from shardproof.harness.torch_internals.lookup import TESTED
 from shardproof.reference.language.core import MODES
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDER, PAGE = ROOT / "docs" / "badges", ROOT / "docs" / "checks.md"
+FOLDER, PAGE = ROOT / "docs" / "badges", ROOT / "docs" / "evidence.md"
 _GREEN, _RED, _WIDE = "#2e7d32", "#c62828", 7
 """Colours of a badge that states all and of one that does not; pixels of a letter, at most."""
 _SVG = """\
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def badges(page: str) -> Mapping[Path, str]:
-    """Path and text of every badge, by the tables of docs/checks.md."""
+    """Path and text of every badge, by the tables of docs/evidence.md."""
     rows = re.findall(r"^    (\S+) +\d+ +\d+ .* (\w+)$", page, re.MULTILINE)
     proved = {
         mode for mode in MODES if (mode, "pass") in rows and {end for row, end in rows if row == mode} == {"pass"}

@@ -49,6 +49,7 @@ from bench.workload import (
 from shardproof.harness.engines.processes.forked.pool import PoolEngine
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.recording.recorder import Recorder
+from shardproof.reports.printing.text import show_busy
 
 ALLOWED_COST = 1.03
 """Largest ratio of a recorded step to a plain one."""
@@ -232,7 +233,8 @@ def main(arguments: Sequence[str] = ()) -> int:
     parser.add_argument("--out", type=Path, default=Path("runs") / "bench", help="folder of bench.csv (runs/bench)")
     parser.add_argument("--quick", action="store_true", help="without the proof at real widths")
     options = parser.parse_args(arguments)
-    rows = measure(rounds=max(options.rounds, 1), spawns=2, quick=options.quick)
+    with show_busy("measuring in rounds: several minutes", sys.stderr):
+        rows = measure(rounds=max(options.rounds, 1), spawns=2, quick=options.quick)
     options.out.mkdir(parents=True, exist_ok=True)
     with (options.out / "bench.csv").open("w", newline="") as file:
         csv.writer(file).writerows([Row._fields, *rows])

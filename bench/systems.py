@@ -31,6 +31,10 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from shardproof.harness.verdicts.facts import Fact
+from shardproof.harness.verdicts.stored_records import record_of
+from shardproof.harness.verdicts.words import join_facts
+
 ROOT = Path(__file__).resolve().parents[1]
 _LIMIT_S = 1200.0
 
@@ -169,6 +173,23 @@ class Seen(NamedTuple):
     payload_bytes: int = 0
 
 
+def find_python(name: str) -> str:
+    """The Python of this name, such as python3.12, that runs: on PATH, else one that pyenv or uv installed, or Debian;
+    "" without one. A shim of pyenv is on PATH whether its version is chosen or not, and then does not run.
+    """
+    home = Path.home()
+    pyenv, uv = Path(os.environ.get("PYENV_ROOT", home / ".pyenv")), home / ".local" / "share" / "uv" / "python"
+    places = [
+        path
+        for root in (pyenv / "versions", Path(os.environ.get("UV_PYTHON_INSTALL_DIR", uv)))
+        for path in sorted(root.glob(f"*/bin/{name}"), reverse=True)
+    ]
+    for place in filter(None, (shutil.which(name), *map(str, places), f"/usr/bin/{name}")):
+        if Path(place).exists() and not run_to_end([place, "-c", ""], limit_s=60.0):
+            return place
+    return ""
+
+
 def interpreter(system: System, folder: Path) -> tuple[str, str]:
     """The Python that has the packages of a system, this one or that of an environment below `folder`, and the version
     of its own package. Without one "" and the reason.
@@ -182,9 +203,9 @@ def interpreter(system: System, folder: Path) -> tuple[str, str]:
     if system.is_here:
         return sys.executable, importlib.metadata.version(system.package)
     python = system.python or THIS
-    path = shutil.which(python) if system.python else sys.executable
+    path = find_python(python) if system.python else sys.executable
     if not path:
-        return "", f"no {python} on PATH"
+        return "", f"no {python} on PATH, nor one of pyenv, uv or Debian"
     place = folder / "-".join((python, *system.packages)).replace("==", "")
     own = str(place / "bin" / "python")
     if not (place / "ready").exists():
@@ -225,16 +246,19 @@ def run_cells(group: Sequence[Cell], stored: dict[tuple[str, ...], Ledger], pyth
         yield from run_cells(again, stored, python)
 
 
+def _statement_of(row: dict[str, Any]) -> str:
+    """What a row of verdicts.jsonl states, in words."""
+    return join_facts([record_of(Fact, one) for one in row["facts"]])
+
+
 def judge_cell(cell: Cell, row: dict[str, Any], verdicts: Sequence[dict[str, Any]], stored: Ledger | None) -> Seen:
     """The result of a cell and why: from the row of its case, its verdicts by check and the ledger of earlier runs."""
     bad = [one for one in verdicts if one["verdict"] != PASSED]
-    found = next((one for one in bad if cell.needle in json.dumps([one["statement"], one.get("failure")])), None)
+    found = next((one for one in bad if cell.needle in json.dumps([_statement_of(one), one.get("failure")])), None)
     if cell.expected != PASSED and row["verdict"] == "fail" and found:
-        return Seen(cell, cell.expected, cell.finding or found["statement"])
+        return Seen(cell, cell.expected, cell.finding or _statement_of(found))
     if cell.expected != PASSED or row["verdict"] != PASSED:
-        return Seen(
-            cell, FAILED, " ".join((f"the verdict is {row['verdict']}", *(one["statement"] for one in bad[:2])))
-        )
+        return Seen(cell, FAILED, " ".join((f"the verdict is {row['verdict']}", *map(_statement_of, bad[:2]))))
     ledger = (int(row["forward_calls"] + row["backward_calls"]), int(row["payload_bytes"]))
     if missing := CHECKS - {one["check"] for one in verdicts if one["verdict"] == PASSED}:
         return Seen(cell, FAILED, f"not compared: {', '.join(sorted(missing))}")

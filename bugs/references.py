@@ -37,6 +37,10 @@ SYSTEMS = {
     "PaddleFleet": "PaddlePaddle/PaddleFleet",
     "PaddleFleetX": "PaddlePaddle/PaddleFleetX",
     "fastmoe": "laekov/fastmoe",
+    "slime": "THUDM/slime",
+    "prime-rl": "PrimeIntellect-ai/prime-rl",
+    "mcore-bridge": "modelscope/mcore-bridge",
+    "Megatron-Bridge": "NVIDIA-NeMo/Megatron-Bridge",
 }
 """Name of a system in a record -> its repository."""
 _NAMES = "|".join(sorted(map(re.escape, SYSTEMS), key=len, reverse=True))

@@ -53,17 +53,6 @@ class Difference:
         """Whether a term counts other numbers than it states, and no event is known to be the wrong one."""
         return bool(self.term) and (self.kind != "wrong" or self.expected == self.found)
 
-    def __str__(self) -> str:
-        if self.counted:
-            return f"expected {self.term}"
-        place = self.line.place
-        times = f"{self.calls} call{'s' if self.calls > 1 else ''}"
-        if self.found and self.expected:
-            moved = self.expected.place != self.found.place
-            expected = self.term or f"{self.expected}" + (f" in {self.expected.place}" if moved else "")
-            return f"wrong event in {place} ({times}): {self.found}; expected {expected}"
-        return f"{self.kind} event in {place} ({times}): {self.line}"
-
 
 def find_differences(
     events: Iterable[Event],

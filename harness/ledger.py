@@ -51,7 +51,7 @@ class Call:
     device that the payload is on; where there is no payload, the host. `operator` is torch's name of an operator whose
     op is `other`: "c10d::shuffle_". `address` is where an all_gather or a broadcast writes first in memory, 0 for other
     calls and where there is no memory. `needs_gradient`: autograd wants the gradient of what an all_to_all or a
-    reduce_scatter sends; False where that is not certain, and of others.
+    reduce_scatter sends; False where that is not certain, and of others. `computed`: autograd computed what it sends.
     """
 
     op: str
@@ -67,6 +67,7 @@ class Call:
     operator: str = ""
     address: int = 0
     needs_gradient: bool = False
+    computed: bool = False
 
 
 class Observer(Protocol):

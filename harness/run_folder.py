@@ -11,7 +11,7 @@ from pathlib import Path
 
 from shardproof.harness.errors import MachineError, RequestError
 
-LAYOUT = 2
+LAYOUT = 3
 """Number of the layout of a run folder, in its env.json: a reader refuses folders of another one."""
 _RUNS_A_SECOND = 1000
 DISK_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EIO)

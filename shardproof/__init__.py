@@ -7,11 +7,11 @@
 Users import these names and no others; the folders behind them may change. Each is imported when it is first used, so
 that `import shardproof` costs nothing.
 
-    a subject       Shard, Term, phase, region, cuda_on_cpu, softmax_shift
+    a subject       Shard, Term, phase, region, documents, cuda_on_cpu, softmax_shift
     the dense model full_parameter, parameter_shapes, micro_batch, train_dense
     a proof         Case, prove, run, RequestError, ShardproofError
     a training run  watch
-    a run folder    load, headline, traffic, side_by_side, snapshot, compare
+    a run folder    load, headline, traffic, side_by_side, program_frames, snapshot, compare
 """
 
 from importlib import import_module
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from shardproof.harness.programs.watching import watch
     from shardproof.harness.protocols import Shard
     from shardproof.harness.recording.annotations import phase, region
+    from shardproof.harness.recording.documents import documents
     from shardproof.harness.terms import Term
     from shardproof.harness.torch_internals.cuda_on_cpu import cuda_on_cpu
     from shardproof.proving import prove, run
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from shardproof.reports.comparing.comparison import compare
     from shardproof.reports.comparing.snapshot import snapshot
     from shardproof.reports.printing.modes import side_by_side
+    from shardproof.reports.programs.program_frames import program_frames
     from shardproof.reports.stored.frames import load
     from shardproof.reports.stored.summary import headline, traffic
 
@@ -45,12 +47,14 @@ __all__ = [
     "Term",
     "compare",
     "cuda_on_cpu",
+    "documents",
     "full_parameter",
     "headline",
     "load",
     "micro_batch",
     "parameter_shapes",
     "phase",
+    "program_frames",
     "prove",
     "region",
     "run",
@@ -67,6 +71,7 @@ _PLACES = {
     "shardproof.harness.faults": "softmax_shift",
     "shardproof.harness.programs.watching": "watch",
     "shardproof.harness.recording.annotations": "phase region",
+    "shardproof.harness.recording.documents": "documents",
     "shardproof.harness.protocols": "Shard",
     "shardproof.harness.terms": "Term",
     "shardproof.harness.torch_internals.cuda_on_cpu": "cuda_on_cpu",
@@ -76,6 +81,7 @@ _PLACES = {
     "shardproof.reference.training.steps": "train_dense",
     "shardproof.reports.comparing.comparison": "compare",
     "shardproof.reports.printing.modes": "side_by_side",
+    "shardproof.reports.programs.program_frames": "program_frames",
     "shardproof.reports.comparing.snapshot": "snapshot",
     "shardproof.reports.stored.frames": "load",
     "shardproof.reports.stored.summary": "headline traffic",

@@ -10,13 +10,12 @@ from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.laws import group_events, same_sequence
 from shardproof.harness.checking.ledger_checks import report_broken_law
 from shardproof.harness.checking.records import Calls, Claims, DryRun, Run
-from shardproof.harness.errors import ranks_text
 from shardproof.harness.ledger import Event
 from shardproof.harness.mesh_axes import split_axes
 from shardproof.harness.outcome.merging import Outcomes
 from shardproof.harness.protocols import Axes
 from shardproof.harness.terms import EventKey, Term, closed_forms, key_of, select_visible_terms
-from shardproof.harness.verdicts.facts import Note, NoteKind, note_unchecked
+from shardproof.harness.verdicts.facts import Note, NoteKind, note_unchecked, state_fact
 from shardproof.harness.verdicts.verdict import FAIL, PASS
 
 
@@ -38,16 +37,13 @@ def check_groups(calls: Calls, claims: Claims) -> Finding | None:
     )
     stray = find_strays(calls, claims)
     if not stray:
-        named = ", ".join(sorted(axes - unnamed)) or "no axis"
-        message = f"every group named {named} is a rank list of its axis"
-        return Finding(verdict=PASS, message=message, notes=notes)
+        return Finding(verdict=PASS, facts=(state_fact("groups_right", axes=sorted(axes - unnamed)),), notes=notes)
     first = stray[0]
     axis, ran = first.axis, [event.group for event in stray if event.axis == first.axis]
-    rule = f"are no rank lists of axis {axis}: {lists_text(_legal_groups(claims.axes, axes)[axis])}"
-    legal = "the groups of these ranks, or subject.axes(case) that states another rank order"
+    lists = _legal_groups(claims.axes, axes)[axis]
     return Finding(
         verdict=FAIL,
-        message=f"{len(ran)} calls named {axis} run over the ranks {lists_text(ran)}, which {rule}; legal: {legal}",
+        facts=(state_fact("stray_groups", count=len(ran), axis=axis, ran={*ran}, lists=lists),),
         kind="stray",
         notes=notes,
         ranks=tuple(sorted({event.rank for event in stray})),
@@ -83,12 +79,6 @@ def _connected_ranks(axes: Axes, parts: Sequence[str]) -> tuple[tuple[int, ...],
     return tuple(tuple(sorted(together)) for together in joined)
 
 
-def lists_text(lists: Iterable[Sequence[int]]) -> str:
-    """Rank lists as messages print them, each once and at most four: "[0, 1] [2, 3]"."""
-    texts = sorted({str(sorted(ranks)) for ranks in lists})
-    return " ".join(texts[:4]) + (f" and {len(texts) - 4} more" if len(texts) > 4 else "")
-
-
 def check_order(calls: Calls, dry: DryRun) -> Finding:
     """Whether ranks that share a group issue the same calls in it in the same order, and which ranks are alike.
 
@@ -101,10 +91,8 @@ def check_order(calls: Calls, dry: DryRun) -> Finding:
     for rank, events in itertools.groupby(ordered, key=attrgetter("rank")):
         sequences.setdefault(tuple(str(key_of(event)) for event in events), []).append(rank)
     alike = list(sequences.values()) or [list(calls.ran)]
-    classes = " | ".join(map(ranks_text, alike))
-    ran = f"{len(calls.ran)} of {calls.case.world_size} ranks run"
-    message = f"{ran}, in {len(alike)} class(es) of equal sequences: {classes}; {dry.memory}"
-    return Finding(verdict=PASS, message=message, notes=dry.notes)
+    equal = state_fact("equal_sequences", ran=len(calls.ran), ranks=calls.case.world_size, classes=alike)
+    return Finding(verdict=PASS, facts=(equal, dry.memory), notes=dry.notes)
 
 
 def check_waits(calls: Calls) -> Finding | None:
@@ -114,13 +102,12 @@ def check_waits(calls: Calls) -> Finding | None:
     """
     if not calls.unwaited:
         started = sum(event.is_async for event in calls.events)
-        message = f"all {started} asynchronous calls were waited for before their results were read"
-        return Finding(verdict=PASS, message=message) if started else None
-    first = calls.unwaited[0]
-    more = f"; {len(calls.unwaited) - 1} more like it" if len(calls.unwaited) > 1 else ""
-    message = f"{first.op} #{first.number} of {first.group} at {first.caller} was never waited for{more}"
+        return Finding(verdict=PASS, facts=(state_fact("all_waited", count=started),)) if started else None
+    first, others = calls.unwaited[0], len(calls.unwaited) - 1
+    lost = state_fact("never_waited", op=first.op, number=first.number, group=first.group, caller=first.caller)
+    more = (state_fact("more_like_it", count=others),) if others else ()
     ranks = tuple(sorted({work.rank for work in calls.unwaited}))
-    return Finding(verdict=FAIL, message=message, kind=f"{first.op} not waited for", ranks=ranks)
+    return Finding(verdict=FAIL, facts=(lost, *more), kind=f"{first.op} not waited for", ranks=ranks)
 
 
 def check_overlap(calls: Calls, claims: Claims) -> Finding | None:
@@ -153,17 +140,21 @@ def check_overlap(calls: Calls, claims: Claims) -> Finding | None:
         exposed += waited_at_once[allowed:]
     if not exposed:
         most = max(of_rank.total() for of_rank in promised.values())
-        return Finding(verdict=PASS, message=f"{most} calls a rank travel behind products, as promised")
+        return Finding(verdict=PASS, facts=(state_fact("hidden", most=most),))
     first = min(exposed, key=lambda event: (event.call_index, event.rank))
     count = sum(event.rank == first.rank for event in exposed)
-    where = f"{first.phase} of {first.region or 'no module'} at {first.caller}"
-    message = (
-        f"{count} of {promised[first.rank].total()} calls of rank {first.rank} that should travel behind a product "
-        f"do not: the first is {key_of(first)} in {where}, with no product between its issue and its wait"
+    alone = state_fact(
+        "exposed",
+        count=count,
+        promised=promised[first.rank].total(),
+        rank=first.rank,
+        call=str(key_of(first)),
+        place=f"{first.phase} of {first.region or 'no module'}",
+        caller=first.caller,
     )
     return Finding(
         verdict=FAIL,
-        message=message,
+        facts=(alone,),
         ranks=tuple(sorted({event.rank for event in exposed})),
         phase=first.phase,
         region=first.region,
@@ -184,25 +175,23 @@ def check_parallelism(run: Run, claims: Claims) -> Finding | None:
     terms = claims.expectation
     silence_expected = terms is not None and all(term.group_size == 1 or term.calls == 0 for term in terms)
     if silent and not silence_expected:
-        whom = "no rank" if not talked else f"not rank {', '.join(map(str, silent))}"
-        message = f"{whom} sent or received anything in a mesh of {mesh}"
-        return Finding(verdict=FAIL, message=message, ranks=silent if talked else ())
+        silent = silent if talked else ()
+        return Finding(verdict=FAIL, facts=(state_fact("silent", ranks=silent, mesh=mesh),), ranks=silent)
     sharded = _find_sharded_names(run.outcomes)
-    whole = f"{len(talked)} of {len(run.outcomes)} ranks talk over {mesh}"
+    talk = state_fact("ranks_talk", talking=len(talked), ranks=len(run.outcomes), mesh=mesh)
     share = split_share(run.outcomes)
     notes = (Note(kind=NoteKind.SPLIT_SHARE, numbers=(share,)),) if share else ()
     if ("wp" if "wp" in run.case.axes else "tp") not in split:  # beside wp, tp splits the sequence alone
-        return Finding(verdict=PASS, message=f"{whole}; no axis of it splits weights", notes=notes)
+        return Finding(verdict=PASS, facts=(talk, state_fact("no_split_weights")), notes=notes)
     if not sharded:
         return Finding(
-            verdict=PASS, message=whole, notes=note_unchecked("local shapes: every tensor was returned in full")
+            verdict=PASS, facts=(talk,), notes=note_unchecked("local shapes: every tensor was returned in full")
         )
     if not any(sharded.values()):
-        message = f"every rank holds the full tensor of all {len(sharded)} shards in a mesh of {mesh}"
-        return Finding(verdict=FAIL, message=message, names=tuple(sharded))
-    smaller = sum(sharded.values())
-    words = f"{smaller} of {len(sharded)} sharded tensors are smaller on a rank"
-    return Finding(verdict=PASS, message=f"{whole}; {words}", notes=notes)
+        whole = state_fact("shards_whole", shards=len(sharded), mesh=mesh)
+        return Finding(verdict=FAIL, facts=(whole,), names=tuple(sharded))
+    smaller = state_fact("shards_smaller", smaller=sum(sharded.values()), shards=len(sharded))
+    return Finding(verdict=PASS, facts=(talk, smaller), notes=notes)
 
 
 def split_share(outcomes: Outcomes) -> int | None:

@@ -16,6 +16,7 @@ from typing import get_args
 
 from shardproof.harness.checking.call_checks import check_groups, check_overlap, check_parallelism, check_waits
 from shardproof.harness.checking.coverage import check_coverage, check_layout, check_replicas
+from shardproof.harness.checking.document_checks import check_documents
 from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.ledger_checks import check_ledger
 from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS, kind_of
@@ -23,7 +24,7 @@ from shardproof.harness.checking.numeric_checks import check_tokens, check_updat
 from shardproof.harness.checking.records import RECORDS, Claims, Evidence, Regroupings, Run, Truth
 from shardproof.harness.checking.repeats import check_determinism, check_recording
 from shardproof.harness.errors import error_text
-from shardproof.harness.verdicts.facts import note_unchecked
+from shardproof.harness.verdicts.facts import note_unchecked, state_fact
 from shardproof.harness.verdicts.verdict import UNKNOWN
 
 Check = Callable[..., Finding | None]
@@ -96,6 +97,7 @@ CHECKS: Mapping[str, Check] = {
     "waits": check_waits,
     "overlap": check_overlap,
     "parallelism": check_parallelism,
+    "documents": check_documents,
     "determinism": check_determinism,
     "recording": check_recording,
 }
@@ -127,8 +129,9 @@ def run_checks(evidence: Evidence, checks: Mapping[str, Check] = CHECKS) -> dict
         try:
             finding = run_check(check, evidence.records)
         except Exception as problem:  # a broken check must not hide the others, and is no verdict on the subject
-            text = f"the check itself failed: {error_text(problem)}"
-            finding = Finding(verdict=UNKNOWN, message=text, notes=note_unchecked(f"everything that {name} looks at"))
+            failed = state_fact("check_failed", problem=error_text(problem))
+            left = note_unchecked(f"everything that {name} looks at")
+            finding = Finding(verdict=UNKNOWN, facts=(failed,), notes=left)
         if finding is not None:
             findings[name] = finding
     return findings

@@ -11,13 +11,11 @@ from shardproof.harness.checking.measures.kinds import kind_of, never_made
 from shardproof.harness.checking.measures.spreads import replica_spread
 from shardproof.harness.checking.records import Claims, Run, Truth
 from shardproof.harness.outcome.merging import Flaw
-from shardproof.harness.verdicts.facts import Note, NoteKind, notes_about
+from shardproof.harness.verdicts.facts import Fact, Note, NoteKind, notes_about, state_fact
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 
 ROUTING = "routing"
 """The kind of names that need no truth: copies are compared (harness.checking.routing_checks)."""
-_NAMED = 5
-"""Names of a kind that a message lists; the number of the others follows."""
 
 
 def check_coverage(run: Run, truth: Truth, claims: Claims) -> Finding:
@@ -38,16 +36,15 @@ def check_coverage(run: Run, truth: Truth, claims: Claims) -> Finding:
         kind: (0, count) for kind, count in unreturned.items() if kind not in kinds
     }  # other checks count the rest
     if truth.unmergeable:
-        message = "nothing is compared: what the ranks drew does not make one tensor that a dense model can be given"
-        return Finding(verdict=UNKNOWN, message=message, notes=notes_about(undecided=tuple(sorted(returned))))
+        notes = notes_about(undecided=tuple(sorted(returned)))
+        return Finding(verdict=UNKNOWN, facts=(state_fact("unmergeable"),), notes=notes)
     undeclared = [name for name in missing if name not in declared]
     notes = notes_about(not_returned=tuple(undeclared), left_out=tuple(name for name in missing if name in declared))
     if not comparable:
-        got = f"it returned {', '.join(strange[:_NAMED])}" if strange else "it returned nothing"
-        known = ", ".join(list(truth.tensors)[:3])
         notes += notes_about(not_in_truth=strange)
-        message = f"nothing checkable: {got}; the truth has {len(truth.tensors)} names, such as {known}"
-        return Finding(verdict=FAIL, message=message, notes=notes, names=strange, decided=decided)
+        known = list(truth.tensors)[:3]
+        nothing = state_fact("nothing_checkable", returned=strange, truth=len(truth.tensors), known=known)
+        return Finding(verdict=FAIL, facts=(nothing,), notes=notes, names=strange, decided=decided)
     named = {name for outcome in run.outcomes for name in outcome}
     strange = tuple(name for name in strange if name in named)  # a captured module of its own is nobody's slip
     if not any(kind_of(name) == ROUTING for name in truth.tensors):  # then copies are compared with each other
@@ -55,20 +52,19 @@ def check_coverage(run: Run, truth: Truth, claims: Claims) -> Finding:
     made = never_made(truth.tensors, strange)  # the check of the update speaks of these
     strange = tuple(name for name in strange if name not in made)
     all_declared = all(_matches_any_pattern(name, claims.declared) for name in truth.tensors)
-    nothing = f"unchecked={claims.declared} declares every name of the truth, so it says nothing"
     problems = [
-        *([f"{nothing}; legal: ('grad/*.bias',)"] if all_declared else ()),
+        *([state_fact("declares_all", patterns=claims.declared)] if all_declared else ()),
         *(claims.known_differences.problems(truth.tensors) if claims.known_differences else ()),
         *_describe_gaps(undeclared, named),
     ]
     if strange:
-        unknown = _join_names([name + _nearest_name(name, undeclared) for name in strange])
-        problems.append(f"the truth does not know {unknown}: leave out what nobody can check, or name it as it does")
-    on_purpose = [f"{len(declared)} left out on purpose"] if declared else []
-    message = f"{len(comparable)} of {len(truth.tensors)} tensors of the truth were returned"
+        nearest = [_nearest_name(name, undeclared) for name in strange]
+        problems.append(state_fact("unknown_names", names=strange, nearest=nearest))
+    on_purpose = [state_fact("left_out", count=len(declared))] if declared else []
+    given = state_fact("returned", returned=len(comparable), truth=len(truth.tensors))
     return Finding(
         verdict=UNKNOWN if problems else PASS,
-        message="; ".join([message, *on_purpose, *problems, *_idle_patterns(truth, claims)]),
+        facts=(given, *on_purpose, *problems, *_idle_patterns(truth, claims)),
         notes=(
             *notes,
             *notes_about(not_in_truth=strange),
@@ -82,21 +78,18 @@ def _matches_any_pattern(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _describe_gaps(missing: Sequence[str], named: set[str]) -> list[str]:
-    """Names missing inside a kind of which the subject returned others, a sentence a kind."""
+def _describe_gaps(missing: Sequence[str], named: set[str]) -> list[Fact]:
+    """Names missing inside a kind of which the subject returned others, a fact a kind."""
     kinds = {kind_of(name) for name in named}
     gaps = []
     for kind in dict.fromkeys(map(kind_of, missing)):
         gap = [name for name in missing if kind_of(name) == kind]
         if kind in kinds:
-            gaps.append(
-                f"{_join_names(gap)} {'is' if len(gap) == 1 else 'are'} missing beside other {kind}/ names: return "
-                f"{'it' if len(gap) == 1 else 'them'}, or declare what is left out as subject.unchecked = ({gap[0]!r},)"
-            )
+            gaps.append(state_fact("missing", names=gap, kind=kind))
     return gaps
 
 
-def _idle_patterns(truth: Truth, claims: Claims) -> list[str]:
+def _idle_patterns(truth: Truth, claims: Claims) -> list[Fact]:
     """Patterns of what the subject declares and states that match no name of the truth."""
     names = list(truth.tensors)
     patterns = [("unchecked", pattern) for pattern in claims.declared]
@@ -104,22 +97,20 @@ def _idle_patterns(truth: Truth, claims: Claims) -> list[str]:
         ("deviates", pattern) for pattern in (claims.known_differences.sentences if claims.known_differences else ())
     ]
     idle = [(word, pattern) for word, pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
-    return [f"{word}={pattern!r} matches no name of the truth{_nearest_name(pattern, names)}" for word, pattern in idle]
+    return [
+        state_fact("no_such_name", word=word, pattern=pattern, nearest=_nearest_name(pattern, names))
+        for word, pattern in idle
+    ]
 
 
 def _nearest_name(name: str, names: Sequence[str]) -> str:
-    return "".join(f" ({near}?)" for near in get_close_matches(name, names, n=1, cutoff=0.5))
-
-
-def _join_names(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f"{', '.join(names[:_NAMED])}{more}"
+    return next(iter(get_close_matches(name, names, n=1, cutoff=0.5)), "")
 
 
 def check_layout(run: Run) -> Finding | None:
     """Whether the blocks of every name make one full tensor of the truth's shape, without a gap (`merge`)."""
     flaws = [flaw for flaw in run.merged.flaws if flaw.kind != "replica conflict"]
-    return _judge_flaws(run, flaws, "tensors merge")
+    return _judge_flaws(run, flaws, "merged")
 
 
 def check_replicas(run: Run) -> Finding | None:
@@ -131,23 +122,25 @@ def check_replicas(run: Run) -> Finding | None:
     spreads = {flaw.name: replica_spread(run.full_outcomes, flaw.name) for flaw in conflicts}
     furthest = max(spreads.values(), default=0.0)
     conflicts.sort(key=lambda flaw: spreads[flaw.name] < furthest)  # the furthest apart comes first
-    finding = _judge_flaws(run, conflicts, "tensors have equal replicas")
+    finding = _judge_flaws(run, conflicts, "equal_replicas")
     if finding is None or not conflicts:
         return finding
     return replace(finding, worst=apart_by(run.dtype_of(conflicts[0].name), conflicts[0].name, furthest))
 
 
-def _judge_flaws(run: Run, flaws: list[Flaw], praise: str) -> Finding | None:
+def _judge_flaws(run: Run, flaws: list[Flaw], without: str) -> Finding | None:
+    """The finding on these flaws; `without` is the id of what is stated where there are none."""
     names = run.returned
     if not names:
         return None
     other = tuple(dict.fromkeys(flaw.name for flaw in run.merged.flaws if flaw not in flaws))
     if not flaws:
-        return Finding(verdict=PASS, message=f"{len(names) - len(other)} {praise}", notes=notes_about(flawed=other))
+        whole = state_fact(without, count=len(names) - len(other))
+        return Finding(verdict=PASS, facts=(whole,), notes=notes_about(flawed=other))
     first = flaws[0]
     return Finding(
         verdict=FAIL,
-        message=f"{first.name} has a flaw, {first.kind}: {first.message}",
+        facts=(state_fact("flawed", name=first.name, kind=first.kind, flaw=first.fact),),
         notes=notes_about(flawed=other),
         names=tuple(flaw.name for flaw in flaws),
         ranks=first.ranks,

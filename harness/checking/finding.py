@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shardproof.harness.checking.measures.measured import Measured, epsilon
-from shardproof.harness.verdicts.facts import Counts, Note, Worst
+from shardproof.harness.verdicts.facts import Counts, Fact, Note, Worst
+from shardproof.harness.verdicts.words import join_facts
 
 
 def apart_by(dtype: str, name: str, spread: float) -> Worst:
@@ -14,7 +15,7 @@ def apart_by(dtype: str, name: str, spread: float) -> Worst:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Finding of one check: the answer, one sentence, and what it could not look at (`notes`).
+    """Finding of one check: the answer, what it states (`facts`), and what it could not look at (`notes`).
 
     `names` are those of wrong tensors, the one in question first. `worst` is the tensor or event closest to its limit
     or furthest beyond it; None where nothing is measured.
@@ -25,7 +26,7 @@ class Finding:
     """
 
     verdict: str
-    message: str
+    facts: tuple[Fact, ...]
     worst: Worst | None = None
     notes: tuple[Note, ...] = ()
     wrong: tuple[Measured, ...] = ()
@@ -35,3 +36,8 @@ class Finding:
     region: str = ""
     kind: str = ""
     decided: Mapping[str, Counts] = field(default_factory=dict)
+
+    @property
+    def message(self) -> str:
+        """The facts in words."""
+        return join_facts(self.facts)

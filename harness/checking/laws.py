@@ -18,6 +18,7 @@ from operator import attrgetter
 from shardproof.harness.engines.calls.matching import Channel, Divergence, GroupCall, RankCalls, find_divergences
 from shardproof.harness.engines.calls.signature import NOT_KNOWN, Signature
 from shardproof.harness.ledger import AGAIN, BACKWARD, Event
+from shardproof.harness.verdicts.facts import Fact, state_fact, state_text
 
 Group = tuple[int, ...]
 Groups = dict[tuple[str, Group], dict[int, list[Event]]]
@@ -30,25 +31,12 @@ _ARGUMENTS = attrgetter("op", "reduce_op", "dtype", "payload_bytes")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Broken:
-    """A law that a run broke: one line of words, and where; `caller` is the line of the first call in question.
+    """A law that a run broke, and where."""
 
-    `tells_place`: the words say already where it was.
-    """
-
-    message: str
+    fact: Fact
     ranks: tuple[int, ...]
     phase: str
     region: str
-    caller: str = ""
-    tells_place: bool = False
-
-    @property
-    def place(self) -> str:
-        """Module and line as words behind the message, "" where it says them, or neither is known."""
-        if self.tells_place:
-            return ""
-        module = f", module {self.region}" if self.region else ""
-        return module + (f", at {self.caller}" if self.caller else "")
 
 
 def broken_laws(events: Iterable[Event]) -> list[Broken]:
@@ -109,7 +97,7 @@ def _as_group_call(event: Event) -> GroupCall:
 def _as_broken_law(found: Divergence) -> Broken:
     call = found.calls.get(found.ranks[-1], found.call)
     phase, region, *_ = call.place if call is not None else ("", "")
-    return Broken(message=found.text, ranks=found.ranks, phase=str(phase), region=str(region), tells_place=True)
+    return Broken(fact=state_text(found.text), ranks=found.ranks, phase=str(phase), region=str(region))
 
 
 def _check_received_bytes(axis: str, ranks: Group, by_rank: Mapping[int, Sequence[Event]]) -> list[Broken]:
@@ -118,11 +106,16 @@ def _check_received_bytes(axis: str, ranks: Group, by_rank: Mapping[int, Sequenc
     if sent == received:
         return []
     event = (moved["send"] or moved["recv"])[0]
-    message = (
-        f"{axis} group {list(ranks)} sends {sent.total()} messages of {_total_bytes(moved['send'])} B and receives "
-        f"{received.total()} of {_total_bytes(moved['recv'])} B"
+    fact = state_fact(
+        "unequal_messages",
+        axis=axis,
+        ranks=ranks,
+        sent=(sent.total(), _total_bytes(moved["send"])),
+        received=(received.total(), _total_bytes(moved["recv"])),
+        region=event.region,
+        caller=event.caller,
     )
-    return [Broken(message=message, ranks=ranks, phase=event.phase, region=event.region, caller=event.caller)]
+    return [Broken(fact=fact, ranks=ranks, phase=event.phase, region=event.region)]
 
 
 def _exchanged_back(events: Sequence[Event], asked: Sequence[Event]) -> list[Broken]:
@@ -138,14 +131,18 @@ def _exchanged_back(events: Sequence[Event], asked: Sequence[Event]) -> list[Bro
         may = [e for e in own if e.phase not in BACKWARD]
         for there, wrong in ((must, _are_fewer(back, must)), (may, _are_fewer(may, back))):
             if wrong:
-                message = (
-                    f"{len(there)} all-to-alls of {_total_bytes(there)} B over {axis} go forward and {len(back)} of "
-                    f"{_total_bytes(back)} B backward: each must have its conjugate"
-                )
                 more = Counter(event.region for event in there) - Counter(event.region for event in back)
                 last = next((event for event in reversed(there) if event.region in more), None)
                 region, caller = (last.region, last.caller) if last else ("", "")
-                broken.append(Broken(message=message, ranks=(), phase="backward", region=region, caller=caller))
+                fact = state_fact(
+                    "no_conjugate",
+                    axis=axis,
+                    forward=(len(there), _total_bytes(there)),
+                    backward=(len(back), _total_bytes(back)),
+                    region=region,
+                    caller=caller,
+                )
+                broken.append(Broken(fact=fact, ranks=(), phase="backward", region=region))
     return broken
 
 
@@ -172,12 +169,17 @@ def _gathered_back(events: Sequence[Event], asked: Sequence[Event]) -> list[Brok
     lacking = Counter(map(_kind_of_call, there)) - Counter(map(_kind_of_call, back))
     broken = []
     for (region, axis, dtype, payload_bytes), calls in reversed(lacking.items()):
-        message = (
-            f"{calls} reduce_scatters of {payload_bytes} B {dtype} over {axis} in forward of {region or 'no module'} "
-            "have no all_gather of their gradients in its backward"
-        )
         of_kind = (event.caller for event in there if _kind_of_call(event) == (region, axis, dtype, payload_bytes))
-        broken.append(Broken(message=message, ranks=(), phase="backward", region=region, caller=next(of_kind, "")))
+        fact = state_fact(
+            "not_gathered_back",
+            calls=calls,
+            payload_bytes=payload_bytes,
+            dtype=dtype,
+            axis=axis,
+            region=region,
+            caller=next(of_kind, ""),
+        )
+        broken.append(Broken(fact=fact, ranks=(), phase="backward", region=region))
     return broken
 
 

@@ -11,7 +11,7 @@ from shardproof.harness.checking.records import Calls, Claims, Truth
 from shardproof.harness.ledger import NO_UPDATE, OTHER, Event, name_unmapped_operators
 from shardproof.harness.protocols import TermLike
 from shardproof.harness.terms import FIELDS, as_stated, closed_forms, select_unseen_terms, select_visible_terms
-from shardproof.harness.verdicts.facts import Note, NoteKind, Worst, note_unchecked
+from shardproof.harness.verdicts.facts import Fact, Note, NoteKind, Worst, note_unchecked, state_fact
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ def _compare_ledger(calls: Calls, claims: Claims, truth: Truth | None) -> Findin
         if not calls.events and world_size > 1:
             return None
         nothing = Note(kind=NoteKind.CLOSED_FORM, reason="the subject states no expectation")
-        message = f"{len(calls.events)} events obey the general laws"
-        return Finding(verdict=PASS, message=message, notes=(nothing, *_note_doubts(calls)))
+        lawful = state_fact("lawful", events=len(calls.events))
+        return Finding(verdict=PASS, facts=(lawful,), notes=(nothing, *_note_doubts(calls)))
     if not as_stated(calls.events, select_visible_terms(claims.expectation), ranks, claims.axes):
         from shardproof.harness.differences import find_differences  # noqa: PLC0415
 
@@ -56,15 +56,15 @@ def _compare_expected_terms(calls: Calls, claims: Claims, terms: Sequence[TermLi
     partial = [term for form in forms for term in form.partial]
     if not partial:
         least, most = (pick(form.complete.total() for form in forms) for pick in (min, max))
-        message = f"{least if least == most else f'{least} to {most}'} events a rank, exactly as expected"
-        return Finding(verdict=PASS, message=message, notes=(*_note_carried_calls(terms), *_note_doubts(calls)))
+        exact = state_fact("calls_as_expected", least=least, most=most)
+        return Finding(verdict=PASS, facts=(exact,), notes=(*_note_carried_calls(terms), *_note_doubts(calls)))
     left_out = [name for name in (*FIELDS, "calls") if any(name in term.left_out for term in partial)]
     most = max(Counter(event.rank for event in calls.events).values(), default=0)
     return Finding(
         verdict=PASS,
-        message=f"{most} events a rank, as the closed form states",
+        facts=(state_fact("calls_as_stated", most=most),),
         notes=(
-            Note(kind=NoteKind.CLOSED_FORM, reason=f"its terms leave out {', '.join(left_out)}"),
+            Note(kind=NoteKind.CLOSED_FORM, names=tuple(left_out), reason="fields that its terms leave out"),
             *_note_carried_calls(terms),
             *_note_doubts(calls),
         ),
@@ -94,18 +94,17 @@ def _note_doubts(calls: Calls) -> tuple[Note, ...]:
 
 def report_broken_law(first: Broken) -> Finding:
     """The finding on a run that breaks this law first."""
-    message = f"{first.message}{first.place}"
-    return Finding(verdict=FAIL, message=message, kind="law", ranks=first.ranks, phase=first.phase, region=first.region)
+    return Finding(
+        verdict=FAIL, facts=(first.fact,), kind="law", ranks=first.ranks, phase=first.phase, region=first.region
+    )
 
 
 def _find_unmapped_operators(names: str, events: Sequence[Event]) -> Finding:
     """The finding on a run that issued operators of torch that are not known here."""
     first = events[0]
-    calls = f"{len(events)} call{'s' if len(events) > 1 else ''}, the first at {first.caller or 'no user line'}"
-    why = "what it sends is not known, so the ledger (op other) cannot be compared"
     return Finding(
         verdict=UNKNOWN,
-        message=f"operator {names} of torch is not known to this release of shardproof ({calls}): {why}",
+        facts=(state_fact("unmapped", operators=names, calls=len(events), caller=first.caller or "no user line"),),
         notes=note_unchecked("the ledger"),
         phase=first.phase,
         region=first.region,
@@ -114,12 +113,12 @@ def _find_unmapped_operators(names: str, events: Sequence[Event]) -> Finding:
 
 def _report_difference(parted: "Sequence[Difference]", ranks_run: int) -> Finding:
     first = parted[0]
-    more = f"; {len(parted) - 1} more lines differ" if len(parted) > 1 else ""
+    more = (state_fact("more_lines", count=len(parted) - 1),) if len(parted) > 1 else ()
     ranks = () if len(first.ranks) == ranks_run else first.ranks
     calls = sum(difference.calls for difference in parted)
     return Finding(
         verdict=FAIL,
-        message=f"{first}{more}",
+        facts=(state_difference(first), *more),
         kind="counted" if first.counted else first.kind,
         worst=Worst(name=f"{first.kind} {first.line.op}".strip(), error=float(calls), allowed=0.0, epsilons=0.0)
         if calls
@@ -127,6 +126,23 @@ def _report_difference(parted: "Sequence[Difference]", ranks_run: int) -> Findin
         ranks=ranks,
         phase=first.line.phase,
         region=first.line.region,
+    )
+
+
+def state_difference(parted: "Difference") -> Fact:
+    """A difference from the closed form as a fact."""
+    if parted.counted:
+        return state_fact("count_differs", term=parted.term)
+    found, expected = parted.found, parted.expected
+    moved = found and expected and not parted.term and found.place != expected.place
+    return state_fact(
+        "call_differs",
+        kind=parted.kind,
+        place=parted.line.place,
+        calls=parted.calls,
+        found=str(found or ""),
+        expected=(found and parted.term) or str(expected or ""),
+        expected_place=expected.place if moved and expected else "",
     )
 
 

@@ -30,7 +30,7 @@ from shardproof.harness.checking.numeric_checks import make_numeric_check
 from shardproof.harness.checking.records import Claims, Run, Truth
 from shardproof.harness.mesh_axes import pipelines
 from shardproof.harness.outcome.blocks import Block
-from shardproof.harness.verdicts.facts import note_unchecked
+from shardproof.harness.verdicts.facts import Fact, note_unchecked, state_fact
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 
 ALARM = 1e-9
@@ -97,13 +97,13 @@ _compared = make_numeric_check("masks")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Test:
-    """An exact test: the probability of what was counted, the least that it could have been, and its words."""
+    """An exact test: the probability of what was counted, the least that it could have been, and what it states."""
 
     name: str
     ranks: tuple[int, ...]
     probability: float
     least: float
-    words: str
+    fact: Fact
 
 
 def check_masks(run: Run, truth: Truth, claims: Claims) -> Finding:
@@ -113,14 +113,11 @@ def check_masks(run: Run, truth: Truth, claims: Claims) -> Finding:
     by_rank = (*run.outcomes, *run.captured)
     dtypes = {name: {block.local.dtype for by in by_rank for block in by.get(name, ())} for name in names}
     if wrong := [name for name in names if dtypes[name] - {torch.bool}]:
-        message = f"{wrong[0]} must be a tensor of bool, True where dropout keeps"
-        return Finding(verdict=FAIL, message=message, names=tuple(wrong))
+        return Finding(verdict=FAIL, facts=(state_fact("mask_dtype", name=wrong[0]),), names=tuple(wrong))
     if run.mask_draws and run.mask_draws.anew:
         (line, rank), *others = run.mask_draws.anew
-        what = f"backward drops by another mask than forward at {line} on rank {rank}"
-        elsewhere = f", and {len(others)} times elsewhere" if others else ""
-        message = f"{what}{elsewhere}: recomputation drew anew, from a random state that was not restored"
-        return Finding(verdict=FAIL, message=message, ranks=tuple({rank: 0 for _, rank in run.mask_draws.anew}))
+        anew = state_fact("drawn_anew", line=line, rank=rank, others=len(others))
+        return Finding(verdict=FAIL, facts=(anew,), ranks=tuple({rank: 0 for _, rank in run.mask_draws.anew}))
     known = None if truth.from_ranks else _compared(run, truth, claims)
     if known is not None and known.verdict == FAIL:
         return known
@@ -128,20 +125,20 @@ def check_masks(run: Run, truth: Truth, claims: Claims) -> Finding:
     limit = ALARM / max(1, len(tests))
     broken = [test for test in tests if test.probability < limit]
     if broken:
-        more = f"; {len(broken) - 1} more of {len(tests)} tests fail" if len(broken) > 1 else ""
+        more = (state_fact("more_improbable", count=len(broken) - 1, tests=len(tests)),) if len(broken) > 1 else ()
         first = broken[0]
-        message = f"{first.words} (probability {first.probability:.1g}, allowed {limit:.1g}){more}"
+        odd = state_fact("improbable", test=first.fact, probability=first.probability, allowed=limit)
         wrong_names = tuple(dict.fromkeys(test.name for test in broken))
-        return Finding(verdict=FAIL, message=message, names=wrong_names, ranks=first.ranks)
+        return Finding(verdict=FAIL, facts=(odd, *more), names=wrong_names, ranks=first.ranks)
     small = sum(test.least >= limit for test in tests)
     notes = note_unchecked(f"{small} of {len(tests)} tests of masks, too small to show anything") if small else ()
     if any(_rate_of_mask(run, name) is None for name in names):
         notes += note_unchecked("the rate of dropout, which the case does not say")
-    tested = f"{len(tests)} exact tests of {len(names)} masks find none improbable"
+    tested = state_fact("masks_right", tests=len(tests), masks=len(names))
     if known is None:
         verdict = UNKNOWN if small == len(tests) else PASS
-        return Finding(verdict=verdict, message=f"{tested}; the dense model was given them", notes=notes)
-    return replace(known, message=f"{known.message}; {tested}", notes=(*known.notes, *notes))
+        return Finding(verdict=verdict, facts=(tested, state_fact("given_to_truth")), notes=notes)
+    return replace(known, facts=(*known.facts, tested), notes=(*known.notes, *notes))
 
 
 def _rate_of_mask(run: Run, name: str) -> float | None:
@@ -174,21 +171,15 @@ def _of_one(run: Run, name: str) -> Iterator[_Test]:
         mask = flatten_blocks(blocks)
         kept, total = int(mask.sum()), mask.numel()
         if rate is not None:
-            words = f"{name} keeps {kept} of {total} elements on rank {rank}, and its rate of dropout is {rate:g}"
+            fact = state_fact("mask_rate", name=name, kept=kept, elements=total, rank=rank, rate=rate)
             least = min(binomial(0, total, 1 - rate), binomial(total, total, 1 - rate))
-            yield _Test(name=name, ranks=(rank,), probability=binomial(kept, total, 1 - rate), least=least, words=words)
+            yield _Test(name=name, ranks=(rank,), probability=binomial(kept, total, 1 - rate), least=least, fact=fact)
     ranks = list(by_rank)
     pairs = combinations(ranks, 2) if len(ranks) <= _ALL_PAIRS else pairwise(ranks)
     for one_rank, other_rank in pairs:
         if same_samples(by_rank[one_rank], by_rank[other_rank]):
-            what = f"ranks {one_rank} and {other_rank}, which hold different shards,"
-            yield from _test_independence(
-                name,
-                (one_rank, other_rank),
-                flatten_blocks(by_rank[one_rank]),
-                flatten_blocks(by_rank[other_rank]),
-                what,
-            )
+            masks = (flatten_blocks(by_rank[rank]) for rank in (one_rank, other_rank))
+            yield from _test_independence(name, (one_rank, other_rank), *masks)
 
 
 def same_samples(one: Sequence[Block], other: Sequence[Block]) -> bool:
@@ -228,22 +219,24 @@ def _test_equality_of_masks(drawn: Sequence[tuple[str, Tensor]], ranks: tuple[in
         ranks=ranks,
         probability=least if other else 1.0,
         least=least,
-        words=f"{other} is that of {one}: a mask was drawn twice",
+        fact=state_fact("mask_twice", mask=other, other=one),
     )
 
 
-def _test_independence(name: str, ranks: tuple[int, ...], one: Tensor, other: Tensor, what: str) -> Iterator[_Test]:
+def _test_independence(name: str, ranks: tuple[int, int], one: Tensor, other: Tensor) -> Iterator[_Test]:
     """The test of two masks; none for different shapes."""
     if one.shape != other.shape or not one.numel():
         return
     total, first, second = one.numel(), int(one.sum()), int(other.sum())
     both = int((one & other).sum())
     agree, expected = int((one == other).sum()), (first * second + (total - first) * (total - second)) / total
-    words = f"{name}: {what} agree in {agree} of {total} elements, independent ones in about {expected:.0f}"
+    fact = state_fact(
+        "masks_alike", name=name, rank=ranks[0], other=ranks[1], agree=agree, elements=total, expected=expected
+    )
     yield _Test(
         name=name,
         ranks=ranks,
         probability=hypergeometric(both, total, first, second),
         least=hypergeometric(min(first, second), total, first, second),
-        words=words,
+        fact=fact,
     )

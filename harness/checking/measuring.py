@@ -11,12 +11,14 @@ values were returned, the movement is that of all steps.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from shardproof.harness.checking.measures.distance import as_float64, distance
 from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS, kind_of, step_of
-from shardproof.harness.checking.measures.many_tensors import kind_rms
+from shardproof.harness.checking.measures.many_tensors import Numbers, blocks_of, compute, kind_rms
 from shardproof.harness.checking.measures.measured import Measured, epsilon
 from shardproof.harness.checking.measures.tolerance import CONTROL_FACTOR, LEAP, measure
 from shardproof.harness.checking.records import Run, Truth
@@ -47,14 +49,16 @@ def compare_with_truth(run: Run, truth: Truth, name: str, kind: float) -> Measur
 
 
 def _measure_tensor(run: Run, truth: Truth, name: str, kind: float, summed_error: float) -> Measured:
-    moved, slack = movement_of(run, truth, name), truth.controls.adam_bound.get(name)
-    value, true = run.tensors[name], truth.tensors[name]
-    controls: Sequence[Tensor] = [control[name] for control in truth.controls.runs if name in control]
-    amplified: Sequence[Tensor] = [control[name] for control in truth.controls.amplified if name in control]
+    moved = movement_of(run, truth, name)
+    slack: Numbers | None = truth.controls.adam_bound.get(name)
+    value: Numbers = run.tensors[name]
+    true: Numbers = truth.tensors[name]
+    controls: Sequence[Numbers] = [control[name] for control in truth.controls.runs if name in control]
+    amplified: Sequence[Numbers] = [control[name] for control in truth.controls.amplified if name in control]
     if moved is not None and moved.value is not None:
         value, true, controls, amplified = moved.value, moved.truth, moved.controls, moved.amplified
-        slack = moved.slack if slack is None else slack + moved.slack
-        slack = slack if bool(slack.any()) else None
+        slack = moved.slack if slack is None else compute(torch.add, slack, moved.slack)
+        slack = slack if any(bool(block.any()) for block in blocks_of(slack)) else None
     states = kind_of(name) in NUMERIC_KINDS["update"]
     return measure(
         name,
@@ -159,8 +163,6 @@ def _count_rows(x_TE: Tensor) -> int:
 
 MOVED = frozenset({"param", "param_after"})
 """Kinds of names of parameters after a step."""
-_LARGEST = 2**24
-"""Elements of a parameter whose movement is compared: a larger one is judged by its own size, in blocks."""
 INITIAL = "initial/"
 """Begin of the names under which a control run has the values of parameters before the first step."""
 
@@ -171,34 +173,48 @@ class Movement:
     control runs and of amplified ones. `slack`: by how much storing may change each element.
     """
 
-    truth: Tensor
-    value: Tensor | None
-    controls: tuple[Tensor, ...]
-    amplified: tuple[Tensor, ...]
-    slack: Tensor
+    truth: Numbers
+    value: Numbers | None
+    controls: tuple[Numbers, ...]
+    amplified: tuple[Numbers, ...]
+    slack: Numbers
 
 
 def movement_of(run: Run, truth: Truth, name: str) -> Movement | None:
     """The movement that made this tensor; None for other kinds, and where the value before it is not known."""
-    values = run.tensors
+    values, true = run.tensors, truth.tensors[name]
     started = _value_before(run, truth, name, truth.tensors)
     own = _value_before(run, truth, name, values)
     if started is None or not _is_moved(run, truth, name):
         return None
-    true = truth.tensors[name].double()
-    moved, unit = true - started.double(), epsilon(stored_dtype(run, values.get(name, true)))
+    moved = compute(_subtract, true, started)
     controls = _movements_in_runs(run, truth, name, truth.controls.runs)
-    still = torch.stack([moved, *controls]).eq(0).all(0)  # what no run moves is not stored anew
-    slack = true.abs() * ~still * (unit * _count_steps(run, truth, name))
+    unit = epsilon(stored_dtype(run, values.get(name, true))) * _count_steps(run, truth, name)
+    slack = compute(partial(_storing_error, unit), true, moved, *controls)
     if own is not None and not _returns_each_step(run, truth, name):  # ranks may begin in the case's dtype
-        slack += (own.double() - own.to(getattr(torch, run.case.dtype)).double()).abs()
+        slack = compute(partial(_with_error_of_start, getattr(torch, run.case.dtype)), slack, own)
     return Movement(
         truth=moved,
-        value=values[name].double() - own.double() if name in values and own is not None else None,
+        value=compute(_subtract, values[name], own) if name in values and own is not None else None,
         controls=controls,
         amplified=_movements_in_runs(run, truth, name, truth.controls.amplified),
         slack=slack,
     )
+
+
+def _subtract(after: Tensor, before: Tensor) -> Tensor:
+    return as_float64(after) - as_float64(before)
+
+
+def _storing_error(unit: float, true: Tensor, *moved: Tensor) -> Tensor:
+    """How far storing takes an element of this size; what no run moves is not stored anew."""
+    return as_float64(true).abs() * ~torch.stack(moved).eq(0).all(0) * unit
+
+
+def _with_error_of_start(dtype: torch.dtype, slack: Tensor, start: Tensor) -> Tensor:
+    """The error of storing, and what rounding the first value to this dtype adds."""
+    narrow = start if start.is_complex() else start.to(dtype)
+    return slack + _subtract(start, narrow).abs()
 
 
 def _is_moved(run: Run, truth: Truth, name: str) -> bool:
@@ -214,8 +230,8 @@ def sizes_of(run: Run, truth: Truth, names: Iterable[str] | None = None) -> dict
     started = {name: before for name in names if (before := _value_before(run, truth, name, tensors)) is not None}
     sizes = kind_rms({name: tensors[name] for name in names if name not in started})
     squares: dict[str, list[tuple[float, int]]] = {}
-    for name, before in started.items():  # one at a time: all together would be another model in memory
-        square = float((tensors[name].double() - before.double()).square().sum())
+    for name, before in started.items():
+        square = sum(float(block.square().sum()) for block in blocks_of(compute(_subtract, tensors[name], before)))
         squares.setdefault(kind_of(name), []).append((square, before.numel()) if math.isfinite(square) else (0.0, 0))
     moved = {kind: (sum(s for s, _ in each), max(sum(n for _, n in each), 1)) for kind, each in squares.items()}
     return sizes | {kind: math.sqrt(square / count) for kind, (square, count) in moved.items()}
@@ -249,10 +265,10 @@ def _earlier_name(run: Run, name: str) -> str:
     return f"param_after/{_step_of_name(run, name) - 1}/{_parameter_of_name(name)}"
 
 
-def _movements_in_runs(run: Run, truth: Truth, name: str, runs: Sequence[Mapping[str, Tensor]]) -> tuple[Tensor, ...]:
+def _movements_in_runs(run: Run, truth: Truth, name: str, runs: Sequence[Mapping[str, Tensor]]) -> tuple[Numbers, ...]:
     """The movements in these runs, of those that have both values."""
     pairs = [(outcome[name], _value_before(run, truth, name, outcome)) for outcome in runs if name in outcome]
-    return tuple(after.double() - before.double() for after, before in pairs if before is not None)
+    return tuple(compute(_subtract, after, before) for after, before in pairs if before is not None)
 
 
 def _returns_each_step(run: Run, truth: Truth, name: str) -> bool:
@@ -262,7 +278,7 @@ def _returns_each_step(run: Run, truth: Truth, name: str) -> bool:
 
 def _value_before(run: Run, truth: Truth, name: str, outcome: Mapping[str, Tensor]) -> Tensor | None:
     """The value of a parameter before the step that made `name`, in this outcome; None for other kinds."""
-    if kind_of(name) not in MOVED or truth.tensors[name].numel() > _LARGEST:
+    if kind_of(name) not in MOVED:
         return None
     earlier, parameter = _earlier_name(run, name), _parameter_of_name(name)
     if _returns_each_step(run, truth, name):
@@ -279,8 +295,8 @@ def _likely_start(control: Tensor | None, true: Tensor | None, dtype: str) -> Te
     """The value with which a control run began, where rounding explains its distance from the truth's; else this."""
     if control is None or true is None or control.shape != true.shape:
         return true
-    apart = float((control.double() - true.double()).norm())
-    return control if apart <= CONTROL_FACTOR * epsilon(dtype) * float(true.double().norm()) else true
+    apart = distance(control, true).frobenius
+    return control if apart <= CONTROL_FACTOR * epsilon(dtype) else true
 
 
 def _find_rounded_start(control: Tensor | None, before: Tensor | None, dtype: str) -> Tensor | None:

@@ -6,16 +6,13 @@ from dataclasses import replace
 
 from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.kinds import KIND_WORDS, NUMERIC_KINDS, kind_of, never_made
-from shardproof.harness.checking.measures.many_tensors import BLOCK, measured_together
+from shardproof.harness.checking.measures.many_tensors import BLOCK, measured_together, whole_of
 from shardproof.harness.checking.measures.measured import Measured
 from shardproof.harness.checking.measuring import movement_of, sizes_of
 from shardproof.harness.checking.records import Claims, Run, Truth
-from shardproof.harness.verdicts.facts import Counts, Note, NoteKind, Worst, noted_names, notes_about
+from shardproof.harness.verdicts.facts import Counts, Note, NoteKind, Worst, noted_names, notes_about, state_fact
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 
-_OVERFLOWS = "is not finite, and not in the dense model in this dtype either (legal: a smaller lr, or fewer steps)"
-_ROUNDING = "rounding alone explains any error"
-_UNMERGED = "none of them could be merged or is known to the truth"
 _EQUAL = 1e-6
 """Ratios that differ by less than this share are equal but for rounding."""
 _UNJUDGED = (*(NoteKind.NOT_RETURNED, NoteKind.UNDECIDED, NoteKind.FLAWED), *(NoteKind.NOT_IN_TRUTH, NoteKind.DEVIATES))
@@ -81,8 +78,8 @@ def _measure_tensors(run: Run, truth: Truth, names: Sequence[str], expected: Seq
         moves = {
             n: move for n in values if values[n].numel() <= BLOCK and (move := movement_of(run, truth, n)) is not None
         }
-        values |= {name: move.value for name, move in moves.items() if move.value is not None}
-        true = {**truth.tensors, **{name: move.truth for name, move in moves.items()}}
+        values |= {name: whole_of(move.value) for name, move in moves.items() if move.value is not None}
+        true = {**truth.tensors, **{name: whole_of(move.truth) for name, move in moves.items()}}
         together = measured_together(values, true, sizes)
         together = {name: one for name, one in together.items() if one.right or name not in moves}  # slack is not in it
     if all(name in together for name in names):
@@ -102,7 +99,7 @@ def check_tokens(run: Run, truth: Truth, claims: Claims) -> Finding | None:
         return finding
     name = finding.worst.name
     counted, must = (int(tensors[name]) for tensors in (run.tensors, truth.tensors))
-    return replace(finding, message=f"{name} is {counted}, and the dense model counts {must}")
+    return replace(finding, facts=(state_fact("miscounted", name=name, counted=counted, truth=must),))
 
 
 _states = make_numeric_check("update")
@@ -117,9 +114,7 @@ def check_update(run: Run, truth: Truth, claims: Claims) -> Finding | None:
     made = sorted(never_made(truth.tensors, {name for outcome in run.outcomes for name in outcome}))
     if finding is None or not made:
         return finding
-    message = f"{made[0]} is a state that only a step of the optimizer makes, and the dense model skips that step"
-    if finding.verdict == FAIL:
-        message = f"{finding.message}; {message}"
+    facts = (*(finding.facts if finding.verdict == FAIL else ()), state_fact("made_by_step", name=made[0]))
     names = (*finding.names, *made)
     decided = dict(finding.decided)
     for kind, count in Counter(map(kind_of, made)).items():
@@ -127,7 +122,7 @@ def check_update(run: Run, truth: Truth, claims: Claims) -> Finding | None:
         decided[kind] = (found + count, of)
     kept = (replace(note, names=tuple(name for name in note.names if name not in made)) for note in finding.notes)
     notes = tuple(note for note in kept if note.names or note.reason)
-    return replace(finding, verdict=FAIL, message=message, names=names, notes=notes, decided=decided)
+    return replace(finding, verdict=FAIL, facts=facts, names=names, notes=notes, decided=decided)
 
 
 def _is_decisive(measured: Measured) -> bool:
@@ -147,13 +142,14 @@ def _with_each_kind(finding: Finding, counts: Mapping[str, Counts], measured: Se
     lost = any(m.right and name_of_kind(kind_of(m.name)) == empty[0] for m in measured)
     deviates = any(name_of_kind(kind_of(name)) == empty[0] for name in noted_names(finding.notes, NoteKind.DEVIATES))
     why = _why_undecided(lost=lost, deviates=deviates)
-    message = f"no tensor of the {empty[0]} could be compared: {why}; first: {names[0]}"
-    return replace(finding, verdict=UNKNOWN, message=message)
+    return replace(
+        finding, verdict=UNKNOWN, facts=(state_fact("none_compared", why=why, kind=empty[0], first=names[0]),)
+    )
 
 
 def _why_undecided(*, lost: bool, deviates: bool) -> str:
     """Why no tensor of a kind is decided; `lost`: rounding explains what one of them holds."""
-    return _ROUNDING if lost else "every one deviates as stated" if deviates else _UNMERGED
+    return "rounding" if lost else "stated" if deviates else "unmerged"
 
 
 def _judge_measures(measured: Sequence[Measured], notes: tuple[Note, ...]) -> Finding:
@@ -167,20 +163,20 @@ def _judge_measures(measured: Sequence[Measured], notes: tuple[Note, ...]) -> Fi
         first = worst_of(wrong)
         return Finding(
             verdict=FAIL,
-            message=f"{first.name} differs from the dense model",
+            facts=(state_fact("differs", name=first.name),),
             worst=as_worst(first),
             notes=unseen,
             wrong=wrong,
             names=tuple(m.name for m in wrong),
         )
     if overflowing:
-        return Finding(verdict=UNKNOWN, message=f"{overflowing[0]} {_OVERFLOWS}", notes=unseen)
+        return Finding(verdict=UNKNOWN, facts=(state_fact("overflows", name=overflowing[0]),), notes=unseen)
     if not proved:
         why = _why_undecided(lost=bool(lost), deviates=bool(noted_names(notes, NoteKind.DEVIATES)))
-        return Finding(verdict=UNKNOWN, message=f"no tensor of this kind could be compared: {why}", notes=unseen)
+        return Finding(verdict=UNKNOWN, facts=(state_fact("none_compared", why=why),), notes=unseen)
     closest = worst_of(proved)
-    message = f"{len(proved)} tensors agree; {closest.name} came closest to its limit"
-    return Finding(verdict=PASS, message=message, worst=as_worst(closest), notes=unseen)
+    agree = state_fact("agree", count=len(proved), closest=closest.name)
+    return Finding(verdict=PASS, facts=(agree,), worst=as_worst(closest), notes=unseen)
 
 
 def name_of_kind(kind: str) -> str:

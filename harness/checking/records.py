@@ -6,6 +6,7 @@
     Truth         the tensors of the dense model, and how far rounding takes a right result from them
     Claims        what the subject states of the case
     Regroupings   the same global batch in other groupings
+    Documents     what documents of one step do to each other
     DryRun        what only a run without numbers can say
     Search        what was looked for behind a failure; no check reads it
 
@@ -24,7 +25,7 @@ from shardproof.harness.engines.engine import Unwaited
 from shardproof.harness.ledger import Event
 from shardproof.harness.outcome.merging import Flaw, Merged, Outcomes, match_truth, merge_outcomes
 from shardproof.harness.protocols import Axes, CaseLike, TermLike
-from shardproof.harness.verdicts.facts import Note
+from shardproof.harness.verdicts.facts import Fact, Note
 
 if TYPE_CHECKING:
     from shardproof.harness.checking.measures.stated_deviations import Deviations
@@ -42,6 +43,7 @@ class Calls:
     hidden       (rank, call index) of calls that were waited for only after a product; None when not measured
     spans        when the ranks of a pipeline computed; empty where ranks took turns
     ran          the ranks that were run, in the order of `saved_bytes`; empty when it was all of them
+    packed       whether the subject states documents (shardproof.documents)
     """
 
     case: CaseLike
@@ -51,6 +53,7 @@ class Calls:
     hidden: frozenset[tuple[int, int]] | None = None
     spans: "tuple[RankSpan, ...]" = ()
     ran: tuple[int, ...] = ()
+    packed: bool = False
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -234,11 +237,44 @@ class Regroupings:
 class DryRun:
     """What a run without numbers says beside its calls: what the fullest rank holds, and what is left unchecked."""
 
-    memory: str
+    memory: Fact
     notes: tuple[Note, ...] = ()
 
 
-RECORDS = (Calls, Run, Repeats, Truth, Claims, Regroupings, DryRun)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DocumentLeak:
+    """A document that reaches another one, in the `phase` forward or backward: numbers of the two.
+
+    token     the token of the other one that is furthest off, of the rank's own in one row, and `gap` by how much
+    call      which of the rank's statements shows it; `place` is its line, `before` that of the one it came from
+    rounding  whether the gap is as small as rounding
+    """
+
+    phase: str
+    of: int
+    other: int
+    rank: int
+    call: int
+    token: int
+    gap: float
+    place: str
+    before: str = ""
+    rounding: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Documents:
+    """What runs of one step tell of the documents in it: how many there are, and the first one that reaches another.
+
+    `problem` is why they could not be told apart, "" where they were.
+    """
+
+    count: int = 0
+    leak: DocumentLeak | None = None
+    problem: str = ""
+
+
+RECORDS = (Calls, Run, Repeats, Truth, Claims, Regroupings, Documents, DryRun)
 """The records that a check may read."""
 
 
@@ -268,9 +304,9 @@ class Search:
                       step were not returned; None where that run was not needed or could not be made
     located           the first wrong module, when it was looked for without a declared layout
     low_precision_op  where a lower precision enters on several ranks alone, if it explains what is wrong; else ""
-    drawn             numbers that ranks drew in forward and the truth did not, in words; "" where there are none
-    other_samples     how the samples of the ranks differ from those of the truth, in words; "" where they do not
-    other_start       a parameter that a rank begins with other values than the truth, in words; "" without one
+    drawn             numbers that ranks drew in forward and the truth did not; None where there are none
+    other_samples     how the samples of the ranks differ from those of the truth; None where they do not
+    other_start       a parameter that a rank begins with other values than the truth; None without one
     unsummed          by rank, the sum of squares of its gradients after each that backward added to, before any sum
                       over ranks
     """
@@ -280,9 +316,9 @@ class Search:
     earlier: "tuple[Evidence, Mapping[str, Finding]] | None" = None
     located: Located | None = None
     low_precision_op: str = ""
-    drawn: str = ""
-    other_samples: str = ""
-    other_start: str = ""
+    drawn: Fact | None = None
+    other_samples: Fact | None = None
+    other_start: Fact | None = None
     unsummed: tuple[Tensor, ...] = ()
 
 
@@ -296,13 +332,14 @@ class Evidence:
     search: Search = field(default_factory=Search)
     repeats: Repeats | None = None
     regroupings: Regroupings | None = None
+    documents: Documents | None = None
     dry: DryRun | None = None
 
     @property
     def records(self) -> tuple[object, ...]:
         """The records that checks may read: a run without numbers left calls alone."""
         numbers = () if self.dry else (self.run, self.truth)
-        made = (self.run.calls, self.claims, *numbers, self.repeats, self.regroupings, self.dry)
+        made = (self.run.calls, self.claims, *numbers, self.repeats, self.regroupings, self.documents, self.dry)
         return tuple(record for record in made if record is not None)
 
     def with_found(self, **found: Any) -> "Evidence":

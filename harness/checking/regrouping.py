@@ -24,7 +24,7 @@ from shardproof.harness.checking.measures.tolerance import FLOAT64_CEILING, meas
 from shardproof.harness.checking.measuring import theoretical_error_of_sums
 from shardproof.harness.checking.numeric_checks import as_worst
 from shardproof.harness.checking.records import Claims, Regrouped, Regroupings, Run, Truth
-from shardproof.harness.verdicts.facts import Note, NoteKind
+from shardproof.harness.verdicts.facts import Note, NoteKind, state_fact
 from shardproof.harness.verdicts.verdict import FAIL, PASS
 
 _FIRST_STEP = ("loss", "tokens", "grad", "grad_norm")
@@ -42,17 +42,20 @@ def check_regrouping(run: Run, truth: Truth, claims: Claims, regroupings: Regrou
     settled: dict[str, int] = {}  # sizes with which the step was the same
     for other in regroupings.runs:
         if flaw := next((flaw for flaw in other.flaws if flaw.name in run.tensors), None):
-            rule = f"{flaw.message} ({flaw.kind}), which is whole with {_sizes_here(run, other)}"
-            return Finding(verdict=FAIL, message=f"{flaw.name} with {other.words}: {rule}", names=(flaw.name,))
+            here = _sizes_here(run, other)
+            torn = state_fact(
+                "torn_grouping", name=flaw.name, words=other.words, flaw=flaw.fact, kind=flaw.kind, here=here
+            )
+            return Finding(verdict=FAIL, facts=(torn,), names=(flaw.name,))
         wrong = tuple(measured for measured in _compare_groupings(run, truth, claims, other.tensors) if measured.wrong)
         if wrong:
             return _report_breach(run, other, wrong, settled)
         settled |= {} if other.problem else other.sizes
     by_design = _by_design(run, claims)
-    same = ", ".join(other.words for other in regroupings.runs if not other.problem)
+    same = [other.words for other in regroupings.runs if not other.problem]
     return Finding(
         verdict=PASS,
-        message=f"the same step as with {same}" if same else "no other grouping was compared",
+        facts=(state_fact("same_step", groupings=same),),
         notes=(
             *(
                 Note(kind=NoteKind.UNFINISHED_GROUPING, names=(other.words,), reason=other.problem)
@@ -107,11 +110,19 @@ def _report_breach(run: Run, other: Regrouped, wrong: tuple[Measured, ...], sett
     name = wrong[0].name
     known = [settled, {word: getattr(run.case, word) for word in other.sizes}]
     sizes = {word: size for word, size in other.sizes.items() if all(one.get(word) != size for one in known)}
-    ratio = _describe_factor(run.tensors[name].double(), other.tensors[name].double(), run, sizes)
+    ratio, grows, falls = _find_factor(run.tensors[name].double(), other.tensors[name].double(), run, sizes)
+    unlike = state_fact(
+        "unlike_grouping",
+        name=name,
+        words=other.words,
+        here=_sizes_here(run, other),
+        ratio=ratio,
+        grows=grows,
+        falls=falls,
+    )
     return Finding(
         verdict=FAIL,
-        message=f"{name} with {other.words} is {ratio} with {_sizes_here(run, other)}, though the same samples "
-        "make up the step",
+        facts=(unlike,),
         worst=as_worst(wrong[0]),
         wrong=wrong,
         names=tuple(measured.name for measured in wrong),
@@ -123,8 +134,8 @@ def _sizes_here(run: Run, other: Regrouped) -> str:
     return " ".join(f"{word}={getattr(run.case, word)}" for word in other.sizes)
 
 
-def _describe_factor(base: Tensor, other: Tensor, run: Run, sizes: Mapping[str, int]) -> str:
-    """How the other grouping's tensor relates to this one's, in words: a factor is named by the size with which it
+def _find_factor(base: Tensor, other: Tensor, run: Run, sizes: Mapping[str, int]) -> tuple[float, list[str], list[str]]:
+    """The factor of the other grouping's tensor on this one's, nan where it is no multiple; and the sizes with which it
     grows, or else falls.
     """
     square = float(base.square().sum())
@@ -132,14 +143,12 @@ def _describe_factor(base: Tensor, other: Tensor, run: Run, sizes: Mapping[str, 
     left = float((other - ratio * base).square().sum()) if math.isfinite(ratio) else math.inf
     constant = max(_CONSTANT, _EPSILONS * epsilon(run.dtype))
     if not left <= constant**2 * square * ratio**2:
-        return "no multiple of what it is (a mean of means, where counts of tokens differ?)"
+        return math.nan, [], []
     near = max(1e-4, constant)
     growth = {word: size / getattr(run.case, word) for word, size in sizes.items()}
-    if grows := [word for word, share in growth.items() if math.isclose(ratio, share, rel_tol=near)]:
-        return f"{ratio:.4g} times what it is (the factor grows with {' or '.join(grows)})"
-    if falls := [word for word, share in growth.items() if math.isclose(ratio * share, 1.0, rel_tol=near)]:
-        return f"{ratio:.4g} times what it is (the factor falls as {' or '.join(falls)} grows)"
-    return f"{ratio:.4g} times what it is (no ratio of sizes: a mean of means, where counts of tokens differ?)"
+    grows = [word for word, share in growth.items() if math.isclose(ratio, share, rel_tol=near)]
+    falls = [word for word, share in growth.items() if math.isclose(ratio * share, 1.0, rel_tol=near)]
+    return ratio, grows, falls
 
 
 def check_truth(run: Run, truth: Truth) -> Finding:
@@ -151,10 +160,8 @@ def check_truth(run: Run, truth: Truth) -> Finding:
     measured = truth.first_forward
     assert measured is not None  # else there is nothing to check
     if truth.of_dtype:
-        message = f"the dense model's function depends on the dtype, so it is compared in {run.case.dtype}"
         notes = (Note(kind=NoteKind.DTYPE_DEPENDENT, reason=truth.of_dtype),)
-        return Finding(verdict=PASS, message=message, notes=notes)
-    same = f"is one function in float32 and in float64; {measured.name} came closest to the limit"
-    other = f"computes another function in float32 than in float64, as {measured.name} of its forward shows"
-    message = f"the dense model {same if measured.right else other}"
-    return Finding(verdict=PASS if measured.right else FAIL, message=message, worst=as_worst(measured))
+        return Finding(verdict=PASS, facts=(state_fact("truth_by_dtype", dtype=run.case.dtype),), notes=notes)
+    if measured.wrong:
+        return Finding(verdict=FAIL, facts=(state_fact("truth_other", name=measured.name),), worst=as_worst(measured))
+    return Finding(verdict=PASS, facts=(state_fact("truth_same", closest=measured.name),), worst=as_worst(measured))

@@ -6,7 +6,8 @@ from itertools import zip_longest
 from shardproof.harness.checking.finding import Finding, apart_by
 from shardproof.harness.checking.measures.spreads import run_spreads
 from shardproof.harness.checking.records import Repeats, Run
-from shardproof.harness.outcome.merging import Outcomes, describe_differences, same_bits
+from shardproof.harness.outcome.merging import Outcomes, same_bits, state_differences
+from shardproof.harness.verdicts.facts import Fact, state_fact
 from shardproof.harness.verdicts.verdict import FAIL, PASS
 
 
@@ -15,28 +16,28 @@ def check_determinism(run: Run, repeats: Repeats) -> Finding:
 
     When the recorded run differs from an unrecorded one, two unrecorded runs decide between this check and `recording`.
     """
-    return _compare_repeats(run, repeats, blame_recording=False, praise="runs agree in every bit")
+    return _compare_repeats(run, repeats, blame_recording=False)
 
 
 def check_recording(run: Run, repeats: Repeats) -> Finding:
     """Whether the recorded run gives the same bits as an unrecorded one."""
-    return _compare_repeats(run, repeats, blame_recording=True, praise="recording changes no bit")
+    return _compare_repeats(run, repeats, blame_recording=True)
 
 
-def _compare_repeats(run: Run, repeats: Repeats, *, blame_recording: bool, praise: str) -> Finding:
+def _compare_repeats(run: Run, repeats: Repeats, *, blame_recording: bool) -> Finding:
     plain, *again = repeats.runs
     difference = _first_difference(run.outcomes, plain)
     steady = bool(again) and all(_first_difference(plain, other) is None for other in again)
     if difference is None or steady != blame_recording:
-        return Finding(verdict=PASS, message=f"{1 + len(repeats.runs)} runs: {praise}")
+        agree = "recording_right" if blame_recording else "runs_agree"
+        return Finding(verdict=PASS, facts=(state_fact(agree, runs=1 + len(repeats.runs)),))
     name, rank, how = difference
-    who = "the recorded run and an unrecorded one" if blame_recording else "two runs of the same case"
     spreads = run_spreads(run.outcomes, plain)
     furthest = max(spreads, key=spreads.__getitem__, default=name)
     name, rank, how = _first_difference(*(_of_name(each, furthest) for each in (run.outcomes, plain))) or difference
     return Finding(
         verdict=FAIL,
-        message=f"{name} on rank {rank} differs between {who}: {how}",
+        facts=(state_fact("recording_differs" if blame_recording else "runs_differ", name=name, rank=rank, how=how),),
         worst=apart_by(run.dtype_of(name), name, spreads.get(name, math.inf)),
         names=(name,),
         ranks=(rank,),
@@ -53,15 +54,15 @@ def same_outcomes(first: Outcomes, second: Outcomes) -> bool:
     return _first_difference(first, second) is None
 
 
-def _first_difference(first: Outcomes, second: Outcomes) -> tuple[str, int, str] | None:
-    """Name, rank and words of the first value that two runs do not share."""
+def _first_difference(first: Outcomes, second: Outcomes) -> tuple[str, int, Fact] | None:
+    """Name, rank and kind of the first value that two runs do not share."""
     for rank, (mine, theirs) in enumerate(zip(first, second, strict=True)):
         for name in dict.fromkeys([*mine, *theirs]):
             if name not in mine or name not in theirs:
-                return name, rank, "only one of the runs returned it"
+                return name, rank, state_fact("returned_once")
             for a, b in zip_longest(mine[name], theirs[name]):
                 if a is None or b is None or a.offsets != b.offsets:
-                    return name, rank, "its blocks lie in other places"
+                    return name, rank, state_fact("moved_blocks")
                 if not same_bits(a.local, b.local):
-                    return name, rank, describe_differences(a.local, b.local)
+                    return name, rank, state_differences(a.local, b.local)
     return None

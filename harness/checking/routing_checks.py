@@ -18,9 +18,8 @@ from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.kinds import kind_of
 from shardproof.harness.checking.numeric_checks import make_numeric_check
 from shardproof.harness.checking.records import Claims, Run, Truth
-from shardproof.harness.errors import ranks_text
 from shardproof.harness.outcome.merging import same_bits
-from shardproof.harness.verdicts.facts import note_unchecked, notes_about
+from shardproof.harness.verdicts.facts import Fact, note_unchecked, notes_about, state_fact
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 
 KIND = "routing"
@@ -34,49 +33,51 @@ def check_routing(run: Run, truth: Truth, claims: Claims) -> Finding | None:
     parted = {flaw.name: flaw for flaw in run.merged.flaws if flaw.kind == "replica conflict"}
     wrong = tuple(name for name in names if name in parted)
     if wrong:
-        more = f"; {len(wrong) - 1} more of {len(names)} maps differ" if len(wrong) > 1 else ""
+        more = (state_fact("more_maps", count=len(wrong) - 1, maps=len(names)),) if len(wrong) > 1 else ()
         ranks = parted[wrong[0]].ranks
-        return Finding(verdict=FAIL, message=_describe_choices(run, wrong[0], ranks) + more, names=wrong, ranks=ranks)
+        facts = (_compare_choices(run, wrong[0], ranks), *more)
+        return Finding(verdict=FAIL, facts=facts, names=wrong, ranks=ranks)
     whole = [name for name in names if name in run.tensors]
-    loads = _describe_load(run, whole)
+    loads = _find_busiest(run, whole)
     if any(kind_of(name) == KIND for name in truth.tensors):
         found = _compared(run, truth, claims)
-        return found if found is None or found.verdict != PASS else replace(found, message=found.message + loads)
+        return found if found is None or found.verdict != PASS else replace(found, facts=(*found.facts, *loads))
     holders = [(n, b) for outcome in run.full_outcomes for n in names for b in outcome.get(n, ())]
     places = Counter((name, block.region) for name, block in holders if block.local.numel())
     copied = {name for (name, _), copies in places.items() if copies > 1}
     alone = tuple(name for name in names if name not in whole or name not in copied)
     if len(alone) == len(names):
-        message = "no rank holds a copy of another one's map, and the truth has none to compare them with"
-        return Finding(verdict=UNKNOWN, message=message, notes=notes_about(undecided=alone))
-    message = f"{len(names) - len(alone)} maps are equal on all ranks that hold the same tokens{loads}"
+        return Finding(verdict=UNKNOWN, facts=(state_fact("no_copies"),), notes=notes_about(undecided=alone))
+    equal = state_fact("equal_maps", count=len(names) - len(alone))
     notes = (*notes_about(undecided=alone), *note_unchecked("choices themselves: the truth has no maps"))
-    return Finding(verdict=PASS, message=message, notes=notes)
+    return Finding(verdict=PASS, facts=(equal, *loads), notes=notes)
 
 
-def _describe_choices(run: Run, name: str, ranks: Sequence[int]) -> str:
+def _compare_choices(run: Run, name: str, ranks: Sequence[int]) -> Fact:
     """Choices of the first of these ranks other than those of the first rank that holds the same tokens."""
-    rank, others = ranks[0], f"rank {ranks_text(ranks)} {'parts' if len(ranks) == 1 else 'part'}"
+    rank = ranks[0]
     holders = [(other, block) for other, outcome in enumerate(run.full_outcomes) for block in outcome.get(name, ())]
     for mine in run.full_outcomes[rank][name]:
         first, theirs = next((other, block) for other, block in holders if block.region == mine.region)
         if not same_bits(mine.local, theirs.local):
-            parted = _describe_moved_tokens(mine.local, theirs.local, rank, first)
-            return f"{name}: {parted}; {others} from rank {first}, which holds the same tokens"
+            how = _count_moved_tokens(mine.local, theirs.local, rank, first)
+            return state_fact("other_experts", name=name, ranks=ranks, first=first, how=how)
     raise AssertionError(f"{name}: no block of rank {rank} differs")  # the flaw says that one does
 
 
-def _describe_moved_tokens(mine: Tensor, theirs: Tensor, rank: int, first: int) -> str:
+def _count_moved_tokens(mine: Tensor, theirs: Tensor, rank: int, first: int) -> Fact:
     """How many tokens go elsewhere, and where the first of them does."""
     if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
-        return f"rank {rank} returns a map of another form than rank {first}"
+        return state_fact("other_form", rank=rank, other=first)
     elsewhere = (mine != theirs).any(-1)
     if not bool(elsewhere.any()):
-        return f"rank {rank} returns other bits than rank {first} for the same choices"
-    at = tuple(int(place) for place in elsewhere.nonzero()[0])
-    sent, must = (" ".join(str(int(one)) for one in part[at].nonzero().flatten()) for part in (mine, theirs))
-    token = f"the first, {at}, to {sent or 'none'}, on rank {first} to {must or 'none'}"
-    return f"rank {rank} sends {int(elsewhere.sum())} of {elsewhere.numel()} tokens to other experts: {token}"
+        return state_fact("other_bits", rank=rank, other=first)
+    at = tuple(elsewhere.nonzero()[0].tolist())
+    sent, must = (part[at].nonzero().flatten().tolist() for part in (mine, theirs))
+    moved = int(elsewhere.sum())
+    return state_fact(
+        "moved_tokens", rank=rank, moved=moved, tokens=elsewhere.numel(), at=at, sent=sent, other=first, must=must
+    )
 
 
 def count_rows(whole: Tensor) -> Tensor:
@@ -102,13 +103,11 @@ def load_rows(case: str, run: Run) -> Iterator[tuple[object, ...]]:
             yield case, step, module, expert, count
 
 
-def _describe_load(run: Run, names: Sequence[str]) -> str:
-    """The busiest expert of all maps, in words behind others."""
+def _find_busiest(run: Run, names: Sequence[str]) -> tuple[Fact, ...]:
+    """The busiest expert of all maps; () without a map."""
     counted = {name: count_rows(run.tensors[name]) for name in names if run.tensors[name].dim()}
     if not counted:
-        return ""
+        return ()
     name = max(counted, key=lambda one: balance_of_rows(counted[one]))
-    busiest = int(torch.argmax(counted[name]))
-    return (
-        f"; busiest: expert {busiest} of {name.partition('/')[2]}, {balance_of_rows(counted[name]):.3g} times the mean"
-    )
+    expert, times = int(torch.argmax(counted[name])), balance_of_rows(counted[name])
+    return (state_fact("busiest", expert=expert, map=name.partition("/")[2], times=times),)

@@ -11,8 +11,8 @@ from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.kinds import kind_of
 from shardproof.harness.checking.numeric_checks import make_numeric_check
 from shardproof.harness.checking.records import Claims, Run, Truth
-from shardproof.harness.outcome.merging import describe_differences, same_bits
-from shardproof.harness.verdicts.facts import note_unchecked, notes_about
+from shardproof.harness.outcome.merging import same_bits, state_differences
+from shardproof.harness.verdicts.facts import Fact, note_unchecked, notes_about, state_fact
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 
 KIND = "init"
@@ -38,21 +38,21 @@ def initial_values(run: Run, truth: Truth, claims: Claims) -> Finding:
     wrong = dict([*_find_equal_starts(run, names), *_find_deviating_states(run, truth, names)])
     if wrong:
         first = next(name for name in names if name in wrong)
-        more = f"; {len(wrong) - 1} more of {len(names)} are wrong" if len(wrong) > 1 else ""
+        more = (state_fact("more_wrong", count=len(wrong) - 1, of=len(names)),) if len(wrong) > 1 else ()
         ordered = tuple(name for name in names if name in wrong)
-        return Finding(verdict=FAIL, message=f"{first} {wrong[first]}{more}", names=ordered)
+        return Finding(verdict=FAIL, facts=(wrong[first], *more), names=ordered)
     stated = sum(name.partition("/")[2] in truth.init_std for name in names)
-    words = f"{stated} of {len(names)} parameters begin with the right deviations, and no two alike"
+    right = state_fact("starts_right", stated=stated, names=len(names))
     notes = () if stated else note_unchecked("deviations of initial values, which nothing states")
     known = None if set(names) & set(truth.from_ranks) else _compared(run, truth, claims)
     if known is None:
-        return Finding(verdict=PASS, message=f"{words}; the dense model was given them", notes=notes)
+        return Finding(verdict=PASS, facts=(right, state_fact("given_to_truth")), notes=notes)
     if known.verdict != PASS:
         return known
-    return replace(known, message=f"{known.message}; {words}", notes=(*known.notes, *notes))
+    return replace(known, facts=(*known.facts, right), notes=(*known.notes, *notes))
 
 
-def _find_deviating_states(run: Run, truth: Truth, names: list[str]) -> Iterator[tuple[str, str]]:
+def _find_deviating_states(run: Run, truth: Truth, names: list[str]) -> Iterator[tuple[str, Fact]]:
     for name in names:
         value, right = run.tensors.get(name), truth.init_std.get(name.partition("/")[2])
         if value is None or right is None:
@@ -60,14 +60,14 @@ def _find_deviating_states(run: Run, truth: Truth, names: list[str]) -> Iterator
         deviation = math.sqrt(float(value.double().var(correction=0)))
         slack = SIGMAS * math.sqrt(2 / value.numel())
         if right == 0 and deviation > 0:
-            yield name, f"has a standard deviation of {deviation:.3g}, and begins as a constant"
+            yield name, state_fact("not_constant", name=name, deviation=deviation)
         elif right and abs((deviation / right) ** 2 - 1) > slack:
-            yield name, f"has a standard deviation of {deviation:.3g}, which must be {right:.3g}"
+            yield name, state_fact("other_deviation", name=name, deviation=deviation, right=right)
 
 
-def _find_equal_starts(run: Run, names: list[str]) -> Iterator[tuple[str, str]]:
+def _find_equal_starts(run: Run, names: list[str]) -> Iterator[tuple[str, Fact]]:
     """Parameters, and shards of one, that begin with the numbers of one before."""
-    seen: dict[bytes, tuple[str, object]] = {}
+    seen: dict[bytes, tuple[int, tuple[str, tuple[int, ...]]]] = {}
     for name in names:
         shards = {
             block.region: (rank, block)
@@ -78,12 +78,12 @@ def _find_equal_starts(run: Run, names: list[str]) -> Iterator[tuple[str, str]]:
             local = block.local
             if _is_constant(local):
                 continue
-            what, at = f"{name} on rank {rank}", (name, block.offsets)
+            at = name, block.offsets
             first = local.flatten()[:_FIRST]
             start = local.flatten() if _is_constant(first) else first
-            before, first_at = seen.setdefault(start.contiguous().view(torch.uint8).numpy().tobytes(), (what, at))
-            if first_at != at:
-                yield name, f"on rank {rank} holds the numbers of {before}"
+            other_rank, there = seen.setdefault(start.contiguous().view(torch.uint8).numpy().tobytes(), (rank, at))
+            if there != at:
+                yield name, state_fact("equal_starts", name=name, rank=rank, other=there[0], other_rank=other_rank)
 
 
 def _is_constant(local: Tensor) -> bool:
@@ -112,10 +112,9 @@ def check_saved_state(run: Run, truth: Truth) -> Finding:
     wrong = [name for name, (files, must) in known.items() if not same_bits(files, must)]
     if wrong:
         files, must = known[wrong[0]]
-        whose = "the ranks" if wrong[0].partition("/")[2] in merged else "the truth"
-        message = f"{wrong[0]}: the files of the checkpoint and {whose} differ {describe_differences(files, must)}"
-        return Finding(verdict=FAIL, message=message, notes=unseen, names=tuple(wrong))
+        beside = "the ranks" if wrong[0].partition("/")[2] in merged else "the truth"
+        differs = state_fact("saved_differs", name=wrong[0], beside=beside, how=state_differences(files, must))
+        return Finding(verdict=FAIL, facts=(differs,), notes=unseen, names=tuple(wrong))
     if not known:
-        return Finding(verdict=UNKNOWN, message="the ranks returned nothing that was saved", notes=unseen)
-    message = f"{len(known)} tensors of the checkpoint are those of the ranks in every bit"
-    return Finding(verdict=PASS, message=message, notes=unseen)
+        return Finding(verdict=UNKNOWN, facts=(state_fact("nothing_saved"),), notes=unseen)
+    return Finding(verdict=PASS, facts=(state_fact("saved_right", count=len(known)),), notes=unseen)

@@ -23,7 +23,7 @@ from shardproof.harness.diagnosing.hints import find_agreement
 from shardproof.harness.diagnosing.rank_causes import likely_causes
 from shardproof.harness.differences import Difference, but_for_bytes, find_differences
 from shardproof.harness.errors import Desynchronised, ProgramError, RankCrashed, ShardproofError, Stalled, TimeLimit
-from shardproof.harness.verdicts.facts import AgreementByKind, First, noted_names
+from shardproof.harness.verdicts.facts import AgreementByKind, First, noted_names, state_fact
 from shardproof.harness.verdicts.verdict import FAIL
 
 
@@ -161,18 +161,16 @@ def diagnose(
 def diagnose_ended_case(error: ShardproofError) -> Diagnosis:
     """Diagnose a case that ended without an outcome."""
     if isinstance(error, Desynchronised):
-        known = "desynchronised"
-        words = "the ranks issued different calls, or not as many: the line above says where each stood"
+        known, fact = "desynchronised", "calls_parted"
     elif isinstance(error, RankCrashed):
-        known, words = "raised", "the process of a rank ended before the subject returned"
+        known, fact = "raised", "process_ended"
     elif isinstance(error, Stalled):
-        known = "desynchronised"
-        words = "a rank came to no further call in time: the line above says where it stood"
+        known, fact = "desynchronised", "no_further_call"
     elif isinstance(error, ProgramError):
-        known, words = "raised", "the subject raised: the line above says where each rank stood"
+        known, fact = "raised", "raised"
     else:
-        known, words = "machine", "the time was up" if isinstance(error, TimeLimit) else "the machine failed"
-    ranks, causes = tuple(getattr(error, "ranks", ())), (report_cause(known, words, error),)
+        known, fact = "machine", "time_up" if isinstance(error, TimeLimit) else "machine_failed"
+    ranks, causes = tuple(getattr(error, "ranks", ())), (report_cause(known, state_fact(fact), error),)
     return Diagnosis(check="run", ranks=ranks, first=First(), causes=causes)
 
 

@@ -38,7 +38,7 @@ def place_of_failure(diagnosis: Diagnosis, case: CaseLike, *, named: bool = Fals
 
 def likely_causes(diagnosis: Diagnosis) -> tuple[LikelyCause, ...]:
     """The causes of a diagnosis, without the numbers that prove them."""
-    return tuple(LikelyCause(id=cause.id, words=cause.words) for cause in diagnosis.causes)
+    return tuple(LikelyCause(id=cause.id, fact=cause.fact) for cause in diagnosis.causes)
 
 
 def failed_check(diagnosis: Diagnosis, finding: Finding, run: Run, subject: str, options: str = "") -> FailedCheck:

@@ -27,7 +27,7 @@ from dataclasses import replace
 from shardproof.harness.checking.call_checks import find_strays
 from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.laws import Broken
-from shardproof.harness.checking.ledger_checks import module_order
+from shardproof.harness.checking.ledger_checks import module_order, state_difference
 from shardproof.harness.checking.measures.kinds import is_state, kind_of
 from shardproof.harness.checking.records import Calls, Evidence, Run, Truth
 from shardproof.harness.diagnosing.causes.places import held_whole, place_of, update_in_doubt
@@ -47,7 +47,7 @@ def first_place(
 
     `law` is the first general law that the calls broke, where no expectation says more.
     """
-    event = f"{parted}" + (f" at {parted.caller}" if parted.caller else "") if parted else ""
+    event = state_difference(parted).text + (f" at {parted.caller}" if parted.caller else "") if parted else ""
     shown = _shown_by(evidence, wrong) if wrong else None
     if parted and (shown is None or _call_comes_first(evidence, parted, shown)):
         name, phase, region = wrong[0] if wrong else "", _issued_in(parted), parted.line.region
@@ -63,7 +63,7 @@ def first_place(
             phase=stray.phase, region=stray.region, step=stray.step, name=wrong[0] if wrong else "", event=call
         )
     if law is not None:
-        event = f"{law.message}{law.place}"
+        event = law.fact.text
         summed = shown is not None and shown.name.startswith("grad/")  # compared after grad_sync
         if shown is None or (
             not shown.note and _order_of_phase(law.phase) <= _order_of_phase("grad_sync" if summed else shown.phase)

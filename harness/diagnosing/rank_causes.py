@@ -23,7 +23,7 @@ from shardproof.harness.diagnosing.hypotheses import (
     sums,
     updates,
 )
-from shardproof.harness.diagnosing.hypotheses.factors import UNDECIDED
+from shardproof.harness.verdicts.facts import state_fact
 
 _FILES = (replicas, sums, factors, norms, patterns, displaced, updates)
 HYPOTHESES: tuple[Hypothesis, ...] = tuple(one for file in _FILES for one in file.HYPOTHESES)
@@ -32,8 +32,10 @@ HYPOTHESES: tuple[Hypothesis, ...] = tuple(one for file in _FILES for one in fil
 def by_numbers(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
     """Causes by the numbers of the first of these wrong tensors."""
     failure = Failure(evidence=evidence, wrong=wrong, numbers=wrong)
-    begin = "initial values, before any step: " if failure.kind == "init" else ""
-    return [replace(cause, words=f"{begin}{cause.words}") for cause in select_best(failure, HYPOTHESES)]
+    causes = select_best(failure, HYPOTHESES)
+    if failure.kind != "init":
+        return causes
+    return [replace(cause, fact=state_fact("at_start", cause=cause.fact)) for cause in causes]
 
 
 def _in_first_module(failure: Failure) -> list[Cause]:
@@ -42,16 +44,20 @@ def _in_first_module(failure: Failure) -> list[Cause]:
     if (located := evidence.search.located) is None:
         return []
     if axis := located.summed:
-        words = f"the ranks' values add up to the truth over {axis}: each holds one partial sum, never reduced"
-        return [report_cause("not_summed", words, located)]
+        return [report_cause("not_summed", state_fact("partial_sums", over=axis), located)]
     name = f"{'act' if located.phase == 'forward' else 'act_grad'}/{located.module}"
     for value, truth in located.shown:
         run = evidence.run.with_tensors({**evidence.run.tensors, name: value})
         true = replace(evidence.truth, tensors={**evidence.truth.tensors, name: truth})
         seen = replace(evidence, run=run, truth=true).with_found(shares={}, others=())
         if causes := by_numbers(seen, [name]):  # cases of other sizes are not searched for their first wrong module
-            return [replace(c, words=f"{c.words}{UNDECIDED}", follows=()) if c.follows else c for c in causes]
+            return [_as_undecided(cause) if cause.follows else cause for cause in causes]
     return []
+
+
+def _as_undecided(cause: Cause) -> Cause:
+    """The cause of a factor that is a size of the case, where no case of another size is looked at."""
+    return replace(cause, fact=replace(cause.fact, values={**cause.fact.values, "unsure": True}), follows=())
 
 
 def _by_numbers(failure: Failure) -> list[Cause]:

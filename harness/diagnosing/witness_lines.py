@@ -4,7 +4,7 @@ The cause follows from who contradicts whom. The recorder of the session is the 
 stores what the recorder draws. The torch profiler and the closed form know nothing of each other.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from shardproof.harness.checking.finding import Finding
@@ -13,15 +13,8 @@ from shardproof.harness.diagnosing.causes.cause import Cause, report_cause
 from shardproof.harness.diagnosing.diagnosis import Diagnosis
 from shardproof.harness.diagnosing.explained import likely_causes, place_of_failure, repeat_command
 from shardproof.harness.protocols import CaseLike
-from shardproof.harness.verdicts.facts import FailedCheck, First
+from shardproof.harness.verdicts.facts import FailedCheck, First, state_fact
 from shardproof.harness.witnesses.agreement import AGREES, CLOSED_FORM, NOT_ASKED, Agreement, Row
-
-_WHO = {
-    "recorder": "the recorder",
-    "torch": "the torch profiler",
-    "nsys": "Nsight Systems",
-    CLOSED_FORM: "the closed form",
-}
 
 
 def diagnose_disagreement(
@@ -59,22 +52,18 @@ def failed_witnesses(
 
 def _cause_of_disagreement(case: CaseLike, broken: Sequence[Row], *, disturbed: bool) -> Cause:
     if disturbed:
-        return report_cause("stated", "the outcome of a run that is watched is another one", disturbed)
+        return report_cause("stated", state_fact("watched_outcome"), disturbed)
     if not broken:
-        return report_cause("stated", f"no rank of {case.world_size} issues a collective here", case)
+        return report_cause("stated", state_fact("no_collective", ranks=case.world_size), case)
     against, confirming = _split_sides(broken)
     if "recorder" in against:
-        words = "on processes of their own the ranks issue other calls than on the engine that proved the case"
-        return report_cause("witness", words, broken)
-    tell = f"tell{'s' * (len(against) == 1)} it otherwise"
+        return report_cause("witness", state_fact("other_calls"), broken)
     if {"torch", CLOSED_FORM} <= against or (broken[0].recorded is None and "torch" in against):
-        return report_cause("witness", f"{_join_witness_names(against)} {tell} than the recorder", broken)
+        return report_cause("witness", state_fact("unlike_recorder", witnesses=sorted(against)), broken)
     if CLOSED_FORM in against:
-        words = "the program issues other calls than its closed form states"
-        return report_cause(
-            "witness", f"{words}: {_join_witness_names(('recorder', *confirming))} saw the same", broken
-        )
-    return report_cause("witness", f"{_join_witness_names(against)} alone {tell}", broken)
+        saw = state_fact("unlike_closed_form", witnesses=sorted({"recorder", *confirming}))
+        return report_cause("witness", saw, broken)
+    return report_cause("witness", state_fact("alone_otherwise", witnesses=sorted(against)), broken)
 
 
 def _split_sides(broken: Sequence[Row]) -> tuple[set[str], set[str]]:
@@ -88,7 +77,3 @@ def _split_sides(broken: Sequence[Row]) -> tuple[set[str], set[str]]:
         return {witness for row in alike for witness in row.words}, set()
     against = {witness for witness, word in first.words.items() if word not in (AGREES, NOT_ASKED)}
     return against, {witness for witness, word in first.words.items() if word == AGREES}
-
-
-def _join_witness_names(witnesses: Iterable[str]) -> str:
-    return " and ".join(_WHO[name] for name in _WHO if name in set(witnesses))

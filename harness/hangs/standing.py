@@ -42,6 +42,7 @@ def standing_of(trace: Trace, rank: int) -> RankStanding:
             complete,
             tuple(map(_signature, call.members)),
             call.payload_bytes if is_message else None,
+            call.batched,
         )
     return RankStanding(
         rank=rank,

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shardproof.harness.outcome.blocks import Block
+from shardproof.harness.verdicts.facts import Fact, state_fact
 
 Outcomes = Sequence[Mapping[str, Sequence[Block]]]
 """By rank: name -> blocks."""
@@ -45,10 +46,15 @@ class Flaw:
 
     name: str
     kind: str
-    message: str
+    fact: Fact
     ranks: tuple[int, ...]
     value: Tensor | None = field(default=None, compare=False, repr=False)
     distance: float = field(default=math.inf, compare=False)
+
+    @property
+    def message(self) -> str:
+        """The fact in words."""
+        return self.fact.text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,11 +75,11 @@ def match_truth(merged: Merged, truth: Mapping[str, Tensor]) -> Merged:
     for name, tensor in merged.tensors.items():
         true = truth.get(name)
         if true is not None and tensor.shape != true.shape:
-            what = f"the full shape is {tuple(tensor.shape)}, that of the dense model {tuple(true.shape)}"
-            flaws.append(Flaw(name=name, kind="shape", message=what, ranks=()))
+            fact = state_fact("shape_of_truth", shape=tuple(tensor.shape), truth=tuple(true.shape))
+            flaws.append(Flaw(name=name, kind="shape", fact=fact, ranks=()))
         elif true is not None and tensor.is_floating_point() != true.is_floating_point():
-            what = f"the dtype is {_dtype_word(tensor.dtype)}, that of the dense model {_dtype_word(true.dtype)}"
-            flaws.append(Flaw(name=name, kind="dtype", message=what, ranks=()))
+            fact = state_fact("dtype_of_truth", dtype=_dtype_word(tensor.dtype), truth=_dtype_word(true.dtype))
+            flaws.append(Flaw(name=name, kind="dtype", fact=fact, ranks=()))
         else:
             tensors[name] = tensor
     return Merged(tensors=tensors, flaws=tuple(flaws))
@@ -92,9 +98,9 @@ def _are_all_wrong(flaw: Flaw, truth: Mapping[str, Tensor]) -> bool:
 class _Flawed(Exception):
     """Leaves the merging of one name with its flaw."""
 
-    def __init__(self, kind: str, message: str, ranks: Sequence[int]) -> None:
-        super().__init__(message)
-        self.kind, self.ranks = kind, tuple(ranks)
+    def __init__(self, kind: str, fact: Fact, ranks: Sequence[int]) -> None:
+        super().__init__(fact.text)
+        self.kind, self.fact, self.ranks = kind, fact, tuple(ranks)
 
 
 def merge_outcomes(outcomes: Outcomes, known: Mapping[str, Tensor] | None = None) -> Merged:
@@ -111,25 +117,23 @@ def merge_outcomes(outcomes: Outcomes, known: Mapping[str, Tensor] | None = None
             tensors[name] = _merge_one(placed, absent)
         except _Flawed as flaw:
             full, gap = _first_replicas(placed, absent) if flaw.kind == "replica conflict" else (None, math.inf)
-            flaws.append(Flaw(name=name, kind=flaw.kind, message=str(flaw), ranks=flaw.ranks, value=full, distance=gap))
+            flaws.append(Flaw(name=name, kind=flaw.kind, fact=flaw.fact, ranks=flaw.ranks, value=full, distance=gap))
     return Merged(tensors=tensors, flaws=tuple(flaws))
 
 
 def _merge_one(placed: Placed, absent: list[int]) -> Tensor:
     if not placed:
-        raise _Flawed("omission", "no rank holds any part of it", ())
+        raise _Flawed("omission", state_fact("held_nowhere"), ())
     if absent and any(block.whole for _, block in placed):
         holders = sorted({rank for rank, _ in placed})
-        here, there = (", ".join(map(str, ranks)) for ranks in (holders, absent))
-        rule = "return it on every rank, or as a Shard where only some ranks hold it"
-        raise _Flawed("missing", f"a full tensor on ranks {here} is not returned by ranks {there}; {rule}", absent)
+        raise _Flawed("missing", state_fact("not_on_all_ranks", holders=holders, absent=absent), absent)
     _check_shapes_agree(placed)
     shape, dtype = placed[0][1].global_shape, placed[0][1].local.dtype
     parts = [part for part in _merge_replicas(placed) if part[1].local.numel()]
     if _has_shared_elements(parts) or sum(block.local.numel() for _, block in parts) != math.prod(shape):
         left, first = _not_held(parts, shape)
         if left:
-            lack = f"{left} of {math.prod(shape)} elements are held by no rank; first missing at {first}"
+            lack = state_fact("elements_missing", missing=left, elements=math.prod(shape), first=first)
             raise _Flawed("omission", lack, sorted({rank for rank, _ in placed}))
     full = torch.empty(shape, dtype=dtype)  # only now: a shape that nobody fills may be larger than the machine
     for _, block in parts:
@@ -171,16 +175,18 @@ def _check_shapes_agree(placed: Placed) -> None:
     """All blocks must speak of one full tensor."""
     first_rank, first = placed[0]
     for rank, block in placed[1:]:
+        both = {"rank": first_rank, "other": rank}
         if block.global_shape != first.global_shape:
-            what = f"rank {first_rank} says {first.global_shape}, rank {rank} says {block.global_shape}"
-            raise _Flawed("shape", f"the ranks disagree on the full shape: {what}", (first_rank, rank))
+            fact = state_fact("shapes_differ", **both, shape=first.global_shape, other_shape=block.global_shape)
+            raise _Flawed("shape", fact, (first_rank, rank))
         if block.local.dtype != first.local.dtype:
             mine, other = _dtype_word(first.local.dtype), _dtype_word(block.local.dtype)
-            what = f"rank {first_rank} returns {mine}, rank {rank} {other}"
-            raise _Flawed("dtype", f"the ranks disagree on the dtype: {what}", (first_rank, rank))
+            fact = state_fact("dtypes_differ", **both, dtype=mine, other_dtype=other)
+            raise _Flawed("dtype", fact, (first_rank, rank))
         if block.reduce_op != first.reduce_op:
-            what = f"rank {first_rank} {first.reduce_op or 'none'!r}, rank {rank} {block.reduce_op or 'none'!r}"
-            raise _Flawed("replica conflict", f"pending reductions differ: {what}", (first_rank, rank))
+            mine, other = first.reduce_op or "none", block.reduce_op or "none"
+            fact = state_fact("reductions_differ", **both, reduce_op=mine, other_reduce_op=other)
+            raise _Flawed("replica conflict", fact, (first_rank, rank))
 
 
 def _merge_replicas(placed: Placed) -> Placed:
@@ -192,7 +198,7 @@ def _merge_replicas(placed: Placed) -> Placed:
         if kept is not block and not same_bits(kept.local, block.local):
             raise _Flawed(
                 "replica conflict",
-                f"rank {rank} differs from rank {other} {describe_differences(block.local, kept.local)}",
+                state_fact("replicas_differ", rank=rank, other=other, how=state_differences(block.local, kept.local)),
                 sorted({r for r, b in placed if (b.region, b.terms) == mine and not same_bits(b.local, kept.local)}),
             )
     return [_sum_pending_terms(terms) for terms in regions.values()]
@@ -221,10 +227,16 @@ def _has_shared_elements(parts: Placed) -> bool:
         common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(mine.region, theirs.region, strict=True)]
         here, there = (block.local[_slices_within(block, common)] for block in (mine, theirs))
         if not same_bits(here, there):
-            how = describe_differences(there, here, tuple(a for a, _ in common))
-            both = f"rank {rank} holds {_text_of_region(mine.region)} and rank {other} {_text_of_region(theirs.region)}"
-            words = f"rank {other} differs from rank {rank} {how} of what both hold, {_text_of_region(common)}; {both}"
-            raise _Flawed("replica conflict", words, sorted({rank, other}))
+            fact = state_fact(
+                "overlap_differs",
+                rank=rank,
+                other=other,
+                how=state_differences(there, here, tuple(a for a, _ in common)),
+                common=_text_of_region(common),
+                region=_text_of_region(mine.region),
+                other_region=_text_of_region(theirs.region),
+            )
+            raise _Flawed("replica conflict", fact, sorted({rank, other}))
     return shared
 
 
@@ -274,23 +286,27 @@ def bits_of(a: Tensor) -> Tensor:
     return a.contiguous().as_strided((a.numel(),), (1,)).view(torch.uint8)
 
 
-def describe_differences(a: Tensor, b: Tensor, offsets: tuple[int, ...] = ()) -> str:
-    """How two tensors of one shape differ, in words: "in 3 of 64 elements, by up to 1.5e-08, first at (0, 4)".
+def state_differences(a: Tensor, b: Tensor, offsets: tuple[int, ...] = ()) -> Fact:
+    """How two tensors differ: in which form, or else in how many elements, by how much, and where first.
 
     `offsets` are those of their first element in the tensor whose indices are named.
     """
     if a.shape != b.shape or a.dtype != b.dtype:
-        return f"in form: {tuple(a.shape)} {_dtype_word(a.dtype)} against {tuple(b.shape)} {_dtype_word(b.dtype)}"
+        shapes = {"shape": tuple(a.shape), "other_shape": tuple(b.shape)}
+        return state_fact("forms_differ", **shapes, dtype=_dtype_word(a.dtype), other_dtype=_dtype_word(b.dtype))
     width = a.element_size()
     wrong = (bits_of(a).view(-1, width) != bits_of(b).view(-1, width)).any(dim=1)
     first = torch.unravel_index(wrong.to(torch.uint8).argmax(), a.shape) if a.dim() else ()
     gaps = ((a.double() - b.double()) if not a.is_complex() else (a - b)).abs().flatten()[wrong]
     finite = gaps[gaps.isfinite()]
-    size = f", by up to {float(finite.max()):.2g}" if len(finite) else ""
-    odd = f", NaN or infinite in {len(gaps) - len(finite)}" if len(finite) < len(gaps) else ""
-    place = f", first at {tuple(int(i) + o for i, o in zip(first, offsets or (0,) * a.dim(), strict=True))}"
-    place = place if a.dim() else ""
-    return f"in {int(wrong.sum())} of {a.numel()} elements{odd}{size}{place}"
+    return state_fact(
+        "bits_differ",
+        differing=int(wrong.sum()),
+        elements=a.numel(),
+        odd=len(gaps) - len(finite),
+        largest=float(finite.max()) if len(finite) else None,
+        first=[int(i) + o for i, o in zip(first, offsets or (0,) * a.dim(), strict=True)],
+    )
 
 
 def _text_of_region(region: Sequence[tuple[int, int]]) -> str:

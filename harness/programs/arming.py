@@ -1,7 +1,5 @@
 """Where recording begins in a process: after torch.distributed was initialised, when rank and world size are known.
 
-The recorder of values looks on from when torch is imported, for a program of one rank initialises nothing.
-
 Imported while torch itself is being imported, so nothing of torch is imported here before it is needed.
 """
 
@@ -30,23 +28,9 @@ def arm(module: ModuleType) -> None:
             try:
                 from shardproof.harness.programs.rank import begin  # noqa: PLC0415  (torch is complete only now)
 
-                session = ProgramSession.of(os.environ[VARIABLE])
-                if session.values is not None and session.values.dtype:
-                    from shardproof.harness.programs.numerics import widen_policies  # noqa: PLC0415
-
-                    widen_policies()
-                begin(session)
+                begin(ProgramSession.of(os.environ[VARIABLE]))
             except Exception as problem:
                 sys.stderr.write(f"shardproof: this process is not recorded: {type(problem).__name__}: {problem}\n")
         return result
 
     module.init_process_group = init_process_group  # type: ignore[attr-defined]
-
-
-def arm_values(_torch: ModuleType) -> None:
-    """Have the values of this process recorded, where the session wants them; torch is imported."""
-    session = ProgramSession.of(os.environ[VARIABLE])
-    if session.values is not None:
-        from shardproof.harness.programs.value_recorder import ValueRecorder  # noqa: PLC0415
-
-        ValueRecorder(session, session.values).arm()

@@ -1,12 +1,14 @@
-"""The calls in traces held against a closed form: which are missing, extra, of other bytes, dtype or group.
+"""The calls in traces held against a closed form: which are missing, extra, of other bytes, dtype, group or phase.
 
-A trace does not know phase and module as the closed form states them, so a call is its op, group, dtype and payload. A
-field that is unknown for any call of the traces is not compared. The closed form is that of one step times the steps of
-the trace, or of the whole run where the trace has no steps.
+A call is its op, group, dtype and payload; a field that is unknown for any call of the traces is not compared. Phases
+are compared where a trace has modules, without which forward is not told from loss, nor backward from recompute, and
+where no annotation of the user says them. A trace names classes and a closed form paths, so of modules is compared how
+many there are and how many calls each issues; a program may nest them otherwise, so that is a note. The closed form is
+that of one step times the steps of the trace, or of the whole run where the trace has no steps.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -47,7 +49,8 @@ class CallKind(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unmeant:
     """By how many calls each of `ranks` parts from the closed form, and in what: `found` is None where they are
-    missing, `meant` where they are extra. `where` is a place in words.
+    missing, `meant` where they are extra. `phases` are that of the trace and those that are meant, where they are all
+    that differs. `where` is a place in words.
     """
 
     found: CallKind | None
@@ -55,6 +58,7 @@ class Unmeant:
     calls: int
     ranks: tuple[int, ...] = ()
     where: str = ""
+    phases: tuple[str, str] = ("", "")
 
     def __str__(self) -> str:
         calls, on = f"{self.calls} call{'s' if self.calls > 1 else ''}", f"on rank{'s' * (len(self.ranks) > 1)}"
@@ -63,6 +67,10 @@ class Unmeant:
         if self.found is None or self.meant is None:
             kind = "missing" if self.found is None else "extra"
             return f"{kind}: {calls}, {self.found or self.meant}, {on}{where}"
+        if self.phases[0]:
+            return (
+                f"other phase: {calls}, {self.found} in {self.phases[0]}, where {self.phases[1]} is meant, {on}{where}"
+            )
         if (self.found.axis, self.found.group_size) != (self.meant.axis, self.meant.group_size):
             return f"other group: {calls}, {self.found}, where {self.meant.group} is meant, {on}{where}"
         kind = "bytes" if self.found.dtype == self.meant.dtype else "dtype"
@@ -101,19 +109,106 @@ def compare_with_form(traces: Sequence[Trace], case: CaseLike, subject: Any) -> 
     ]
     compared, more = _find_compared_fields([call for calls in inside.values() for call in calls])
     found: dict[Unmeant, list[int]] = {}
+    structures: dict[str, list[int]] = {}
     for trace in traces:
         rank = trace.rank or 0
         form = closed_forms(_terms_of_trace(trace, case, subject, terms), (rank,), axes)[rank]
-        kinds = [_kind_of_call(call, axes, case.world_size, compared) for call in inside[rank]]
-        for one in _find_unmeant(kinds, inside[rank], form, compared):
+        groups = _GroupNames(rank, case.world_size, axes, form)
+        kinds = [_kind_of_call(call, groups, compared) for call in inside[rank]]
+        meant = [(_kind_of_key(key, groups, compared), key, number) for key, number in form.complete.items()]
+        partial = [replace(term, axis=groups.of_axis(term.axis)) if term.axis else term for term in form.partial]
+        for one in _find_unmeant(kinds, inside[rank], meant, partial, compared):
             found.setdefault(one, []).append(rank)
+        stated = _StatedPlaces(meant, partial, compared)
+        if any(call.module is not None for call in inside[rank]):
+            for one in stated.find_other_phases(kinds, inside[rank]):
+                found.setdefault(one, []).append(rank)
+            structures.setdefault(stated.describe_other_modules(kinds, inside[rank]), []).append(rank)
+    more += _phase_notes([call for calls in inside.values() for call in calls])
+    more += [f"{told} (rank{'s' * (len(on) > 1)} {ranks_text(on)})" for told, on in structures.items() if told]
     joined = sorted((replace(one, ranks=tuple(ranks)) for one, ranks in found.items()), key=_order_of_unmeant)
     return AgainstForm(
         calls=sum(map(len, inside.values())), unmeant=tuple(joined), notes=(*notes, *more, _NEVER_COMPARED)
     )
 
 
-_NEVER_COMPARED = "not compared: phase, module and reduce op, which a trace does not know as a closed form states them"
+_NEVER_COMPARED = "not compared: reduce op, which traces of torch do not hold"
+
+
+def _phase_notes(calls: Sequence[TracedCall]) -> list[str]:
+    lacking = sum(not _has_known_phase(call) for call in calls)
+    if not any(call.module is not None for call in calls):
+        return ["not compared: phase and module, of traces without modules (profile(with_stack=True) records them)"]
+    return [f"not compared: phase, not known for {lacking} of {len(calls)} calls"] if lacking else []
+
+
+def _has_known_phase(call: TracedCall) -> bool:
+    """An annotation of the user may enclose more than the phase that it names."""
+    return bool(call.phase) and not call.is_phase_annotated
+
+
+_MeantCalls = tuple[CallKind, EventKey, int]
+"""A line of the closed form: what is compared of it, all of it, and how many calls it counts."""
+
+
+class _StatedPlaces:
+    """Phases and modules of calls, as a closed form states them; kinds that a term counts without them are left out."""
+
+    def __init__(self, meant: Sequence[_MeantCalls], partial: Sequence[Term], compared: frozenset[str]) -> None:
+        self._meant: dict[CallKind, Counter[tuple[str, str]]] = {}
+        for kind, key, number in meant:
+            self._meant.setdefault(kind, Counter())[key.phase, key.region] += number
+        known = ("op", *sorted(compared))
+        for kind in list(self._meant):
+            for term in partial:
+                if all(getattr(term, name) in (None, getattr(kind, name)) for name in known):
+                    self._meant.pop(kind, None)
+
+    def find_other_phases(self, kinds: Sequence[CallKind], calls: Sequence[TracedCall]) -> Iterator[Unmeant]:
+        """Calls in a phase in which fewer are meant. Calls of unknown phase may be of any, and extra ones are named."""
+        seen: dict[CallKind, Counter[str]] = {}
+        first: dict[tuple[CallKind, str], str] = {}
+        for kind, call in zip(kinds, calls, strict=True):
+            if _has_known_phase(call):
+                seen.setdefault(kind, Counter())[call.phase] += 1
+                first.setdefault((kind, call.phase), _seen_at(call))
+        there = Counter(kinds)
+        for kind, places in self._meant.items():
+            meant = Counter[str]()
+            for (phase, _), number in places.items():
+                meant[phase] += number
+            spare = max(0, there[kind] - meant.total())
+            own = seen.get(kind, Counter())
+            usual = " or ".join(sorted(meant - own))
+            for phase, number in sorted((own - meant).items()):
+                off, spare = max(0, number - spare), max(0, spare - number)
+                if off and usual:
+                    at = first[kind, phase]
+                    yield Unmeant(found=kind, meant=kind, calls=off, where=at, phases=(phase, usual))
+
+    def describe_other_modules(self, kinds: Sequence[CallKind], calls: Sequence[TracedCall]) -> str:
+        """A sentence where a kind of call comes from other numbers of modules in a phase than is meant, else ""."""
+        seen: dict[tuple[CallKind, str], Counter[str | None]] = {}
+        for kind, call in zip(kinds, calls, strict=True):
+            phase = call.phase if _has_known_phase(call) else ""
+            seen.setdefault((kind, phase), Counter())[call.module] += 1
+        for kind, places in self._meant.items():
+            for phase in sorted({phase for phase, _ in places}):
+                meant = sorted(number for (one, region), number in places.items() if one == phase and region)
+                own = seen.get((kind, phase), Counter())
+                there = sorted(number for module, number in own.items() if module)
+                untold = None in own or any(module is None for module in seen.get((kind, ""), ()))
+                if not untold and meant != there and sum(meant) == sum(there):
+                    counts = f"{_in_words(there)}, where {_in_words(meant)} are meant"
+                    return f"other modules: {kind} in {phase} comes from {counts}"
+        return ""
+
+
+def _in_words(numbers: Sequence[int]) -> str:
+    """ "2 modules of 8 calls each"."""
+    least, most = numbers[0], numbers[-1]
+    each = f"{least} calls each" if least == most else f"{least} to {most} calls each"
+    return f"{len(numbers)} module{'s' * (len(numbers) > 1)} of {each}"
 
 
 def _terms_of_trace(trace: Trace, case: CaseLike, subject: Any, terms: Sequence[Term]) -> list[Any]:
@@ -145,8 +240,32 @@ def _find_compared_fields(calls: Sequence[TracedCall]) -> tuple[frozenset[str], 
     return frozenset(name for name, number in lacking.items() if not number), notes
 
 
-def _kind_of_call(call: TracedCall, axes: Axes, world_size: int, compared: frozenset[str]) -> CallKind:
-    axis = axis_name(call.group, call.group_desc, axes, world_size)[0] if "axis" in compared else ""
+class _GroupNames:
+    """Names of the groups of a rank: axes of the closed form that have the same ranks there are one group."""
+
+    def __init__(self, rank: int, world_size: int, axes: Axes, form: ClosedForm) -> None:
+        self._world_size, self._axes = world_size, axes
+        self._of_axis: dict[str, tuple[int, ...]] = {}
+        for axis in {key.axis for key in form.complete} | {term.axis for term in form.partial if term.axis}:
+            lists = axes.get(axis, (tuple(range(world_size)),) if axis == "world" else ())
+            if own := next((ranks for ranks in lists if rank in ranks), None):
+                self._of_axis[axis] = tuple(sorted(own))
+        self._names: dict[tuple[int, ...], str] = {}
+        for axis, ranks in sorted(self._of_axis.items()):
+            self._names[ranks] = f"{self._names[ranks]} or {axis}" if ranks in self._names else axis
+
+    def of_call(self, call: TracedCall) -> str:
+        """The name of a call's group; that of another one where it is none of the closed form."""
+        known = self._names.get(tuple(sorted(call.group)))
+        return known or axis_name(call.group, call.group_desc, self._axes, self._world_size)[0]
+
+    def of_axis(self, axis: str) -> str:
+        """The name of an axis of the closed form."""
+        return self._names[self._of_axis[axis]] if axis in self._of_axis else axis
+
+
+def _kind_of_call(call: TracedCall, groups: _GroupNames, compared: frozenset[str]) -> CallKind:
+    axis = groups.of_call(call) if "axis" in compared else ""
     size, payload = call.group_size, call.payload_bytes
     return CallKind(
         call.op,
@@ -157,10 +276,10 @@ def _kind_of_call(call: TracedCall, axes: Axes, world_size: int, compared: froze
     )
 
 
-def _kind_of_key(key: EventKey, compared: frozenset[str]) -> CallKind:
+def _kind_of_key(key: EventKey, groups: _GroupNames, compared: frozenset[str]) -> CallKind:
     return CallKind(
         key.op,
-        key.axis if "axis" in compared else "",
+        groups.of_axis(key.axis) if "axis" in compared else "",
         key.group_size if "group_size" in compared else -1,
         key.dtype if "dtype" in compared else "",
         key.payload_bytes if "payload_bytes" in compared else -1,
@@ -168,12 +287,15 @@ def _kind_of_key(key: EventKey, compared: frozenset[str]) -> CallKind:
 
 
 def _find_unmeant(
-    kinds: Sequence[CallKind], calls: Sequence[TracedCall], form: ClosedForm, compared: frozenset[str]
+    kinds: Sequence[CallKind],
+    calls: Sequence[TracedCall],
+    stated: Sequence[_MeantCalls],
+    partial: Sequence[Term],
+    compared: frozenset[str],
 ) -> list[Unmeant]:
     """The differences of one rank."""
     meant, places = Counter[CallKind](), dict[CallKind, Counter[str]]()
-    for key, number in form.complete.items():
-        kind = _kind_of_key(key, compared)
+    for kind, key, number in stated:
         meant[kind] += number
         places.setdefault(kind, Counter())[key.place] += number
     there = Counter(kinds)
@@ -182,7 +304,7 @@ def _find_unmeant(
     for kind, call in zip(kinds, calls, strict=True):
         first.setdefault(kind, _seen_at(call))
     wrong = []
-    for term in form.partial:
+    for term in partial:
         wrong += _take_partial(term, there, surplus, compared)
     for alike in _ALIKE:
         for missing in sorted(lack):

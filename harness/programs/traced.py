@@ -9,7 +9,7 @@ device.csv of a rank: step, device_us, compute_us, communication_us, exposed_us 
 import csv
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from shardproof.harness.errors import RequestError, ranks_text
@@ -46,13 +46,14 @@ def write_folder(
     """Write the run folder `<out>/<time>-<name>`, to which `<out>/latest` leads. Raises RequestError when it cannot."""
     world_size = world_of(traces)
     folder = new_run_folder(out, name)
-    origin_us = min((call.start_us for trace in traces for call in trace.calls if call.start_us), default=0.0)
+    starts = (trace.origin_us + call.start_us for trace in traces for call in trace.calls if call.start_us)
+    first_us = min(starts, default=0.0)
     with guard_writing(folder):
         lacking: Counter[str] = Counter()
         for trace in traces:
+            origin_us = first_us - trace.origin_us
             rows = ledger_rows(trace, name, world_size, origin_us)
-            lacking.update(column for row in rows for column in COLUMNS if _is_unknown(column, row[column]))
-            _write_part(folder / "ranks" / str(trace.rank), trace, rows, origin_us)
+            lacking += _write_part(folder / "ranks" / str(trace.rank), trace, rows, origin_us)
         case = {"case": name, "mode": MODE, "world_size": world_size, "skipped": "no case: nothing is checked"}
         (folder / "cases.jsonl").write_text(json.dumps(case) + "\n", encoding="utf-8")
         about = environment(command, {"program": name, "steps": ""})
@@ -106,11 +107,10 @@ def _last_rank(trace: Trace) -> int:
     return max(trace.rank or 0, (trace.world_size or 1) - 1, *(rank for group in groups for rank in group))
 
 
-def ledger_rows(trace: Trace, case: str, world_size: int, origin_us: float) -> list[Row]:
+def ledger_rows(trace: Trace, case: str, world_size: int, origin_us: float) -> Iterator[Row]:
     """The rows of ledger.csv of one rank."""
-    return [
-        _make_row(call, index, trace.rank or 0, case, world_size, origin_us) for index, call in enumerate(trace.calls)
-    ]
+    for index, call in enumerate(trace.calls):
+        yield _make_row(call, index, trace.rank or 0, case, world_size, origin_us)
 
 
 def _make_row(call: TracedCall, index: int, rank: int, case: str, world_size: int, origin_us: float) -> Row:
@@ -150,16 +150,21 @@ def axis_of(call: TracedCall, world_size: int) -> str:
     return group_word(call.group_desc) or (f"group {call.group_name}" if call.group_name else UNKNOWN)
 
 
-def _write_part(path: Path, trace: Trace, rows: Sequence[Row], origin_us: float) -> None:
+def _write_part(path: Path, trace: Trace, rows: Iterable[Row], origin_us: float) -> Counter[str]:
+    """Write the part of a rank; returns how many calls have no value in a column."""
     path.mkdir(parents=True)
     about = {"rank": trace.rank, "host": "", "pid": None, "clock": trace.clock or f"rank {trace.rank}"}
     (path / "rank.json").write_text(json.dumps(about) + "\n", encoding="utf-8")
-    columns = (*COLUMNS, "needs_gradient", "sent_rows")
-    sent = [_sent_rows(call) for call in trace.calls]
-    _write_table(
-        path / "ledger.csv", columns, ((*row.values(), "", text) for row, text in zip(rows, sent, strict=True))
-    )
-    groups = {(str(row["axis"]), call.group) for row, call in zip(rows, trace.calls, strict=True) if call.group}
+    lacking, groups = Counter[str](), set[tuple[str, tuple[int, ...]]]()
+
+    def cells() -> Iterator[Sequence[object]]:
+        for row, call in zip(rows, trace.calls, strict=True):
+            lacking.update(column for column in COLUMNS if _is_unknown(column, row[column]))
+            if call.group:
+                groups.add((str(row["axis"]), call.group))
+            yield (*row.values(), "", _sent_rows(call))
+
+    _write_table(path / "ledger.csv", (*COLUMNS, "needs_gradient", "sent_rows"), cells())
     _write_table(
         path / "groups.csv", GROUP_COLUMNS, ((axis, " ".join(map(str, ranks))) for axis, ranks in sorted(groups))
     )
@@ -169,8 +174,9 @@ def _write_part(path: Path, trace: Trace, rows: Sequence[Row], origin_us: float)
     _write_table(path / "device.csv", DEVICE_COLUMNS, (row for row in device if row[1] is not None))
     # A window of the profiler begins with a step, on every rank the same; a ring begins anywhere.
     lost = trace.lost if trace.format == FLIGHT_RECORDER else ""
-    end = {"calls": len(rows), "doubts": [], "failed": "", "unwaited": [], "lost": lost}
+    end = {"calls": len(trace.calls), "doubts": [], "failed": "", "unwaited": [], "lost": lost}
     (path / "end.json").write_text(json.dumps(end) + "\n", encoding="utf-8")
+    return lacking
 
 
 def _sent_rows(call: TracedCall) -> str:

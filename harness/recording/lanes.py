@@ -4,15 +4,15 @@ Here too: calls that wait for what follows them, and what can be read off a call
 
 A call made outside of modules, optimizer and backward is loss when a model's forward was the last thing that happened.
 Otherwise what follows settles it: data before a forward, grad_sync before an optimizer step. At the end: metric after a
-step, grad_sync after a backward, data after nothing. Reductions of several numbers after a backward are grad_sync even
-before a forward: engines reduce between micro-batches too. Metric is also the work of a module without parameters with
-gradients off, once a forward with gradients on has been. An evaluation without gradients keeps its loss. Where no
-optimizer of torch.optim steps, a change of the parameters after a backward is a step (observations.Looks). After a step
-one reduced element is metric. Calls that write into a parameter's memory, and all_gathers of half the parameters'
-bytes or more, belong to the step. Such gathers are checkpoint where the first update has none. Collectives by which
-torch saves or loads a state are checkpoint, and so are full copies of DTensors after a step. A barrier is metric,
-before the first forward data. A send or recv is pipeline in a group of stages, and outside of all of these in a group
-without a description.
+step, grad_sync after a backward, and after nothing forward where autograd computed what is sent, else data. Reductions
+of several numbers after a backward are grad_sync even before a forward: engines reduce between micro-batches too.
+Metric is also the work of a module without parameters with gradients off, once a forward with gradients on has been. An
+evaluation without gradients keeps its loss. Where no optimizer of torch.optim steps, a change of the parameters after a
+backward is a step (observations.Looks). After a step one reduced element is metric. Calls that write into a parameter's
+memory, and all_gathers of half the parameters' bytes or more, belong to the step. Such gathers are checkpoint where the
+first update has none. Collectives by which torch saves or loads a state are checkpoint, and so are full copies of
+DTensors after a step. A barrier is metric, before the first forward data. A send or recv is pipeline in a group of
+stages, and outside of all of these in a group without a description.
 """
 
 import math
@@ -112,8 +112,8 @@ class Waiting(NamedTuple):
 
     @property
     def alone(self) -> bool:
-        """Whether nothing came before a call that would show its phase."""
-        return not self.site.phase and not self.since
+        """Whether nothing came before a call that would show its phase, nor does what it sends."""
+        return not self.site.phase and not self.since and not self.call.computed
 
     @property
     def gathers(self) -> bool:
@@ -136,7 +136,8 @@ class Waiting(NamedTuple):
             return "metric"
         if self.since == "backward" and by == "data" and self.reduces and not is_scalar(self.call):
             return "grad_sync" if "float" in self.call.dtype else by
-        return by or {"backward": "grad_sync", "stepped": "metric"}.get(self.since, "data")
+        at_end = "forward" if self.call.computed else "data"  # a batch, a gradient or a parameter has no node
+        return by or {"backward": "grad_sync", "stepped": "metric"}.get(self.since, at_end)
 
 
 def is_hop(call: Any, *, outside: bool) -> bool:

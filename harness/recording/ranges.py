@@ -8,7 +8,8 @@
 | collective | region, op: "layers.0.mlp.w1 all_reduce" | see below | payload bytes | push / pop; async: mark |
 | rank       | JSON: rank, pid ... and number of calls  | rank     | -             | mark, first and last    |
 
-A collective's category is its op and the global ranks of its group, "all_reduce 0,1": a range holds but one number.
+A collective's category is its op, the global ranks of its group and its dtype, "all_reduce 0,1 float32": a range holds
+but one number.
 With `waiting` ranges nothing is drawn but in the stretch of `draw_rank`, between whose marks a rank's calls are
 counted. A step's range begins with its first forward and ends with its optimizer step. The stretch after a backward or
 a step has no phase yet, since it follows from later events (harness.recording.attribution), so no phase range covers
@@ -211,7 +212,7 @@ class _Drawing:
         site = self._attribution.sites[seen.ticket]
         if site.phase:  # what the call itself tells: metric, or the subject's own word
             self._switch(site.phase)
-        category = f"{call.op} {','.join(map(str, call.group))}"
+        category = f"{call.op} {','.join(map(str, call.group))} {call.dtype}".strip()
         says = self._says(f"{site.region} {call.op}".strip(), category, call.payload_bytes)
         if call.is_async:
             self._domain.mark(says)

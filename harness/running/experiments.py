@@ -25,6 +25,7 @@ from shardproof.harness.running.forked_process import fork_worker
 from shardproof.harness.running.request import Request
 from shardproof.harness.running.result import CaseResult
 from shardproof.harness.running.store import STOPPED, Store
+from shardproof.harness.running.trials.trial import EXPLAINED_IN
 from shardproof.harness.subject import NamedSubject, case_of, domains_of
 from shardproof.harness.verdicts.facts import When, WhenKind
 from shardproof.harness.verdicts.verdict import FAIL, PASS, Verdict
@@ -46,10 +47,11 @@ Proving = Callable[[Request], AbstractContextManager[Proves]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """A failed case and its verdicts."""
+    """A failed case and its verdicts; `explained_s` is how long its failure was explained by other runs before."""
 
     case: CaseLike
     verdicts: tuple[Verdict, ...]
+    explained_s: float = 0.0
 
     @property
     def first(self) -> Verdict:
@@ -123,14 +125,12 @@ def _examine_failures(
     end_s = time.monotonic() + _IN_ALL * request.when_s
     with proving(request) as prove_case, redirect_stdout(StringIO()), redirect_stderr(StringIO()):
         waiting = [*groups.values()]
+        start_s = time.monotonic()
         if _passes_on_processes(waiting[0][0], request, proving):
             first = waiting[0].pop(0)
             waiting = [group for group in waiting if group]
-            yield {
-                case_text(first.case): _with_when(
-                    first, When(kind=WhenKind.ONLY_IN_THREADS, case=case_text(first.case))
-                )
-            }
+            when = When(kind=WhenKind.ONLY_IN_THREADS, case=case_text(first.case))
+            yield {case_text(first.case): _with_when(first, _with_cost(when, 1, start_s))}
         for group in waiting:
             start_s, tried = time.monotonic(), list[CaseLike]()
 
@@ -138,12 +138,18 @@ def _examine_failures(
                 tried.append(case)
                 return prove_case(case, explain=False, **how)
 
-            found = words_needed(group[0], request.subject, prove_and_count, min(end_s, start_s + request.when_s))
-            when = replace(found.when, runs=len(tried), seconds=round(time.monotonic() - start_s, 3))
+            own_s = min(request.when_s, EXPLAINED_IN * request.timeout_s - group[0].explained_s)
+            found = words_needed(group[0], request.subject, prove_and_count, min(end_s, start_s + own_s))
+            when = _with_cost(found.when, len(tried), start_s)
             alike = [failed for failed in group if failed is group[0] or not _contradicts(failed.case, found)]
             yield {case_text(failed.case): _with_when(failed, when) for failed in alike}
             if others := [failed for failed in group if failed not in alike]:
                 waiting.append(others)
+
+
+def _with_cost(when: When, runs: int, start_s: float) -> When:
+    """The same, with how many cases were run for it and how long it took."""
+    return replace(when, runs=runs, seconds=round(time.monotonic() - start_s, 3))
 
 
 def _passes_on_processes(failed: Failed, request: Request, proving: Proving) -> bool:

@@ -29,7 +29,7 @@ from shardproof.harness.running.locating.beginnings import with_beginnings
 from shardproof.harness.running.locating.drawn import with_drawn_numbers
 from shardproof.harness.running.locating.wrong_module import with_wrong_module
 from shardproof.harness.running.trials.runs import judge_case, record_case, repeat_plainly
-from shardproof.harness.running.trials.trial import Trial
+from shardproof.harness.running.trials.trial import EXPLAINED_IN, Trial
 from shardproof.harness.subject import refusal
 from shardproof.harness.verdicts.facts import FailedCheck, Where
 from shardproof.harness.verdicts.verdict import FAIL
@@ -49,6 +49,7 @@ def with_explanations(
 
     Runs that differ may be all that is wrong, so the run is repeated unless it was.
     """
+    trial.budget.begin(EXPLAINED_IN * trial.timeout_s)
     evidence = replace(evidence, repeats=evidence.repeats or repeat_plainly(trial, evidence.run))
     with trial.time_part("checks"):
         context = {**run_checks(evidence), **findings}  # of activations too; findings made with control runs stay
@@ -71,7 +72,7 @@ def _ended_earlier(
     if not wrong or evidence.search.located is not None:
         return None
     steps = update_in_doubt(evidence.run, evidence.truth, wrong[0], wrong) + 1
-    if not steps:
+    if not steps or not trial.has_time("elsewhere"):
         return None
     try:
         case = trial.case.but(steps=steps, **without_saving(trial.case))
@@ -133,7 +134,7 @@ def diagnose_findings(
 def _with_shares(trial: Trial, evidence: Evidence, wrong: Collection[str]) -> Evidence:
     """Evidence with shares of gradients by micro-batch, as the dense model has them."""
     model = trial.reference.model
-    if model is None or not {kind_of(name) for name in wrong} & _SHARED:
+    if model is None or not {kind_of(name) for name in wrong} & _SHARED or not trial.has_time("explained"):
         return evidence
     try:
         return evidence.with_found(shares=trial.dense(model.shares, part="explained"))
@@ -145,6 +146,8 @@ def _with_shares(trial: Trial, evidence: Evidence, wrong: Collection[str]) -> Ev
 def _elsewhere(trial: Trial, case: CaseLike, first: str) -> Evidence | None:
     """Evidence of the same subject in another case, as far as this tensor needs it; None when there is none."""
     other = trial.of_case(case)
+    if not trial.has_time("elsewhere"):
+        return None
     try:
         if refusal(case, trial.subject):
             return None

@@ -1,7 +1,7 @@
 """Proof of one case: its runs, every check on them, and verdicts whose failures explain themselves.
 
 What is run follows from the records that the checks need: the subject recorded, once more without anything around it
-(`Repeats`), in other groupings (`Regroupings`), and the dense model (`Truth`).
+(`Repeats`), in other groupings (`Regroupings`), with some documents changed (`Documents`), and the dense model (`Truth`).
 """
 
 from collections.abc import Callable, Mapping
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from shardproof.harness.checking.checks import CHECKS, LAWS, Check, records_of, select_checks_by_need
 from shardproof.harness.checking.finding import Finding
-from shardproof.harness.checking.records import Regroupings, Repeats, Truth
+from shardproof.harness.checking.records import Documents, Regroupings, Repeats, Truth
 from shardproof.harness.engines.engine import Engine
 from shardproof.harness.engines.rank_environment import one_thread
 from shardproof.harness.errors import MachineError, NoNumbers, NotComputed, ProgramError, ShardproofError
@@ -18,7 +18,7 @@ from shardproof.harness.protocols import CaseLike, Subject, case_text
 from shardproof.harness.running.ranks.capacity import admit_ranks
 from shardproof.harness.running.result import CaseResult, verdict_on
 from shardproof.harness.running.trials.runs import judge_case, record_case
-from shardproof.harness.running.trials.trial import Reference, Trial, Truths, reference_of
+from shardproof.harness.running.trials.trial import EXPLAINED_IN, Reference, Trial, Truths, reference_of
 from shardproof.harness.subject import (
     NamedSubject,
     Unanswered,
@@ -31,7 +31,7 @@ from shardproof.harness.subject import (
 )
 from shardproof.harness.torch_internals.autograd import give_back
 from shardproof.harness.torch_internals.compiler import leave_unloaded
-from shardproof.harness.verdicts.facts import FailedCheck, note_unchecked
+from shardproof.harness.verdicts.facts import FailedCheck, Note, NoteKind, note_unchecked, state_fact, state_text
 from shardproof.harness.verdicts.verdict import FAIL, SKIP, UNKNOWN, Verdict
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def prove(
     except Unanswered as problem:
         verdict, reason = UNKNOWN, str(problem)
     if reason:
-        skip = Verdict(case=trial.text, check="supported", verdict=verdict, statement=reason)
+        skip = Verdict(case=trial.text, check="supported", verdict=verdict, facts=(state_text(reason),))
         return CaseResult(case=case, text=trial.text, verdicts=(skip,), skipped=reason)
     options = f"{options} --truth {given.truth}".lstrip() if given.truth else options
     leave_unloaded()
@@ -115,6 +115,10 @@ def _prove_trial(trial: Trial, checks: Mapping[str, Check], options: str, *, exp
             from shardproof.harness.running.trials.law_runs import run_regroupings  # noqa: PLC0415
 
             evidence = replace(evidence, regroupings=run_regroupings(trial, evidence.truth))
+        if evidence.run.calls.packed and select_checks_by_need(checks, Documents):
+            from shardproof.harness.running.trials.document_runs import run_documents  # noqa: PLC0415
+
+            evidence = replace(evidence, documents=run_documents(trial))
         with trial.time_part("checks"):
             evidence, findings = judge_case(trial, evidence, checks)
     failures: Mapping[str, FailedCheck] = {}
@@ -129,7 +133,12 @@ def _prove_trial(trial: Trial, checks: Mapping[str, Check], options: str, *, exp
             evidence = evidence if compare else record_case(trial)
             evidence, context = with_explanations(trial, evidence, findings)
         for check, problem in trial.problems.items():
-            findings[check] = Finding(verdict=UNKNOWN, message=problem, notes=note_unchecked(check))
+            findings[check] = Finding(verdict=UNKNOWN, facts=(state_text(problem),), notes=note_unchecked(check))
+        if refused := trial.budget.refused:
+            known, limit_s = findings.get("explanation"), EXPLAINED_IN * trial.timeout_s
+            facts = (*(known.facts if known else ()), state_fact("not_run", parts=refused, limit_s=limit_s))
+            notes = (Note(kind=NoteKind.NOT_RUN, names=tuple(refused)),)
+            findings["explanation"] = Finding(verdict=UNKNOWN, facts=facts, notes=notes)
         if failed:
             from shardproof.harness.running.explaining import diagnose_findings  # noqa: PLC0415
 
@@ -155,7 +164,7 @@ def ended_by(case: CaseLike, subject: str, error: ShardproofError, options: str 
         case=text,
         check="run",
         verdict=UNKNOWN if undecided else FAIL,
-        statement=error.cause if isinstance(error, ProgramError | MachineError) else str(error),
+        facts=(state_text(error.cause if isinstance(error, ProgramError | MachineError) else str(error)),),
         kind=" ".join((type(error.__cause__ or error).__name__, getattr(error, "kind", ""))).rstrip(),
         failure=failure,
     )

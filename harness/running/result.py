@@ -32,7 +32,7 @@ def verdict_on(finding: Finding, case: str, check: str, failure: FailedCheck | N
         case=case,
         check=check,
         verdict=finding.verdict,
-        statement=finding.message,
+        facts=finding.facts,
         kind=finding.kind,
         worst=finding.worst,
         notes=finding.notes,

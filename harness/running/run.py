@@ -24,8 +24,9 @@ from shardproof.harness.running.request import Request, check_saved
 from shardproof.harness.running.result import REFUSED, CaseResult, StoredCase, stored_part
 from shardproof.harness.running.run_result import Kept, Progress, RunResult, run_result
 from shardproof.harness.running.store import Store, environment
-from shardproof.harness.running.trials.trial import Truths
+from shardproof.harness.running.trials.trial import EXPLAINING, Truths
 from shardproof.harness.subject import NamedSubject, Unanswered, ask_subject, claimed_modes, compared_with, truth_of
+from shardproof.harness.verdicts.facts import state_text
 from shardproof.harness.verdicts.verdict import FAIL, SKIP, Verdict
 
 if TYPE_CHECKING:
@@ -78,7 +79,14 @@ def run_request(
             if failed := [result for result in kept.results if result.verdict == FAIL]:
                 from shardproof.harness.running.experiments import Failed, look_for_words  # noqa: PLC0415
 
-                failures = [Failed(case=by_text[result.text], verdicts=result.verdicts) for result in failed]
+                failures = [
+                    Failed(
+                        case=by_text[result.text],
+                        verdicts=result.verdicts,
+                        explained_s=sum(result.seconds.get(part, 0.0) for part in EXPLAINING),
+                    )
+                    for result in failed
+                ]
                 amended = look_for_words(failures, request, open_prover, store, apart=prove_case is None)
         finally:
             store.close()
@@ -107,7 +115,7 @@ def open_prover(request: Request, heard: Callable[[str], object] = str) -> Itera
                 if len(request.cases) == 1 or how:
                     raise
                 text, why = case_text(case), str(problem)
-                skip = Verdict(case=text, check=REFUSED, verdict=SKIP, statement=why)
+                skip = Verdict(case=text, check=REFUSED, verdict=SKIP, facts=(state_text(why),))
                 return CaseResult(case=case, text=text, verdicts=(skip,), skipped=why)
 
         yield prove_case

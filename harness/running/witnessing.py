@@ -29,7 +29,7 @@ from shardproof.harness.running.request import Request
 from shardproof.harness.running.result import CaseResult, verdict_on
 from shardproof.harness.running.store import Store
 from shardproof.harness.subject import NamedSubject, Unanswered, refusal
-from shardproof.harness.verdicts.facts import FailedCheck
+from shardproof.harness.verdicts.facts import FailedCheck, state_fact
 from shardproof.harness.verdicts.verdict import FAIL, UNKNOWN, Verdict
 from shardproof.harness.witnesses.agreement import NOT_ASKED, Agreement, Sighting, agreement, group_text, of_ledger
 from shardproof.harness.witnesses.chosen import steps_text, terms_of
@@ -89,11 +89,11 @@ class Witnesses:
         good = {tool: session for tool, session in sessions.items() if not session.problem}
         recorded = [e for session in list(good.values())[:1] for measured in session.ranks for e in measured.events]
         if not recorded:
-            return _result(Finding(verdict=UNKNOWN, message=explain_empty_sessions(sessions, self.notes)), text, {})
+            return _result(Finding(verdict=UNKNOWN, facts=(explain_empty_sessions(sessions, self.notes),)), text, {})
         recorded = self._choose_events(recorded)
         if names := name_unmapped_operators(recorded):
-            why = f"operator {names} of torch is not known to this release of shardproof, nor are its rows in a trace"
-            return _result(Finding(verdict=UNKNOWN, message=why), text, {})
+            unmapped = state_fact("unmapped_rows", operators=names)
+            return _result(Finding(verdict=UNKNOWN, facts=(unmapped,)), text, {})
         base = self._choose_events(events) or recorded
         others: dict[str, Sequence[Sighting]] = {"recorder": of_ledger(recorded)} if events else {}
         others |= {tool: session.seen for tool, session in good.items()}

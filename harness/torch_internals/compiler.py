@@ -55,6 +55,12 @@ class _Settings:
 _FOR_CHECKPOINTS = {"config": _Settings(), "disable": lambda function: function}
 
 
+def run_eagerly() -> None:
+    """From now on what the program has compiled runs as it was written; nothing is loaded for it."""
+    if _COMPILER in sys.modules:
+        torch.compiler.set_stance("force_eager")
+
+
 def leave_unloaded() -> None:
     """From now on the optimizers and checkpoints of this process do not load the compiler.
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from shardproof.harness.ledger import OTHER
+from shardproof.harness.traces.intervals import Stretches
 
 MOST_RANKS = 2**20
 """A larger world is no job: its ranks are listed in messages and tables."""
@@ -25,9 +26,10 @@ class TracedCall:
     torch's ("0", "11"), `group_desc` what the user called the group ("default_pg", "mesh_tp"). `shapes` has one shape
     for each tensor of the payload. `peer` is a root or the other end of a message as a global rank. `number` counts the
     calls of the group (`collective_seq_id`). `sizes_sent` is what this rank sends to each rank of the group, () where
-    that is even, None where it is not known. `module` is "" where the call was in none. `caller` is "file:line in
-    function". `start_us` and `host_us` are the call on the host, `device_start_us` and `device_us` its kernel.
-    `complete`: whether the trace saw it end. `members` are the calls of which a coalesced one is made.
+    that is even, None where it is not known. `is_phase_annotated`: an annotation of the user says the phase. `module`
+    is "" where the call was in none. `caller` is "file:line in function". `start_us` and `host_us` are the call on the
+    host, `device_start_us` and `device_us` its kernel, or the row of gloo. `complete`: whether the trace saw it end.
+    `batched`: whether a message was issued in a batch. `members` are the calls of which a coalesced one is made.
     """
 
     op: str
@@ -45,8 +47,10 @@ class TracedCall:
     sizes_sent: tuple[int, ...] | None = None
     is_async: bool | None = None
     complete: bool | None = None
+    batched: bool = False
     step: int | None = None
     phase: str = ""
+    is_phase_annotated: bool = False
     module: str | None = None
     caller: str = ""
     start_us: float | None = None
@@ -79,6 +83,7 @@ class Trace:
     the file does not say. `groups` are the ranks of the groups by torch's name of them. `notes` are sentences on what
     the trace does not know and which option of its profiler records it. `lost` is what is missing before the first
     call, "" for a trace that is whole. `clock` names the clock of the times: those of one clock can be compared.
+    `origin_us` is where they count from. `computed` are stretches in which the device computed, on gloo the host.
     `backend` is that of torch.distributed ("nccl", "gloo"), "" where it is not told.
     """
 
@@ -92,6 +97,8 @@ class Trace:
     notes: tuple[str, ...] = ()
     lost: str = ""
     clock: str = ""
+    origin_us: float = 0.0
+    computed: Stretches = ()
     backend: str = ""
 
     def within(self, steps: range) -> "Trace":

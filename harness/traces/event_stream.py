@@ -29,6 +29,8 @@ _ABOUT = re.compile(rb'\s*"(.)"\s*,\s*"cat"\s*:\s*"([^"\\]*)"\s*,\s*"name"\s*:\s
 """Phase, category and name of an event, behind its first key."""
 _CATEGORY = re.compile(rb'"cat"\s*:\s*"([^"\\]*)"')
 """Category of an event that has it later: those of flows have."""
+_HOLE = re.compile(r'("Process Group Description"\s*:)(?=\s*[,}])')
+"""A group without a description, of which some versions of torch write nothing, and so no JSON."""
 _SPACE = re.compile(r"[ \t\r\n]*")
 LEGAL = "what torch.profiler's export_chrome_trace wrote, .json or .json.gz"
 Json = dict[str, Any]
@@ -112,7 +114,7 @@ class TraceEvents:
 
     def _decode_all(self, text: bytes) -> list[Json]:
         """The events in a text, several where some begin with another key."""
-        decoded, at, found = text.decode(), 0, []
+        decoded, at, found = _fill_holes(text.decode()), 0, []
         while at < len(decoded):
             event, at = self._decoder.raw_decode(decoded, at)
             found.append(_check_event(event))
@@ -125,7 +127,7 @@ class TraceEvents:
     def _read_one_by_one(self, rest: bytes, file: IO[bytes]) -> Iterator[Json]:
         """Read event by event up to the end of the list, and the entries behind it into the header."""
         utf8 = codecs.getincrementaldecoder("utf-8")()
-        text, at = utf8.decode(rest), 0
+        text, at = _fill_holes(utf8.decode(rest)), 0
         while True:
             at = _skip_space(text, at)
             if text[at : at + 1] == "]":
@@ -139,13 +141,17 @@ class TraceEvents:
                 chunk = file.read(_CHUNK_BYTES)
                 if not chunk or len(text) - at > _MOST_BYTES:
                     raise
-                text, at = text[at:] + utf8.decode(chunk), 0
+                text, at = _fill_holes(text[at:] + utf8.decode(chunk)), 0
                 continue
             yield _check_event(event)
             at = end + (text[end] == ",")
         behind = (text[at + 1 :] + utf8.decode(file.read(_MOST_BYTES))).strip()
         if behind not in ("", "}"):
             self.header |= json.loads("{" + behind.removeprefix(","), strict=False)
+
+
+def _fill_holes(text: str) -> str:
+    return _HOLE.sub(r'\1 ""', text) if "Process Group Description" in text else text
 
 
 def _check_event(event: Any) -> Json:

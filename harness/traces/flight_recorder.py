@@ -8,6 +8,7 @@ ring. Format: torch/csrc/distributed/c10d/FlightRecorder.hpp, version 2.
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -62,7 +63,11 @@ def trace_of(dump: Mapping[str, Any], source: str) -> Trace:
     rank, world_size = dump.get("rank"), max(map(len, groups.values()), default=None)
     if rank is not None and not 0 <= number(rank) < (world_size or math.inf):
         raise ValueError(f"it is of rank {rank} in a world of {world_size} ranks")
-    calls = [_trace_call(those, groups.get(name, ())) for name, those in _calls(entries)]
+    together = Counter(_batch_of(entry) for entry in entries if entry.get("is_p2p") and entry.get("p2p_seq_id"))
+    calls = [
+        _trace_call(those, groups.get(name, ()), batched=together[_batch_of(those[0])] > 1)
+        for name, those in _calls(entries)
+    ]
     backend = text(entries[0]["profiling_name"]).partition(":")[0] if entries else ""
     lost = _missing_before_first(entries)
     if lost and calls and (calls[0].members or calls[0].shapes is None):
@@ -130,6 +135,11 @@ def _calls(entries: Sequence[Entry]) -> list[tuple[str, list[Entry]]]:
     return calls
 
 
+def _batch_of(entry: Entry) -> tuple[object, ...]:
+    """The messages of a batch have one number, and so has what ends it."""
+    return text(entry["process_group"][0]), entry.get("pg_id", 0), entry.get("p2p_seq_id")
+
+
 def _op_word(entry: Entry) -> str:
     """The format's name of the op: "send" of "nccl:send 0->1"."""
     name = text(entry["profiling_name"])
@@ -142,11 +152,12 @@ def _ends(entry: Entry) -> bool:
     return _op_word(entry).endswith("coalesced") and no_sizes
 
 
-def _trace_call(entries: Sequence[Entry], ranks: tuple[int, ...]) -> TracedCall:
+def _trace_call(entries: Sequence[Entry], ranks: tuple[int, ...], *, batched: bool) -> TracedCall:
     """The call of these entries. A coalesced one counts the payloads of its members."""
     first = _one(entries[0], ranks)
     if first.op in MESSAGES:
         # A batch is complete when its end is. Otherwise nothing is known: no version of torch marks its members.
+        first = replace(first, batched=batched)
         return first if len(entries) == 1 else replace(first, complete=_complete(entries[1]) or None)
     if len(entries) == 1:
         return first

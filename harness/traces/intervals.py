@@ -1,5 +1,6 @@
 """Stretches of time: when a device did something, and how long it did nothing beside it. Microseconds."""
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
 Stretches = Sequence[tuple[float, float]]
@@ -17,8 +18,14 @@ def union(stretches: Iterable[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def covered_us(stretches: Stretches, start_us: float, end_us: float) -> float:
-    """How much of the time from start to end these cover, which do not overlap."""
-    return sum(max(0.0, min(end, end_us) - max(start, start_us)) for start, end in stretches)
+    """How much of the time from start to end these cover, which do not overlap and are in order."""
+    covered = 0.0
+    for place in range(max(bisect_left(stretches, (start_us, 0.0)) - 1, 0), len(stretches)):
+        start, end = stretches[place]
+        if start >= end_us:
+            break
+        covered += max(0.0, min(end, end_us) - max(start, start_us))
+    return covered
 
 
 def minus(stretches: Stretches, others: Stretches) -> list[tuple[float, float]]:

@@ -7,27 +7,41 @@ earlier step come first, and a coalesced one stands for several calls. They give
 """
 
 import math
-from bisect import bisect_right
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from sys import intern
 from typing import Any, NamedTuple
 
 from shardproof.harness.engines.calls.operators import OPERATORS
 from shardproof.harness.errors import RequestError, ranks_text
-from shardproof.harness.traces.calls import TORCH, Trace, TracedCall, TracedStep, find_dtype, find_op, payload_bytes
+from shardproof.harness.traces.calls import TORCH, Trace, TracedCall, find_dtype, find_op, payload_bytes
 from shardproof.harness.traces.event_stream import LEGAL, Json, TraceEvents
 from shardproof.harness.traces.fields import refuse_torn
-from shardproof.harness.traces.intervals import Stretches, covered_us, minus, union
+from shardproof.harness.traces.intervals import union
 from shardproof.harness.traces.kineto_groups import Groups
-from shardproof.harness.traces.phases import CALL, FORWARD, MODULE, PROFILED, PlaceOfCall, TimedRow, kind_of, places
+from shardproof.harness.traces.kineto_kernels import NO_ID, KernelRows, StepTimes, build_steps, id_of
+from shardproof.harness.traces.phases import (
+    CALL,
+    FORWARD,
+    MODULE,
+    PROFILED,
+    PlaceOfCall,
+    TimedRow,
+    TimedRows,
+    kind_of,
+    places,
+)
 
 PARAMETERS = "record_param_comms"
 _NO_CALLS = frozenset({"wait", "init", "shutdown", "abort"})
 """`Collective name`s of rows that send nothing."""
-_KERNELS = ("nccl", "rccl", "msccl")
-"""Words in the names of kernels that communicate; other kernels do where they were launched inside of a call."""
 _CPU = (b"cpu_op", b"user_annotation")
+_LAUNCHING = (b"cuda_runtime", b"cuda_driver")
+_GRAPH_LAUNCH = b"GraphLaunch"
+"""In the names of rows that replay a graph: cudaGraphLaunch, cuGraphLaunch, hipGraphLaunch."""
 _OF_OUTPUT = ("all_gather", "scatter", "recv")
 """Ops whose payload is the output."""
 _OPERATOR, _FIELDS, _BACKEND = range(3)
@@ -45,22 +59,18 @@ class KinetoCall(NamedTuple):
     args: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class _Kernels:
-    """When kernels computed, when they communicated, and those of calls by the id of the row that launched them.
-
-    `early` counts kernels that communicate and came before the first call, `unbound` later ones that are of no call.
-    """
-
-    compute: Stretches
-    communication: Stretches
-    by_id: Mapping[int, tuple[float, float]]
-    early: int
-    unbound: int
-
-
-_GLOO = "gloo:"
+_USED = frozenset(
+    {"Collective name", "dtype", "In msg nelems", "Out msg nelems", "In split size", "Src Rank", "Dst Rank", "Seq"}
+    | {"Process Group Name", "Process Group ID", "Process Group Description", "Process Group Ranks", "Group size"}
+    | {"Global rank start", "Global rank stride", "External id"}
+)
+"""Fields of the rows of calls."""
+_GLOO, _OPERATORS = "gloo:", "aten::"
 _UNBOUND = "unknown: the calls of {} of communication; such are replays of CUDA graphs, and coalesced calls"
+NO_CALLS = (
+    "unknown: what other libraries send (DeepEP, NVSHMEM, MPI), for torch.distributed issued no call; "
+    "their kernels count as computation"
+)
 _EARLY = "{} of calls that were issued before the trace began"
 
 
@@ -69,16 +79,20 @@ class _Rows:
     """All rows of a trace that matter."""
 
     calls: list[KinetoCall] = field(default_factory=list)
-    around: list[TimedRow] = field(default_factory=list)
+    around: TimedRows = field(default_factory=TimedRows)
     steps: dict[int, tuple[float, float]] = field(default_factory=dict)
     device_steps: dict[int, tuple[float, float]] = field(default_factory=dict)
-    kernels: list[tuple[float, float, int, bool]] = field(default_factory=list)
+    kernels: KernelRows = field(default_factory=KernelRows)
     gloo: list[KinetoCall] = field(default_factory=list)
+    computed: list[tuple[float, float]] = field(default_factory=list)
 
 
-def read_kineto(path: Path) -> Trace:
-    """The calls of the rank whose trace this is. Raises RequestError, in one sentence, for a file that is none."""
-    stream = TraceEvents(path, _wants_event)
+def read_kineto(path: Path, *, operators: bool = False) -> Trace:
+    """The calls of the rank whose trace this is; `operators`: also when the host computed (`Trace.computed`).
+
+    Raises RequestError, in one sentence, for a file that is none.
+    """
+    stream = TraceEvents(path, partial(_wants_event, operators))
     with refuse_torn("trace", path, LEGAL):
         return trace_of(stream, stream.header, str(path))
 
@@ -91,15 +105,18 @@ def trace_of(events: Iterable[Json], header: Json, source: str) -> Trace:
     return _build_trace(source, header, rows)
 
 
-def _wants_event(category: bytes, name: bytes) -> bool:
+def _wants_event(operators: bool, category: bytes, name: bytes) -> bool:
     if category in _CPU:
         return (
-            name == PARAMETERS.encode()
+            (operators and name.startswith(_OPERATORS.encode()))
+            or name == PARAMETERS.encode()
             or name.startswith((b"c10d::", b"nccl:", b"gloo:", b"ProfilerStep#"))
             or bool(kind_of(category.decode(), name.decode(errors="replace")))
         )
     if category == b"python_function":
         return bool(kind_of("python_function", name.decode(errors="replace")))
+    if category in _LAUNCHING:
+        return _GRAPH_LAUNCH in name
     return category in (b"kernel", b"fwdbwd") or (category == b"gpu_user_annotation" and b"ProfilerStep#" in name)
 
 
@@ -117,9 +134,11 @@ def _take_event(rows: _Rows, event: Json) -> None:
         raise ValueError(f"{name} at {start_us} lasts {spent_us} us, which must be at least 0")
     end_us = start_us + spent_us
     if category == "kernel":
-        args = event.get("args", {})
-        named = "Collective name" in args or any(word in name for word in _KERNELS)
-        rows.kernels.append((start_us, end_us, int(args.get("External id", -1)), named))
+        rows.kernels.append(name, start_us, end_us, event.get("args", {}))
+    elif category.encode() in _LAUNCHING and _GRAPH_LAUNCH.decode() in name:
+        rows.kernels.graphs.add(id_of(event.get("args", {}), "correlation"))
+    elif name.startswith(_OPERATORS):
+        rows.computed.append((start_us, end_us))
     elif name.startswith("ProfilerStep#"):
         steps = rows.device_steps if category == "gpu_user_annotation" else rows.steps
         number = int(name.partition("#")[2])
@@ -128,12 +147,31 @@ def _take_event(rows: _Rows, event: Json) -> None:
         start, end = steps.get(number, (start_us, end_us))
         steps[number] = min(start, start_us), max(end, end_us)  # a row for each stream of a device
     elif category.encode() in _CPU and (role := _role_of_name(name)) is not None:
-        rows.calls.append(KinetoCall(start_us, end_us, event.get("tid"), name, role, event.get("args", {})))
+        rows.calls.append(
+            KinetoCall(start_us, end_us, event.get("tid"), intern(name), role, _kept_fields(event, name, role))
+        )
     elif name.startswith(_GLOO):
-        rows.gloo.append(KinetoCall(start_us, end_us, event.get("tid"), name, _BACKEND, event.get("args", {})))
+        rows.gloo.append(
+            KinetoCall(start_us, end_us, event.get("tid"), intern(name), _BACKEND, _kept_fields(event, name, _BACKEND))
+        )
     elif kind := kind_of(category, name):
         text = name.removeprefix("nn.Module: ")
         rows.around.append(TimedRow(start_us, end_us, kind, event.get("tid"), text))
+
+
+def _kept_fields(event: Json, name: str, role: int) -> Json:
+    """The fields of a call's row that are used, each text once: a large trace has millions of them.
+
+    Of all arguments the dims and type of the payload stay; [] and "" where they were not recorded.
+    """
+    args = event.get("args", {})
+    at, dims, types = _payload_at(name, role), args.get("Input Dims") or (), args.get("Input type") or ()
+    payload = {"dims": dims[at] if 0 <= at < len(dims) else [], "type": str(types[at]) if 0 <= at < len(types) else ""}
+    return payload | {
+        intern(name): intern(value) if isinstance(value, str) else value
+        for name, value in args.items()
+        if name in _USED
+    }
 
 
 def _role_of_name(name: str) -> int | None:
@@ -171,7 +209,7 @@ def rows_of_calls(rows: Sequence[KinetoCall]) -> list[RowsOfCall]:
         above.append(row)
     for cluster in roots.values():
         operator = next((row for row in cluster if row.role == _OPERATOR), None)
-        ids = tuple(int(row.args.get("External id", -1)) for row in cluster)
+        ids = tuple(id_of(row.args, "External id") for row in cluster)
         telling = list(_outermost_calls(cluster, _FIELDS if fields_told else _BACKEND))
         sending = [row for row in telling if row.args.get("Collective name") not in _NO_CALLS]
         if telling:
@@ -193,31 +231,31 @@ def _outermost_calls(cluster: Sequence[KinetoCall], role: int) -> Iterator[Kinet
 
 def _own_ids(row: KinetoCall, cluster: Sequence[KinetoCall]) -> tuple[int, ...]:
     inside = [one for one in cluster if one.start_us >= row.start_us and one.end_us <= row.end_us]
-    return tuple(int(one.args.get("External id", -1)) for one in inside)
+    return tuple(id_of(one.args, "External id") for one in inside)
 
 
 def _build_trace(source: str, header: Json, rows: _Rows) -> Trace:
     about = header.get("distributedInfo") or {}
     groups = Groups(about.get("pg_config") or ())
     rank, world_size = _as_whole_number(about.get("rank")), _as_whole_number(about.get("world_size"))
-    calls = rows_of_calls(rows.calls)
-    around = [*rows.around, *(_row_of(call, index) for index, call in enumerate(calls))]
-    found = places(around, len(calls))
-    has_modules = any(row.kind == MODULE for row in rows.around)
-    own_ids = {one for call in calls for one in call.ids}
-    kernels = _kernels(rows.kernels, own_ids, calls[0].comms_row.start_us if calls else math.inf)
-    steps = _StepTimes(rows.steps)
+    calls, gloo = rows_of_calls(rows.calls), sorted(rows.gloo, key=lambda row: row.start_us)
+    found = places(rows.around, [_row_of(call, index) for index, call in enumerate(calls)])
+    has_modules = rows.around.has(MODULE)
+    kernels = rows.kernels.bind({one for call in calls for one in call.ids} - {NO_ID})
+    lasted = [kernels.times_of(call.ids) for call in calls] if rows.kernels else _times_on_gloo(calls, gloo)
+    steps = StepTimes(rows.steps)
     traced = tuple(
         replace(
-            _build_call(call, groups, rows.gloo),
+            _build_call(call, groups, gloo),
             step=steps.at(call.comms_row.start_us),
             phase=place.phase,
+            is_phase_annotated=place.annotated,
             module=_module_of_place(place) if has_modules else None,
             caller=_caller_of_frame(place.caller),
-            device_start_us=_device_times(call, kernels)[0],
-            device_us=_device_times(call, kernels)[1],
+            device_start_us=times[0],
+            device_us=times[1],
         )
-        for call, place in zip(calls, found, strict=True)
+        for call, place, times in zip(calls, found, lasted, strict=True)
     )
     _check_ranks(source, rank, world_size, traced)
     return Trace(
@@ -227,11 +265,36 @@ def _build_trace(source: str, header: Json, rows: _Rows) -> Trace:
         world_size=world_size,
         calls=traced,
         groups=groups.ranks,
-        steps=_build_steps(rows, kernels),
+        steps=build_steps(rows.steps, rows.device_steps, kernels),
         lost=_EARLY.format(_count_kernels(kernels.early)) if kernels.early else "",
+        origin_us=float(header.get("baseTimeNanoseconds", 0)) / 1e3,
+        computed=kernels.computation if rows.kernels else union(rows.computed),
         backend=str(about.get("backend", "")),
-        notes=(_UNBOUND.format(_count_kernels(kernels.unbound)),) if kernels.unbound else (),
+        notes=(
+            *([_UNBOUND.format(_count_kernels(kernels.unbound))] if kernels.unbound else []),
+            *([] if traced else [NO_CALLS]),
+        ),
     )
+
+
+def backend_word(op: str) -> str:
+    """Name in gloo's own rows of the call that carries out an op of the ledger."""
+    return "all_reduce" if op == "reduce_scatter" else op
+
+
+def _times_on_gloo(calls: Sequence[RowsOfCall], gloo: Sequence[KinetoCall]) -> list[tuple[float | None, float | None]]:
+    """When gloo began each call, and how long it took, by its own rows, in order: the next one of the op."""
+    rows: dict[str, Iterator[KinetoCall]] = {}
+    by_name: dict[str, list[KinetoCall]] = {}
+    for row in gloo:
+        by_name.setdefault(row.name.removeprefix(_GLOO), []).append(row)
+    found: list[tuple[float | None, float | None]] = []
+    for call in calls:
+        word = backend_word(_op_of_call(call))
+        later = rows.setdefault(word, iter(by_name.get(word, ())))
+        of_call = next((row for row in later if row.start_us >= call.comms_row.start_us), None)
+        found.append((None, None) if of_call is None else (of_call.start_us, of_call.end_us - of_call.start_us))
+    return found
 
 
 def _count_kernels(kernels: int) -> str:
@@ -308,18 +371,17 @@ def _count_elements(op: str, args: Mapping[str, Any]) -> int | None:
     return elements
 
 
-def _payload_at(row: KinetoCall) -> int:
+def _payload_at(name: str, role: int) -> int:
     """The place of the payload among the arguments of an operator or a backend's row; -1 without one."""
-    if row.role != _OPERATOR:
+    if role != _OPERATOR:
         return 0
-    payload = OPERATORS[operator_of(row.name)].payload
+    payload = OPERATORS[operator_of(name)].payload
     return 1 if payload.startswith("input") else 0 if payload else -1
 
 
 def _payload_as_argument(row: KinetoCall) -> tuple[Any, str]:
     """Dims and type of the payload as an argument; [] and "" where they were not recorded."""
-    at, dims, types = _payload_at(row), row.args.get("Input Dims") or (), row.args.get("Input type") or ()
-    return (dims[at] if 0 <= at < len(dims) else []), (str(types[at]) if 0 <= at < len(types) else "")
+    return row.args["dims"], row.args["type"]
 
 
 def _payload_shapes(call: RowsOfCall) -> tuple[tuple[int, ...], ...] | None:
@@ -350,12 +412,9 @@ def _dtype_word(call: RowsOfCall, gloo: Sequence[KinetoCall]) -> str:
         if row is not None and find_dtype(_payload_as_argument(row)[1]):
             return _payload_as_argument(row)[1]
     shapes = _payload_shapes(call) or ((),)
-    later = (
-        row
-        for row in gloo
-        if row.start_us >= call.comms_row.start_us and tuple(_flatten_dims(_payload_as_argument(row)[0])) == shapes[:1]
-    )
-    nearest = min(later, key=lambda row: row.start_us, default=None)
+    first = bisect_left(gloo, call.comms_row.start_us, key=lambda row: row.start_us)
+    later = (gloo[place] for place in range(first, len(gloo)))
+    nearest = next((row for row in later if tuple(_flatten_dims(_payload_as_argument(row)[0])) == shapes[:1]), None)
     return "" if nearest is None else _payload_as_argument(nearest)[1]
 
 
@@ -370,60 +429,6 @@ def _caller_of_frame(frame: str) -> str:
     """The function of the program around the call, "train.py:12": the line is that at which the function begins."""
     file, _, rest = frame.partition("(")
     return f"{file}:{rest.partition(')')[0]}" if rest else ""
-
-
-class _StepTimes:
-    """The profiler's steps, to be looked up by time."""
-
-    def __init__(self, steps: Mapping[int, tuple[float, float]]) -> None:
-        self._ordered = sorted((start, end, number) for number, (start, end) in steps.items())
-
-    def at(self, time_us: float) -> int | None:
-        """The step that goes on at a time."""
-        place = bisect_right(self._ordered, (time_us, math.inf, 0)) - 1
-        return self._ordered[place][2] if place >= 0 and time_us < self._ordered[place][1] else None
-
-
-def _kernels(found: Sequence[tuple[float, float, int, bool]], ids: Container[int], first_us: float) -> _Kernels:
-    compute, communication = list[tuple[float, float]](), list[tuple[float, float]]()
-    by_id, early, unbound = dict[int, tuple[float, float]](), 0, 0
-    for start, end, launched_by, named in found:
-        bound = launched_by in ids
-        (communication if named or bound else compute).append((start, end))
-        if bound:
-            before = by_id.get(launched_by, (start, end))
-            by_id[launched_by] = min(start, before[0]), max(end, before[1])
-        elif named:
-            early, unbound = early + (start < first_us), unbound + (start >= first_us)
-    return _Kernels(union(compute), union(communication), by_id, early, unbound if by_id else 0)
-
-
-def _device_times(call: RowsOfCall, kernels: _Kernels) -> tuple[float | None, float | None]:
-    """When the first kernel of a call began, and how long it took up to the end of the last one."""
-    times = [kernels.by_id[one] for one in call.ids if one in kernels.by_id]
-    start_us = min((start for start, _ in times), default=None)
-    return start_us, None if start_us is None else max(end for _, end in times) - start_us
-
-
-def _build_steps(rows: _Rows, kernels: _Kernels) -> tuple[TracedStep, ...]:
-    """The steps; on the device one lasts until the next one begins there, and the last one to the last kernel."""
-    exposed = minus(kernels.communication, kernels.compute)
-    ordered = sorted(rows.steps.items())
-    starts = [rows.device_steps.get(number, times)[0] for number, times in ordered]
-    last_us = max((end for _, end in (*kernels.compute[-1:], *kernels.communication[-1:])), default=0.0)
-    steps = []
-    for (number, (start, end)), first, after in zip(ordered, starts, [*starts, last_us][1:], strict=True):
-        step = TracedStep(number=number, start_us=start, end_us=end)
-        if rows.kernels and after > first:
-            step = replace(
-                step,
-                device_us=after - first,
-                compute_us=covered_us(kernels.compute, first, after),
-                communication_us=covered_us(kernels.communication, first, after),
-                exposed_us=covered_us(exposed, first, after),
-            )
-        steps.append(step)
-    return tuple(steps)
 
 
 def _check_ranks(source: str, rank: int | None, world_size: int | None, calls: Sequence[TracedCall]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shardproof.harness.traces.calls import Trace, TracedCall, find_dtype, payload_bytes
-from shardproof.harness.traces.kineto import operator_of
+from shardproof.harness.traces.kineto import backend_word, operator_of
 
 _UNLOGGED = {"send", "recv_", "recv_any_source_", "monitored_barrier_"}
 """Operators that gloo's log leaves out."""
@@ -24,11 +24,6 @@ def with_log(trace: Trace, log: Trace) -> Trace:
     return replace(
         trace, calls=tuple(call if one is None else _complete_call(call, one, trace) for call, one in logged)
     )
-
-
-def backend_word(op: str) -> str:
-    """Name in gloo's own rows of the call that carries out an op of the ledger."""
-    return "all_reduce" if op == "reduce_scatter" else op
 
 
 def _match_entries(calls: Sequence[TracedCall], entries: Sequence[TracedCall]) -> list[TracedCall | None]:

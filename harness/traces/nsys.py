@@ -192,12 +192,13 @@ def _of_stretch(path: Path, stretch: _Stretch, entries: Sequence[_Entry]) -> Tra
 
 
 def _own_call(call: _Entry, phase: str) -> TracedCall:
-    op, _, group = call.category.partition(" ")
+    op, group, dtype = (*call.category.split(" "), "", "")[:3]
     ranks = tuple(map(int, group.split(","))) if group else ()
     return TracedCall(
         op=op,
         name=op,
         payload_bytes=call.payload,
+        dtype=dtype,
         group=ranks,
         group_size=len(ranks) or None,
         phase=phase,

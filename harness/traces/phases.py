@@ -10,11 +10,14 @@ gathers parameters, where the updates of a program without optimizers are. Witho
 modules: forward is then what DDP or an annotation encloses, or what lies between two operators whose backward follows.
 """
 
+import heapq
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from shardproof.harness.ledger import AGAIN
@@ -51,11 +54,15 @@ class TimedRow(NamedTuple):
 
 
 class PlaceOfCall(NamedTuple):
-    """Where a call is: its phase ("" where it is unknown), its modules, outer ones first, and the function it is in."""
+    """Where a call is: its phase ("" where it is unknown), its modules, outer ones first, and the function it is in.
+
+    `annotated`: an annotation of the user says the phase.
+    """
 
     phase: str
     modules: tuple[str, ...]
     caller: str
+    annotated: bool = False
 
 
 def _frame(function: object, name: str) -> str:
@@ -92,40 +99,82 @@ def _word(name: str) -> str:
     return re.sub(r"[^a-z]+", " ", name.lower()).strip()
 
 
-def places(rows: Iterable[TimedRow], calls: int) -> list[PlaceOfCall]:
-    """The places of the calls 0 to `calls` - 1, which are among the rows."""
-    ordered = sorted(rows, key=lambda row: (row.start_us, -row.end_us, row.call))
-    modules = [row for row in ordered if row.kind == MODULE]
-    calling = _modules_with_children(modules)
-    sweep = _Sweep(calls, has_modules=bool(modules), autograd=_autograd_threads(ordered))
-    for row in ordered:
-        sweep.feed(row, id(row) in calling)
+_AT_ONCE = 2**16
+"""Rows that are made at once."""
+
+
+class TimedRows:
+    """Rows of a trace in columns, since a large one has millions."""
+
+    def __init__(self) -> None:
+        self._starts, self._ends = array("d"), array("d")
+        self._kinds, self._threads, self._names = array("i"), array("i"), array("i")
+        self._values: dict[object, int] = {}
+        self._pairs: set[tuple[str, object]] = set()
+
+    def append(self, row: TimedRow) -> None:
+        """Take the next row, which is no call's."""
+        self._starts.append(row.start_us)
+        self._ends.append(row.end_us)
+        self._kinds.append(self._number(row.kind))
+        self._threads.append(self._number((row.thread,)))
+        self._names.append(self._number(row.name))
+        self._pairs.add((row.kind, row.thread))
+
+    def _number(self, value: object) -> int:
+        return self._values.setdefault(value, len(self._values))
+
+    def has(self, kind: str) -> bool:
+        """Whether there is a row of this kind."""
+        return any(one == kind for one, _ in self._pairs)
+
+    def autograd_threads(self) -> frozenset[object]:
+        """Threads with autograd nodes and nothing of a program's own: the engine's for a device.
+
+        None where no thread is seen to be the program's: backward runs in that one on a CPU.
+        """
+        nodes = {thread for kind, thread in self._pairs if kind == NODE}
+        others = {thread for kind, thread in self._pairs if kind != NODE}
+        return frozenset(nodes - others if others else ())
+
+    def in_order(self, only: str = "") -> Iterator[tuple[int, TimedRow]]:
+        """The rows with their places, or those of one kind: by start, outer ones first."""
+        values = list(self._values)
+        order = np.lexsort((-np.asarray(self._ends), np.asarray(self._starts)))
+        if only:
+            order = order[np.asarray(self._kinds)[order] == self._values.get(only, -1)]
+        for first in range(0, len(order), _AT_ONCE):
+            for place in order[first : first + _AT_ONCE].tolist():
+                own = (values[column[place]] for column in (self._kinds, self._names, self._threads))
+                kind, name, (thread,) = own
+                yield place, TimedRow(self._starts[place], self._ends[place], kind, thread, name)
+
+    def calling_modules(self) -> bytearray:
+        """For each place whether the row is a module inside of which another module starts."""
+        found = bytearray(len(self._starts))
+        open_: dict[object, list[tuple[float, int]]] = {}
+        for place, row in self.in_order(MODULE):
+            above = open_.setdefault(row.thread, [])
+            while above and above[-1][0] <= row.start_us:
+                above.pop()
+            if above:
+                found[above[-1][1]] = True
+            above.append((row.end_us, place))
+        return found
+
+
+def places(rows: TimedRows, calls: Sequence[TimedRow]) -> list[PlaceOfCall]:
+    """The places of the calls, which are numbered from 0."""
+    calling = rows.calling_modules()
+    sweep = _Sweep(len(calls), has_modules=rows.has(MODULE), autograd=rows.autograd_threads())
+    of_calls = ((-1, call) for call in sorted(calls, key=_order_of_row))
+    for place, row in heapq.merge(rows.in_order(), of_calls, key=lambda pair: _order_of_row(pair[1])):
+        sweep.feed(row, place >= 0 and bool(calling[place]))
     return sweep.places()
 
 
-def _autograd_threads(rows: Iterable[TimedRow]) -> frozenset[object]:
-    """Threads with autograd nodes and nothing of a program's own: the engine's for a device.
-
-    None where no thread is seen to be the program's: backward runs in that one on a CPU.
-    """
-    nodes, others = set[object](), set[object]()
-    for row in rows:
-        (nodes if row.kind == NODE else others if row.kind != CALL else set()).add(row.thread)
-    return frozenset(nodes - others if others else ())
-
-
-def _modules_with_children(modules: Sequence[TimedRow]) -> set[int]:
-    """Modules inside of which another module starts, by identity of their rows."""
-    found: set[int] = set()
-    open_: dict[object, list[TimedRow]] = {}
-    for row in modules:
-        above = open_.setdefault(row.thread, [])
-        while above and above[-1].end_us <= row.start_us:
-            above.pop()
-        if above:
-            found.add(id(above[-1]))
-        above.append(row)
-    return found
+def _order_of_row(row: TimedRow) -> tuple[float, float, int]:
+    return row.start_us, -row.end_us, row.call
 
 
 @dataclass(slots=True)
@@ -201,36 +250,37 @@ class _Sweep:
     def _call(self, row: TimedRow, above: Sequence[_Open]) -> None:
         modules = tuple(open_.row.name for open_ in above if open_.kind == MODULE)
         caller = next((open_.row.name for open_ in reversed(above) if open_.kind == FRAME), "")
-        self._found[row.call] = PlaceOfCall(self._phase(row, above), modules, caller)
+        phase, annotated = self._phase(row, above)
+        self._found[row.call] = PlaceOfCall(phase, modules, caller, annotated)
 
-    def _phase(self, row: TimedRow, above: Sequence[_Open]) -> str:
-        """The phase of a call; "" where it is unknown, or pending."""
+    def _phase(self, row: TimedRow, above: Sequence[_Open]) -> tuple[str, bool]:
+        """The phase of a call, "" where it is unknown, or pending; and whether an annotation of the user says it."""
         kinds = [open_.kind for open_ in above if open_.kind != FRAME]
         named = [_WORDS[_word(open_.row.name)] for open_ in above if open_.kind == NAMED]
         if row.op in ("send", "recv"):
             self._since = "sent" if not kinds and self._since == "forward" else self._since
-            return ""
+            return "", False
         if NODE in kinds:
-            return "backward" if kinds[-1] == NODE else AGAIN
+            return ("backward" if kinds[-1] == NODE else AGAIN), False
         if row.thread in self.autograd:
-            return "backward"
+            return "backward", False
         if STEP in kinds:
-            return "step"
+            return "step", False
         if any(open_.model for open_ in above):
-            return "forward"
+            return "forward", False
         if named:
-            return named[-1]
+            return named[-1], True
         if self._is_quiet(row.thread, above) and self._trained:
-            return "metric"
+            return "metric", False
         if self._since == "forward" and self.has_modules:
-            return "loss"
+            return "loss", False
         if self._since == "stepped" and self.has_modules:
             if row.op in ("all_reduce", "reduce") and row.elements == 1:
-                return "metric"
+                return "metric", False
             if row.op == "all_gather":
-                return ""
+                return "", False
         self._pending.append((row.call, self._since))
-        return ""
+        return "", False
 
     def _is_quiet(self, thread: object, above: Sequence[_Open]) -> bool:
         """Gradients are off, as the user said, in a module that is no model."""

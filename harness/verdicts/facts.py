@@ -1,5 +1,5 @@
-"""Records of what a check left open and of a failed check: facts that are stored, and of which `verdicts.words` alone
-makes sentences.
+"""Records of what a check states and left open, and of a failed check: facts that are stored. Their sentences are in
+`verdicts.sentences` and `verdicts.words`, and nowhere else.
 
 Errors are ratios, and `unit` is the machine epsilon in which they are counted too. Names are those of tensors.
 """
@@ -7,11 +7,48 @@ Errors are ratios, and `unit` is the machine epsilon in which they are counted t
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from shardproof.harness.ledger import PHASES
+from shardproof.harness.verdicts.sentences.rendering import sentence_of
 
 Counts = tuple[int, int]
 """How many tensors of a kind, and how many the kind has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fact:
+    """What a check or a cause states: the id of its sentence (`verdicts.sentences`), and what the sentence names.
+
+    `values` are texts, numbers, facts as mappings, and lists of these. Raises ValueError without such a sentence.
+    """
+
+    id: str
+    values: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        _ = self.text  # a fact without a sentence is found where it is made, and not in a report
+
+    @property
+    def text(self) -> str:
+        """The fact in words."""
+        return sentence_of(self.id, self.values)
+
+
+def state_fact(id: str, /, **values: Any) -> Fact:
+    """The fact of this id with these values, as JSON would give them back."""
+    return Fact(id=id, values={name: _as_stored(value) for name, value in values.items()})
+
+
+def state_text(text: str) -> Fact:
+    """The fact that is a text of a subject, an exception or a tool."""
+    return state_fact("text", text=text)
+
+
+def _as_stored(value: Any) -> Any:
+    if isinstance(value, Fact):
+        return {"id": value.id, "values": value.values}
+    return [_as_stored(one) for one in value] if isinstance(value, tuple | list | set | frozenset) else value
 
 
 class NoteKind(StrEnum):
@@ -34,6 +71,7 @@ class NoteKind(StrEnum):
     UNFINISHED_GROUPING = "grouping not finished"  # names: its words; reason: why the subject does not finish it
     SPLIT_SHARE = "share of the parameters that is split"  # numbers: per cent
     NOT_ANSWERED = "not answered"  # names: checks; reason: why they cannot be answered
+    NOT_RUN = "not run for want of time"  # names: parts of a case (verdicts.words.PARTS)
     UNCHECKED = "not checked"  # reason: what was not looked at
 
 
@@ -138,10 +176,10 @@ class WrongTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LikelyCause:
-    """A cause by its id (`harness.diagnosing.causes.cause.CAUSES`), and what it says of this tensor, axis and group."""
+    """A cause by its id (`harness.diagnosing.causes.cause.CAUSES`), and what it states of this tensor and group."""
 
     id: str
-    words: str
+    fact: Fact
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

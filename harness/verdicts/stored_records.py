@@ -1,7 +1,7 @@
 """Frozen dataclasses as JSON and back: values that are defaults are left out, "inf" and "nan" are text.
 
 A record may hold texts, numbers, tuples, mappings from text, enums of text and other such records; its annotations are
-its schema.
+its schema. `Any` is a text, a number, a list or an object of these.
 """
 
 import dataclasses
@@ -81,6 +81,8 @@ _hints: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
 
 def _read_value(hint: Any, value: Any) -> Any:
     """The value of an annotation that JSON gave. Raises ValueError where it is of another kind."""
+    if hint is Any:
+        return _read_any(value)
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return None if value is None else _read_value(arguments[0], value)
@@ -103,6 +105,16 @@ def _read_value(hint: Any, value: Any) -> Any:
     return _simple(hint, value)
 
 
+def _read_any(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _read_any(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_read_any(entry) for entry in value]
+    if value in ("inf", "-inf", "nan"):
+        return float(value)
+    return None if value is None else _simple(type(value), value)
+
+
 def _simple(hint: Any, value: Any) -> Any:
     """A text, number or truth value. Raises ValueError where it is another."""
     if hint is float and isinstance(value, str) and value in ("inf", "-inf", "nan"):
@@ -119,6 +131,8 @@ def _simple(hint: Any, value: Any) -> Any:
 
 
 def _schema(hint: Any) -> dict[str, Any]:
+    if hint is Any:
+        return {}
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return {"anyOf": [_schema(arguments[0]), {"type": "null"}]}

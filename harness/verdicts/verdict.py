@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardproof.harness.verdicts import words
-from shardproof.harness.verdicts.facts import Counts, FailedCheck, Note, Worst
+from shardproof.harness.verdicts.facts import Counts, Fact, FailedCheck, Note, Worst
 from shardproof.harness.verdicts.stored_records import plain, record_of, row_of
 
 _NUMBER = re.compile(r"(?<![a-z])\d+")
@@ -16,8 +16,7 @@ PASS, FAIL, UNKNOWN, SKIP = "pass", "fail", "unknown", "skip"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """A check on one case. `case` is the text of the case, `check` the name of the check, `statement` the sentence in
-    which the check states what it found.
+    """A check on one case. `case` is the text of the case, `check` the name of the check, `facts` what it found.
 
     `kind` is how calls differ ("missing"), or the class that the subject raised; "" for other checks.
 
@@ -29,12 +28,17 @@ class Verdict:
     case: str
     check: str
     verdict: str
-    statement: str
+    facts: tuple[Fact, ...]
     kind: str = ""
     worst: Worst | None = None
     notes: tuple[Note, ...] = ()
     decided: Mapping[str, Counts] = field(default_factory=dict)
     failure: FailedCheck | None = None
+
+    @property
+    def statement(self) -> str:
+        """The facts in words."""
+        return words.join_facts(self.facts)
 
     @property
     def site(self) -> str:

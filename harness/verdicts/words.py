@@ -1,4 +1,4 @@
-"""Sentences of verdicts: the one file that makes words of what checks found, for terminal, page, markdown and pytest.
+"""Sentences of verdicts, for terminal, page, markdown and pytest; those of single facts are in `sentences`.
 
 A failure is six labelled lines: what, where, error, first (the first place), causes, repeat; and `when` behind
 experiments. Nothing reads a sentence back: every reader takes the records (`verdicts.facts`).
@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from shardproof.harness.verdicts.facts import (
     AgreementByKind,
     Counts,
+    Fact,
     FailedCheck,
     First,
     Note,
@@ -36,6 +37,11 @@ _WHEN = {
     WhenKind.NOT_SEARCHED: "not searched: no time left",
     WhenKind.ONLY_IN_THREADS: "only in threads: on processes (--engine pool) the case passes; see subject.per_rank",
 }
+
+
+def join_facts(facts: Sequence[Fact]) -> str:
+    """What a check states, in one line."""
+    return "; ".join(fact.text for fact in facts)
 
 
 def render(check: str, statement: str, worst: Worst | None, failure: FailedCheck | None) -> list[str]:
@@ -77,8 +83,8 @@ def lines_of(check: str, statement: str, worst: Worst | None, failure: FailedChe
         "what": f"{statement} (check {check})",
         "where": where(failure.where),
         "error": _error(check, worst, failure),
-        "first": _first_line(failure) or statement,
-        "causes": "; ".join(cause.words for cause in failure.causes) or _agreement(failure.agreement) or NO_CAUSE,
+        "first": _first_line(failure, statement) or statement,
+        "causes": "; ".join(cause.fact.text for cause in failure.causes) or _agreement(failure.agreement) or NO_CAUSE,
     }
     if failure.when is not None:
         lines["when"] = when_line(failure.when)
@@ -140,7 +146,7 @@ def _amount(wrong: WrongTensor, unit: float) -> str:
     return f"{wrong.measure} error {wrong.error:.3g}{in_eps[0]}, allowed {wrong.allowed:.3g}{in_eps[1]}"
 
 
-def _first_line(failure: FailedCheck) -> str:
+def _first_line(failure: FailedCheck, statement: str) -> str:
     """The place and what shows it: "backward of head in step 0: act_grad/final_norm; in the ledger: ..."."""
     end, first = failure.end, failure.first
     if end is not None:
@@ -150,6 +156,7 @@ def _first_line(failure: FailedCheck) -> str:
         shown.append(f"{first.note} (no layout was declared)")
     if first.event:
         shown.append(f"in the ledger: {first.event}")
+    shown = shown or [statement] * bool(first.phase)
     return (f"{first_place(first)}: " if first.phase else "") + "; ".join(shown)
 
 
@@ -194,8 +201,8 @@ def follows(others: Mapping[str, int], cases: int) -> str:
     if not others:
         return ""
     checks = [f"{check} ({count} cases)" if count > 1 else check for check, count in others.items()]
-    verb = "fail" if len(checks) > 1 else "fails"
-    return f"and {', '.join(checks)} {verb} from the same first place on in {_cases(cases)}"
+    many = len(checks) > 1
+    return f"same first place: check{'s'[:many]} {', '.join(checks)} fail{'s'[many:]} too, in {_cases(cases)}"
 
 
 def place(statement: str, failure: FailedCheck | None) -> str:
@@ -221,16 +228,14 @@ def describe_undecided(kind: str, patterns: Mapping[str, int], tensors: int, cas
     listed = [name if count == 1 else f"{name} ({count})" for name, count in list(patterns.items())[:_LISTED]]
     more = f" and {len(patterns) - _LISTED} more patterns of names" if len(patterns) > _LISTED else ""
     tally = f"{sum(patterns.values()):,} of {tensors:,} {kind} in {_cases(cases)}"
-    return (
-        f"undecided: {tally}, since rounding explains any error of them or they do not merge: {', '.join(listed)}{more}"
-    )
+    return f"could not be judged: {tally}: rounding alone is as large, or they do not merge: {', '.join(listed)}{more}"
 
 
 def split_shares(shares: Mapping[int, int]) -> str:
     """A note on the shares of parameters that are split, in per cent, with the number of their cases."""
     parts = [f"{share} % ({_cases(count)})" for share, count in shares.items()]
     more = f"; more in other cases, up to {max(shares)} %" if len(parts) > _AMOUNTS else ""
-    return f"share of the parameters that is split: {'; '.join(parts[:_AMOUNTS])}{more}"
+    return f"sharded: {'; '.join(parts[:_AMOUNTS])} of the elements of the parameters{more}"
 
 
 def describe_unreturned(statement: str, silent: Sequence[str], on_purpose: Sequence[str]) -> str:
@@ -239,6 +244,11 @@ def describe_unreturned(statement: str, silent: Sequence[str], on_purpose: Seque
     parts += [f"not returned, so not checked: {_count_names(silent)}"] if silent else []
     parts += [f"left out on purpose, so not checked: {_count_names(on_purpose)}"] if on_purpose else []
     return "; ".join(parts)
+
+
+def left_out_fields(fields: Sequence[str], cases: int) -> str:
+    """A note on what a closed form says nothing of."""
+    return f"not checked: {', '.join(fields)} of the calls: the closed form leaves them out ({_cases(cases)})"
 
 
 def deviation(kind: NoteKind, sentence: str, names: Sequence[str], cases: int) -> str:
@@ -277,7 +287,7 @@ def unfinished_groupings(groupings: str, cases: int) -> str:
 def unread_rows(rows: str, cases: int, others: int) -> str:
     """A note on rows of tables that no token looks up."""
     more = f"; other rows in {_cases(others)}" if others else ""
-    return f"not checked: {rows} in {_cases(cases)}{more}"
+    return f"unused vocabulary rows have no gradient to check: {rows} in {_cases(cases)}{more}"
 
 
 def _count_names(names: Sequence[str]) -> str:
@@ -292,6 +302,7 @@ PARTS: Mapping[str, str] = {
     "truth": "the dense model",
     "control": "the dense model with rounding moved, to see how far it takes a right result",
     "regrouped": "the same batch over other ranks and micro-batches",
+    "documents": "one step with some documents changed, or with the gradients of some alone",
     "explained": "shares of the dense model's gradients, behind a failure",
     "located": "the ranks behind a failure: first wrong module, drawn numbers, samples and first values",
     "elsewhere": "other cases behind a failure: of another size, or ended a step earlier",

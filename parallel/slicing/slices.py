@@ -15,7 +15,7 @@ Weights are [in, out] after a policy's transpose, or [out, in] as Hugging Face s
 "out-in" (DeepSpeed's flag int8 stands for "out-in", of whatever dtype). Biases have one dim. A tensor as large on a
 rank as the whole is whole there. A part larger than the whole would be a merge and is refused. Source: DeepSpeed 0.19.8
 `module_inject/auto_tp.py` ReplaceWithTensorSlicing (experts.md 27.1). There remainders are dropped, parts are always
-equal thirds, and scales are attached whole: see docs/slicing.md.
+equal thirds, and scales are attached whole: see docs/splitting.md.
 """
 
 import itertools

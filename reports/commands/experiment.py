@@ -5,7 +5,7 @@ import re
 import pandas as pd
 
 from shardproof.reports.options.option_checks import EXPERIMENTS
-from shardproof.reports.printing.text_tables import NOTHING, Table, count, mebibytes
+from shardproof.reports.printing.text_tables import NOTHING, Table, byte_size, count
 from shardproof.reports.stored.frames import Run
 
 MEGATRON = {
@@ -36,11 +36,11 @@ def experiment_table(run: Run, name: str) -> Table:
         more = " ..." if len(calls) > 4 else ""
         stated = "yes" if (phase, part) in named else "no"
         module = MEGATRON.get(str(part), NOTHING)
-        payload = mebibytes(int(calls["payload_bytes"].sum()))
+        payload = byte_size(int(calls["payload_bytes"].sum()))
         rows.append((str(phase), str(op), str(part) or NOTHING, module, count(len(calls)), payload, stated, at + more))
     return Table(
         title="One micro-batch and the end of its step, rank 0, in order",
-        headers=("phase", "op", "module", "in Megatron", "calls", "MiB", "in the walk", "at, ms"),
+        headers=("phase", "op", "module", "in Megatron", "calls", "payload", "in the walk", "at, ms"),
         rows=tuple(rows),
         numbers=frozenset({4, 5}),
         note="at: start of the first calls, from the first of these; in the walk: whether the published text names it",

@@ -1,19 +1,23 @@
 """The result of `shardproof run`: its page, and what is printed at its end, from the run folder."""
 
+import inspect
 import json
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import TextIO
 
 import pandas as pd
 
+from shardproof.harness.errors import ShardproofError
+from shardproof.harness.resolve import resolve
 from shardproof.harness.running.run_result import RunResult
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 from shardproof.reports.pages import page
 from shardproof.reports.printing import text_tables
+from shardproof.reports.printing.annotations import Failure, annotate_failures
 from shardproof.reports.printing.text import (
     STYLES,
     append_step_summary,
@@ -50,6 +54,7 @@ def show_result(result: RunResult, run: Run, *, as_json: bool, interrupted: bool
     if len(rows):
         headline = text_tables.first_table(rows)
         append_step_summary(headline, str(result.path), os.environ)
+    annotate_failures(_list_failures(run), sys.stderr, os.environ)
     if as_json:
         tally = summary.tally_of_run(every, run.records)
         print(json.dumps(_as_json(result, run, rows, tally, notes), indent=2, allow_nan=False))
@@ -67,6 +72,28 @@ def show_result(result: RunResult, run: Run, *, as_json: bool, interrupted: bool
     page_words = "report.html opens offline; " if (result.path / "report.html").exists() else ""
     show_words(f"{result.path}  ({page_words}`shardproof show` prints all tables)", sys.stdout)
     show_tally(run, every, sys.stdout)
+
+
+def _list_failures(run: Run) -> Iterator[Failure]:
+    """Every first wrong place: where its first call is, or else the subject, the check and its case, and the lines."""
+    if (run.verdicts["verdict"] == FAIL).any():
+        from shardproof.reports.stored.failures import bugs_of_run, find_first_caller, simplest_first  # noqa: PLC0415
+
+        for bug in bugs_of_run(simplest_first(run)):
+            one = bug.verdict
+            calls = run.ledger[run.ledger["case"] == one.case]
+            at = find_first_caller(calls, one.failure) or _place_of_subject(run)
+            yield at, f"{one.check}: {one.case}", "\n".join(one.lines)
+
+
+def _place_of_subject(run: Run) -> str:
+    """File and line of the subject, "file:line"; "" where it is not to be had."""
+    try:
+        call = resolve(str(run.env.get("request", {}).get("subject")))
+        code = getattr(inspect.unwrap(call if inspect.isfunction(call) else type(call).__call__), "__code__", None)
+    except (ShardproofError, ValueError):
+        return ""
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else ""
 
 
 def _as_json(result: RunResult, run: Run, rows: pd.DataFrame, tally: str, notes: Sequence[str]) -> dict[str, object]:

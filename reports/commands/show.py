@@ -11,7 +11,7 @@ from shardproof.reports.comparing.growth import break_even_table, compare_modes
 from shardproof.reports.pages import page
 from shardproof.reports.pages.opening import expert_tables
 from shardproof.reports.printing import text_tables
-from shardproof.reports.printing.text import show_message, show_note, show_table
+from shardproof.reports.printing.text import show_busy, show_message, show_note, show_table
 from shardproof.reports.printing.witnesses import witness_tables
 from shardproof.reports.stored import summary
 from shardproof.reports.stored.files import is_matrix, is_recording, run_folder
@@ -26,7 +26,9 @@ def main(arguments: argparse.Namespace) -> int:
 
         show_matrix(folder, sys.stdout)
     else:
-        show_run(load(arguments.run), sys.stdout)
+        with show_busy(f"reading {arguments.run}", sys.stderr):
+            run = load(arguments.run)
+        show_run(run, sys.stdout)
     return 0
 
 
@@ -37,21 +39,25 @@ def page_main(arguments: argparse.Namespace) -> int:
     """
     from shardproof.reports.pages.comment import render_comment  # noqa: PLC0415
 
-    run = load(arguments.run)
-    if arguments.markdown and not arguments.output:
-        show_message(render_comment(run), sys.stdout)
-        return 0
-    target = Path(arguments.output) if arguments.output else run.path / "report.html"
-    try:
-        if arguments.markdown:
-            target.write_text(render_comment(run), encoding="utf-8")
-        else:
-            page.write_page(run, target)
-    except OSError as problem:
-        reason = problem.strerror or str(problem)
-        raise RequestError(f"-o {target}: cannot be written ({reason}); legal: -o report.html") from problem
-    show_message(str(target), sys.stdout)
+    with show_busy(f"drawing {arguments.run}", sys.stderr):
+        run = load(arguments.run)
+        text = render_comment(run) if arguments.markdown else page.render_page(run)
+    write_report(text, arguments.output or ("" if arguments.markdown else str(run.path / "report.html")))
     return 0
+
+
+def write_report(text: str, target: str) -> None:
+    """Write a page or a comment into a file and print its path; print the text itself where no file is named.
+
+    Raises RequestError when the file cannot be written.
+    """
+    if target:
+        try:
+            Path(target).write_text(text, encoding="utf-8")
+        except OSError as problem:
+            reason = problem.strerror or str(problem)
+            raise RequestError(f"-o {target}: cannot be written ({reason}); legal: -o report.html") from problem
+    show_message(target or text, sys.stdout)
 
 
 def show_run(run: Run, stream: TextIO) -> None:

@@ -71,8 +71,8 @@ def describe_breaches(
 ) -> tuple[str, ...]:
     """Sentences about limits that are broken, with the place, one each.
 
-    `events`: the differences; `sizes`: case, calls, new_calls, payload_bytes, new_payload_bytes; `memory`: case,
-    saved_bytes, new_saved_bytes; `times`: of `intervals.phase_times`.
+    `events`: of `differences.fold_changes`; `sizes`: case, calls, new_calls, payload_bytes, new_payload_bytes;
+    `memory`: case, saved_bytes, new_saved_bytes; `times`: of `intervals.phase_times`.
     """
     return tuple(
         f"{limit}: {where}" for limit in asked for where in _find_breaches(limit, events, sizes, memory, times)
@@ -98,9 +98,10 @@ def _find_any_change(what: str, events: "pd.DataFrame") -> Iterator[str]:
         "events": events["kind"] != "",
         "calls": events["base_calls"] != events["new_calls"],
         "bytes": events["base_payload_bytes"] != events["new_payload_bytes"],
-    }[what]
+    }[what] | (events["kind"] == "moved")  # what is summed in another micro-batch may be summed too early
     for row in events[apart].to_dict("records"):
-        place = f"{row['mode']} {row['phase']} {row['region'] or 'outside modules'}"
+        times = f" x {row['modules']}" if row["modules"] > 1 else ""
+        place = f"{row['mode']} {row['phase']} {row['region'] or 'outside modules'}{times}"
         column = {"events": "", "calls": "calls", "bytes": "payload_bytes"}[what]
         amounts = f" ({row[f'base_{column}']:,} -> {row[f'new_{column}']:,} {what})" if column else ""
         yield f"{place}: {row['kind']} {row['op']}{amounts}: {row['what']}"

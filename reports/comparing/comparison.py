@@ -3,138 +3,36 @@
 Cases with the same text are compared. Others are only compared, with a note, when the pair is plain: the only ones left
 of a mode and world size, or at all. A case of the base that the new run lacks breaks the comparison, and so does a run
 that was cut off.
-
-The unit of a difference is one event at one place (case, phase, module, op) on the ranks, steps and micro-batches where
-it differs. An event that is gone and one that is new at the same place, equally often on the same ranks, are one
-changed event. Only what changed is listed: doubling a payload, or a wider dtype, is one fact and not two.
 """
 
-from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import pandas as pd
 
 from shardproof.harness.errors import RequestError
 from shardproof.reports.comparing.alike import align_events
+from shardproof.reports.comparing.change_sentences import describe_changes
 from shardproof.reports.comparing.compared_sides import EXACT, Limit, describe_breaches
+from shardproof.reports.comparing.differences import find_changes, fold_changes, list_changes
 from shardproof.reports.comparing.intervals import phase_times
-from shardproof.reports.comparing.snapshot import CALLED, WHAT, Snapshot, format_span, parse_span
+from shardproof.reports.comparing.snapshot import CALLED, Snapshot, parse_span
 from shardproof.reports.stored.frames import in_order
-
-COLUMNS = (
-    *("kind", "case", "mode", "phase", "region", "op", "axis", "what"),
-    *("base_calls", "new_calls", "base_payload_bytes", "new_payload_bytes", "ranks", "steps", "microbatches"),
-)
-_PLACE = ["case", "mode", "phase", "region", "op"]
-_TELLING = ("dtype", "shape", "payload_bytes", "reduce_op", "axis", "group_size", "is_async")
-"""Parts of an event in the order in which their changes are reported."""
-EventSite = tuple[str, ...]
-What = tuple[object, ...]
-Cells = Counter[tuple[int, int, int]]
-"""(rank, step, micro-batch) -> calls."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _EventChange:
-    """A fact: `base` became `new` in these cells; None where there is no event."""
-
-    base: What | None
-    new: What | None
-    cells: Cells
-
-
-def list_differences(base: pd.DataFrame, new: pd.DataFrame) -> pd.DataFrame:
-    """Facts, a row each; empty when both hold the same events.
-
-    kind ("new", "gone", "changed"), case, mode, phase, region, op, axis, what (in words), base_calls, new_calls,
-    base_payload_bytes, new_payload_bytes, ranks, steps, microbatches. Calls and bytes are of the differing events, on
-    the rank that has most of them.
-    """
-    both = base.merge(new, how="outer", on=list(base.columns), indicator="side")
-    old, now = (_by_place(both[both["side"] == side]) for side in ("left_only", "right_only"))
-    rows = []
-    for place in {**old, **now}:
-        gone, fresh = old.get(place, {}), now.get(place, {})
-        rows += [_row_of_change(place, change) for change in _pair_changes(gone, fresh)]
-    return pd.DataFrame(rows, columns=list(COLUMNS))
-
-
-def _by_place(events: pd.DataFrame) -> dict[EventSite, dict[What, Cells]]:
-    places: defaultdict[EventSite, dict[What, Cells]] = defaultdict(dict)
-    names = [*_PLACE, *WHAT, "calls", "ranks", "steps", "microbatches"]
-    for row in events[names].itertuples(index=False, name=None):
-        place, what, (calls, *spans) = row[:5], row[5 : 5 + len(WHAT)], row[5 + len(WHAT) :]
-        cells = places[place].setdefault(what, Counter())
-        for rank, step, micro in product(*(parse_span(text) for text in spans)):
-            cells[rank, step, micro] += calls
-    return dict(places)
-
-
-def _pair_changes(old: Mapping[What, Cells], now: Mapping[What, Cells]) -> Iterator[_EventChange]:
-    gone = {what: cells - now.get(what, Counter()) for what, cells in old.items()}
-    fresh = {what: cells - old.get(what, Counter()) for what, cells in now.items()}
-    pairs = ((sum(x != y for x, y in zip(a, b, strict=True)), a, b) for a, b in product(gone, fresh) if a != b)
-    for _, before, after in sorted(pairs, key=lambda pair: pair[0]):
-        if shared := gone[before] & fresh[after]:
-            gone[before], fresh[after] = gone[before] - shared, fresh[after] - shared
-            yield _EventChange(base=before, new=after, cells=shared)
-    yield from (_EventChange(base=what, new=None, cells=cells) for what, cells in gone.items() if cells)
-    yield from (_EventChange(base=None, new=what, cells=cells) for what, cells in fresh.items() if cells)
-
-
-def _row_of_change(place: EventSite, change: _EventChange) -> tuple[object, ...]:
-    what = change.base or change.new or ()
-    calls = _most_calls(change.cells)
-    kind = "new" if change.base is None else "gone" if change.new is None else "changed"
-    sizes = (max(0, int(str(side[WHAT.index("payload_bytes")]))) if side else 0 for side in (change.base, change.new))
-    amounts = calls * (change.base is not None), calls * (change.new is not None)
-    spans = (format_span({cell[axis] for cell in change.cells}) for axis in range(3))
-    labels = what[WHAT.index("axis")], _in_words(place[4], change)
-    return kind, *place, *labels, *amounts, *(calls * size for size in sizes), *spans
-
-
-def _most_calls(cells: Cells) -> int:
-    """Calls of the rank that has most of them."""
-    ranks: Counter[int] = Counter()
-    for (rank, _, _), calls in cells.items():
-        ranks[rank] += calls
-    return max(ranks.values())
-
-
-def _in_words(op: str, change: _EventChange) -> str:
-    """The fact in words, once for all its calls."""
-    if change.base is None or change.new is None:
-        event = dict(zip(WHAT, change.base or change.new or (), strict=True))
-        reduced = f" ({event['reduce_op']})" if event["reduce_op"] else ""
-        size = f"{event['payload_bytes']:,} bytes" if event["payload_bytes"] != -1 else "of unknown bytes"
-        return f"{op}{reduced} of {event['dtype']} {event['shape'] or 'scalar'}, {size}"
-    before, after = (dict(zip(WHAT, side, strict=True)) for side in (change.base, change.new))
-    return ", ".join(
-        f"{name} {_text_of_value(before[name])} -> {_text_of_value(after[name])}"
-        for name in _TELLING
-        if before[name] != after[name]
-    )
-
-
-def _text_of_value(value: object) -> str:
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value) or "none"
 
 
 def total_by_rank(events: pd.DataFrame) -> pd.DataFrame:
-    """case, mode, phase, rank, calls, payload_bytes of a snapshot's events: everything added up."""
+    """case, mode, phase, op, rank, calls, payload_bytes of a snapshot's events: everything added up."""
     steps, micros = (
         events[name].map(lambda text: len(parse_span(text))).astype("int64") for name in ("steps", "microbatches")
     )
     cells = steps * micros * events["calls"]  # of no events too: then `map` alone would leave text
-    frame = events[["case", "mode", "phase"]].assign(
+    frame = events[["case", "mode", "phase", "op"]].assign(
         calls=cells, payload_bytes=cells * events["payload_bytes"].clip(lower=0), rank=events["ranks"].map(parse_span)
     )
     each = frame.explode("rank").astype({"rank": "int64"})
-    sums = each.groupby(["case", "mode", "phase", "rank"], observed=True, sort=False)[["calls", "payload_bytes"]].sum()
-    return sums.reset_index()
+    keys = ["case", "mode", "phase", "op", "rank"]
+    return each.groupby(keys, observed=True, sort=False)[["calls", "payload_bytes"]].sum().reset_index()
 
 
 _KEYS = ["mode", "phase"]
@@ -145,8 +43,11 @@ _COUNTS = ["calls", "payload_bytes"]
 class Comparison:
     """Result of a comparison.
 
+    changes   what changed, a sentence for modes that changed alike; one that says so where nothing did
     traffic   mode, phase, calls, new_calls, payload_bytes, new_payload_bytes: of one rank, cases added up
-    events    the differences (of `list_differences`)
+    by_op     the same by mode, phase and op
+    events    the differences (reports.comparing.differences.list_changes)
+    folded    the same, layers and cases of a mode folded (fold_changes)
     times     phase by phase (reports.comparing.intervals)
     memory    case, saved_bytes, new_saved_bytes: of the fullest rank
     notes     what must be known before the numbers: other cases, versions or machines
@@ -156,8 +57,11 @@ class Comparison:
 
     base: str
     new: str
+    changes: tuple[str, ...]
     traffic: pd.DataFrame
+    by_op: pd.DataFrame
     events: pd.DataFrame
+    folded: pd.DataFrame
     times: pd.DataFrame
     memory: pd.DataFrame
     asked: tuple[Limit, ...]
@@ -181,16 +85,23 @@ def compare(base: Snapshot, new: Snapshot, asked: Sequence[Limit] = EXACT) -> Co
     two = {name: _select_cases(getattr(new, name), renamed, modes) for name in ("events", "times", "memory")}
     one["events"], two["events"], left_out = align_events(base.env, one["events"], new.env, two["events"])
     by_rank = _join_sizes(total_by_rank(one["events"]), total_by_rank(two["events"]))
-    events = in_order(list_differences(one["events"], two["events"]))
-    events = events.sort_values(["mode", "case", "phase", "region"], kind="stable", ignore_index=True)
+    changes = find_changes(one["events"], two["events"])
+    events, folded = (
+        in_order(frame).sort_values(["mode", *more, "phase", "region"], kind="stable", ignore_index=True)
+        for frame, more in ((list_changes(changes), ["case"]), (fold_changes(changes), []))
+    )
+    traffic = _without_unknown(_join_traffic(by_rank, _KEYS), one["events"], two["events"])
     times = in_order(phase_times(one["times"], two["times"])).sort_values(_KEYS, kind="stable", ignore_index=True)
     memory = _join_memory(one["memory"], two["memory"])
     lost = [case for case in base.cases["case"] if case not in pairs]
     return Comparison(
         base=base.name,
         new=new.name,
-        traffic=_without_unknown(_join_traffic(by_rank), one["events"], two["events"]),
+        changes=tuple(describe_changes(folded, traffic, one["events"], two["events"])),
+        traffic=traffic,
+        by_op=_without_unknown(_join_traffic(by_rank, [*_KEYS, "op"]), one["events"], two["events"]),
         events=events,
+        folded=folded,
         times=times,
         memory=memory,
         asked=tuple(asked),
@@ -199,7 +110,7 @@ def compare(base: Snapshot, new: Snapshot, asked: Sequence[Limit] = EXACT) -> Co
             *(f"{side.name} was cut off, so that nothing is proved: {side.cut[0]}" for side in (base, new) if side.cut),
             *(f"case {case}: is in {base.name} and not in {new.name}" for case in lost),
             *_limits_without_bytes(asked, one["events"], two["events"]),
-            *describe_breaches(asked, events, _busiest_rank(by_rank, ["case"]), memory, times),
+            *describe_breaches(asked, folded, _busiest_rank(by_rank, ["case"]), memory, times),
         ),
         lines=tuple(_changed_lines(base, new, events)),
     )
@@ -252,8 +163,8 @@ def _select_cases(frame: pd.DataFrame, names: Mapping[str, str | None], modes: M
 
 
 def _join_sizes(base: pd.DataFrame, new: pd.DataFrame) -> pd.DataFrame:
-    """case, mode, phase, rank, and both sides' calls and bytes; 0 where one has none."""
-    keys = ["case", "mode", "phase", "rank"]
+    """case, mode, phase, op, rank, and both sides' calls and bytes; 0 where one has none."""
+    keys = ["case", "mode", "phase", "op", "rank"]
     both = base.merge(new.rename(columns={name: f"new_{name}" for name in _COUNTS}), how="outer", on=keys)
     names = [*_COUNTS, *(f"new_{name}" for name in _COUNTS)]
     return both.fillna(dict.fromkeys(names, 0)).astype(dict.fromkeys(names, "int64"))
@@ -265,10 +176,10 @@ def _busiest_rank(sizes: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
     return ranks.groupby(keys, observed=True, sort=False).max().reset_index()
 
 
-def _join_traffic(sizes: pd.DataFrame) -> pd.DataFrame:
-    ranks = in_order(_busiest_rank(sizes, ["case", *_KEYS]))
+def _join_traffic(sizes: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
+    ranks = in_order(_busiest_rank(sizes, ["case", *keys]))
     names = ["calls", "new_calls", "payload_bytes", "new_payload_bytes"]
-    return ranks.groupby(_KEYS, observed=True, sort=True)[names].sum().reset_index()
+    return ranks.groupby(keys, observed=True, sort=True)[names].sum().reset_index()
 
 
 def _join_memory(base: pd.DataFrame, new: pd.DataFrame) -> pd.DataFrame:

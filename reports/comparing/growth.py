@@ -12,12 +12,14 @@ import numpy as np
 import pandas as pd
 
 from shardproof.harness.ledger import PASSES
-from shardproof.reports.printing.text_tables import Table, mebibytes, table, whole
+from shardproof.reports.printing.text_tables import Table, byte_size, table, whole
 from shardproof.reports.stored.frames import Run, in_order
 from shardproof.reports.stored.summary import words_but
 
-_VARIES = ("mode", "seq", "batch", "data", "delivery", "embedding", "head")
-"""Words in which the cases of one comparison may differ: mode and tokens, and what a mode brings with it."""
+WITH_MODE = ("mode", "data", "delivery", "embedding", "head")
+"""Words in which cases of one model differ where their modes do: the mode, and what it brings with it."""
+_VARIES = (*WITH_MODE, "seq", "batch")
+"""Words in which the cases of one comparison may differ: mode and tokens."""
 _COLUMNS = ["mode", "tokens", "wire_bytes"]
 
 
@@ -91,7 +93,7 @@ def break_even_table(crossings: pd.DataFrame) -> Table:
         crossings,
         (str, "cheaper beyond T*: mode | than: other"),
         (whole, "T* (tokens): tokens"),
-        (mebibytes, "MiB there: wire_bytes"),
+        (byte_size, "bytes there: wire_bytes"),
         (str, "counted"),
         note="wire bytes of one rank, a micro-batch; layers: without all-to-alls, embedding and head; all: everything",
     )

@@ -122,6 +122,8 @@ def _add_compare(compare: argparse.ArgumentParser) -> None:
     )
     compare.add_argument("--save-baseline", metavar="NAME", help="store NEW (or BASE alone) under this name")
     compare.add_argument("--baselines", default="baselines", metavar="DIR", help="where baselines are (baselines)")
+    compare.add_argument("-o", dest="output", metavar="FILE", help="write one self-contained HTML page there instead")
+    compare.add_argument("--markdown", action="store_true", help="a comment for a pull request, printed without -o")
     compare.add_argument("--json", action="store_true", help="everything as one JSON object")
     values = compare.add_argument_group("values", "two recordings of `record --values`, NEW held against BASE")
     values.add_argument("--values", action="store_true", help="compare what their tensors were, as `parity` does")

@@ -59,6 +59,10 @@ def _check_compare(arguments: argparse.Namespace) -> None:
         check_name(arguments.save_baseline)
     if arguments.new is None:
         run_folder(arguments.base, matrix=False)
+        if arguments.output or arguments.markdown:
+            given = "-o" if arguments.output else "--markdown"
+            rule = "writes what differs from another run, and none is named"
+            raise RequestError(f"{given}: {rule}; legal: shardproof page {arguments.base}, which compares its modes")
     else:
         for name in (arguments.base, arguments.new):
             if not is_trace(name):

@@ -4,12 +4,11 @@ A recorded program has no verdict: its comment has what its page has, the overvi
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from shardproof.reports.pages import opening
 from shardproof.reports.printing.text import markdown
-from shardproof.reports.printing.text_tables import Table, first_table
+from shardproof.reports.printing.text_tables import Table, first_table, shorten_table
 from shardproof.reports.stored.failures import bugs_of_run, simplest_first
 from shardproof.reports.stored.frames import Run
 from shardproof.reports.stored.summary import headline, tally_of_run, worst_verdict
@@ -44,12 +43,14 @@ def _of_program(run: Run, program: Mapping[str, Any]) -> str:
     findings = [*(f"note: {note}" for note in run.notes), *program["findings"]]
     lines = [f"## shardproof: recorded on {ranks} ranks", "", "```text"]
     lines += [line[:_LONGEST].replace("```", "'''") for line in (name, *findings)]
-    return "\n".join([*lines, "```", "", *(markdown(_shorten_table(one)) for one in (overview, *program["traffic"]))])
-
-
-def _shorten_table(table: Table) -> Table:
-    """The first rows of a table; its note says of how many."""
-    if len(table.rows) <= _MOST_ROWS:
-        return table
-    note = f"{table.note}; {_MOST_ROWS} of {len(table.rows):,} rows, all of them are on the page"
-    return replace(table, rows=table.rows[:_MOST_ROWS], note=note)
+    return "\n".join(
+        [
+            *lines,
+            "```",
+            "",
+            *(
+                markdown(shorten_table(one, _MOST_ROWS, "all of them are on the page"))
+                for one in (overview, *program["traffic"])
+            ),
+        ]
+    )

@@ -11,21 +11,21 @@ added up. Where a model has many layers, equal paths of different layers are one
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import pandas as pd
 from markupsafe import Markup, escape
 
 from shardproof.harness.ledger import BACKWARD, PHASES
-from shardproof.reports.printing.text_tables import count, mebibytes, small
+from shardproof.reports.printing.text_tables import byte_size, count, placed_calls, small
 from shardproof.reports.stored.frames import Run
 from shardproof.reports.stored.summary import badness_of, split_common_words
 
 _COLOURS = "#8d99ae #3b82c4 #8e6bbf #e08a2e #d1495b #5b5f97 #2a9d6f #a1785a #2fa7b5 #6d6875 #b8b8b8"
 PHASE_COLOURS = dict(zip((*PHASES, "?"), _COLOURS.split(), strict=True))
 """The last one is that of calls in traces of which the phase is not known."""
-_SAVED, _WITHIN, _BEYOND = "#7a8450", "#2a9d6f", "#c8372d"
+SAVED, _WITHIN, _BEYOND = "#7a8450", "#2a9d6f", "#c8372d"
 _DECADES = 6
 """Powers of ten below the limit at which the bar of a margin begins."""
 
@@ -38,11 +38,14 @@ class CaseBars:
     mode: str
     ranks: str
     case: str
+    calls: str
     wire: Markup
-    wire_mib: str
-    payload_mib: str
+    wire_bytes: float
+    wire_size: str
+    payload_size: str
     saved: Markup
-    saved_mib: str
+    saved_bytes: float
+    saved_size: str
     error: str
     margin: Markup
     share: float
@@ -74,11 +77,14 @@ def lines_of_cases(run: Run, headline: pd.DataFrame) -> tuple[tuple[CaseBars, ..
                 mode=str(row["mode"]),
                 ranks=ranks,
                 case=row["own"] or "-",
-                wire=_draw_bar(parts, longest, "wire MiB"),
-                wire_mib=mebibytes(sum(sent.values())),
-                payload_mib=mebibytes(row["payload_bytes"]),
-                saved=_draw_bar([("saved", kept, _SAVED)], fullest, "saved MiB"),
-                saved_mib=mebibytes(row["saved_bytes"]),
+                calls=placed_calls(row),
+                wire=draw_bar(parts, longest, "wire"),
+                wire_bytes=sum(sent.values()),
+                wire_size=byte_size(sum(sent.values())),
+                payload_size=byte_size(row["payload_bytes"]),
+                saved=draw_bar([("saved", kept, SAVED)], fullest, "memory"),
+                saved_bytes=kept,
+                saved_size=byte_size(row["saved_bytes"]),
                 error=_text_of_pair(row["worst_error"], row["worst_allowed"]),
                 margin=_draw_margin(row["worst_error"], row["worst_allowed"]),
                 share=_share_of_limit(row["worst_error"], row["worst_allowed"]),
@@ -110,14 +116,18 @@ def _draw_margin(error: float, allowed: float) -> Markup:
     return Markup(f'<svg {label} class="bar" viewBox="0 0 100 10" preserveAspectRatio="none">{rule}</svg>')  # noqa: S704
 
 
-def _draw_bar(parts: Sequence[tuple[str, float, str]], full: float, what: str) -> Markup:
-    """Parts (name, bytes, colour) beside each other; `full` bytes are as long as the cell."""
+Part = tuple[str, float, str]
+"""A part of a bar: its name, its size, its colour."""
+
+
+def draw_bar(parts: Sequence[Part], full: float, what: str, write: Callable[[object], str] = byte_size) -> Markup:
+    """Parts beside each other; what is as large as `full` is as long as the cell."""
     drawn, left = [], 0.0
     for _, size, colour in parts:
         wide = 100 * size / full if full else 0.0
         drawn.append(f'<rect x="{left:.3f}" width="{wide:.3f}" height="10" fill="{colour}"/>')
         left += wide
-    sizes = ", ".join(f"{name} {mebibytes(size)}" for name, size, _ in parts) or "none"
+    sizes = ", ".join(f"{name} {write(size)}" for name, size, _ in parts) or "none"
     label = f'role="img" aria-label="{what}: {escape(sizes)}"'
     head = f'<svg {label} class="bar" viewBox="0 0 100 10" preserveAspectRatio="none">'
     return Markup(head + "".join(drawn) + "</svg>")  # noqa: S704  (numbers, colours and our own names of phases)

@@ -7,9 +7,11 @@ from typing import Any
 
 import pandas as pd
 
+from shardproof.harness.mesh_axes import AXES, EXPERT_AXES
 from shardproof.harness.verdicts import words
-from shardproof.harness.verdicts.verdict import FAIL
-from shardproof.reports.printing.text_tables import NOTHING, Table, count
+from shardproof.harness.verdicts.facts import Note, NoteKind, WhenKind
+from shardproof.harness.verdicts.verdict import FAIL, PASS
+from shardproof.reports.printing.text_tables import NOTHING, Table, byte_size, count
 from shardproof.reports.stored.files import is_recording
 from shardproof.reports.stored.frames import Run
 
@@ -42,6 +44,48 @@ def opening_figures(run: Run, headline: pd.DataFrame) -> tuple[Figure, ...]:
     return (*headline_figures, *((str(value), label, "") for label, value in versions if value))
 
 
+def describe_proof(run: Run, headline: pd.DataFrame) -> str:
+    """What the cases that passed prove: modes, layouts, dtypes, tensors, calls and bytes; and how many do not pass."""
+    passed = headline[headline["verdict"] == PASS]
+    open_cases = len(headline) - len(passed)
+    ending = f" Not proved: {open_cases} of {len(headline)} cases." if open_cases and len(passed) else ""
+    if passed.empty:
+        return "Nothing is proved: no case passed."
+    cases = run.cases[run.cases["case"].isin(passed["case"])]
+    modes = list(dict.fromkeys(passed["mode"].astype("str")))
+    layouts = {(case_axes(text), size) for text, size in zip(cases["case"], cases["world_size"], strict=True)}
+    ranks = sorted({int(size) for size in cases["world_size"].dropna()})
+    where = f"mode{'s' if len(modes) > 1 else ''} {', '.join(modes)}"
+    where += f" in {len(layouts)} layouts" if len(layouts) > 1 else ""
+    where += (
+        f" on {ranks[0]}{f' to {ranks[-1]}' if len(ranks) > 1 else ''} rank{'s' if ranks[-1:] != [1] else ''}"
+        if ranks
+        else ""
+    )
+    dtypes = sorted({str(one) for one in cases["dtype"].dropna()}) if "dtype" in cases else []
+    where += f" in {', '.join(dtypes)}" if dtypes else ""
+    parts = []
+    if tensors := int(passed["decided"].fillna(0).sum()):
+        truth = run.env.get("request", {}).get("truth", "the dense model")
+        parts.append(f"{tensors:,} tensors are those of {truth} within rounding")
+    sent = f"{int(run.summary['calls'][run.summary['case'].isin(passed['case'])].sum()):,} calls"
+    sent += f" and {byte_size(passed['payload_bytes'].sum())}"
+    expected = int(passed["expected_payload_bytes"].notna().sum())
+    if expected == len(passed):
+        parts.append(f"all {sent} of payload that one rank issues are those of the closed form")
+    else:
+        stated = (
+            f"a closed form is stated for {expected} of {len(passed)} cases" if expected else "no closed form is stated"
+        )
+        parts.append(f"{sent} of payload of one rank are recorded: {stated}")
+    return f"Proved for {where}: {'; '.join(parts)}.{ending}"
+
+
+def case_axes(text: str) -> tuple[str, ...]:
+    """The words of a case that say how it lies on its ranks."""
+    return tuple(word for word in text.split() if word.partition("=")[0] in (*AXES, *EXPERT_AXES, "wp"))
+
+
 def pairs_of_features(cases: Iterable[tuple[str, str]], features_of: Callable[[str], Iterable[str]]) -> Table | None:
     """How many passed cases have both features of a pair, from (text of a case, verdict); None for fewer than two.
 
@@ -68,16 +112,25 @@ def tabulate_runs(run: Run) -> Table | None:
     """What was run, why, in how many cases and how long; None for a run without times."""
     if not {"part", "seconds"} <= {*run.timings}:
         return None
-    rows = [
-        (reason, count(own["case"].nunique()), f"{own['seconds'].sum():.1f}")
-        for part, reason in words.PARTS.items()
-        if len(own := run.timings[run.timings["part"] == part])
-    ]
+    refused = Counter(name for one in run.records for note in one.notes for name in _parts_not_run(note))
+    rows = []
+    for part, reason in words.PARTS.items():
+        own = run.timings[run.timings["part"] == part]
+        if len(own):
+            rows.append((reason, count(own["case"].nunique()), f"{own['seconds'].sum():.1f}"))
+        if refused[part]:
+            rows.append((f"{reason}: {NoteKind.NOT_RUN.value}", count(refused[part]), "0.0"))
     searched = {one.failure.when for one in run.records if one.failure and one.failure.when}
     if searched:
         tried, seconds = sum(one.runs for one in searched), sum(one.seconds for one in searched)
         rows.append((words.PARTS["when"], count(tried), f"{seconds:.1f}"))
+    if late := sum(one.kind == WhenKind.NOT_SEARCHED for one in searched):
+        rows.append((f"{words.PARTS['when']}: {NoteKind.NOT_RUN.value}", count(late), "0.0"))
     return Table(title="What was run, and why", headers=("what", "cases", "seconds"), rows=tuple(rows))
+
+
+def _parts_not_run(note: Note) -> tuple[str, ...]:
+    return note.names if note.kind == NoteKind.NOT_RUN else ()
 
 
 def program_parts(run: Run) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import itertools
 import json
 import shlex
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,11 @@ from shardproof.harness.dense_model import SUBJECT, read_case
 from shardproof.harness.resolve import resolve
 from shardproof.harness.verdicts.verdict import UNKNOWN
 from shardproof.reports.pages import drawings, opening
+from shardproof.reports.pages.charts import chart_models
 from shardproof.reports.pages.drawings import Node, build_tree, by_module, draw_timeline, last_micro_batch
 from shardproof.reports.pages.templates import template_of
 from shardproof.reports.printing import text_tables
 from shardproof.reports.printing.calls import calls_table
-from shardproof.reports.printing.modes import modes_table, side_by_side
 from shardproof.reports.printing.text_tables import Table
 from shardproof.reports.stored import summary
 from shardproof.reports.stored.files import csv_table, is_profiled
@@ -38,7 +38,7 @@ _FEWEST_OF_GROWTH = 4
 _MOST_CASES = 64
 _MOST_PIPELINES, _MOST_DRAWN = 4, 16
 """Pipelines with a picture of their own, and ranks in it."""
-_SOURCES = {"modes": "summary.csv", "cases": "summary.csv", "verdicts": "verdicts.jsonl", "kills": "kill_matrix.csv"}
+_SOURCES = {"cases": "summary.csv", "verdicts": "verdicts.jsonl", "kills": "kill_matrix.csv"}
 """Tables that may be cut, and the file that holds all of their rows."""
 _TURNS = "inproc"
 """The engine whose ranks take turns, so that times say nothing of speed."""
@@ -89,10 +89,9 @@ def _cut_tables(part: object, source: str, rows: int) -> object:
     """A table, or several, with at most this many rows; None is none."""
     if isinstance(part, list):
         return [_cut_tables(table, source, rows) for table in part]
-    if not isinstance(part, Table) or len(part.rows) <= rows:
+    if not isinstance(part, Table):
         return part
-    note = f"{rows:,} of {len(part.rows):,} rows; all of them stand in {source}"
-    return replace(part, rows=part.rows[:rows], note=f"{part.note}; {note}" if part.note else note)
+    return text_tables.shorten_table(part, rows, f"all of them stand in {source}")
 
 
 def _parts_of_template(run: Run) -> dict[str, object]:
@@ -109,14 +108,15 @@ def _parts_of_template(run: Run) -> dict[str, object]:
         "overall": summary.worst_verdict(headline),
         "tally": summary.tally_of_run(headline, run.records),
         "worst": int((headline["verdict"] == summary.worst_verdict(headline)).sum()),
-        "against": text_tables.headline_table(headline).title,
         "strip": opening.opening_figures(run, headline),
-        "first_table": text_tables.first_table(headline) if len(headline) and not program else None,
+        "proof": opening.describe_proof(run, headline),
+        "models": [] if program else chart_models(run),
         "pairs": None if program else _pairs_table(run, headline),
         "words": _WORDS,
         "about": _about_run(run.env),
         "lines": lines,
         "shared": shared,
+        "few": text_tables.MOST_CASES,
         "phases": [(phase, colour) for phase, colour in drawings.PHASE_COLOURS.items() if phase in used],
         "failures": opening.group_failures(run),
         "open": [one for one in run.records if one.verdict == UNKNOWN and one.statement],
@@ -125,8 +125,8 @@ def _parts_of_template(run: Run) -> dict[str, object]:
         "notes": run.notes,
         "remarks": unchecked_notes(run),
         "command": _command_of_run(run.env),
-        "modes": modes_table(side_by_side(run)) if len(run.summary) and not program else None,
         **_plot_growth(run),
+        "pictures": _draw_traces(program.get("frames", {})),
         "traffic": program["traffic"] if program else [*_traffic_tables(run), *_witness_tables(run)],
         "cases": [] if program else _case_tables(run),
         "stated": [] if program else _stated_calls(run),
@@ -172,6 +172,15 @@ def _plot_growth(run: Run) -> dict[str, object]:
     svg = plots.break_even(sizes, find_crossings(sizes), "Bytes against tokens")
     caption = "Wire bytes of one rank in the layers, a micro-batch; all-to-alls, embedding and head left out."
     return {"plots": [_Plot(svg=Markup(svg), caption=caption)], "break_even": table}
+
+
+def _draw_traces(frames: dict[str, pd.DataFrame]) -> list[_Plot]:
+    """The pictures of a job's traces."""
+    if not frames:
+        return []
+    from shardproof.reports.pages.trace_plots import draw_pictures  # noqa: PLC0415  (matplotlib takes half a second)
+
+    return [_Plot(svg=Markup(one.svg), caption=f"{one.title}. {one.caption}") for one in draw_pictures(frames)]
 
 
 def _plot_pipelines(run: Run) -> list[_Plot]:

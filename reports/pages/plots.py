@@ -17,9 +17,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-_INK = "#010203"
+INK = "#010203"
 """Stands for the page's text colour while matplotlib draws; no line of a mode has it."""
-_COLOURS = ("#8d99ae", "#3b82c4", "#8e6bbf", "#e08a2e", "#d1495b", "#2a9d6f", "#a1785a", "#2fa7b5")
+COLOURS = ("#8d99ae", "#3b82c4", "#8e6bbf", "#e08a2e", "#d1495b", "#2a9d6f", "#a1785a", "#2fa7b5")
 _MARKERS = "osD^vP"
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
@@ -32,8 +32,8 @@ _STYLE: dict[Any, Any] = {
     "axes.axisbelow": True,
     "grid.alpha": 0.2,
     "legend.frameon": False,
-    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _INK),
-    "grid.color": _INK,
+    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
+    "grid.color": INK,
 }
 
 
@@ -42,17 +42,17 @@ def break_even(growth: pd.DataFrame, crossings: pd.DataFrame, title: str) -> str
 
     `growth`: mode, tokens, wire_bytes. `crossings`: mode, other, tokens (T*), wire_bytes.
     """
-    with _open_canvas(title, 760, 380) as (figure, axes):
+    with open_canvas(title, 760, 380) as (figure, axes):
         groups = growth.sort_values("tokens").groupby("mode", observed=True, sort=True)
         for number, (mode, line) in enumerate(groups):
-            colour, marker = _COLOURS[(number + 1) % len(_COLOURS)], _MARKERS[number % len(_MARKERS)]
+            colour, marker = COLOURS[(number + 1) % len(COLOURS)], _MARKERS[number % len(_MARKERS)]
             # Two modes may send the same bytes: the dashes of the second let the first shine through.
             dash = "--" if number % 2 else "-"
             sent_mib = line["wire_bytes"] / 2**20
             axes.plot(line["tokens"], sent_mib, ls=dash, color=colour, marker=marker, ms=4, label=str(mode))
         for number, crossing in enumerate(crossings.sort_values("tokens").to_dict("records")):
-            axes.axvline(crossing["tokens"], color=_INK, lw=0.8, ls=":", alpha=0.7)
-            axes.plot([crossing["tokens"]], [crossing["wire_bytes"] / 2**20], "o", ms=9, mfc="none", color=_INK)
+            axes.axvline(crossing["tokens"], color=INK, lw=0.8, ls=":", alpha=0.7)
+            axes.plot([crossing["tokens"]], [crossing["wire_bytes"] / 2**20], "o", ms=9, mfc="none", color=INK)
             axes.annotate(
                 f"T* = {round(crossing['tokens']):,}: {crossing['mode']} below {crossing['other']}",
                 (crossing["tokens"], 0.02 + 0.06 * number),
@@ -69,7 +69,7 @@ def break_even(growth: pd.DataFrame, crossings: pd.DataFrame, title: str) -> str
         axes.xaxis.set_minor_locator(NullLocator())
         if len(growth):
             axes.legend(loc="upper left")
-    return _inline_svg(figure, title, "break-even")
+    return inline_svg(figure, title, "break-even")
 
 
 _MOST_BARS = 4000
@@ -86,9 +86,9 @@ def plot_pipeline(spans: pd.DataFrame, title: str) -> str:
     ranks, calls = spans["rank"].nunique(), spans[~spans["kind"].isin(("F", "B"))]
     spans = spans[spans["kind"].isin(("F", "B"))]
     chunks = spans["chunk"].nunique()
-    with _open_canvas(title, 900, 90 + 22 * ranks) as (figure, axes):
+    with open_canvas(title, 900, 90 + 22 * ranks) as (figure, axes):
         axes.grid(False)
-        for colour, kind, name in ((_COLOURS[1], "F", "forward"), (_COLOURS[3], "B", "backward")):
+        for colour, kind, name in ((COLOURS[1], "F", "forward"), (COLOURS[3], "B", "backward")):
             for number, (chunk, own) in enumerate(spans[spans["kind"] == kind].groupby("chunk", sort=True)):
                 axes.barh(
                     own["rank"],
@@ -107,7 +107,7 @@ def plot_pipeline(spans: pd.DataFrame, title: str) -> str:
                 calls["end_s"] - calls["start_s"],
                 left=calls["start_s"],
                 height=0.1,
-                color=_COLOURS[5],
+                color=COLOURS[5],
                 label="call under way",
                 linewidth=0.0,
             )
@@ -118,11 +118,11 @@ def plot_pipeline(spans: pd.DataFrame, title: str) -> str:
         axes.set(xlabel="seconds", ylabel="rank", yticks=range(ranks), ylim=(ranks - 0.5, -0.5))
         axes.set_xlim(0, float(spans["end_s"].max()))
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4)
-    return _inline_svg(figure, title, f"pipeline-{zlib.crc32(title.encode()):08x}")
+    return inline_svg(figure, title, f"pipeline-{zlib.crc32(title.encode()):08x}")
 
 
 @contextmanager
-def _open_canvas(title: str, width_px: int, height_px: int) -> Iterator[tuple[Figure, Axes]]:
+def open_canvas(title: str, width_px: int, height_px: int) -> Iterator[tuple[Figure, Axes]]:
     """A figure outside pyplot's global state, in the page's style."""
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(width_px / 72, height_px / 72), layout="constrained")
@@ -132,13 +132,13 @@ def _open_canvas(title: str, width_px: int, height_px: int) -> Iterator[tuple[Fi
         yield figure, axes
 
 
-def _inline_svg(figure: Figure, title: str, name: str) -> str:
+def inline_svg(figure: Figure, title: str, name: str) -> str:
     """The figure as an `<svg>` element: no prolog, no metadata, no name space, ids that are unique on the page."""
     buffer = io.StringIO()
     with mpl.rc_context(_STYLE):
         figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     svg = buffer.getvalue()
-    svg = svg[svg.index("<svg") :].replace(_INK, "currentColor")
+    svg = svg[svg.index("<svg") :].replace(INK, "currentColor")
     svg = re.sub(r'\sxmlns(:\w+)?="[^"]*"', "", svg).replace("xlink:href", "href")
     svg = re.sub(r'\bid="', f'id="{name}-', svg)
     svg = re.sub(r'(url\(#|href="#)', rf"\1{name}-", svg)

@@ -6,7 +6,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemBytecodeCache, FileSystemLoader, StrictUndefined, Template
 from jinja2.bccache import Bucket
 
-from shardproof.reports.printing.text_tables import mebibytes
+from shardproof.reports.printing.text_tables import byte_size
 
 
 class _Compiled(FileSystemBytecodeCache):
@@ -21,7 +21,7 @@ def template_of(name: str) -> Template:
     """The template of this name in this folder. Everything that it is given is escaped, and none may be missing."""
     folder = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=folder, autoescape=True, undefined=StrictUndefined)
-    environment.filters["mebibytes"] = mebibytes
+    environment.filters["byte_size"] = byte_size
     with suppress(OSError, RuntimeError):  # no such folder, or one that others can write to
         environment.bytecode_cache = _Compiled()
     return environment.get_template(name)

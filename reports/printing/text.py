@@ -8,6 +8,7 @@ GITHUB_STEP_SUMMARY names a file, the headline table is appended there as markdo
 
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -36,6 +37,8 @@ _LINE = 119
 """Characters of a line of progress at most; the whole text of a case stands in the run folder."""
 _BESIDE_BAR = 60
 """Characters of a case beside the bar in a terminal."""
+_PATIENCE_S = 2.0
+"""Seconds of silence in a terminal."""
 _LABEL = re.compile(r"[a-z ]{4,8}: +")
 """What begins a line of a failure's report: "what:   "."""
 STYLES = {"pass": "green", "yes": "green", "fail": "bold red", "no": "bold red", "unknown": "yellow", "skip": "dim"}
@@ -132,7 +135,7 @@ def plain(table: "Table") -> str:
 def markdown(table: "Table") -> str:
     """The table as GitHub markdown; a bar or a line end in a cell cannot break it."""
     rule = ["---:" if column in table.numbers else "---" for column in range(len(table.headers))]
-    safe = str.maketrans({"\\": "\\\\", "|": "\\|", "<": "&lt;", "\n": " "})
+    safe = str.maketrans({"\\": "\\\\", "|": "\\|", "*": "\\*", "<": "&lt;", "\n": " "})
     lines = [list(table.headers), rule, *([cell.translate(safe) for cell in row] for row in table.rows)]
     note = f"\n{table.note}\n" if table.note else ""
     return f"### {table.title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n" + note
@@ -229,6 +232,31 @@ def show_progress(stream: TextIO) -> Iterator[Ticker]:
             total=total,
             description=shorten_text(f"{verdict} {in_one_line(case)}".strip(), _BESIDE_BAR),
         )
+
+
+@contextmanager
+def show_busy(what: str, stream: TextIO) -> Iterator[None]:
+    """Show in a terminal what is going on and for how long, once it has taken two seconds; nothing else prints then."""
+    if not stream.isatty():
+        yield
+        return
+    over = threading.Event()
+
+    def show() -> None:
+        if over.wait(_PATIENCE_S):
+            return
+        columns = (BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+        with Progress(*columns, console=Console(file=stream), transient=True, refresh_per_second=4) as bar:
+            bar.add_task(in_one_line(what), total=None)
+            over.wait()
+
+    shown = threading.Thread(target=show, daemon=True)
+    shown.start()
+    try:
+        yield
+    finally:
+        over.set()
+        shown.join()
 
 
 def shorten_text(text: str, length: int) -> str:

@@ -1,11 +1,11 @@
 """How numbers are written: frames to tables of text, the same in the terminal, in markdown and on the page.
 
-Bytes are written in MiB (2**20) or GiB (2**30), errors with two significant digits; "-" is an unknown number.
+Bytes are written in B, KiB (2**10), MiB or GiB, errors with two significant digits; "-" is an unknown number.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
@@ -13,7 +13,8 @@ import pandas as pd
 from shardproof.reports.stored.summary import group_headline, split_common_words
 
 NOTHING = "-"
-_MOST_CASES = 24  # rows that are read at one glance
+MOST_CASES = 24
+"""Rows that are read at one glance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,14 +43,16 @@ def whole(value: object) -> str:
     return NOTHING if _absent(value) else f"{round(float(str(value))):,}"
 
 
-def mebibytes(value: object) -> str:
-    """Bytes as MiB, so that no traffic reads as none: 0.003 for 3 kB, <0.001 for 12 bytes."""
+def byte_size(value: object) -> str:
+    """Bytes in the unit that they need, with four digits: 12 B, 4 KiB, 1.906 MiB, 3.5 GiB."""
     if _absent(value):
         return NOTHING
-    size_mib = float(str(value)) / 2**20
-    if 0 < size_mib < 0.0005:
-        return "<0.001"
-    return f"{size_mib:,.3f}" if size_mib < 100 else f"{size_mib:,.1f}"
+    size = float(str(value))
+    for unit in ("B", "KiB", "MiB"):
+        if float(f"{size:.4g}") < 1024:
+            return f"{size:.4g} {unit}" if size else "0"
+        size /= 1024
+    return f"{size:,.4g} GiB" if size < 10_000 else f"{size:,.0f} GiB"
 
 
 def small(value: object) -> str:
@@ -103,8 +106,8 @@ def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
     return [{str(key): value for key, value in row.items()} for row in known.to_dict("records")]
 
 
-_NUMBERS = (count, whole, mebibytes, milliseconds, small, pair, gibibytes)
-"""The writers whose columns align right."""
+_TEXTS = (str, mark)
+"""The writers of texts; columns of all others are numbers, and align right."""
 Columns = tuple[Callable[[object], str], str]
 """How to write columns, and which: "header: column | ...", or the header alone where the column has its name."""
 
@@ -121,9 +124,17 @@ def table(title: str, frame: pd.DataFrame, *columns: Columns, note: str = "") ->
         title=title,
         headers=tuple(header for header, *_ in named),
         rows=tuple(zip(*cells, strict=True)),
-        numbers=frozenset(place for place, (*_, write) in enumerate(named) if write in _NUMBERS),
+        numbers=frozenset(place for place, (*_, write) in enumerate(named) if write not in _TEXTS),
         note=note,
     )
+
+
+def shorten_table(shown: Table, most: int, where: str) -> Table:
+    """The first rows of a table; its note says of how many, and `where` the others are."""
+    if len(shown.rows) <= most:
+        return shown
+    note = f"{most:,} of {len(shown.rows):,} rows; {where}"
+    return replace(shown, rows=shown.rows[:most], note=f"{shown.note}; {note}" if shown.note else note)
 
 
 def headline_table(headline: pd.DataFrame) -> Table:
@@ -131,9 +142,15 @@ def headline_table(headline: pd.DataFrame) -> Table:
     shared, words = split_common_words(headline["words"])
     frame = headline.assign(
         own_words=words,
-        both_calls=_placed_calls(headline),
+        both_calls=[placed_calls(row) for row in headline.to_dict("records")],
         both_errors=_pairs(headline["worst_error"], headline["worst_allowed"], small),
         tensors_decided=_pairs(headline["decided"], headline["tensors"], count, " of "),
+        expectation=[
+            byte_size(size) if not _absent(size) else stated or NOTHING
+            for size, stated in zip(
+                headline["expected_payload_bytes"].astype("object"), headline["stated"], strict=True
+            )
+        ],
     )
     return table(
         _title_of_comparison(headline),
@@ -141,21 +158,29 @@ def headline_table(headline: pd.DataFrame) -> Table:
         (str, "mode"),
         (count, "ranks"),
         (pair, "calls fwd / bwd: both_calls"),
-        (mebibytes, "MiB per rank: payload_bytes | expected: expected_payload_bytes | saved: saved_bytes"),
-        (pair, "max error / allowed: both_errors | decided: tensors_decided"),
+        (byte_size, "bytes per rank: payload_bytes"),
+        (pair, "expected: expectation"),
+        (byte_size, "saved: saved_bytes"),
+        (pair, "max error / allowed: both_errors"),
+        (mark, _column_of_dtypes(headline)),
+        (pair, "decided: tensors_decided"),
         (str, "verdict"),
         (mark, "case: own_words"),
-        note="calls and MiB (payload): one rank, the whole run; saved: the most MiB that autograd held on a rank; "
-        "error: the check that came closest to its limit; decided: tensors found right or wrong"
+        note="calls and bytes (payload): one rank, the whole run; saved: the most bytes that autograd held on a rank; "
+        "error: the largest beside its limit; decided: tensors found right or wrong"
         + (f"; every case: {shared}" if shared else ""),
     )
 
 
-def _placed_calls(headline: pd.DataFrame) -> list[str]:
-    """Calls of forward and backward: "3 / 2"; "? 5" for calls of which no phase is known."""
-    pairs = _pairs(headline["forward_calls"], headline["backward_calls"], count)
-    unplaced = headline["unplaced_calls"]
-    return [f"? {count(calls)}" if calls else pair for pair, calls in zip(pairs, unplaced, strict=True)]
+def _column_of_dtypes(frame: pd.DataFrame) -> str:
+    """The column that says of which dtype a limit is: where all are of float64, as usual, there is none."""
+    return "dtype" if set(frame["dtype"]) - {"", "float64"} else ""
+
+
+def placed_calls(row: Mapping[Any, Any]) -> str:
+    """Calls of forward and backward of a row of `summary.headline`: "3 / 2"; "3 / 2 ? 5" with 5 of unknown phase."""
+    placed, unplaced = f"{count(row['forward_calls'])} / {count(row['backward_calls'])}", row["unplaced_calls"]
+    return (f"{placed} ? {count(unplaced)}" if placed != "0 / 0" else f"? {count(unplaced)}") if unplaced else placed
 
 
 def first_table(headline: pd.DataFrame) -> Table:
@@ -163,7 +188,7 @@ def first_table(headline: pd.DataFrame) -> Table:
 
     Where cases are too many to read, a row stands for all cases of a mode.
     """
-    return headline_table(headline) if len(headline) <= _MOST_CASES else grouped_table(headline)
+    return headline_table(headline) if len(headline) <= MOST_CASES else grouped_table(headline)
 
 
 def grouped_table(headline: pd.DataFrame) -> Table:
@@ -175,7 +200,7 @@ def grouped_table(headline: pd.DataFrame) -> Table:
     verdicts = zip(frame["verdict"], frame["alike"], frame["cases"], strict=True)
     frame = frame.assign(
         both_calls=[pair if some == "0" else f"{pair} ? {some}" for pair, some in zip(pairs, unplaced, strict=True)],
-        payload=_ranges(frame, "payload_bytes", mebibytes),
+        payload=_ranges(frame, "payload_bytes", byte_size),
         met=[f"{as_expected} of {expected}" if expected else NOTHING for as_expected, expected in met],
         both_errors=_pairs(frame["worst_error"], frame["worst_allowed"], small),
         verdict_of_cases=[word if alike == cases else f"{word} {alike} of {cases}" for word, alike, cases in verdicts],
@@ -185,13 +210,14 @@ def grouped_table(headline: pd.DataFrame) -> Table:
         frame,
         (str, "mode"),
         (count, "ranks | cases"),
-        (pair, "calls fwd / bwd: both_calls | MiB per rank: payload | as expected: met"),
-        (mebibytes, "saved: saved_bytes"),
+        (pair, "calls fwd / bwd: both_calls | bytes per rank: payload | expected: met"),
+        (byte_size, "saved: saved_bytes"),
         (pair, "max error / allowed: both_errors"),
+        (mark, _column_of_dtypes(frame)),
         (str, "verdict: verdict_of_cases"),
-        note="calls and MiB (payload): one rank, the whole run, the least to the most of these cases; as expected: "
-        "cases with the bytes of the closed form; saved: the most MiB that autograd held on a rank; error: the check "
-        "that came closest to its limit",
+        note="calls and bytes (payload): one rank, the whole run, the least to the most of these cases; expected: "
+        "cases with the bytes of the closed form; saved: the most bytes that autograd held on a rank; error: the "
+        "largest beside its limit",
     )
 
 
@@ -224,7 +250,7 @@ def traffic_table(traffic: pd.DataFrame, title: str = "Calls and bytes beside th
         (count, "ranks"),
         (str, "phase | op | axis"),
         (count, "calls | expected: expected_calls"),
-        (mebibytes, "payload MiB: payload_bytes | expected MiB: expected_payload_bytes | wire MiB: wire_bytes"),
+        (byte_size, "payload: payload_bytes | expected payload: expected_payload_bytes | wire: wire_bytes"),
         (mark, "agrees"),
         note="one rank; payload: what calls hand over, expected: the same by closed form, wire: what the rank sends "
         "then (ring model); cases of one mode on as many ranks are added up; agrees: every rank with its own "

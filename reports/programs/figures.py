@@ -200,12 +200,19 @@ def is_traced(run: Run) -> bool:
     return "source" in run.env
 
 
-def on_device(run: Run) -> pd.DataFrame:
-    """rank, steps, device_us, compute_us, communication_us, exposed_us (it communicated and computed nothing), share
-    (of the step that is exposed): medians over the steps of a trace with kernels.
+def device_steps(run: Run) -> pd.DataFrame:
+    """rank, step, device_us, compute_us, communication_us, exposed_us (it communicated and computed nothing), share (of
+    the step that is exposed): of each step of a trace with kernels.
     """
     frame = join_ranks(run.path, "device.csv", DEVICE_TYPES, [])
-    frame = frame.assign(steps=1, share=frame["exposed_us"] / frame["device_us"])
+    frame = frame.sort_values(["rank", "step"], ignore_index=True)
+    names = ["rank", "step", "device_us", "compute_us", "communication_us", "exposed_us"]
+    return frame[names].assign(share=frame["exposed_us"] / frame["device_us"])
+
+
+def on_device(run: Run) -> pd.DataFrame:
+    """The medians of `device_steps` over the steps of a rank, and how many `steps` it has."""
+    frame = device_steps(run).assign(steps=1)
     times = ("device_us", "compute_us", "communication_us", "exposed_us", "share")
     return frame.groupby("rank").agg({"steps": "sum"} | dict.fromkeys(times, "median")).reset_index()
 
@@ -269,7 +276,7 @@ def _broken_laws(run: Run) -> Iterator[str]:
     if not broken:
         yield f"laws: the ranks of every group issue the same calls, and what is sent is received ({which})"
     for one in broken[:5]:
-        yield f"broken law: {one.message}"
+        yield f"broken law: {one.fact.text}"
     if len(broken) > 5:
         yield f"broken laws: {len(broken) - 5} more ({which})"
 

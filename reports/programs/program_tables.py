@@ -5,15 +5,16 @@ import pandas as pd
 from shardproof.reports.printing.text_tables import (
     Columns,
     Table,
+    byte_size,
     count,
     mark,
-    mebibytes,
     milliseconds,
     percent,
     table,
     three,
 )
 from shardproof.reports.programs import figures, speed
+from shardproof.reports.programs.program_frames import program_frames
 from shardproof.reports.programs.speed import compare_with_case
 from shardproof.reports.stored.files import about_ranks
 from shardproof.reports.stored.frames import Run
@@ -49,31 +50,26 @@ def overview_table(run: Run) -> Table:
         frame,
         (str, "program"),
         (count, "ranks | steps | micro-batches: microbatches | calls"),
-        (mebibytes, "payload MiB: payload | wire MiB: wire"),
+        (byte_size, "payload | wire"),
         (milliseconds, "ms a step: step_us"),
-        note="calls and MiB: the rank that has most, all recorded steps; ms a step: the median over steps of the "
+        note="calls and bytes: the rank that has most, all recorded steps; ms a step: the median over steps of the "
         f"slowest rank, {edges}; {NO_CASE}",
     )
 
 
 def parts_of_page(run: Run) -> dict[str, object]:
-    """Parts of the page: overview, findings, traffic."""
-    return {"program": overview_table(run), "findings": figures.list_findings(run), "traffic": tables_of_program(run)}
+    """Parts of the page: overview, findings, traffic; frames to draw, of traces."""
+    frames = program_frames(run) if figures.is_traced(run) and len(run.ledger) else {}
+    told = {"program": overview_table(run), "findings": figures.list_findings(run), "traffic": tables_of_program(run)}
+    return told | {"frames": frames}
 
 
 def tables_of_program(run: Run) -> list[Table]:
     """Traffic, modules, ranks and bandwidth; speed and the case beside it where the recording holds what they need."""
     if not len(run.ledger):
         return []
-    first = [_traffic_table(run), _modules_table(run), *_exchange_tables(run), _ranks_table(run)]
-    return [
-        *first,
-        *_on_device(run),
-        *_bandwidth_tables(run),
-        *_largest_tables(run),
-        *_speed_tables(run),
-        *_tables_beside(run),
-    ]
+    first = [_largest_table(run), _traffic_table(run), _modules_table(run), *_exchange_tables(run), _ranks_table(run)]
+    return [*first, *_on_device(run), *_bandwidth_tables(run), *_speed_tables(run), *_tables_beside(run)]
 
 
 def _traffic_table(run: Run) -> Table:
@@ -83,7 +79,7 @@ def _traffic_table(run: Run) -> Table:
         (str, "phase | op | axis"),
         (count, "ranks: group_size | calls"),
         (_half_of_line, "a step: per_step"),
-        (mebibytes, "payload MiB: payload_bytes | wire MiB: wire_bytes"),
+        (byte_size, "payload: payload_bytes | wire: wire_bytes"),
         (milliseconds, "ms in calls: in_calls_us"),
         note="one rank, the one that has most; a step: calls in the median step; wire: what the rank sends (ring "
         f"model); ms in calls: mean over ranks, {_timed_calls(run)}",
@@ -107,7 +103,7 @@ def _exchange_tables(run: Run) -> list[Table]:
         (mark, "module: region"),
         (str, "phase | axis"),
         (count, "calls | rows | most to rank: busiest | rows to it: busiest_rows"),
-        (mebibytes, "MiB to it: busiest_bytes"),
+        (byte_size, "bytes to it: busiest_bytes"),
         (three, "balance | worst"),
         note="of all ranks and recorded steps; balance: rows to that rank over the mean over ranks; worst: the same "
         "within one exchange; which expert of a rank a row is for is not in a call",
@@ -132,34 +128,32 @@ def _on_device(run: Run) -> list[Table]:
     return [timed]
 
 
-def _largest_tables(run: Run) -> list[Table]:
-    if not figures.is_traced(run):
-        return []
-    listed = table(
+def _largest_table(run: Run) -> Table:
+    begins = "; a line is that at which its function begins" if figures.is_traced(run) else ""
+    return table(
         "Largest calls",
         figures.largest_payloads(run),
         (str, "op | axis"),
-        (mebibytes, "MiB each: payload_bytes"),
+        (byte_size, "bytes each: payload_bytes"),
         (count, "calls"),
         (str, "phase"),
         (mark, "module: region | line: caller"),
-        note="calls of the rank that has most; a line is that at which its function begins",
+        note=f"calls of the rank that has most{begins}",
     )
-    return [listed]
 
 
 def _bandwidth_tables(run: Run) -> list[Table]:
     frame = speed.bandwidth_by_size(run)
     if not len(frame):
         return []
-    by_size = "MiB each: payload_bytes" if figures.is_traced(run) else ""
+    by_size = "bytes each: payload_bytes" if figures.is_traced(run) else ""
     frame = frame.sort_values("wire_bytes", ascending=False, kind="stable").head(_MOST_SIZES) if by_size else frame
     measured = table(
         "Bandwidth",
         frame,
         (str, "op | axis"),
         (count, "ranks: group_size"),
-        (mebibytes, by_size),
+        (byte_size, by_size),
         (count, "calls"),
         (three, "GB/s: gb_s"),
         note=f"what one rank sends (ring model), 1e9 bytes, over the time {_TIMES[bool(by_size)]}, "
@@ -185,7 +179,7 @@ def _tables_beside(run: Run) -> list[Table]:
         (str, "op"),
         (count, "ranks: group_size"),
         (_half_of_line, "calls | predicted: predicted_calls"),
-        (mebibytes, "payload MiB: payload_bytes | predicted MiB: predicted_bytes"),
+        (byte_size, "payload: payload_bytes | predicted payload: predicted_bytes"),
         note=why_not or f"rank 0, a step; predicted: the closed form of {run.env['stated']['case']!r}",
     )
     return [compared]
@@ -206,7 +200,7 @@ def _modules_table(run: Run) -> Table:
         (count, "modules: layers | forward | backward"),
         _message_columns(frame),
         (count, "other"),
-        (mebibytes, "payload MiB: payload_bytes | wire MiB: wire_bytes"),
+        (byte_size, "payload: payload_bytes | wire: wire_bytes"),
         note=f"calls and bytes of the rank that has most; numbers in paths are drawn together as *; -: no module{more}",
     )
 
@@ -219,7 +213,7 @@ def _ranks_table(run: Run) -> Table:
             frame,
             (count, "rank | calls"),
             _message_columns(frame),
-            (mebibytes, "wire MiB: wire_bytes"),
+            (byte_size, "wire: wire_bytes"),
             (milliseconds, "ms in kernels: exposed_us | ms late: late_us"),
             (_half_percent, "last %: latest"),
             note="late: median time by which the rank's kernel is shorter than the longest one of the group, over "
@@ -233,10 +227,10 @@ def _ranks_table(run: Run) -> Table:
         (count, "rank | calls"),
         _message_columns(frame),
         (count, "async: async_calls"),
-        (mebibytes, "wire MiB: wire_bytes"),
+        (byte_size, "wire: wire_bytes"),
         (milliseconds, "ms exposed: exposed_us | ms late: late_us"),
         (_half_percent, "last %: latest"),
-        (mebibytes, "host MiB: host_bytes | device MiB: device_bytes"),
+        (byte_size, "host memory: host_bytes | device memory: device_bytes"),
         note="exposed: inside calls that are waited for at once; async: calls whose duration is not known; late: "
         "median time behind the first rank of the group, over collectives; last: share of them in which it came last; "
         f"host and device: most memory of the process{clock}",

@@ -25,6 +25,25 @@ def median_over_steps(calls: Iterable[int], steps_in_all: int) -> float:
 def find_unlike_steps(run: Run, unit: str) -> Iterator[str]:
     """Steps, or the micro-batches of a step, that issue other calls than most; one sentence for all of them."""
     word = {"step": "steps", "microbatch": "micro-batches"}[unit]
+    kinds = _find_kinds(run, unit)
+    if len(kinds) > 1:
+        most = _typical_kind(kinds)
+        usual = Counter(dict(most))
+        for kind in [kind for kind in kinds if kind != most][:3]:
+            more, less = Counter(dict(kind)) - usual, usual - Counter(dict(kind))
+            here, usually = (format_span(kinds[one]) for one in (kind, most))
+            yield f"{word} {here}, other than {usually}: {_words_of_calls(more, less)}"
+
+
+def list_unlike_steps(run: Run) -> list[int]:
+    """The steps that issue other calls than the most typical one."""
+    kinds = _find_kinds(run, "step")
+    most = _typical_kind(kinds) if kinds else None
+    return sorted(number for kind, numbers in kinds.items() if kind != most for number in numbers)
+
+
+def _find_kinds(run: Run, unit: str) -> Mapping[_Kind, list[int]]:
+    """The steps, or micro-batches of the last step, by the calls that they issue."""
     events = _without_uneven_sizes(run.ledger.astype({"axis": "str", "op": "str", "phase": "str"}))
     events = events.assign(payload_bytes=events["payload_bytes"].fillna(0))  # a call of a size that is not compared
     events = events[events["step"] >= 0]  # a trace has calls outside of steps
@@ -34,13 +53,7 @@ def find_unlike_steps(run: Run, unit: str) -> Iterator[str]:
     kinds: dict[_Kind, list[int]] = {}
     for number, rows in events.groupby(unit):
         kinds.setdefault(frozenset(_count_calls(rows).items()), []).append(int(str(number)))
-    if len(kinds) > 1:
-        most = _typical_kind(kinds)
-        usual = Counter(dict(most))
-        for kind in [kind for kind in kinds if kind != most][:3]:
-            more, less = Counter(dict(kind)) - usual, usual - Counter(dict(kind))
-            here, usually = (format_span(kinds[one]) for one in (kind, most))
-            yield f"{word} {here}, other than {usually}: {_words_of_calls(more, less)}"
+    return kinds
 
 
 def _typical_kind(kinds: Mapping[_Kind, list[int]]) -> _Kind:

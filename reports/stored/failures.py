@@ -40,7 +40,7 @@ class Bug:
 
     @property
     def follows(self) -> str:
-        """Words on further failures: "and update (12 cases) fails from the same first place on in 12 cases", or ""."""
+        """Words on further failures: "same first place: check update fails too, in 1 case", or ""."""
         return words.follows(self.others, self.cases)
 
 
@@ -176,12 +176,16 @@ def group_by_place(failed: Sequence[Verdict], folder: Path, ledger: pd.DataFrame
     ]
 
 
-def _called_at(calls: pd.DataFrame, failure: FailedCheck | None) -> str:
-    """File and line of the first of these calls in the first place of a failure, with the source if it is here."""
+def find_first_caller(calls: pd.DataFrame, failure: FailedCheck | None) -> str:
+    """File and line of the first of these calls in the first place of a failure, "file:line"; "" for none."""
     phase, module = (failure.first.phase, failure.first.region) if failure else ("", "")
     first = calls[(calls["phase"] == phase) & (calls["region"] == module)]["caller"].head(1)
-    caller = str(first.iloc[0]) if len(first) else ""
-    file, _, line = caller.rpartition(":")
+    return str(first.iloc[0]) if len(first) else ""
+
+
+def _called_at(calls: pd.DataFrame, failure: FailedCheck | None) -> str:
+    """The first caller, with the source if it is here."""
+    file, _, line = (caller := find_first_caller(calls, failure)).rpartition(":")
     source = linecache.getline(file, int(line)).strip() if line.isdigit() else ""
     return f"{caller}: {source}" if source else caller
 

@@ -18,7 +18,7 @@ import pandas as pd
 from shardproof.harness.dense_model import dense_model
 from shardproof.harness.ledger import COLUMNS, OPS, PHASES, Event
 from shardproof.harness.mesh_axes import SHOWN
-from shardproof.harness.verdicts.facts import When
+from shardproof.harness.verdicts.facts import When, state_text
 from shardproof.harness.verdicts.stored_records import record_of
 from shardproof.harness.verdicts.verdict import UNKNOWN, Verdict, verdict_of
 from shardproof.harness.verdicts.words import notes_text
@@ -231,7 +231,10 @@ def _note_torn_verdicts(lines: Sequence[dict[str, Any]], notes: list[str]) -> li
     if torn:
         notes.append(f"verdicts.jsonl lacks verdicts of {len(torn)} of the cases in it: the run was stopped")
     why = "the run was stopped while they were written"
-    return [Verdict(case=case, check="run", verdict=UNKNOWN, statement=f"{torn[case]}: {why}") for case in torn]
+    return [
+        Verdict(case=case, check="run", verdict=UNKNOWN, facts=(state_text(f"{what}: {why}"),))
+        for case, what in torn.items()
+    ]
 
 
 def _read_ledger(path: Path, notes: list[str], *, traced: bool) -> pd.DataFrame:

@@ -14,7 +14,7 @@ import pandas as pd
 from shardproof.harness.ledger import NO_PHASE
 from shardproof.harness.verdicts.verdict import Verdict
 from shardproof.reports.stored.frames import Run, in_order
-from shardproof.reports.stored.unchecked import by_case, decided_words
+from shardproof.reports.stored.unchecked import by_case, decided_words, fields_left_out
 
 RANKING = ("pass", "skip", "unknown", "fail")
 """Verdicts from good to bad; a case is as good as its worst check."""
@@ -45,12 +45,15 @@ def headline(run: Run) -> pd.DataFrame:
 
     mode, ranks, case (its whole text), words (of it, without mode and data), forward_calls, backward_calls,
     unplaced_calls (of which no phase is known).
-    payload_bytes, expected_payload_bytes (NA without expectation), saved_bytes (of the fullest rank; NA when not
-    measured). worst_error and worst_allowed (of the check that came closest to its limit; NaN when nothing was
-    measured). decided and tensors (how many were found right or wrong, of how many; NA when not counted), verdict.
+    payload_bytes, expected_payload_bytes (NA without expectation), stated ("as stated" where the calls
+    meet a closed form that leaves fields out, else ""). saved_bytes (of the fullest rank; NA
+    when not measured). worst_error and worst_allowed (of the check that came closest to its limit, of a case that fails
+    among its failed checks; NaN when nothing was measured), dtype ("" where it is not known). decided and tensors (how
+    many were found right or wrong, of how many; NA when not counted), verdict.
     """
     lines = run.summary.groupby("case", sort=False)
     worst = worst_first(run.verdicts).drop_duplicates("case").set_index("case")["verdict"]
+    stated = _partly_stated(run)
     closest, decided = _closest_to_limit(run.verdicts), by_case(run.records)
     case = run.cases["case"]
     columns = {
@@ -63,14 +66,21 @@ def headline(run: Run) -> pd.DataFrame:
         "unplaced_calls": case.map(_count_unplaced(run)).fillna(0).astype("Int64"),
         "payload_bytes": case.map(lines["payload_bytes"].sum()).fillna(0).astype("Int64"),
         "expected_payload_bytes": case.map(lines["expected_payload_bytes"].agg(_known_sum)).astype("Int64"),
+        "stated": [stated.get(text, "") for text in case],
         "saved_bytes": case.map(run.memory.groupby("case")["saved_bytes"].max()).astype("Int64"),
         "worst_error": case.map(closest["worst_error"]).astype("float64"),
         "worst_allowed": case.map(closest["worst_allowed"]).astype("float64"),
+        "dtype": [one if isinstance(one, str) else "" for one in run.cases.get("dtype", [""] * len(case))],
         "decided": case.map(decided["decided"]).astype("Int64"),
         "tensors": case.map(decided["tensors"]).astype("Int64"),
         "verdict": case.map(lambda text: worst.get(text, "unknown")).astype("str"),
     }
     return in_order(pd.DataFrame(columns)).sort_values(["mode", "ranks"], kind="stable", ignore_index=True)
+
+
+def _partly_stated(run: Run) -> dict[str, str]:
+    """Case -> "as stated", where its calls meet a closed form that leaves fields out."""
+    return {one.case: "as stated" for one in run.records for _ in fields_left_out(one)}
 
 
 def tally_of_run(headline: pd.DataFrame, records: Sequence[Verdict]) -> str:
@@ -91,7 +101,8 @@ def group_headline(headline: pd.DataFrame) -> pd.DataFrame:
 
     mode, ranks, cases, least_ and most_ of forward_calls, backward_calls, unplaced_calls and payload_bytes, expected
     (how many cases have an expectation), as_expected (how many meet its bytes). saved_bytes (the most), worst_error and
-    worst_allowed (of the case that came closest to its limit), verdict (the worst), alike (how many cases have it).
+    worst_allowed (of the case that came closest to its limit), its dtype, verdict (the worst), alike (how many cases
+    have it).
     """
     rows = []
     for (mode, ranks), own in headline.groupby(["mode", "ranks"], sort=False, observed=True, dropna=False):
@@ -104,11 +115,14 @@ def group_headline(headline: pd.DataFrame) -> pd.DataFrame:
             | {f"least_{name}": least for name, least in counts.min().items()}
             | {f"most_{name}": most for name, most in counts.max().items()}
             | {
-                "expected": int(own["expected_payload_bytes"].notna().sum()),
-                "as_expected": int(own["payload_bytes"].eq(own["expected_payload_bytes"]).fillna(False).sum()),
+                "expected": int((own["expected_payload_bytes"].notna() | own["stated"].ne("")).sum()),
+                "as_expected": int(
+                    (own["payload_bytes"].eq(own["expected_payload_bytes"]).fillna(False) | own["stated"].ne("")).sum()
+                ),
                 "saved_bytes": own["saved_bytes"].max(),
                 "worst_error": worst["worst_error"],
                 "worst_allowed": worst["worst_allowed"],
+                "dtype": worst["dtype"],
                 "verdict": verdict,
                 "alike": int((own["verdict"] == verdict).sum()),
             }
@@ -150,13 +164,14 @@ def split_common_words(texts: Iterable[str]) -> tuple[str, list[str]]:
 def _closest_to_limit(verdicts: pd.DataFrame) -> pd.DataFrame:
     """By case, error and allowed error of the check that came closest to its limit, or went furthest beyond it.
 
-    A failed check comes before those that passed. Of failed ones, those beyond a limit do: rounding may be all by which
-    replicas differ, where nothing is allowed.
+    Of a case that fails the failed checks alone: a small error beside a large limit would say that all is well. Of
+    these, those beyond a limit come first: rounding may be all by which replicas differ, where nothing is allowed.
     """
+    fails = verdicts["verdict"].eq("fail")
+    verdicts = verdicts[fails | ~verdicts["case"].isin(verdicts.loc[fails, "case"])]
     measured = verdicts[~verdicts["check"].isin(_COUNTING)].dropna(subset=["worst_error", "worst_allowed"])
     share = _share_of_limit(measured["worst_error"], measured["worst_allowed"])
-    failed = measured["verdict"].eq("fail").astype("int64")
-    rank = failed + (failed.astype(bool) & measured["worst_allowed"].gt(0) & share.gt(1)).astype("int64")
+    rank = (measured["verdict"].eq("fail") & measured["worst_allowed"].gt(0) & share.gt(1)).astype("int64")
     ranked = measured.assign(share=share, rank=rank)
     ranked = ranked.sort_values(["rank", "share", "worst_error"], ascending=False, kind="stable")
     return ranked.drop_duplicates("case").set_index("case")[["worst_error", "worst_allowed"]]

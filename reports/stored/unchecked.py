@@ -15,7 +15,7 @@ from shardproof.harness.checking.numeric_checks import name_of_kind
 from shardproof.harness.dense_model import SUBJECT
 from shardproof.harness.verdicts import words
 from shardproof.harness.verdicts.facts import Note, NoteKind
-from shardproof.harness.verdicts.verdict import PASS, Verdict
+from shardproof.harness.verdicts.verdict import FAIL, PASS, Verdict
 from shardproof.reports.stored.frames import Run
 
 _NUMBER = re.compile(r"(?<=[./])\d+(?=[./]|$)")
@@ -52,6 +52,7 @@ def unchecked_notes(run: Run) -> list[str]:
         _note_undecided,
         _note_splits,
         _note_unreturned,
+        _note_left_out_fields,
         _note_deviations,
         _of_dtype,
         _note_lower_precision,
@@ -64,19 +65,27 @@ def unchecked_notes(run: Run) -> list[str]:
 
 def _note_undecided(run: Run) -> Iterator[str]:
     """A note for each kind of which returned tensors stay undecided: how many, in how many cases, and which."""
+    failed = {(one.case, name) for one in run.records for name in _wrong_names(one)}
     names: dict[str, Counter[str]] = {}
     cases: dict[str, set[str]] = {}
     for one in run.records:
         partly = {kind for kind, (decided, tensors) in one.decided.items() if decided < tensors}
         for name in (name for note in one.notes if note.kind in _OWN for name in note.names):
             kind, _, rest = name.partition("/")
-            if kind in partly and one.check != "coverage":
+            if kind in partly and one.check != "coverage" and (one.case, name) not in failed:
                 names.setdefault(name_of_kind(kind), Counter())[f"{kind}/{_NUMBER.sub('*', rest)}"] += 1
                 cases.setdefault(name_of_kind(kind), set()).add(one.case)
     counts = by_kind(run.records)
     for kind, found in names.items():
         own = counts[counts["case"].isin(cases[kind]) & (counts["kind"] == kind)]
         yield words.describe_undecided(kind, dict(found.most_common()), int(own["tensors"].sum()), len(own))
+
+
+def _wrong_names(one: Verdict) -> Iterator[str]:
+    """The tensors that a failed check found wrong: whatever another check cannot say of them, they are decided."""
+    if one.verdict == FAIL:
+        yield from (wrong.name for wrong in one.failure.wrong) if one.failure else ()
+        yield from [one.worst.name] if one.worst else []
 
 
 def _note_splits(run: Run) -> Iterator[str]:
@@ -97,6 +106,20 @@ def _note_unreturned(run: Run) -> Iterator[str]:
             if silent or on_purpose:
                 notes.append(words.describe_unreturned(one.statement, silent, on_purpose))
     yield from dict.fromkeys(notes)
+
+
+def fields_left_out(one: Verdict) -> Iterator[tuple[str, ...]]:
+    """The fields of calls that a stated closed form leaves out, so that any value of them passes; of most verdicts
+    there are none.
+    """
+    if one.verdict == PASS:
+        yield from (note.names for note in one.notes if note.kind == NoteKind.CLOSED_FORM and note.names)
+
+
+def _note_left_out_fields(run: Run) -> Iterator[str]:
+    """Fields of calls that no closed form states, and in how many cases."""
+    found = Counter(names for one in run.records for names in fields_left_out(one))
+    yield from (words.left_out_fields(names, cases) for names, cases in found.items())
 
 
 def _note_deviations(run: Run) -> Iterator[str]:

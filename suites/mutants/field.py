@@ -30,8 +30,9 @@ _HEAD = """# A catalogue of real bugs
 
 Version {version}: {bugs} planted bugs of {public} public issues and pull requests in {systems} repositories.
 
-Each changes a few lines of ours so that they do what the issue describes; `bugs/open/` and `bugs/variants.txt` have
-the lines. Cite it as "shardproof, catalogue of real bugs, version {version}"; the letters are a digest of the rows.
+This page is generated. Each bug changes a few lines of ours so that they do what the issue describes; `bugs/open/` and
+`bugs/variants.txt` have the lines. Cite it as "shardproof, catalogue of real bugs, version {version}"; the letters
+are a digest of the rows.
 
     shardproof faults --field                        # plants each of them, and runs each case without its bug
     shardproof faults --field --emit-repro all DIR   # writes those that a returned tensor shows as scripts

@@ -16,8 +16,8 @@ from shardproof.harness.protocols import CaseLike
 from shardproof.harness.running import store
 from shardproof.harness.running.ranks.execution import execute
 from shardproof.harness.subject import NamedSubject, refusal
-from shardproof.reports.commands.compare import events_table
-from shardproof.reports.comparing.comparison import list_differences
+from shardproof.reports.comparing.compared_tables import events_table
+from shardproof.reports.comparing.differences import find_changes, fold_changes
 from shardproof.reports.comparing.snapshot import count_events, read_events, write_events
 from shardproof.reports.printing.text import plain
 
@@ -46,7 +46,7 @@ class LedgerGate:
             return
         if not path.is_file():
             raise AssertionError(f"{path}: no ledger is stored for {case}; store it with --update-ledgers")
-        found = list_differences(read_events(path), events)
+        found = fold_changes(find_changes(read_events(path), events))
         if len(found):
             table = plain(events_table(found))
             raise AssertionError(f"{case} sends something else than {path}:\n{table}if it should: --update-ledgers")

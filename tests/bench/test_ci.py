@@ -1,6 +1,6 @@
 """What CI adds: badges of the README, and tests that are skipped everywhere.
 
-Badges state the tables of docs/checks.md, and releases that `make compat` and docs/limits.md name. A test that is
+Badges state the tables of docs/evidence.md, and releases that `make compat` and docs/limits.md name. A test that is
 skipped in the reports of both environments is named, unless no environment of CI can run it.
 """
 

@@ -76,7 +76,10 @@ ENDS = {"run": ("fail", "rank 1 of 3 raised TypeError: it required CUDA 11, at f
 def test_a_result_other_than_that_of_the_row_is_a_failure(
     cell: Cell, verdict: str, checks: dict[str, tuple[str, str]], stored: Any, result: str, why: str
 ) -> None:
-    verdicts = [{"check": check, "verdict": found, "statement": text} for check, (found, text) in checks.items()]
+    verdicts = [
+        {"check": check, "verdict": found, "facts": [{"id": "text", "values": {"text": text}}]}
+        for check, (found, text) in checks.items()
+    ]
     seen = judge_cell(cell, {**ROW, "verdict": verdict}, verdicts, stored)
     assert seen.result == result and why in seen.why
 

@@ -42,6 +42,7 @@ def command_line(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     """A command line that stands in this folder."""
     monkeypatch.setitem(named_engines.ENGINES, "inproc", LoopEngine)
     monkeypatch.setattr("os.cpu_count", lambda: 1)  # no second process, which would have the real engine
-    monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
+    for name in ("GITHUB_STEP_SUMMARY", "GITHUB_ACTIONS"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(folder)
     return CommandLine(capsys)

@@ -2,7 +2,16 @@
 
 from typing import Any
 
-from shardproof.harness.verdicts.facts import FailedCheck, First, LikelyCause, NoteKind, Where, Worst, noted_names
+from shardproof.harness.verdicts.facts import (
+    FailedCheck,
+    First,
+    LikelyCause,
+    NoteKind,
+    Where,
+    Worst,
+    noted_names,
+    state_text,
+)
 from shardproof.harness.verdicts.verdict import FAIL, Verdict
 from shardproof.harness.verdicts.words import when_line
 
@@ -31,6 +40,8 @@ def failed(
         where=Where(mode="tp", world_size=2),
         repeat="shardproof run",
         first=first,
-        causes=(LikelyCause(id="stated", words=cause),) if cause else (),
+        causes=(LikelyCause(id="stated", fact=state_text(cause)),) if cause else (),
     )
-    return Verdict(case=case, check=check, verdict=FAIL, statement="loss/0 differs", worst=worst, failure=failure)
+    return Verdict(
+        case=case, check=check, verdict=FAIL, facts=(state_text("loss/0 differs"),), worst=worst, failure=failure
+    )

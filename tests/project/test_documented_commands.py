@@ -174,9 +174,9 @@ def test_every_command_in_the_text_of_a_page_exists(capsys: pytest.CaptureFixtur
 
 
 def test_a_command_is_seen_in_every_form(tmp_path: Path) -> None:
-    page = ROOT / "docs" / "engines.md"
+    page = ROOT / "docs" / "commands.md"
     assert any("--nnodes 2" in line and "--engine torchrun" in line for line in commands(page)), "a line that goes on"
     assert "shardproof checkpoint /tmp/checkpoint /tmp/other  # exit status 1" in commands(ROOT / "docs/checkpoints.md")
-    assert 'shardproof run "tp=2 cp=2"' in commands(ROOT / "docs/context.md"), "without its comment"
+    assert 'shardproof run "tp=2 cp=2"' in commands(ROOT / "docs/splitting.md"), "without its comment"
     with pytest.raises(AssertionError, match="tp=two"), pytest.MonkeyPatch.context() as patch:
         run('shardproof run "tp=two"', tmp_path, patch)

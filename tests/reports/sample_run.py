@@ -15,6 +15,7 @@ from shardproof.harness.ledger import COLUMNS, Event, wire_bytes
 from shardproof.harness.running.result import ledger_rows
 from shardproof.harness.running.store import Store, environment
 from shardproof.harness.running.summary import summarize
+from shardproof.harness.verdicts.facts import state_text
 from shardproof.harness.verdicts.verdict import Verdict
 from shardproof.reports.stored.frames import Run, frame_of
 
@@ -31,7 +32,12 @@ FAILURE = {
     "wrong": [{"name": "grad/layers.0.mlp.w1.weight", "measure": "frobenius", "error": 1.2e-2, "allowed": 1e-9}],
     "unit": 2**-52,
     "first": {"phase": "backward", "region": "layers.0.mlp", "step": 0, "name": "act_grad/layers.0.mlp"},
-    "causes": [{"id": "not_summed", "words": "a missing all_reduce of the input gradient <b>"}],
+    "causes": [
+        {
+            "id": "not_summed",
+            "fact": {"id": "text", "values": {"text": "a missing all_reduce of the input gradient <b>"}},
+        }
+    ],
     "repeat": 'shardproof run "mode=tp tp=2"',
 }
 """The facts of MESSAGE, by the contract of verdicts.jsonl."""
@@ -98,7 +104,7 @@ def verdict(case: str, check: str, word: str = "pass", error: float | None = 2e-
         "check": check,
         "verdict": word,
         "worst": worst if error is not None else None,
-        "statement": "grad/layers.0.mlp.w1.weight differs from the dense model" if word == "fail" else "",
+        "facts": [{"id": "differs", "values": {"name": "grad/layers.0.mlp.w1.weight"}}] if word == "fail" else [],
         "notes": [{"kind": "undecided", "names": ["logits/0", "logits/1", "act/head"]}] if check == "forward" else [],
         "failure": FAILURE if word == "fail" else None,
     }
@@ -114,7 +120,7 @@ def write(folder: Path, *, failing: bool = False, expected: bool = True) -> Path
     """A complete run folder: all pass, or one failing check; with or without an expectation."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "env.json").write_text(
-        json.dumps({"layout": 2, "torch": "2.13.0", "command": "shardproof run", "cores": 2})
+        json.dumps({"layout": 3, "torch": "2.13.0", "command": "shardproof run", "cores": 2})
     )
     sizes = {"world_size": 2, "tokens": 64, "micro": 1, "steps": 1}
     cases = [{"case": case, "mode": _words(case)["mode"], **sizes} for case in CALLS]
@@ -158,7 +164,7 @@ def _summary(case: str, expected: bool) -> Iterator[tuple[Any, ...]]:
         yield (case, _words(case)["mode"], phase, op, "tp", 2, count, payload, wire, *beside, "", "", "", "")
 
 
-PASSED = Verdict(case="", check="forward", verdict="pass", statement="")
+PASSED = Verdict(case="", check="forward", verdict="pass", facts=(state_text(""),))
 
 
 def stored(out: Path, planned: Iterable[str], finished: Iterable[list[Event]], verdict: Verdict = PASSED) -> Path:

@@ -3,6 +3,7 @@
 import io
 import re
 import shlex
+import time
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -88,7 +89,7 @@ def test_a_narrow_terminal_folds_long_texts_and_no_verdict(terminal: Terminals, 
     lines = ANSI.sub("", stream.getvalue()).splitlines()
     assert max(len(line.rstrip()) for line in lines) <= 96
     assert sum("pass" in line for line in lines) == 2
-    assert all(word in "".join(lines) for word in ("verdict", "tp-sp", "0.031"))
+    assert all(word in "".join(lines) for word in ("verdict", "tp-sp", "32 KiB"))
     assert stream.getvalue().count("a=1") == 30
 
 
@@ -164,6 +165,22 @@ def test_progress_is_a_bar_in_a_terminal_and_a_message_is_printed_as_it_is() -> 
     assert stream.getvalue() == sample_run.MESSAGE + "\n"
     text.show_message("list [0, 1] [red]x", terminal)
     assert "list [0, 1] [red]x" in terminal.getvalue()
+
+
+def test_silence_in_a_terminal_lasts_two_seconds_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text, "_PATIENCE_S", 0.01)
+    terminal, pipe = Terminal(), io.StringIO()
+    with text.show_busy("reading [red]", terminal):
+        end_s = time.monotonic() + 20
+        while "reading [red]" not in terminal.getvalue() and time.monotonic() < end_s:
+            time.sleep(0.01)
+    assert "reading [red]" in terminal.getvalue() and "0:00:0" in terminal.getvalue()
+    with text.show_busy("reading", pipe):
+        time.sleep(0.05)
+    monkeypatch.setattr(text, "_PATIENCE_S", 60.0)
+    with text.show_busy("reading", quick := Terminal()):
+        pass
+    assert pipe.getvalue() == quick.getvalue() == ""
 
 
 # Commands in a terminal of 80 columns

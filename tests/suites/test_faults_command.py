@@ -14,6 +14,7 @@ from shardproof.harness.diagnosing.diagnosis import diagnose_ended_case
 from shardproof.harness.errors import MachineError, RankDied, RequestError
 from shardproof.harness.injecting.kill_matrix import Kill, figures, killed_alone
 from shardproof.harness.subject import cases_of, resolve_subject
+from shardproof.harness.verdicts.facts import state_text
 from shardproof.reports.commands import faults
 from shardproof.suites import killing
 from shardproof.suites.mutants.catalogue import HELD_BACK, MUTANTS, VARIANT_ROWS, cases_showing
@@ -116,7 +117,7 @@ def test_of_held_back_mutants_totals_alone_are_told(shardproof: CommandLine) -> 
 )
 def test_a_cause_is_right_when_the_first_one_reported_is(reported: str, answer: str) -> None:
     mutant = dataclasses.replace(MUTANTS[0], cause="size_factor|wrong_call")
-    causes = tuple(made(word, "", "a call") for word in reported.split())
+    causes = tuple(made(word, state_text(""), "a call") for word in reported.split())
     diagnosis = dataclasses.replace(diagnose_ended_case(MachineError("", ranks=(), positions=())), causes=causes)
     assert cause_told(mutant, diagnosis) == answer
     nothing_fits = dataclasses.replace(mutant, cause="")

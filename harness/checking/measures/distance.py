@@ -2,12 +2,13 @@
 
 import itertools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from shardproof.harness.checking.measures.many_tensors import BLOCK, SOUND, blocks_of
+from shardproof.harness.checking.measures.many_tensors import BLOCK, SOUND, Numbers, blocks_of, whole_of
 from shardproof.harness.checking.measures.measured import MEASURES, error_ratio
 
 
@@ -27,7 +28,7 @@ class Distance:
 
 
 def distance(
-    value: Tensor, truth: Tensor, least: float = 0.0, own: float = 0.0, slack: Tensor | None = None
+    value: Numbers, truth: Numbers, least: float = 0.0, own: float = 0.0, slack: Numbers | None = None
 ) -> Distance:
     """How far `value` is from `truth` (same shape), scaled by the truth's rms or `least` if that is larger.
 
@@ -42,26 +43,26 @@ def distance(
 class TruthTensor:
     """A truth, with what several comparisons need of it in float64: its largest element and its rms."""
 
-    numbers: Tensor
+    numbers: Numbers
     largest: float
     rms: float
 
     @classmethod
-    def of(cls, truth: Tensor) -> "TruthTensor":
+    def of(cls, truth: Numbers) -> "TruthTensor":
         """Measures of this truth that comparisons need."""
         if truth.numel() > BLOCK:
             sums = _Sums()
             for block in blocks_of(truth):
                 sums.add(as_float64(block))
-            if sums.sound:
+            if sums.sound or sums.largest == 0:
                 return cls(numbers=truth, largest=sums.largest, rms=sums.rms)
-        numbers = as_float64(truth)
+        numbers = as_float64(whole_of(truth))
         largest = _largest_absolute(numbers)
         return cls(numbers=truth, largest=largest, rms=_root_mean_square(numbers, largest))
 
 
 def distance_from(
-    value: Tensor, true: TruthTensor, least: float, own: float = 0.0, slack: Tensor | None = None, factor: float = 1.0
+    value: Numbers, true: TruthTensor, least: float, own: float = 0.0, slack: Numbers | None = None, factor: float = 1.0
 ) -> Distance:
     """Distance of `factor` times the value, for a truth that several values are compared with.
 
@@ -74,13 +75,13 @@ def distance_from(
 
 
 def _at_once(
-    value: Tensor, true: TruthTensor, least: float, own: float, slack: Tensor | None, factor: float
+    value: Numbers, true: TruthTensor, least: float, own: float, slack: Numbers | None, factor: float
 ) -> Distance:
-    t, rms = as_float64(true.numbers), true.rms
-    x = as_float64(value) if factor == 1 else factor * as_float64(value)
+    t, rms = as_float64(whole_of(true.numbers)), true.rms
+    x = factor * as_float64(whole_of(value))
     if not math.isfinite(_largest_absolute(x)) or not math.isfinite(true.largest):
         return Distance(frobenius=math.inf, peak=math.inf, scale=math.inf)
-    gap = _largest_gap(x, t, slack)
+    gap = _largest_gap(x, t, None if slack is None else whole_of(slack))
     scale = max(rms, least)
     if scale == 0:
         wrong = math.inf if bool(gap.any()) else 0.0
@@ -93,11 +94,11 @@ def _at_once(
 
 
 def _in_blocks(
-    value: Tensor, true: TruthTensor, least: float, own: float, slack: Tensor | None, factor: float
+    value: Numbers, true: TruthTensor, least: float, own: float, slack: Numbers | None, factor: float
 ) -> Distance | None:
     """Distance by sums over blocks; None where squares or a scale would vanish or overflow."""
     scale, sums, outside, along = max(true.rms, least), _Sums(), 0.0, 0.0
-    slacks = blocks_of(slack) if slack is not None else itertools.repeat(None)
+    slacks: Iterable[Tensor | None] = blocks_of(slack) if slack is not None else itertools.repeat(None)
     for here, there, loose in zip(blocks_of(value), map(as_float64, blocks_of(true.numbers)), slacks, strict=False):
         gap = _largest_gap(as_float64(here) if factor == 1 else factor * as_float64(here), there, loose)
         largest = sums.add(gap)
@@ -105,6 +106,8 @@ def _in_blocks(
         if own and largest > outside:
             size = gap.abs_()
             outside = max(outside, float(size.masked_fill_(size <= own * there.abs(), 0.0).max()))
+    if sums.largest == 0:
+        return Distance(frobenius=0.0, peak=0.0)
     if not sums.sound or not math.isfinite(true.largest) or scale == 0 or true.rms == 0:
         return None
     return Distance(

@@ -6,7 +6,9 @@ overflow. So is a truth that is nearly zero beside its kind.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -57,9 +59,40 @@ def _sums_of_squares(tensors: Sequence[Tensor]) -> list[tuple[float, int]]:
     return [(square, tensors[0].numel())] if finite else []
 
 
-def blocks_of(tensor: Tensor) -> tuple[Tensor, ...]:
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A large tensor that is computed of others element by element, a block at a time: it is never whole in memory.
+
+    `of` makes a block of it of the blocks of `tensors`, which all have its shape.
+    """
+
+    of: Callable[..., Tensor]
+    tensors: tuple["Numbers", ...]
+
+    def numel(self) -> int:
+        """How many elements it has."""
+        return self.tensors[0].numel()
+
+
+Numbers: TypeAlias = Tensor | Computed
+
+
+def compute(of: Callable[..., Tensor], *tensors: Numbers) -> Numbers:
+    """What `of` makes of these tensors of one shape, element by element: at once, or in blocks where it is large."""
+    whole = [tensor for tensor in tensors if isinstance(tensor, Tensor) and tensor.numel() <= BLOCK]
+    return of(*whole) if len(whole) == len(tensors) else Computed(of, tensors)
+
+
+def whole_of(numbers: Numbers) -> Tensor:
+    """All numbers at once; those that are computed have lost their shape."""
+    return numbers if isinstance(numbers, Tensor) else torch.cat([*blocks_of(numbers)])
+
+
+def blocks_of(numbers: Numbers) -> Iterable[Tensor]:
     """The tensor in blocks of at most BLOCK elements; itself when it is one."""
-    return (tensor,) if tensor.numel() <= BLOCK else tensor.reshape(-1).split(BLOCK)
+    if isinstance(numbers, Computed):
+        return (numbers.of(*blocks) for blocks in zip(*map(blocks_of, numbers.tensors), strict=True))
+    return (numbers,) if numbers.numel() <= BLOCK else numbers.reshape(-1).split(BLOCK)
 
 
 def groups_of(sizes: Mapping[str, int]) -> Iterator[list[str]]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from shardproof.harness.checking.measures.measured import Measured
-from shardproof.harness.verdicts.facts import Note, NoteKind
+from shardproof.harness.verdicts.facts import Fact, Note, NoteKind, state_fact
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +29,11 @@ class Deviations:
         """Whether this tensor deviates, and the truth does not apply it."""
         return bool(pattern := self._pattern(name)) and pattern not in self.applied
 
-    def problems(self, names: Iterable[str]) -> list[str]:
+    def problems(self, names: Iterable[str]) -> list[Fact]:
         """Problems of the statement itself: it hides every one of these names. [] where there are none."""
         if not all(map(self.deviates_unapplied, names)):
             return []
-        return [f"deviates={tuple(self.sentences)} states every name of the truth, so it says nothing; legal: 'act/*'"]
+        return [state_fact("deviates_all", patterns=[*self.sentences])]
 
     def apart(self, measured: Sequence[Measured]) -> tuple[list[Measured], tuple[Note, ...]]:
         """The tensors of one check that are judged, and notes on the others and on what is stated in vain: one for

@@ -23,12 +23,14 @@ DeepSpeedExamples #1008.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from shardproof.harness.checking.measures.distance import Distance, TruthTensor, distance_from
+from shardproof.harness.checking.measures.many_tensors import Numbers, blocks_of, compute, whole_of
 from shardproof.harness.checking.measures.measured import (
     ABSOLUTE,
     EXACT,
@@ -74,12 +76,12 @@ class Controlled:
     runs: tuple[Distance, ...] = ()
 
     @classmethod
-    def of(cls, truth: Tensor, kind: float) -> "Controlled":
+    def of(cls, truth: Numbers, kind: float) -> "Controlled":
         """This truth before any control run; `kind` is the rms of its kind."""
         true = TruthTensor.of(truth)
         return cls(true=true, least=least_rms(true, kind) if math.isfinite(true.largest) else 0.0)
 
-    def against(self, controls: Sequence[Tensor]) -> "Controlled":
+    def against(self, controls: Sequence[Numbers]) -> "Controlled":
         """Compare these control runs too, tensors of its shape."""
         found = [distance_from(control, self.true, self.least) for control in controls]
         return replace(self, runs=(*self.runs, *found))
@@ -101,17 +103,17 @@ def own_share(dtype: str) -> float:
 
 def measure(
     name: str,
-    value: Tensor,
-    truth: Tensor,
+    value: Numbers,
+    truth: Numbers,
     *,
     dtype: str,
     kept: str = "",
     lower: str = "",
-    controls: Sequence[Tensor] = (),
-    amplified: Sequence[Tensor] = (),
+    controls: Sequence[Numbers] = (),
+    amplified: Sequence[Numbers] = (),
     controlled: Controlled | None = None,
     relu_flips: Sequence[Tensor] = (),
-    slack: Tensor | None = None,
+    slack: Numbers | None = None,
     kind: float = 0.0,
     summed: float = 0.0,
 ) -> Measured:
@@ -126,8 +128,8 @@ def measure(
     shape each. `slack`: what storing rounds, and what an optimizer may make of gradients within rounding of zero, by
     element.
     """
-    if not truth.is_floating_point() and not truth.is_complex():
-        return _measure_whole(name, value, truth, controls, amplified)
+    if isinstance(truth, Tensor) and not truth.is_floating_point() and not truth.is_complex():
+        return _measure_whole(name, *map(whole_of, (value, truth)), *(map(whole_of, c) for c in (controls, amplified)))
     known = (controlled or Controlled.of(truth, kind)).against(controls)
     true, least = known.true, known.least
     if true.largest == 0 == least and not relu_flips and slack is None:
@@ -137,7 +139,7 @@ def measure(
     found = distance_from(value, true, least, own, slack)
     theory = Distance(frobenius=summed, peak=summed * FLOOR_EPSILONS["peak"] / FLOOR_EPSILONS["frobenius"])
     bound = [distance_from(run, true, least) for run in amplified]
-    flipped = [truth + flip for flip in relu_flips]
+    flipped = [compute(torch.add, truth, flip) for flip in relu_flips]
     allowed = _allowed_distance(dtype, kept or dtype, true, (*known.runs, theory), bound, flipped, least)
     _, which = found.worstratio(allowed)
     error, limit = getattr(found, which), getattr(allowed, which)
@@ -154,7 +156,7 @@ def measure(
     )
 
 
-def _beside_zeros(name: str, value: Tensor, controls: Sequence[Tensor]) -> Measured:
+def _beside_zeros(name: str, value: Numbers, controls: Sequence[Numbers]) -> Measured:
     """A tensor whose truth is 0 throughout, and whose kind is."""
     found, *known = (TruthTensor.of(tensor).largest for tensor in (value, *controls))
     error = found if math.isfinite(found) else math.inf
@@ -163,7 +165,7 @@ def _beside_zeros(name: str, value: Tensor, controls: Sequence[Tensor]) -> Measu
 
 
 def _measure_whole(
-    name: str, value: Tensor, truth: Tensor, controls: Sequence[Tensor], amplified: Sequence[Tensor]
+    name: str, value: Tensor, truth: Tensor, controls: Iterable[Tensor], amplified: Iterable[Tensor]
 ) -> Measured:
     """Whole numbers: as many may differ, added up, as rounding changes. Such a tensor decides nothing."""
     found = measure_exact(name, value, truth)
@@ -182,7 +184,7 @@ def _allowed_distance(
     true: TruthTensor,
     honest: Sequence[Distance],
     bound: Sequence[Distance],
-    kinked: Sequence[Tensor],
+    kinked: Sequence[Numbers],
     least: float,
 ) -> Distance:
     """Distance that the run dtype allows. `scale` never exceeds `frobenius`, so no smaller limit is needed."""
@@ -203,7 +205,13 @@ def _allowed_distance(
 
 
 def _is_decidable(
-    ceiling: float, value: Tensor, true: TruthTensor, least: float, own: float, slack: Tensor | None, allowed: Distance
+    ceiling: float,
+    value: Numbers,
+    true: TruthTensor,
+    least: float,
+    own: float,
+    slack: Numbers | None,
+    allowed: Distance,
 ) -> bool:
     """Whether a factor of FACTORS on this tensor would be beyond the limits, and those below their ceiling."""
     if allowed.frobenius >= ceiling:
@@ -213,7 +221,7 @@ def _is_decidable(
     return all(distance_from(value, true, least, own, slack, by).worstratio(allowed)[0] > 1 for by in FACTORS)
 
 
-def _count_loose(slack: Tensor, dtype: str, limit: float) -> int:
+def _count_loose(slack: Numbers, dtype: str, limit: float) -> int:
     """How many elements may be off by more than the limit of `peak`, or than noise ever comes to in float64."""
     share = FLOAT64_CEILING / FLOAT64_ALLOWED if dtype == "float64" else 1.0
-    return int((slack > share * limit).sum())
+    return sum(int((block > share * limit).sum()) for block in blocks_of(slack))

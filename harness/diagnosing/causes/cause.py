@@ -1,6 +1,6 @@
-"""Likely causes: the stable ids that tables and tests rely on, each with the words of one failure.
+"""Likely causes: the stable ids that tables and tests rely on, each with what it states of one failure.
 
-An id says what kind of mistake numbers or calls show, of any subject; the words say it of this tensor, axis and group.
+An id says what kind of mistake numbers or calls show, of any subject; the fact says it of this tensor, axis and group.
 A cause carries what it predicts (`causes.proofs`), and cannot be made when the numbers contradict it. Hypotheses make
 one by `claim_cause`.
 Sources: the mechanisms of the bugs that real systems had (bugs.md, section 6).
@@ -10,9 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shardproof.harness.diagnosing.causes.proofs import Proof, Seen
-
-MEANT = "where it is meant, subject.compute_dtype or subject.wire_dtype states it"
-"""Words behind a rounding."""
+from shardproof.harness.verdicts.facts import Fact
 
 CAUSES: Mapping[str, str] = {
     # calls beside the expectation, and beside their waits
@@ -63,9 +61,14 @@ class Cause:
     """
 
     id: str
-    words: str
+    fact: Fact
     proof: tuple[Proof, ...] = field(repr=False, compare=False)
     follows: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> str:
+        """The fact in words."""
+        return self.fact.text
 
     @property
     def explains(self) -> frozenset[str]:
@@ -82,18 +85,18 @@ class Cause:
             raise ValueError(f"cause id={self.id}: {self.words!r} must hold of the numbers that it speaks of")
 
 
-def claim_cause(id: str, words: str, *proof: Proof, follows: tuple[str, ...] = ()) -> list[Cause]:
+def claim_cause(id: str, fact: Fact, *proof: Proof, follows: tuple[str, ...] = ()) -> list[Cause]:
     """The cause of this id, when its predictions hold; nothing when the numbers contradict it."""
     _check_id(id)
     if not proof or not all(one.holds for one in proof):
         return []
-    return [Cause(id=id, words=words, proof=proof, follows=follows)]
+    return [Cause(id=id, fact=fact, proof=proof, follows=follows)]
 
 
-def report_cause(id: str, words: str, what: object) -> Cause:
+def report_cause(id: str, fact: Fact, what: object) -> Cause:
     """The cause of this id that something else than numbers shows: a call, a flaw, a finding, an exception."""
     _check_id(id)
-    return Cause(id=id, words=words, proof=(Seen(what=what),))
+    return Cause(id=id, fact=fact, proof=(Seen(what=what),))
 
 
 def _check_id(id: str) -> None:

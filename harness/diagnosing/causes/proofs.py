@@ -153,10 +153,3 @@ def count_independent(truths: Iterable[Tensor]) -> int:
 def as_tensor(value: float) -> Tensor:
     """A number as a tensor, to be held against others."""
     return torch.tensor(value, dtype=torch.float64)
-
-
-def factor_in_words(factor: float) -> str:
-    """A factor in words, with the digits in which it differs from 1: "0.3333 x", "1.0000031 x"."""
-    off = abs(factor - 1)
-    digits = 4 - min(0, math.floor(math.log10(off))) if 0 < off < 0.1 else 4
-    return f"{factor:.{digits}g} x"

@@ -2,7 +2,7 @@
 
 import torch
 
-from shardproof.harness.checking.call_checks import find_strays, lists_text
+from shardproof.harness.checking.call_checks import find_strays
 from shardproof.harness.checking.measures.kinds import kind_of
 from shardproof.harness.checking.records import Run, Search
 from shardproof.harness.diagnosing.causes.cause import Cause, report_cause
@@ -10,6 +10,7 @@ from shardproof.harness.diagnosing.causes.hypothesis import STATE, Failure
 from shardproof.harness.diagnosing.hypotheses.stated import first_stated
 from shardproof.harness.differences import Difference
 from shardproof.harness.terms import EventKey
+from shardproof.harness.verdicts.facts import state_fact
 
 _AFTER_GRADIENTS = frozenset({"grad_norm", STATE})
 """Kinds of numbers that are made of the gradients of parameters."""
@@ -17,11 +18,11 @@ _GROUP = frozenset({"axis", "group_size"})
 _WORK = frozenset({"op", "reduce_op"})
 _PAYLOAD = frozenset({"dtype", "payload_bytes"})
 _COUNTED = {
-    "missing": ("missing_call", "calls that this term counts are left out"),
-    "extra": ("extra_call", "more calls than this term counts"),
-    "wrong": ("wrong_call", "the calls that this term counts are of other sizes"),
+    "missing": ("missing_call", "fewer_than_counted"),
+    "extra": ("extra_call", "more_than_counted"),
+    "wrong": ("wrong_call", "other_than_counted"),
 }
-"""Usual causes when a term with fields left out does not hold: kind of the difference -> (cause, words)."""
+"""Causes when a term with fields left out does not hold: kind of the difference -> ids of the cause and its fact."""
 
 
 def over_other_ranks(failure: Failure) -> list[Cause]:
@@ -31,9 +32,9 @@ def over_other_ranks(failure: Failure) -> list[Cause]:
     if not stray_calls:
         return []
     axis = stray_calls[0].axis
-    seen = lists_text(event.group for event in stray_calls if event.axis == axis)
-    words = f"calls named {axis} run over the ranks {seen}; the rank lists of axis {axis} are "
-    return [report_cause("wrong_group", words + lists_text(evidence.claims.axes[axis]), stray_calls)]
+    ran = {event.group for event in stray_calls if event.axis == axis}
+    fact = state_fact("other_ranks", axis=axis, ran=ran, lists=evidence.claims.axes[axis])
+    return [report_cause("wrong_group", fact, stray_calls)]
 
 
 def behind_a_check(failure: Failure) -> list[Cause]:
@@ -74,19 +75,18 @@ def _blame_difference(parted: Difference) -> Cause:
     """Usual cause of a difference between ledger and expectation."""
     line = parted.line
     if parted.counted:
-        return report_cause(*_COUNTED[parted.kind], parted)
+        cause, fact = _COUNTED[parted.kind]
+        return report_cause(cause, state_fact(fact), parted)
     if parted.kind == "missing":
-        return report_cause("missing_call", f"the {line.op} over {line.axis} is left out", parted)
+        return report_cause("missing_call", state_fact("call_left_out", op=line.op, axis=line.axis), parted)
     if parted.kind == "extra":
-        return report_cause("extra_call", f"one {line.op} over {line.axis} too many", parted)
+        return report_cause("extra_call", state_fact("call_too_many", op=line.op, axis=line.axis), parted)
     assert parted.expected and parted.found  # the third kind has both sides
     expected, found = parted.expected, parted.found
     fields = [field for field in EventKey.__slots__ if getattr(found, field) != getattr(expected, field)]
-    changes = (f"{one} {getattr(found, one) or '-'} instead of {getattr(expected, one) or '-'}" for one in fields)
+    changes = [(field, getattr(found, field), getattr(expected, field)) for field in fields]
     return report_cause(
-        "wrong_group" if _GROUP & {*fields} else "wrong_call",
-        "the call is made otherwise: " + ", ".join(changes),
-        parted,
+        "wrong_group" if _GROUP & {*fields} else "wrong_call", state_fact("changed_call", changes=changes), parted
     )
 
 
@@ -129,9 +129,7 @@ def guess_unused_parameters(failure: Failure) -> list[Cause]:
     lost = [n for n in names if n not in run.returned and _stays_unchanged(run, search, n.removeprefix("grad/"))]
     if not lost or run.returned.isdisjoint(names):
         return []
-    listed = f"{', '.join(lost[:3])}{' ...' * (len(lost) > 3)}"
-    words = f"no rank returned {listed}, and the parameters did not move"
-    return [report_cause("never_updated", words, lost)]
+    return [report_cause("never_updated", state_fact("not_returned", names=lost), lost)]
 
 
 def unused_before_sums(failure: Failure) -> list[Cause]:

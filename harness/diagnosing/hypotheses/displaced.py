@@ -17,6 +17,7 @@ from shardproof.harness.diagnosing.causes.proofs import Explained, share_left
 from shardproof.harness.diagnosing.hypotheses.patterns import CLOSE, from_patterns
 from shardproof.harness.mesh_axes import split_axes
 from shardproof.harness.outcome.blocks import Block
+from shardproof.harness.verdicts.facts import state_fact
 
 OVERLAP = 0.5
 """Share of a part that must lie inside the tensor at the other place."""
@@ -34,8 +35,8 @@ def from_regions(run: Run, truth: Truth, name: str) -> list[Cause]:
         places = [there for _, block in wrong if (there := _find_elsewhere(name, block, dim, starts, true))]
         if len(starts) > 1 and wrong and len(places) == len(wrong):
             (rank, block), (start, _) = wrong[0], places[0]
-            words = f"along dim {dim} rank {rank} holds what lies at {start}, where {block.region[dim][0]} is meant"
-            return claim_cause("other_part", words, *(moved for _, moved in places))
+            fact = state_fact("at_other_place", dim=dim, rank=rank, start=start, right=block.region[dim][0])
+            return claim_cause("other_part", fact, *(moved for _, moved in places))
     return []
 
 

@@ -7,8 +7,9 @@ named: numbers of one case alone cannot choose between them.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
@@ -22,12 +23,12 @@ from shardproof.harness.diagnosing.causes.proofs import (
     SINGLE,
     Explained,
     count_independent,
-    factor_in_words,
     is_explained_by,
     share_left,
 )
 from shardproof.harness.diagnosing.hypotheses.patterns import is_count
 from shardproof.harness.mesh_axes import split_axes
+from shardproof.harness.verdicts.facts import state_fact
 
 Predict = Callable[[float], tuple[Explained, ...]]
 """A factor -> its predictions for the wrong tensors."""
@@ -37,11 +38,9 @@ _NEAR = 1e-6
 """A factor is a size within this share of it, or within what rounding leaves of the error."""
 _LARGE = 3
 """From this size on a factor that equals it is no constant by chance."""
-UNDECIDED = " (a constant factor would look the same)"
-"""Behind a factor that is a size of the case, where no case of another size decides."""
 _ALL, _TOKENS = "all ranks", "tokens of the step"
-_POWERS = {1: "{}", -1: "1 / {}", 2: "the square of {}", -2: "1 / the square of {}"}
-"""Powers of a size that a factor may be, in words."""
+_POWERS = (1, -1, 2, -2)
+"""Powers of a size that a factor may be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,23 +87,22 @@ def from_factor(evidence: Evidence, names: Sequence[str], beside: Sequence[str] 
         )
         for name, value in values.items()
     )
-    wrong = "it and all wrong gradients are" if beside else "it is" if len(names) == 1 else "all are"
-    relation = f"{wrong} {factor_in_words(known[0])} the truth"
+    what = "it and gradients" if beside else "it" if len(names) == 1 else "all"
     guesses = _guess_origins(evidence.run, evidence.claims, names)
     measure: Measure = lambda other: _factor_in(other.run, other.truth, names[0])  # noqa: E731
-    return _decide_factor(evidence, guesses, known[0], relation, near, measure, lambda _: predicted)
+    return _decide_factor(evidence, guesses, known[0], {"what": what}, near, measure, lambda _: predicted)
 
 
 def meaning_of(
-    evidence: Evidence, factor: float, relation: str, near: float, measure: Measure, predict: Predict, step: int
+    evidence: Evidence, factor: float, what: str, near: float, measure: Measure, predict: Predict, step: int
 ) -> list[Cause]:
-    """Causes of a factor on what a step makes; `relation` states in words what the factor multiplies.
+    """Causes of a factor on what a step makes: `what` is "gradients" or "updates".
 
     `measure` finds the factor in another case. A sum or mean too many would show from the first step on.
     """
     sizes = () if step else (*_sizes_that_split(evidence.run), "micro")
     guesses = [_Guess(size=size, power=power) for size in sizes for power in (1, -1)]
-    return _decide_factor(evidence, guesses, factor, relation, near, measure, predict)
+    return _decide_factor(evidence, guesses, factor, {"what": what, "step": step}, near, measure, predict)
 
 
 def _factor_in(run: Run, truth: Truth, name: str) -> float | None:
@@ -124,12 +122,15 @@ def _decide_factor(
     evidence: Evidence,
     guesses: Sequence[_Guess],
     factor: float,
-    relation: str,
+    multiplied: Mapping[str, str | int],
     near: float,
     measure: Measure,
     predict: Predict,
 ) -> list[Cause]:
-    """The cause of the guesses that the factor fits here and in other cases; else that of a constant factor."""
+    """The cause of the guesses that the factor fits here and in other cases; else that of a constant factor.
+
+    `multiplied`: values of the fact that say what the factor is of.
+    """
     if count_independent(proof.truth for proof in predict(factor)) < FEWEST_OF_A_FACTOR:
         return []
     counts = _counts_by_name(evidence.run, evidence.truth)
@@ -140,22 +141,23 @@ def _decide_factor(
     stays = all(_is_equal(there, factor, wide) for _, there in seen)
     follows = tuple(dict.fromkeys(g.size for g in left or fitting))
     elsewhere = [
-        f"{there:.4g} where {_label_of_size(other.run, other.truth, size)}"
+        (there, _label_of_size(other.run, other.truth, size))
         for other, there in seen
         for size in follows
         if _counts_by_name(other.run, other.truth).get(size) != counts.get(size)
     ]
-    shown = f" ({', '.join(elsewhere)})" if elsewhere else ""
+    stated = partial(state_fact, "factor", **multiplied, factor=factor)
     if seen and stays and left:  # sizes that no legal case changes are left, and a constant fits as well
         large = [g for g in left if counts[g.size] >= _LARGE]
-        left, shown = large or left, "" if large else UNDECIDED
+        left, elsewhere = large or left, []
+        stated = partial(stated, unsure=not large)
     if left:
-        labels = {g.size: _label_of_size(evidence.run, evidence.truth, g.size) for g in left}
-        which = " or ".join(dict.fromkeys(_POWERS[g.power].format(labels[g.size]) for g in left))
-        return claim_cause("size_factor", f"{relation}, which is {which}{shown}", *predict(factor), follows=follows)
+        sizes = [(_label_of_size(evidence.run, evidence.truth, g.size), g.power) for g in left]
+        fact = stated(sizes=sizes, elsewhere=elsewhere)
+        return claim_cause("size_factor", fact, *predict(factor), follows=follows)
     if fitting and seen and not stays:
         return []
-    return claim_cause("constant_factor", f"{relation}{shown}", *predict(factor), follows=follows)
+    return claim_cause("constant_factor", stated(elsewhere=elsewhere), *predict(factor), follows=follows)
 
 
 def _label_of_size(run: Run, truth: Truth, size: str) -> str:

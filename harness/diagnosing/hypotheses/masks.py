@@ -6,7 +6,7 @@ other (exact test), not by similar ones. Or backward drops by another mask than 
 Sources: Megatron-LM #1256 (sequence parallelism from the default one), #4828 (context ranks); bugs.md B-100 to B-104.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import combinations
 
 import torch
@@ -24,6 +24,7 @@ from shardproof.harness.checking.measures.kinds import kind_of
 from shardproof.harness.checking.records import Claims, Run
 from shardproof.harness.diagnosing.causes.cause import Cause, report_cause
 from shardproof.harness.diagnosing.causes.hypothesis import Failure
+from shardproof.harness.verdicts.facts import state_fact
 from shardproof.harness.verdicts.verdict import FAIL
 
 _ORDINARY = 1e-3
@@ -37,8 +38,7 @@ def from_masks(failure: Failure) -> list[Cause]:
     """
     evidence, found = failure.evidence, failure.findings.get("masks")
     if found is not None and found.verdict == FAIL and evidence.run.mask_draws and evidence.run.mask_draws.anew:
-        words = "recomputation drew masks that its forward did not draw"
-        return [report_cause("other_numbers", words, evidence.run.mask_draws.anew)]
+        return [report_cause("other_numbers", state_fact("masks_drawn_anew"), evidence.run.mask_draws.anew)]
     first = next((name for name in failure.wrong if kind_of(name) == KIND), "")
     truth = evidence.truth
     if not first or not (truth.unmergeable or any(kind_of(name) == KIND for name in truth.from_ranks)):
@@ -57,8 +57,7 @@ def _one_stream(run: Run, claims: Claims, name: str) -> Iterator[Cause]:
             if same_samples(by_rank[a], by_rank[b])
         ]
         if masks and all(torch.equal(one, other) and _could_differ(one, other) for one, other in masks):
-            words = f"{_ranks_in_words(groups[0])} hold different shards over {axis} and drop by one mask"
-            yield report_cause("other_numbers", words, pairs)
+            yield report_cause("other_numbers", state_fact("one_mask", ranks=groups[0], axis=axis), pairs)
 
 
 def _own_streams(run: Run, name: str) -> Iterator[Cause]:
@@ -71,9 +70,8 @@ def _own_streams(run: Run, name: str) -> Iterator[Cause]:
     for copies in by_region.values():
         unlike = [(rank, mask) for rank, mask in copies if not torch.equal(mask, copies[0][1])]
         if unlike and all(_are_independent(copies[0][1], mask) for _, mask in unlike):
-            ranks = _ranks_in_words([copies[0][0], *(rank for rank, _ in unlike)])
-            words = f"{ranks} hold the same tensor and drop by independent masks"
-            yield report_cause("other_numbers", words, unlike)
+            ranks = [copies[0][0], *(rank for rank, _ in unlike)]
+            yield report_cause("other_numbers", state_fact("own_masks", ranks=ranks), unlike)
 
 
 def _are_independent(one: Tensor, other: Tensor) -> bool:
@@ -87,8 +85,3 @@ def _could_differ(one: Tensor, other: Tensor) -> bool:
     """Whether independent masks of these sizes are never equal by chance."""
     first, second = int(one.sum()), int(other.sum())
     return hypergeometric(min(first, second), one.numel(), first, second) < ALARM
-
-
-def _ranks_in_words(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:4]))
-    return f"ranks {shown}{' and others' if len(ranks) > 4 else ''}"

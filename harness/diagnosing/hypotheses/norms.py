@@ -18,6 +18,7 @@ from shardproof.harness.diagnosing.causes.places import blocks_of, held_whole
 from shardproof.harness.diagnosing.causes.proofs import Explained
 from shardproof.harness.diagnosing.hypotheses.patterns import by_size
 from shardproof.harness.mesh_axes import split_axes
+from shardproof.harness.verdicts.facts import Fact, state_fact
 
 EXACT = {torch.float64: 1e-9}
 """Relative tolerance of a norm by its dtype, where many guesses compete for one number; else `_NEAR`."""
@@ -40,27 +41,27 @@ def from_norms(failure: Failure) -> list[Cause]:
     numbers = {rank: float(by[0].local) for rank, by in blocks_of(evidence.run, name).items()}
     value = evidence.run.tensors.get(name)
     if value is None and all(math.isclose(x, own.get(rank, 0.0), rel_tol=_OWN) for rank, x in numbers.items()):
-        return _claim_norm(name, total, numbers, own, "each rank's norm is that of its own parts")
-    for words, norms in _before_sums(evidence):
+        return _claim_norm(name, total, numbers, own, state_fact("norm_of_parts"))
+    for fact, norms in _before_sums(evidence):
         if all(math.isclose(x, norms.get(rank, 0.0), rel_tol=_NEAR) for rank, x in numbers.items()):
-            return _claim_norm(name, total, numbers, norms, words)
+            return _claim_norm(name, total, numbers, norms, fact)
     if value is None:
         return []
     near = EXACT.get(value.dtype, _NEAR)
-    for words, guess in _counted_otherwise(evidence, squares, own):
+    for fact, guess in _counted_otherwise(evidence, squares, own):
         if math.isclose(float(value), guess, rel_tol=near):
-            return _claim_norm(name, total, {0: float(value)}, {0: guess}, words)
+            return _claim_norm(name, total, {0: float(value)}, {0: guess}, fact)
     return []
 
 
 def _claim_norm(
-    name: str, truth: float, values: Mapping[int, float], guesses: Mapping[int, float], words: str
+    name: str, truth: float, values: Mapping[int, float], guesses: Mapping[int, float], fact: Fact
 ) -> list[Cause]:
     """The cause when the numbers are these."""
     value = torch.tensor([*values.values()], dtype=torch.float64)
     guess = torch.tensor([guesses[rank] for rank in values], dtype=torch.float64)
     proof = Explained(value=value, truth=torch.full_like(value, truth), guess=guess, left=_LEFT, names=(name,))
-    return claim_cause("norm_members", words, proof)
+    return claim_cause("norm_members", fact, proof)
 
 
 def _own_squares(run: Run) -> dict[int, float]:
@@ -76,21 +77,20 @@ def _own_squares(run: Run) -> dict[int, float]:
     }
 
 
-def _before_sums(evidence: Evidence) -> Iterator[tuple[str, Mapping[int, float]]]:
-    """Every rank's norm of its gradients as backward left them, or of what the ranks of an axis had: (words, norms)."""
+def _before_sums(evidence: Evidence) -> Iterator[tuple[Fact, Mapping[int, float]]]:
+    """Every rank's norm of its gradients as backward left them, or of what the ranks of an axis had: (fact, norms)."""
     for squares in zip(*(one.tolist() for one in evidence.search.unsummed), strict=False):
-        words = "it is the norm of gradients before they are summed over ranks"
-        yield f"{words}, on each rank of its own", {rank: math.sqrt(square) for rank, square in enumerate(squares)}
+        yield state_fact("norm_unsummed", axis=""), {rank: math.sqrt(square) for rank, square in enumerate(squares)}
         for axis in split_axes(evidence.run.case):
             over = {rank: ranks for ranks in evidence.claims.axes.get(axis, ()) for rank in ranks}
             norms = {rank: math.sqrt(sum(squares[r] for r in ranks)) for rank, ranks in over.items()}
-            yield f"{words}, added up over {axis}", norms
+            yield state_fact("norm_unsummed", axis=axis), norms
 
 
 def _counted_otherwise(
     evidence: Evidence, squares: Mapping[str, float], own: Mapping[int, float]
-) -> Iterator[tuple[str, float]]:
-    """Norms in which gradients are counted otherwise: (words, norm).
+) -> Iterator[tuple[Fact, float]]:
+    """Norms in which gradients are counted otherwise: (fact, norm).
 
     A group of gradients is left out, counted once a rank of an axis, divided by these ranks, or counted twice. Or the
     norm is that of one rank's parts, or of all that ranks of an axis hold, replicas and all.
@@ -98,21 +98,21 @@ def _counted_otherwise(
     axes = split_axes(evidence.run.case)
     world = {} if evidence.run.case.world_size in axes.values() else {"all ranks": evidence.run.case.world_size}
     for rank, norm in own.items():
-        yield f"it is the norm of rank {rank}'s own parts", norm
+        yield state_fact("norm_of_rank", rank=rank), norm
     total = sum(squares.values())
     for what, names in _groups_of_gradients(evidence, [*squares]).items():
         square = sum(squares[name] for name in names)
         for axis, size in by_size({**axes, **world}):
-            often = f"{size} times, and {axis}={size}" if what.startswith("grad/") else f"once a rank, {axis}={size}"
-            yield f"it counts {what} {often}", math.sqrt(total + (size - 1) * square)  # or as many uses
-            words = f"it counts 1 of {size} ranks of {axis} in {what}".replace("ranks of all ranks", "ranks")
-            yield words, math.sqrt(max(total + (1 / size - 1) * square, 0.0))
+            alike = {"what": what, "axis": axis, "size": size}
+            often = state_fact("counted_often", **alike, one=what.startswith("grad/"))
+            yield often, math.sqrt(total + (size - 1) * square)  # or as many uses
+            yield state_fact("counted_one_of", **alike), math.sqrt(max(total + (1 / size - 1) * square, 0.0))
         if len(names) < len(squares):
-            yield f"it leaves out {what}", math.sqrt(max(total - square, 0.0))
-            yield f"it counts {what} twice", math.sqrt(total + square)
+            yield state_fact("left_out_of_norm", what=what), math.sqrt(max(total - square, 0.0))
+            yield state_fact("counted_twice", what=what), math.sqrt(total + square)
     for axis in (*axes, *world):
         ranks = evidence.claims.axes[axis][0] if axis in axes else tuple(own)
-        yield f"it adds up what {axis} ranks hold, replicas too", math.hypot(*(own[r] for r in ranks if r in own))
+        yield state_fact("counts_replicas", axis=axis), math.hypot(*(own[r] for r in ranks if r in own))
 
 
 def _groups_of_gradients(evidence: Evidence, names: Sequence[str]) -> dict[str, frozenset[str]]:

@@ -12,14 +12,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shardproof.harness.diagnosing.causes.cause import MEANT, Cause, claim_cause
+from shardproof.harness.diagnosing.causes.cause import Cause, claim_cause
 from shardproof.harness.diagnosing.causes.hypothesis import STATE, VALUES, Hypothesis, of_values
 from shardproof.harness.diagnosing.causes.proofs import Explained, NotFinite, Rounded
+from shardproof.harness.verdicts.facts import state_fact
 
 CLOSE = 1e-2
 """A tensor is right within this share of itself, as far as these patterns look."""
-NOT_FINITE = "NaN or infinite"
-"""Words of the cause `nan`."""
 _COUNTED = 20
 """A single whole number below this proves nothing."""
 MOST_ROWS = 4096
@@ -38,11 +37,11 @@ def from_patterns(
     if not bool(torch.isfinite(value).all()):
         share = 1 - float(torch.isfinite(value).double().mean())
         return claim_cause(
-            "nan", f"{share:.0%} of it is {NOT_FINITE}", NotFinite(value=value, truth=truth, names=(name,))
+            "nan", state_fact("not_finite", share=share), NotFinite(value=value, truth=truth, names=(name,))
         )
     x, t, is_guess = value.double(), truth.double(), partial(Explained, value=value, truth=truth, names=(name,))
-    words = "it is zero throughout"
-    zero = [] if is_count(x, t) else claim_cause("zero", words, is_guess(guess=torch.zeros_like(t), left=0.0))
+    is_zero = is_guess(guess=torch.zeros_like(t), left=0.0)
+    zero = [] if is_count(x, t) else claim_cause("zero", state_fact("zero"), is_zero)
     moved = (
         _guess_moved_parts(x, t, axes, is_guess),
         _guess_flat_parts(t, axes, is_guess),
@@ -70,8 +69,7 @@ _Guess = partial[Explained]
 def _guess_stale_values(x: Tensor, t: Tensor, others: Mapping[str, Tensor], is_guess: _Guess) -> Iterator[Cause]:
     for name, other in others.items():
         if other.shape == x.shape and not torch.equal(other.double(), t):
-            words = f"it equals {name} of the dense model"
-            yield from claim_cause("stale", words, is_guess(guess=other))
+            yield from claim_cause("stale", state_fact("equals", other=name), is_guess(guess=other))
 
 
 def _guess_moved_parts(x: Tensor, t: Tensor, axes: Mapping[str, int], is_guess: _Guess) -> Iterator[Cause]:
@@ -80,22 +78,18 @@ def _guess_moved_parts(x: Tensor, t: Tensor, axes: Mapping[str, int], is_guess: 
         for axis, size in by_size(axes):
             if t.shape[dim] % size or size == 1:
                 continue
-            width = t.shape[dim] // size
+            width, split = t.shape[dim] // size, {"dim": dim, "size": size, "axis": axis}
             for shift in range(1, size):
-                words = f"along dim {dim} it is shifted by {shift} of {size} shards ({axis})"
-                yield from claim_cause("other_part", words, is_guess(guess=t.roll(shift * width, dim), fitted=1))
+                shifted = state_fact("shifted", **split, shift=shift)
+                yield from claim_cause("other_part", shifted, is_guess(guess=t.roll(shift * width, dim), fitted=1))
             if (order := _find_order(x, t, dim, width)) is not None:
-                words = f"along dim {dim} the {size} shards of {axis} are in another order"
-                yield from claim_cause(
-                    "other_part", words, is_guess(guess=_reorder_blocks(t, dim, width, order), fitted=size)
-                )
+                ordered = is_guess(guess=_reorder_blocks(t, dim, width, order), fitted=size)
+                yield from claim_cause("other_part", state_fact("shards_reordered", **split), ordered)
             yield from _guess_copied_parts(x, t, dim, axis, size, is_guess)
     for dim in range(t.dim()):
         if (order := _find_order(x, t, dim, 1)) is not None:
-            words = f"along dim {dim} it holds the right rows in another order"
-            yield from claim_cause(
-                "permuted", words, is_guess(guess=_reorder_blocks(t, dim, 1, order), fitted=len(order))
-            )
+            ordered = is_guess(guess=_reorder_blocks(t, dim, 1, order), fitted=len(order))
+            yield from claim_cause("permuted", state_fact("rows_reordered", dim=dim), ordered)
 
 
 def by_size(axes: Mapping[str, int]) -> Iterator[tuple[str, int]]:
@@ -106,27 +100,24 @@ def by_size(axes: Mapping[str, int]) -> Iterator[tuple[str, int]]:
 
 def _guess_copied_parts(x: Tensor, t: Tensor, dim: int, axis: str, size: int, is_guess: _Guess) -> Iterator[Cause]:
     """Parts along a dim that hold another part of the truth, one of them perhaps several times."""
-    guess, swaps = nearest_parts(x, t, dim, size)
-    words = f"along dim {dim} it holds the wrong parts of {size} ({axis}): {swaps}"
-    yield from claim_cause("other_part", words, is_guess(guess=guess, fitted=size))
+    guess, parts = nearest_parts(x, t, dim, size)
+    wrong = state_fact("wrong_parts", dim=dim, size=size, axis=axis, parts=parts)
+    yield from claim_cause("other_part", wrong, is_guess(guess=guess, fitted=size))
 
 
-def nearest_parts(x: Tensor, t: Tensor, dim: int, size: int) -> tuple[Tensor, str]:
-    """For each of `size` parts of x along a dim, the nearest part of the truth; and in words which are exchanged."""
+def nearest_parts(x: Tensor, t: Tensor, dim: int, size: int) -> tuple[Tensor, list[int]]:
+    """For each of `size` parts of x along a dim, the nearest part of the truth, and the numbers of these."""
     mine, theirs = x.chunk(size, dim), t.chunk(size, dim)
     taken = [min(range(size), key=lambda j: float((part - theirs[j]).norm())) for part in mine]
-    swaps = ", ".join(f"{j} in place of {i}" for i, j in enumerate(taken) if i != j)
-    return torch.cat([theirs[j] for j in taken], dim), swaps
+    return torch.cat([theirs[j] for j in taken], dim), taken
 
 
 def _guess_transposed_dims(t: Tensor, is_guess: _Guess) -> Iterator[Cause]:
     """Two dims exchanged, in a memory of the same shape."""
     for one, other in itertools.combinations(range(t.dim()), 2):
         if min(t.shape[one], t.shape[other]) > 1:
-            words = f"dims {one} and {other} are exchanged in memory"
-            yield from claim_cause(
-                "permuted", words, is_guess(guess=t.transpose(one, other).reshape(t.shape), fitted=1)
-            )
+            exchanged = is_guess(guess=t.transpose(one, other).reshape(t.shape), fitted=1)
+            yield from claim_cause("permuted", state_fact("dims_exchanged", one=one, other=other), exchanged)
 
 
 def _guess_flat_parts(t: Tensor, axes: Mapping[str, int], is_guess: _Guess) -> Iterator[Cause]:
@@ -139,13 +130,13 @@ def _guess_flat_parts(t: Tensor, axes: Mapping[str, int], is_guess: _Guess) -> I
         for axis, size in by_size(axes):
             if size == 1 or t.shape[dim] % size:
                 continue
-            words = f"it holds the right numbers as if flat memory were its {size} shards along dim {dim} ({axis})"
+            flat = state_fact("flat_shards", size=size, dim=dim, axis=axis)
             for stack in stacks:
                 blocks = t.unflatten(0, (stack, -1))
                 parts = blocks.unflatten(dim + 1, (size, -1)).movedim(dim + 1, 1)
                 scattered = blocks.reshape(parts.shape).movedim(1, dim + 1).flatten(dim + 1, dim + 2).flatten(0, 1)
                 for guess in (parts.reshape(t.shape), scattered):
-                    yield from claim_cause("permuted", words, is_guess(guess=guess, fitted=1))
+                    yield from claim_cause("permuted", flat, is_guess(guess=guess, fitted=1))
 
 
 def _find_order(x: Tensor, t: Tensor, dim: int, width: int) -> Tensor | None:
@@ -172,8 +163,8 @@ def _reorder_blocks(t: Tensor, dim: int, width: int, order: Tensor) -> Tensor:
 def guess_rounded_numbers(value: Tensor, truth: Tensor, name: str = "") -> list[Cause]:
     """Whether all numbers of a wrong tensor, unlike the truth's, are ones of a shorter dtype, near the right ones."""
     for short in (torch.float32, torch.bfloat16, torch.float16):
-        words = f"explained by rounding to {str(short).removeprefix('torch.')}: all its numbers are ones of it; {MEANT}"
-        if causes := claim_cause("shorter_dtype", words, Rounded(value=value, truth=truth, short=short, names=(name,))):
+        fact = state_fact("rounded", dtype=str(short).removeprefix("torch."))
+        if causes := claim_cause("shorter_dtype", fact, Rounded(value=value, truth=truth, short=short, names=(name,))):
             return causes
     return []
 

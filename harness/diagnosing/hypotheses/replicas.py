@@ -21,11 +21,10 @@ from shardproof.harness.diagnosing.causes.proofs import (
     count_independent,
     share_left,
 )
-from shardproof.harness.diagnosing.hypotheses.patterns import NOT_FINITE
-from shardproof.harness.errors import ranks_text
 from shardproof.harness.mesh_axes import split_axes
 from shardproof.harness.outcome.blocks import Block
 from shardproof.harness.protocols import Axes
+from shardproof.harness.verdicts.facts import state_fact
 
 LITTLE = 1e-9
 """A tensor below this share of the largest of its kind is rounding, and shows no cause."""
@@ -68,11 +67,11 @@ def never_reduced(blocks: Mapping[int, Sequence[Block]], truth: Tensor, axes: Ax
             left=share_left(local) if count_independent([true]) >= FEWEST_OF_A_FACTOR else _NEAR,
             names=(name,),
         )
-        words = f"the ranks' values add up to the truth over {over}: each holds one partial sum, never reduced"
-        if causes := claim_cause("not_summed", words, explained(guess=value - (total - true) / count)):
+        sums = state_fact("partial_sums", over=over)
+        if causes := claim_cause("not_summed", sums, explained(guess=value - (total - true) / count)):
             return causes
-        words = f"each rank's is its own, and their mean over {over} is the truth: never averaged over {axis}"
-        if causes := claim_cause("not_averaged", words, explained(guess=value - (total / count - true))):
+        own = state_fact("never_averaged", over=over, axis=axis)
+        if causes := claim_cause("not_averaged", own, explained(guess=value - (total / count - true))):
             return causes
     return []
 
@@ -92,17 +91,16 @@ def _beside_sums(ranks: Sequence[Sequence[Block]], truth: Tensor) -> Iterator[tu
 def _not_finite(blocks: Mapping[int, Sequence[Block]], truth: Tensor, name: str) -> list[Cause]:
     """Whether replicas differ because some of them hold what is no number."""
     bad = {rank: block.local for rank, of in blocks.items() for block in of if not bool(block.local.isfinite().all())}
-    words = f"on rank{'s' if len(bad) > 1 else ''} {ranks_text([*bad])} it is {NOT_FINITE}"
-    return claim_cause("nan", words, *(NotFinite(value=local, truth=truth, names=(name,)) for local in bad.values()))
+    proofs = (NotFinite(value=local, truth=truth, names=(name,)) for local in bad.values())
+    return claim_cause("nan", state_fact("not_finite_on", ranks=[*bad]), *proofs)
 
 
 def _guess_drift(blocks: Mapping[int, Sequence[Block]], truth: Tensor, name: str) -> list[Cause]:
     """Whether replicas that differ all are right but for their last bits."""
-    words = "every rank's is right but for its last bits"
     parts = [(block.local, block.part_of(truth)) for of in blocks.values() for block in of if block.local.numel()]
     size = float(truth.double().abs().max()) if truth.numel() else 0.0
     near = (Near(value=local, truth=true, size=size, names=(name,)) for local, true in parts)
-    return claim_cause("replicas_drift", words, *near)
+    return claim_cause("replicas_drift", state_fact("last_bits"), *near)
 
 
 HYPOTHESES = (

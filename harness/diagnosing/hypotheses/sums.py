@@ -16,12 +16,12 @@ from shardproof.harness.diagnosing.causes.hypothesis import OF_TOKENS, Failure, 
 from shardproof.harness.diagnosing.causes.places import blocks_of
 from shardproof.harness.diagnosing.causes.proofs import Explained, share_left
 from shardproof.harness.mesh_axes import place_of_rank
+from shardproof.harness.verdicts.facts import state_fact
 
 CLOSE = 1e-3
 """Weights are taken for equal within this share of themselves, losses within its square."""
 LEFT = 1e-2
 """A fit explains a wrong tensor when it leaves less than this share of its error."""
-OWN_TOKENS = "every data rank divides by the tokens that it counted itself, not by those of all data ranks"
 MOST = 4096
 """Elements of one tensor that a fit looks at."""
 
@@ -70,8 +70,8 @@ def _own_in_part(evidence: Evidence, names: Sequence[str]) -> list[Cause]:
         either = torch.cat([t[None], evidence.search.shares[name].sum(1)])
         nearest = (either - x).abs().argmin(0, keepdim=True)
         parts.append(Explained(value=x, truth=t, guess=either.gather(0, nearest)[0], names=(name,)))
-    words = "what is wrong in it is one data rank's own sum"
-    return claim_cause("not_summed", words, *parts) if len(evidence.search.shares["tokens"]) > 1 else []
+    own = state_fact("own_sum_in_part")
+    return claim_cause("not_summed", own, *parts) if len(evidence.search.shares["tokens"]) > 1 else []
 
 
 def _by_rank(evidence: Evidence, names: Sequence[str], tokens: Tensor) -> list[Cause]:
@@ -93,11 +93,10 @@ def _by_rank(evidence: Evidence, names: Sequence[str], tokens: Tensor) -> list[C
     own = torch.stack([w.mean() * tokens[rows[rank]].sum() for rank, w in weights.items()])
     scales = torch.stack([w.mean() for w in weights.values()])
     if all(_are_alike(w.flatten()) for w in weights.values()) and _are_alike(own) and not _are_alike(scales):
-        return claim_cause("unequal_shares", OWN_TOKENS, fit)
+        return claim_cause("unequal_shares", state_fact("own_tokens"), fit)
     others = [torch.cat([w[: rows[rank]], w[rows[rank] + 1 :]]) for rank, w in weights.items()]
     if len(tokens) > 1 and all(bool((other.abs() < CLOSE).all()) for other in others):
-        words = "each data rank's own micro-batches alone are in it"
-        return claim_cause("not_summed", words, fit)
+        return claim_cause("not_summed", state_fact("own_micro_batches"), fit)
     return _of_weights(weights[0], tokens, fit)
 
 
@@ -143,20 +142,19 @@ def _of_weights(weights: Tensor, tokens: Tensor, *fit: Explained) -> list[Cause]
         return []
     missing = weights.abs() < CLOSE
     if bool(missing.all(1).any()):
-        kept = [str(d) for d in range(weights.shape[0]) if not bool(missing[d].all())]
-        return claim_cause("not_summed", f"only data rank {', '.join(kept)} of {weights.shape[0]} is in it", *fit)
-    counted = ", ".join(f"{weight:.3g}" for weight in weights.flatten().tolist())
-    words = f"its micro-batches count {counted} times instead of once each"
+        kept = [d for d in range(weights.shape[0]) if not bool(missing[d].all())]
+        return claim_cause("not_summed", state_fact("some_data_ranks", kept=kept, of=weights.shape[0]), *fit)
+    fact = state_fact("counted_times", weights=weights.flatten().tolist())
     if bool(missing.all(0).any()):
-        lost = [str(m) for m in range(weights.shape[1]) if bool(missing[:, m].all())]
-        words = f"micro-batch {', '.join(lost)} of {weights.shape[1]} is missing in it"
+        lost = [m for m in range(weights.shape[1]) if bool(missing[:, m].all())]
+        fact = state_fact("micro_batches_missing", lost=lost, of=weights.shape[1])
     elif bool(missing.any()):
-        words = "some micro-batches of some data ranks are missing in it"
+        fact = state_fact("some_missing")
     elif _by_own_tokens(weights, tokens):
-        words = "every micro-batch is divided by its own tokens, not by those of the step"
+        fact = state_fact("micro_batch_tokens")
     elif all(_are_alike(row) for row in weights) and _by_own_tokens(weights.mean(1), tokens.sum(1)):
-        words = OWN_TOKENS
-    return claim_cause("unequal_shares", words, *fit)
+        fact = state_fact("own_tokens")
+    return claim_cause("unequal_shares", fact, *fit)
 
 
 def _by_own_tokens(weights: Tensor, tokens: Tensor) -> bool:

@@ -21,9 +21,8 @@ from shardproof.harness.diagnosing.causes.cause import Cause, claim_cause
 from shardproof.harness.diagnosing.causes.hypothesis import LATER, STATE, Failure, Hypothesis
 from shardproof.harness.diagnosing.causes.places import blocks_of
 from shardproof.harness.diagnosing.causes.proofs import FEWEST_OF_A_FACTOR, Explained, count_independent
-from shardproof.harness.diagnosing.causes.proofs import factor_in_words as in_words
 from shardproof.harness.diagnosing.hypotheses.factors import meaning_of
-from shardproof.harness.errors import ranks_text
+from shardproof.harness.verdicts.facts import state_fact
 
 NEAR = 1e-4
 """Weights of a fit are equal within this, and a fit leaves less than this share of what is wrong."""
@@ -151,19 +150,18 @@ def _guess_moments(failure: Failure) -> list[Cause]:
     """Moments of gradients times one number, or that are another sum of the right ones and of what was before."""
     step, evidence, wrong = _first_wrong_step(failure), failure.evidence, failure.numbers
     states = {kind: state for kind in _MOMENTS if (state := _find_wrong_states(failure, kind))}
-    proofs, words = list[Explained](), list[str]()
+    proofs, moments = list[Explained](), list[tuple[str, float, float]]()
     for kind, state in states.items():
         now = state.beside.get("parameter")
         fit = fit_linear(state.value, state.truth, state.before)
         share = None if fit or now is None or kind != "exp_avg" else find_multiple(state.value - state.truth, now)
         if share is not None and now is not None:  # of squared gradients that hold parameters nothing is linear
-            words = [f"the {_MOMENTS[kind]} holds {share:.3g} x the parameters"]
-            proofs = [_explain_state(state, state.value, state.truth, state.truth + share * now)]
-            break
+            proof = _explain_state(state, state.value, state.truth, state.truth + share * now)
+            holds = state_fact("moment_with_parameters", step=step, moment=_MOMENTS[kind], share=share)
+            return claim_cause("optimizer_state", holds, proof)
         if fit is None:
             return []
-        past = f" and {fit[1]:.4g} x the one before" if fit[1] else ""
-        words.append(f"the {_MOMENTS[kind]} is {in_words(fit[0])} the right one{past}")
+        moments.append((_MOMENTS[kind], *fit))
         guess = fit[0] * state.truth + fit[1] * state.before
         proofs.append(_explain_state(state, state.value, state.truth, guess))
     if not proofs:
@@ -171,10 +169,9 @@ def _guess_moments(failure: Failure) -> list[Cause]:
     if (factor := gradient_factor(evidence, wrong, step)) is not None:
         names = [name.rpartition("/")[2] for name in next(iter(states.values())).states]
         first = [f"{kind}_after/0/{name}" for kind in _MOMENTS for name in names]
-        relation = f"the gradients of step {step} are {in_words(factor)} the right ones"
         measure = partial(gradient_factor, wrong=first, step=0)
-        return meaning_of(evidence, factor, relation, NEAR, measure, lambda _: tuple(proofs), step)
-    return claim_cause("optimizer_state", f"in step {step} {', '.join(words)}", *proofs)
+        return meaning_of(evidence, factor, "gradients", NEAR, measure, lambda _: tuple(proofs), step)
+    return claim_cause("optimizer_state", state_fact("other_moments", step=step, moments=moments), *proofs)
 
 
 def _explain_state(state: Moved, value: Tensor, truth: Tensor, guess: Tensor, fitted: int = 1) -> Explained:
@@ -188,16 +185,15 @@ def _guess_updates(failure: Failure) -> list[Cause]:
         return []
     if (factor := find_multiple(state.got, state.right)) is not None:
         proof = _explain_state(state, state.got, state.right, factor * state.right)
-        relation = f"the updates of step {step} are {in_words(factor)} the right ones"
         measure = partial(_factor_of_updates, names=[name.rpartition("/")[2] for name in state.states])
-        return meaning_of(failure.evidence, factor, relation, NEAR, measure, lambda _: (proof,), step)
+        return meaning_of(failure.evidence, factor, "updates", NEAR, measure, lambda _: (proof,), step)
     last = state.beside.get("last") if _right_norm(failure) else None
     for what, other in (("the parameters before it", state.before), ("the updates before", last)):
         fit = None if other is None or not bool(other.any()) else fit_linear(state.got, state.right, other)
         if fit and other is not None:
             guess = fit[0] * state.right + fit[1] * other
-            words = f"the updates of step {step} are {in_words(fit[0])} the right ones and {fit[1]:.3g} x {what}"
-            return claim_cause("optimizer_state", words, _explain_state(state, state.got, state.right, guess, fitted=2))
+            fact = state_fact("update_with", step=step, factor=fit[0], share=fit[1], beside=what)
+            return claim_cause("optimizer_state", fact, _explain_state(state, state.got, state.right, guess, fitted=2))
     return []
 
 
@@ -228,20 +224,19 @@ def _not_taken(failure: Failure) -> list[Cause]:
         same = {
             n: then for n, then in known.items() if n in tensors and torch.equal(tensors[n].double(), then.double())
         }
-        when = f"step {first}" if first else "the first step"
         if same:
-            named = "the parameters" if len(same) == len(names) else ", ".join([*same][:3]) + " ..." * (len(same) > 3)
+            some = () if len(same) == len(names) else tuple(same)
             proofs = (
                 Explained(value=tensors[n], truth=evidence.truth.tensors[n], guess=t, names=(n,))
                 for n, t in same.items()
             )
-            return claim_cause("never_updated", f"{named}: as before {when}", *proofs)
-        if known and (causes := _still_on_ranks(evidence.run, evidence.truth, known, when)):
+            return claim_cause("never_updated", state_fact("as_before", names=some, step=first), *proofs)
+        if known and (causes := _still_on_ranks(evidence.run, evidence.truth, known, first)):
             return causes
     return []
 
 
-def _still_on_ranks(run: Run, truth: Truth, befores: Mapping[str, Tensor], when: str) -> list[Cause]:
+def _still_on_ranks(run: Run, truth: Truth, befores: Mapping[str, Tensor], step: int) -> list[Cause]:
     """Ranks on which every wrong parameter stays where it was, and nothing else is wrong anywhere."""
     stays, moves = dict[int, Explained](), set[int]()
     for name, before in befores.items():
@@ -257,8 +252,8 @@ def _still_on_ranks(run: Run, truth: Truth, befores: Mapping[str, Tensor], when:
                     return []
     if not stays or stays.keys() & moves:
         return []
-    words = f"on rank{'s' * (len(stays) > 1)} {ranks_text(sorted(stays))} the parameters are as before {when}"
-    return claim_cause("never_updated", words, *stays.values())
+    fact = state_fact("as_before_on", ranks=sorted(stays), step=step)
+    return claim_cause("never_updated", fact, *stays.values())
 
 
 def _not_zeroed(failure: Failure) -> list[Cause]:
@@ -282,7 +277,7 @@ def _not_zeroed(failure: Failure) -> list[Cause]:
             return []
         guess = truth + share * old.double()
         proofs.append(Explained(value=value, truth=truth, guess=guess, left=LEFT, names=(name,), fitted=1))
-    return claim_cause("not_zeroed", f"step {step} holds the gradient of the first step once more", *proofs)
+    return claim_cause("not_zeroed", state_fact("first_gradient_again", step=step), *proofs)
 
 
 _of_steps = partial(Hypothesis, kinds=frozenset({"grad_norm", STATE}))

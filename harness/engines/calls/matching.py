@@ -39,7 +39,7 @@ class GroupCall(NamedTuple):
 
     `place` is where it belongs (phase, module, step, micro-batch), which differs between ranks that skipped a call.
     `order` counts the calls of the rank. `complete` and `size_bytes` (of the payload) are None where they are not
-    known. `members` are the signatures of the calls in a coalesced one.
+    known. `members` are the signatures of the calls in a coalesced one. `batched`: a message was issued in a batch.
     """
 
     signature: Signature
@@ -50,6 +50,7 @@ class GroupCall(NamedTuple):
     complete: bool | None = None
     members: tuple[Signature, ...] = ()
     size_bytes: int | None = None
+    batched: bool = False
 
     @property
     def words(self) -> str:
@@ -422,12 +423,18 @@ def _pair_messages(
 
 
 def _find_unequal_messages(messages: Sequence[_Messages]) -> Iterator[Divergence]:
-    """The first message of a pair whose ends have other numbers of bytes."""
+    """The first message of a pair whose ends have other numbers of bytes.
+
+    Up to the first that one end issued in a batch and the other by itself: these meet where NCCL's communicators were
+    made at once (`init_process_group(device_id=...)`), and never where each pair of ranks has its own.
+    """
     for channel, one, there, answer in messages:
         if answer is None or not channel[2].startswith("send"):
             continue
         sent, received = one.calls.get(channel, {}), answer.calls.get(there, {})
         for number in sorted({*sent} & {*received}):
+            if sent[number].batched != received[number].batched:
+                break
             if differing_size(sent[number], received[number]):
                 ends = {one.rank: sent[number], answer.rank: received[number]}
                 yield Divergence(

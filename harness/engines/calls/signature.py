@@ -157,7 +157,13 @@ def call_of(
         device=payload[0].device.type if payload else "cpu",
         address=address_of(signature, payload),
         needs_gradient=needs_gradient(signature.op, payload),
+        computed=is_computed(payload),
     )
+
+
+def is_computed(payload: Sequence[Tensor]) -> bool:
+    """Whether autograd computed a tensor of a payload: no batch, parameter or gradient has a node that made it."""
+    return any(tensor.grad_fn is not None for tensor in payload)
 
 
 def address_of(signature: Signature, payload: Sequence[Tensor]) -> int:

@@ -32,7 +32,7 @@ from shardproof.harness.engines.calls.pending import (
     label_group,
     world_of,
 )
-from shardproof.harness.engines.calls.signature import Signature, address_of, call_of, needs_gradient
+from shardproof.harness.engines.calls.signature import Signature, address_of, call_of, is_computed, needs_gradient
 from shardproof.harness.engines.engine import Unwaited
 from shardproof.harness.engines.threads.scheduler import Scheduler
 from shardproof.harness.ledger import Call, Observer, notify_waited
@@ -339,8 +339,8 @@ class CollectiveMatcher:
         if len(payload) > 1:
             return call_of(*arguments)
         shape, address = payload[0].shape if payload else None, address_of(call.signature, payload)
-        needed = needs_gradient(call.signature.op, payload)
-        key = (group, call.signature, shape, peer, call.is_async, address, needed)
+        of_autograd = needs_gradient(call.signature.op, payload), is_computed(payload)
+        key = (group, call.signature, shape, peer, call.is_async, address, of_autograd)
         stored = self._calls.get(key)
         if stored is None:
             stored = self._calls[key] = call_of(*arguments)

@@ -16,8 +16,8 @@ from typing import Any
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _HOME = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(_HERE))))
-_TARGETS = {"torch.distributed.distributed_c10d": "arm", "torch": "arm_values"}
-"""Module -> the function of harness.programs.arming that is called with it once it is imported."""
+_CALLS, _VALUES = "torch.distributed.distributed_c10d", "torch"
+"""The modules behind whose import calls and values are recorded."""
 
 
 class _Armer:
@@ -38,19 +38,24 @@ class _Armer:
             def exec_module(module: ModuleType) -> None:
                 sys.meta_path.remove(self)  # not before: a program may only ask whether there is such a module
                 execute(module)
-                _arm(module, _TARGETS[name])
+                _arm(module, values=name == _VALUES)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
-def _arm(module: ModuleType, function: str) -> None:
+def _arm(module: ModuleType, *, values: bool) -> None:
     try:
         if importlib.util.find_spec("shardproof") is None:
             sys.path.append(_HOME)  # behind the program's own: it must not find others than without us
-        from shardproof.harness.programs import arming  # noqa: PLC0415  (only a process that imports torch pays for it)
+        if values:
+            from shardproof.harness.programs.tensors.arming import arm_values  # noqa: PLC0415  (only torch's users pay)
 
-        getattr(arming, function)(module)
+            arm_values()
+        else:
+            from shardproof.harness.programs.arming import arm  # noqa: PLC0415
+
+            arm(module)
     except Exception as problem:
         sys.stderr.write(f"shardproof: this process is not recorded: {type(problem).__name__}: {problem}\n")
 
@@ -68,5 +73,5 @@ def _run_the_programs_own() -> None:
 if __name__ == "sitecustomize":
     sys.path[:] = [place for place in sys.path if os.path.abspath(place or ".") != _HERE]
     if os.environ.get("SHARDPROOF_RECORD"):
-        sys.meta_path[:0] = map(_Armer, _TARGETS)
+        sys.meta_path[:0] = map(_Armer, (_CALLS, _VALUES))
     _run_the_programs_own()

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardproof.harness.checking.measures.distance import as_float64
 from shardproof.harness.checking.records import Evidence, Truth
 from shardproof.harness.diagnosing.causes.proofs import last_bits
-from shardproof.harness.errors import ShardproofError, ranks_text
+from shardproof.harness.errors import ShardproofError
 from shardproof.harness.outcome.blocks import Block
 from shardproof.harness.outcome.merging import Outcomes
 from shardproof.harness.plain_case import PlainCase, Word
@@ -26,6 +27,7 @@ from shardproof.harness.recording.capturing.drawn_values import STARTED, FirstVa
 from shardproof.harness.running.trials.trial import Trial
 from shardproof.harness.running.truth.own import EXACT, OwnTruth, one_rank
 from shardproof.harness.subject import ALONE, NamedSubject, call_subject
+from shardproof.harness.verdicts.facts import Fact, state_fact
 
 Asked = tuple[int, int, int, int]
 """Step, micro-batch, first and past-the-last number of its samples."""
@@ -98,14 +100,14 @@ class _Gradients:
         if gradient is not None and not gradient.is_sparse:
             with torch.no_grad():
                 own = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-                self._of[id(leaf)] = float(own.double().square().sum())
+                self._of[id(leaf)] = float(as_float64(own).square().sum())
             self.squares.append(sum(self._of.values()))
 
 
 def with_beginnings(trial: Trial, evidence: Evidence, wrong: Collection[str]) -> Evidence:
     """Evidence with how samples and initial values of the ranks differ from those of their truth; else as it is."""
-    own, case, samples = trial.reference.own, trial.case, ""
-    if not wrong or evidence.truth.unmergeable:
+    own, case, samples = trial.reference.own, trial.case, None
+    if not wrong or evidence.truth.unmergeable or not trial.has_time("located"):
         return evidence
     try:
         with trial.time_part("located"):
@@ -135,7 +137,7 @@ def _asked_by_truth(trial: Trial, own: OwnTruth, case: PlainCase) -> set[Asked]:
     return set(noted)
 
 
-def _apart(ranks: Sequence[set[Asked]], case: PlainCase) -> str:
+def _apart(ranks: Sequence[set[Asked]], case: PlainCase) -> Fact | None:
     """The first ranks of one tp group that take different samples of a step, which they do not share out."""
     for group in case.axes[_TENSOR]:
         for one, other in combinations(group, 2):
@@ -143,25 +145,23 @@ def _apart(ranks: Sequence[set[Asked]], case: PlainCase) -> str:
                 mine, theirs = _numbers(ranks[one], step), _numbers(ranks[other], step)
                 often = Counter(number for asked in ranks for number in _numbers(asked, step))
                 if mine != theirs and max(often.values()) > 1:
-                    who = f"ranks {one} and {other} of one {_TENSOR} group ask for different samples (case.samples)"
-                    return f"{who}: in step {step} for {ranks_text(mine)} and for {ranks_text(theirs)}"
-    return ""
+                    both = {"rank": one, "other": other, "axis": _TENSOR, "step": step}
+                    return state_fact("group_samples", **both, mine=mine, theirs=theirs)
+    return None
 
 
-def _difference(ranks: set[Asked], truth: set[Asked], micro: int) -> str:
-    """How the samples of the first step in which they differ do, in words; "" where all are the same."""
+def _difference(ranks: set[Asked], truth: set[Asked], micro: int) -> Fact | None:
+    """How the samples of the first step in which they differ do; None where all are the same."""
     for step in sorted({step for step, *_ in ranks} & {step for step, *_ in truth}):
         mine, theirs = (_numbers(asked, step) for asked in (ranks, truth))
         if mine == theirs:
             continue
         known = {number for of_step, number, *_ in ranks if of_step == step}
         lacking = [number for number in range(micro) if number not in known]
-        read = f"in step {step} the ranks ask for samples {ranks_text(mine)}, and the truth for {ranks_text(theirs)}"
         if lacking:
-            plural = "es" * (len(lacking) > 1)
-            return f"samples of micro-batch{plural} {ranks_text(lacking)} were never asked for (case.samples): {read}"
-        return f"other samples than those of the truth were asked for (case.samples): {read}"
-    return ""
+            return state_fact("samples_never_asked", micro=lacking, step=step, ranks=mine, truth=theirs)
+        return state_fact("samples_differ", step=step, ranks=mine, truth=theirs)
+    return None
 
 
 def _numbers(asked: set[Asked], step: int) -> list[int]:
@@ -188,8 +188,8 @@ class _Begun:
         return not any(_equal(local, true) for local in self.every)
 
 
-def _other_start(ranks: Outcomes, truth: Truth) -> str:
-    """The first parameter that begins on a rank as another part of itself, or with other numbers, in words."""
+def _other_start(ranks: Outcomes, truth: Truth) -> Fact | None:
+    """The first parameter that begins on a rank as another part of itself, or with other numbers."""
     found, initial = list(_find_first_values(ranks)), truth.initial
     known = [one for one in found if one.name in initial and initial[one.name].shape == one.block.global_shape]
     right = [(one.rank, one.name, one.block.part_of(initial[one.name])) for one in known]
@@ -203,13 +203,13 @@ def _other_start(ranks: Outcomes, truth: Truth) -> str:
         parts = (begun for begun in known if begun.name == one.name)
         other = next((p for p in parts if _equal(one.local, p.block.part_of(initial[one.name]))), None)
         if other:
-            what = f"begins with the part of {one.name} that rank {other.rank} returns, at {other.block.offsets}"
-            return f"initial values: rank {one.rank} {what}, and returns {one.block.offsets}"
+            places = {"at": other.block.offsets, "returned": one.block.offsets}
+            return state_fact("starts_as_other", rank=one.rank, name=one.name, other=other.rank, **places)
     for one in wrong:
         true = one.block.part_of(initial[one.name])
         if float((one.local.double() - true.double()).norm()) > _FAR * float(true.double().norm()):
-            return f"initial values: rank {one.rank} begins with another {one.name} than the truth, before any step"
-    return ""
+            return state_fact("starts_otherwise", rank=one.rank, name=one.name)
+    return None
 
 
 def _find_first_values(ranks: Outcomes) -> Iterator[_Begun]:

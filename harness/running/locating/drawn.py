@@ -16,6 +16,7 @@ from shardproof.harness.recording.capturing.operator_probes import DrawnNumbers,
 from shardproof.harness.running.trials.trial import Trial
 from shardproof.harness.running.truth.own import EXACT, one_rank
 from shardproof.harness.subject import ALONE
+from shardproof.harness.verdicts.facts import Fact, state_fact
 
 _LATER = frozenset({"act_grad", "grad", "grad_norm", "tokens", "param", "saved"})
 """Kinds of names that no forward computes."""
@@ -34,6 +35,8 @@ def with_drawn_numbers(trial: Trial, evidence: Evidence, wrong: Collection[str])
     drawn_by_ranks = truth.from_ranks and dropout  # and returned: by whatever operators they drew
     if truth.unmergeable or drawn_by_ranks or untouched or not wrong or (forward and not forward & set(wrong)):
         return evidence
+    if not trial.has_time("located"):
+        return evidence
     try:
         with trial.time_part("located"):
             ranks = _of_ranks(trial, trial.case, dropout)
@@ -42,9 +45,7 @@ def with_drawn_numbers(trial: Trial, evidence: Evidence, wrong: Collection[str])
             differences = _differences(ranks, _of_truth(trial, dropout))
             for other in evidence.regroupings.runs if evidence.regroupings else ():
                 case = trial.case.but(**other.sizes, **without_saving(trial.case))
-                differences = differences or _differences(
-                    ranks, _of_ranks(trial, case, dropout), f"a run with {other.words}"
-                )
+                differences = differences or _differences(ranks, _of_ranks(trial, case, dropout), other.words)
             return evidence.with_found(drawn=differences)
     except ShardproofError:  # a program that a dispatch mode disturbs: its errors stand
         return evidence
@@ -65,13 +66,12 @@ def _of_truth(trial: Trial, dropout: bool) -> list[Numbers]:
     return probe.found
 
 
-def _differences(ranks: list[Numbers], truth: list[Numbers], name: str = "the truth") -> str:
-    """Draws on one side alone, in words; "" where both draw the same."""
-    known = [{one.bits for one in drawn} for drawn in (ranks, truth)]
-    theirs = [one for one in ranks if one.forward and one.bits not in known[1]]
-    lacking = [one for one in truth if one.forward and one.bits not in known[0]]
+def _differences(ranks: list[Numbers], others: list[Numbers], beside: str = "") -> Fact | None:
+    """The first draw on one side alone: of ranks, or of the truth, or of ranks with the grouping `beside`."""
+    known = [{one.bits for one in drawn} for drawn in (ranks, others)]
+    mine = [one for one in ranks if one.forward and one.bits not in known[1]]
+    lacking = [one for one in others if one.forward and one.bits not in known[0]]
     places = {one.place for one in ranks}
-    if theirs or any(one.place in places for one in lacking):
-        one = (theirs or [one for one in lacking if one.place in places])[0]
-        return f"{one} draws other numbers than {name} does"
-    return f"{lacking[0]} draws numbers in {name} that the ranks do not draw" if lacking else ""
+    by_ranks = mine or [one for one in lacking if one.place in places]
+    first = next(iter(by_ranks or lacking), None)
+    return None if first is None else state_fact("draws", draw=str(first), beside=beside, by_ranks=bool(by_ranks))

@@ -51,6 +51,8 @@ def with_wrong_module(trial: Trial, evidence: Evidence, wrong: Collection[str]) 
         rule = f"its run would hold about {needed / 2**30:.3g} GiB of what modules return"
         trial.problems["explanation"] = f"the first wrong module was not looked for: {rule}; legal: smaller sizes"
         return evidence
+    if not trial.has_time("located"):
+        return evidence
     try:
         with trial.time_part("located"):
             modules = modules_of(trial, evidence)
@@ -86,7 +88,7 @@ def _ranks(trial: Trial, case: CaseLike, subject: str | Subject) -> list[ModuleC
     Raises what the engine raises, and RequestError when the task cannot be sent to the processes of the ranks.
     """
     task = RankTask(case=case, subject=subject, device=trial.device, text=trial.text)
-    run = partial(trial.engine.run, world_size=case.world_size, seed=case.seed, timeout_s=trial.timeout_s)
+    run = partial(trial.engine.run, world_size=case.world_size, seed=case.seed, timeout_s=trial.limit_s)
     if trial.engine.remote:
         return run(_alone, sendable(task))
     device, call = torch.device(task.device), task.call

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -12,6 +12,7 @@ from shardproof.harness.ledger import Event, Observer
 from shardproof.harness.outcome.blocks import Block, blocks
 from shardproof.harness.protocols import CaseLike, Subject
 from shardproof.harness.recording.capturing.module_calls import Capture
+from shardproof.harness.recording.documents import DocumentsNoted
 from shardproof.harness.recording.measures import Overlap, RankCallIndex, SavedActivations
 from shardproof.harness.recording.recorder import Recorder
 from shardproof.harness.subject import Unanswered, answer_question
@@ -29,7 +30,7 @@ class Execution:
     `unwaited` are asynchronous calls that were never waited for, `problem` is why activations could not be placed.
     `saved_bytes` by rank is the most that autograd held for backward, () when not measured. `hidden` are the calls
     (rank, call index) during which their rank computed a product, None when not measured. `spans` are those of ranks of
-    a pipeline that ran at the same time.
+    a pipeline that ran at the same time. `packed`: the ranks stated documents while they were recorded.
     """
 
     outcomes: tuple[Localized, ...]
@@ -41,6 +42,7 @@ class Execution:
     saved_bytes: tuple[int, ...] = ()
     hidden: frozenset[RankCallIndex] | None = None
     spans: "tuple[RankSpan, ...]" = ()
+    packed: bool = False
 
     @classmethod
     def join_ranks(cls, ranks: "Sequence[Execution]") -> "Execution":
@@ -55,6 +57,7 @@ class Execution:
             saved_bytes=tuple(size for rank in ranks for size in rank.saved_bytes),
             hidden=frozenset[RankCallIndex]().union(*measured) if measured else None,
             spans=tuple(span for rank in ranks for span in rank.spans),
+            packed=any(rank.packed for rank in ranks),
         )
 
 
@@ -72,12 +75,19 @@ class Watching:
     capture: Capture | None
     recorder: Recorder | None
     observer: Observer | None
+    noted: DocumentsNoted = field(default_factory=DocumentsNoted)
 
     @contextmanager
     def on_rank(self, rank: int) -> Iterator[None]:
         """To be entered in the thread of a rank, around its program."""
         with ExitStack() as entered:
-            for watcher in (self.capture, self.saved, self.hiding, self.recorder):
+            for watcher in (
+                self.capture,
+                self.saved,
+                self.hiding,
+                self.recorder,
+                self.noted if self.recorder else None,
+            ):
                 if watcher is not None:
                     entered.enter_context(watcher.on_rank(rank))
             yield
@@ -100,6 +110,7 @@ class Watching:
             problem=problem,
             saved_bytes=tuple(map(self.saved.peak_bytes, ranks)) if self.saved else (),
             hidden=frozenset(self.hiding.hidden) if self.hiding else None,
+            packed=self.noted.seen,
         )
 
     def _place_captured(self, rank: int, capture: Capture) -> Localized:

@@ -13,7 +13,7 @@ from shardproof.harness.ledger import Event
 from shardproof.harness.predicting.dry_run import DryRank, dry_run, find_hidden_calls, representatives
 from shardproof.harness.running.trials.runs import expectation_of, orders_of
 from shardproof.harness.running.trials.trial import Trial
-from shardproof.harness.verdicts.facts import Note, NoteKind, note_unchecked
+from shardproof.harness.verdicts.facts import Fact, Note, NoteKind, note_unchecked, state_fact
 
 
 def check_dry_run(trial: Trial) -> tuple[Evidence, dict[str, Finding]]:
@@ -59,7 +59,7 @@ def _name_unwaited_call(rank: DryRank, event: Event) -> Unwaited:
     )
 
 
-def _memory(run: Sequence[DryRank]) -> str:
+def _memory(run: Sequence[DryRank]) -> Fact:
     fullest = max(run, key=lambda rank: rank.peak_bytes)
     parts = {
         "parameters": fullest.parameter_bytes,
@@ -68,8 +68,7 @@ def _memory(run: Sequence[DryRank]) -> str:
         "saved for backward": fullest.saved_bytes,
         "all tensors at the peak": fullest.peak_bytes,
     }
-    sizes = ", ".join(f"{what} {size / 2**30:.3g}" for what, size in parts.items())
-    return f"rank {fullest.rank} holds, in GiB: {sizes}"
+    return state_fact("rank_holds", rank=fullest.rank, parts=list(parts.items()))
 
 
 def _left_out(run: int, places: int, world_size: int) -> tuple[str, ...]:

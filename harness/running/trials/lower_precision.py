@@ -35,7 +35,7 @@ from shardproof.harness.running.trials.trial import Trial
 from shardproof.harness.running.truth.own import one_rank
 from shardproof.harness.running.truth.random_rounding import RandomRounding
 from shardproof.harness.subject import NamedSubject, call_subject, lower_dtypes, refusal, truth_of
-from shardproof.harness.verdicts.facts import Note, NoteKind
+from shardproof.harness.verdicts.facts import Note, NoteKind, state_fact
 from shardproof.harness.verdicts.verdict import PASS, UNKNOWN
 
 Found = tuple[Evidence, dict[str, Finding]]
@@ -150,8 +150,8 @@ def rejudge_detected(trial: Trial, found: Found, checks: Mapping[str, Check]) ->
         if finding is findings[name]:
             changed[name] = finding
         elif dense is None and finding.verdict == PASS != findings[name].verdict:
-            rule = f"within the limits of {lowest}; no case on one rank shows whether the model has it too"
-            changed[name] = Finding(verdict=UNKNOWN, message=f"{findings[name].message}, {rule}")
+            within = state_fact("within_lower", lower=str(lowest))
+            changed[name] = Finding(verdict=UNKNOWN, facts=(*findings[name].facts, within))
         else:
             changed[name] = _with_note(finding, seen.run, words)
     return seen, changed
@@ -242,7 +242,9 @@ def _stored_shorter(run: Run, truth: Truth, wrong: Sequence[Measured], dtypes: s
 def _only_in(run: Run, truth: Truth, name: str, short: torch.dtype) -> bool:
     """Whether each number of a tensor is one of this dtype, and those of the truth are not."""
     own, true = run.tensors[name], truth.tensors.get(name)
-    return true is not None and own.equal(own.to(short).to(own)) and not true.equal(true.to(short).to(true))
+    if true is None or not own.is_floating_point():
+        return False
+    return own.equal(own.to(short).to(own)) and not true.equal(true.to(short).to(true))
 
 
 def in_first_step(name: str) -> bool:

@@ -24,6 +24,7 @@ from shardproof.harness.checking.checks import LAWS, Check, run_checks
 from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.distance import distance
 from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS, is_state, kind_of, step_of
+from shardproof.harness.checking.measures.many_tensors import Numbers
 from shardproof.harness.checking.measures.measured import Measured
 from shardproof.harness.checking.measures.tolerance import CONTROL_FACTOR, FLOAT64_CEILING, Controlled
 from shardproof.harness.checking.measuring import compare_with_truth, movement_of, sizes_of
@@ -159,9 +160,8 @@ def shed_large_controls(trial: Trial, run: Run, truth: Truth) -> Truth:
     kinds = {} if distances else sizes_of(run, truth, parameters)
     for name in names & truth.tensors.keys():
         moved = movement_of(run, truth, name)
-        true, found = truth.tensors[name], [control[name] for control in runs if name in control]
-        if moved is not None:
-            true, found = moved.truth, list(moved.controls)
+        true: Numbers = truth.tensors[name] if moved is None else moved.truth
+        found = [control[name] for control in runs if name in control] if moved is None else moved.controls
         known = distances.get(name) or Controlled.of(true, kinds.get(kind_of(name), 0.0))
         distances[name] = known.against(found)
     for asked in [asked for asked in trial.known if asked[0] == trial.reference.control]:

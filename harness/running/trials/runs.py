@@ -153,6 +153,7 @@ def _record(trial: Trial, truth: Mapping[str, Tensor], kinds: Sequence[str], *, 
         saved_bytes=run.saved_bytes,
         hidden=run.hidden,
         spans=run.spans,
+        packed=run.packed,
     )
     return Evidence(
         run=Run(calls=calls, merged=merged, outcomes=outcomes, captured=captured, mask_draws=drawn),

@@ -1,5 +1,6 @@
 """A case on one subject: how it is run, and what its reference (our dense model, or its own truth) computes."""
 
+import math
 import signal
 import threading
 import time
@@ -110,6 +111,32 @@ _BETWEEN = "checks"
 """The part of a case between and around the others."""
 
 
+EXPLAINING = ("explained", "located", "elsewhere")
+"""Parts of a case that explain a failure, and that no verdict needs."""
+EXPLAINED_IN = 10
+"""All runs that explain a failed case, those of its line `when:` too, may take this many time limits of one run."""
+
+
+@dataclass(slots=True)
+class Budget:
+    """Time for all runs that explain one failed case: until `end_s` on the monotonic clock.
+
+    `refused` are the parts that were not run, since none was left. Runs that a verdict needs ask for none.
+    """
+
+    end_s: float = math.inf
+    refused: list[str] = field(default_factory=list)
+
+    def begin(self, seconds: float) -> None:
+        """Let the explanations end after these seconds, unless they have begun already."""
+        self.end_s = min(self.end_s, time.monotonic() + seconds)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left."""
+        return self.end_s - time.monotonic()
+
+
 Asked = tuple[Function, tuple[tuple[str, int], ...]]
 """A function of the reference and the words that it was given."""
 
@@ -138,7 +165,8 @@ class Trial:
     subject's outcome its truth must be given (DenseModelLike.given_kinds). `known` fills up with what the
     reference computed. Trials of one case may share it, and trials of cases that are alike to the dense model its
     `truths`. `heard` is called with every part of the case as it begins. `verdict_alone`: once a tensor is wrong that
-    rounding cannot explain, the others do not matter.
+    rounding cannot explain, the others do not matter. `budget` is that of its explanation, which trials of other cases
+    share.
     """
 
     case: CaseLike
@@ -154,6 +182,7 @@ class Trial:
     heard: Callable[[str], object] = str
     given: dict[str, Tensor] = field(default_factory=dict)
     verdict_alone: bool = False
+    budget: Budget = field(default_factory=Budget)
 
     @property
     def text(self) -> str:
@@ -163,6 +192,17 @@ class Trial:
     def of_case(self, case: CaseLike) -> "Trial":
         """A trial of another case that is run as this one."""
         return replace(self, case=case, seconds={}, problems={}, known={}, given={})
+
+    @property
+    def limit_s(self) -> float:
+        """How long a run that begins now may take."""
+        return min(self.timeout_s, max(self.budget.left_s, 0.0))
+
+    def has_time(self, part: str) -> bool:
+        """Whether there is time for this part of an explanation; it is noted where there is none."""
+        left = self.budget.left_s > 0
+        self.budget.refused += [] if left or part in self.budget.refused else [part]
+        return left
 
     @contextmanager
     def time_part(self, part: str) -> Iterator[None]:
@@ -180,7 +220,7 @@ class Trial:
     def run(self, subject: Subject, case: CaseLike | None = None, *, record: bool = False, **how: Any) -> Execution:
         """Run this subject once on the trial's engine, in the trial's case or in another; `how` as `execute` has it."""
         text = case_text(case) if case else self.text
-        how |= {"text": text, "record": record, "device": self.device, "timeout_s": self.timeout_s}
+        how |= {"text": text, "record": record, "device": self.device, "timeout_s": self.limit_s}
         return execute(case or self.case, subject, self.engine, **how)
 
     def dense(self, function: Function, *, part: str = "truth", **words: int) -> Mapping[str, Tensor]:
@@ -217,7 +257,7 @@ class Trial:
         if self.given:
             words["given"] = self.given
         try:
-            with self.time_part(part), in_time(self.timeout_s, PARTS.get(part, PARTS["truth"])):
+            with self.time_part(part), in_time(self.limit_s, PARTS.get(part, PARTS["truth"])):
                 outcome: Mapping[str, Tensor] = function(case or self.case, torch.device(self.device), **words)
         except (ValueError, OSError) as problem:
             raise RequestError(f"case {self.text!r}: the dense model cannot compute it: {problem}") from problem

@@ -102,6 +102,8 @@ class RandomRounding(DispatchMode):
             return NotImplemented
         if any(issubclass(kind, FakeTensor) for kind in types):
             return operator(*args, **kwargs)
+        if operator.namespace == "_c10d_functional":  # it returns before its result is there, which is waited for later
+            return self.compute(operator, args, kwargs)
         name, new, exact = _kind_of(operator)
         if not self._units or not (self._inputs or self._computes(args, kwargs)):
             return self._note_product(name, self.compute(operator, args, kwargs))

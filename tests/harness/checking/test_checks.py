@@ -1,5 +1,6 @@
 """Every check passes on right evidence and fails on planted wrong evidence; broken checks are unknown, never a pass."""
 
+import ast
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -20,7 +21,8 @@ from shardproof.harness.errors import RequestError
 from shardproof.harness.outcome.blocks import Block, localize
 from shardproof.harness.protocols import Shard
 from shardproof.harness.running.trials.trial import decoder
-from shardproof.harness.verdicts.facts import NoteKind
+from shardproof.harness.verdicts.facts import NoteKind, state_fact, state_text  # noqa: F401  (the example of a page uses it)
+from shardproof.harness.verdicts.sentences.rendering import SENTENCES
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 from tests import ROOT
 from tests.harness.noted import names_of, reasons_of
@@ -180,10 +182,10 @@ def test_a_check_reads_the_records_that_its_signature_names_and_is_not_run_witho
         read.extend((claims, calls, truth))
 
     def regrouped(regroupings: Regroupings) -> Finding:
-        return Finding(verdict=FAIL, message=str(regroupings))
+        return Finding(verdict=FAIL, facts=(state_text(str(regroupings)),))
 
     def mistyped(seen: Evidence) -> Finding:
-        return Finding(verdict=PASS, message=str(seen))
+        return Finding(verdict=PASS, facts=(state_text(str(seen)),))
 
     seen: Evidence = evidence()
     checks: dict[str, Check] = {"ordered": ordered, "regrouped": regrouped, "mistyped": mistyped}
@@ -191,7 +193,7 @@ def test_a_check_reads_the_records_that_its_signature_names_and_is_not_run_witho
     assert read == [seen.claims, seen.run.calls, seen.truth]
     assert named(findings, UNKNOWN) == {*findings} == {"mistyped"}
     assert "seen of the check" in findings["mistyped"].message and "legal: Calls, Run, " in findings["mistyped"].message
-    run_checks(replace(seen, dry=DryRun(memory="")), checks)
+    run_checks(replace(seen, dry=DryRun(memory=state_text(""))), checks)
     assert read[3:] == [seen.claims, seen.run.calls, None], "a dry run has no truth"
     kept = [one for one in vars(records).values() if is_dataclass(one) and one.__module__ == records.__name__]
     assert max(len(fields(one)) for one in kept) <= 14, "a record is read at one sight"
@@ -200,9 +202,11 @@ def test_a_check_reads_the_records_that_its_signature_names_and_is_not_run_witho
     assert set(select_checks_by_need(CHECKS, Repeats)) == {"determinism", "recording"}
 
 
-def test_the_example_of_the_page_on_design_is_a_check() -> None:
+def test_the_example_of_the_page_on_design_is_a_check(monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
-    (code,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def shares" in block)
+    code, sentences = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "large_share" in block)
+    for id, sentence in ast.literal_eval(f"{{{sentences}}}").items():
+        monkeypatch.setitem(SENTENCES, id, sentence)
     made = {**globals(), "Counter": Counter}
     exec(code, made)  # noqa: S102  (a page of this project)
     checks = {"shares": made["shares"]}
@@ -213,6 +217,7 @@ def test_the_example_of_the_page_on_design_is_a_check() -> None:
     more = [replace(call, wire_bytes=9 * call.wire_bytes) if call.rank == 1 else call for call in ledger]
     found = run_checks(evidence(case=four, events=tuple(more)), checks)["shares"]
     assert (found.verdict, found.ranks) == (FAIL, (1,))
+    assert re.fullmatch(r"rank 1 sends \d+ of \d+ bytes", found.message)
 
 
 def test_the_dense_model_is_computed_only_where_a_check_needs_it_or_a_failure_is_explained() -> None:
@@ -229,7 +234,7 @@ def test_the_dense_model_is_computed_only_where_a_check_needs_it_or_a_failure_is
         assert right.verdict == PASS and [*right.seconds] == ["recorded", "checks"]
         with pytest.raises(RequestError, match="no truth"):
             prove(case(f"{words} dtype={dtype}"), checks=loss)
-    wrong = {"ledger": CHECKS["ledger"], "never": lambda: Finding(verdict=FAIL, message="it never holds")}
+    wrong = {"ledger": CHECKS["ledger"], "never": lambda: Finding(verdict=FAIL, facts=(state_text("it never holds"),))}
     assert prove(case(words), checks=wrong, explain=False).verdict == FAIL
     with pytest.raises(RequestError, match="no truth"):
         prove(case(words), checks=wrong)

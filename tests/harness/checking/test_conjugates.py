@@ -214,13 +214,13 @@ def ledger_of(engine: Engine, subject: Subject) -> tuple[Event, ...]:
 def test_what_needs_no_gradient_has_no_conjugate(made: Any, engine: Engine) -> None:
     events = ledger_of(engine, trained(made))
     assert {"all_to_all", "reduce_scatter"} & {event.op for event in events if event.phase != "backward"}
-    assert [broken.message for broken in broken_laws(events)] == []
+    assert [broken.fact.text for broken in broken_laws(events)] == []
 
 
 @pytest.mark.parametrize(("made", "words"), WRONG.values(), ids=WRONG)
 def test_a_missing_conjugate_is_told(made: Any, words: str, engine: Engine) -> None:
     (broken,) = broken_laws(ledger_of(engine, trained(made)))
-    assert words in broken.message
+    assert words in broken.fact.text
 
 
 def planted(case: Any, device: torch.device) -> Any:
@@ -237,4 +237,4 @@ def test_ranks_as_processes_tell_the_same(pool: Engine, engine: Engine) -> None:
     asked = [[(event.phase, event.needs_gradient) for event in ledger] for ledger in ledgers]
     assert asked[0] == asked[1]
     (one,), (other,) = map(broken_laws, ledgers)
-    assert one.message == other.message
+    assert one.fact.text == other.fact.text

@@ -21,7 +21,7 @@ from shardproof.harness.ledger import NO_UPDATE
 from shardproof.harness.running.proof import prove
 from shardproof.harness.running.store import Store
 from shardproof.harness.subject import NamedSubject, left_out, resolve_subject
-from shardproof.harness.verdicts.facts import Note, NoteKind, notes_about
+from shardproof.harness.verdicts.facts import Note, NoteKind, notes_about, state_text
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN, Verdict
 from shardproof.reference.case import Case
 from shardproof.reference.training import truth as dense
@@ -201,12 +201,12 @@ def noted(kind: NoteKind, *reasons: str) -> tuple[Note, ...]:
             "parallelism",
             [("all talk", (Note(kind=NoteKind.SPLIT_SHARE, numbers=(share,)),)) for share in (99, 1, 99)]
             + [("all talk", ())],
-            "share of the parameters that is split: 1 % (1 case); 99 % (2 cases)",
+            "sharded: 1 % (1 case); 99 % (2 cases) of the elements of the parameters",
         ),
         (
             "coverage",
             [("all", noted(NoteKind.UNREAD_ROWS, f"rows {place}")) for place in (1, 2, 2)],
-            "not checked: rows 2 in 2 cases; other rows in 1 case",
+            "unused vocabulary rows have no gradient to check: rows 2 in 2 cases; other rows in 1 case",
         ),
     ],
 )
@@ -217,7 +217,7 @@ def test_the_notes_of_a_run(tmp_path: Path, check: str, told: list[tuple[str, tu
     rows.append(("mode=tp seed=99", "failed", (), "fail"))
     store.plan([{"case": text, "mode": "tp", "world_size": 2} for text, *_ in rows])
     for text, statement, notes, verdict in rows:
-        one = Verdict(case=text, check=check, verdict=verdict, statement=statement, notes=notes)
+        one = Verdict(case=text, check=check, verdict=verdict, facts=(state_text(statement),), notes=notes)
         store.add(text, "", (), (one,), {})
     store.close()
     assert unchecked_notes(load(store.path)) == lines.splitlines()

@@ -8,7 +8,7 @@ import pytest
 from shardproof.harness.checking.checks import run_checks
 from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.laws import broken_laws
-from shardproof.harness.checking.ledger_checks import module_order
+from shardproof.harness.checking.ledger_checks import module_order, state_difference
 from shardproof.harness.differences import but_for_bytes, find_differences
 from shardproof.harness.ledger import Event
 from shardproof.harness.running.summary import summarize
@@ -23,7 +23,7 @@ def judged(ledger: tuple[Event, ...], **changes: Any) -> Finding:
 
 
 def first_message(ledger: tuple[Event, ...], terms: tuple[Term, ...] = TERMS) -> str:
-    return str(find_differences(ledger, terms, range(2), MODULES)[0])
+    return state_difference(find_differences(ledger, terms, range(2), MODULES)[0]).text
 
 
 @pytest.mark.parametrize("term", TERMS, ids=lambda term: f"{term.phase}-{term.region or 'none'}")
@@ -95,7 +95,7 @@ def test_without_expectation_the_laws_are_checked_and_an_empty_one_is_one() -> N
 
 def laws_broken_by(ledger: tuple[Event, ...]) -> list[str]:
     """The messages of broken laws where autograd needs every gradient."""
-    return [broken.message for broken in broken_laws(replace(event, needs_gradient=True) for event in ledger)]
+    return [broken.fact.text for broken in broken_laws(replace(event, needs_gradient=True) for event in ledger)]
 
 
 def test_members_of_a_group_must_issue_the_same_sequence() -> None:
@@ -127,9 +127,13 @@ def test_what_is_sent_is_received() -> None:
     move = a_term(phase="forward", region="", op="send", reduce_op="", calls=1)
     sends, receives = events((move,)), events((replace(move, op="recv"),))
     assert laws_broken_by((sends[0], receives[1])) == []
-    assert laws_broken_by((sends[0],)) == ["tp group [0, 1] sends 1 messages of 384 B and receives 0 of 0 B"]
+    assert laws_broken_by((sends[0],)) == [
+        "tp group [0, 1] sends 1 messages of 384 B and receives 0 of 0 B, at model.py:7"
+    ]
     short = replace(receives[1], payload_bytes=8)
-    assert laws_broken_by((sends[0], short)) == ["tp group [0, 1] sends 1 messages of 384 B and receives 1 of 8 B"]
+    assert laws_broken_by((sends[0], short)) == [
+        "tp group [0, 1] sends 1 messages of 384 B and receives 1 of 8 B, at model.py:7"
+    ]
 
     # Uneven all-to-alls are lawful, and uneven reductions are not.
     uneven = events((a_term(phase="forward", region="", op="all_to_all", reduce_op="", calls=1),))
@@ -146,10 +150,11 @@ def test_moves_have_their_conjugates() -> None:
     assert laws_broken_by(events((exchange, scatter))) == []  # nothing goes backward: an evaluation
     assert laws_broken_by(events((exchange, back, scatter, replace(gather, calls=1)))) == [
         "2 reduce_scatters of 384 B float64 over tp in forward of layers.0.mlp have no all_gather of their gradients "
-        "in its backward"
+        "in its backward, at model.py:7"
     ]
     assert laws_broken_by(events((exchange, replace(back, calls=1)))) == [
-        "4 all-to-alls of 1536 B over tp go forward and 2 of 768 B backward: each must have its conjugate"
+        "4 all-to-alls of 1536 B over tp go forward and 2 of 768 B backward: each must have its conjugate, "
+        "module layers.0.mlp, at model.py:7"
     ]
     tokens = replace(exchange, dtype="int64")
     assert laws_broken_by(events((tokens, replace(gather, calls=1)))) == []  # indices have no gradient

@@ -15,7 +15,7 @@ from shardproof.harness.checking.measures import distance as whole_tensors
 from shardproof.harness.checking.measures import many_tensors
 from shardproof.harness.checking.measures.distance import Distance, distance
 from shardproof.harness.checking.measures.kinds import kind_of
-from shardproof.harness.checking.measures.many_tensors import BLOCK, kind_rms, measured_together
+from shardproof.harness.checking.measures.many_tensors import BLOCK, Computed, compute, kind_rms, measured_together
 from shardproof.harness.checking.measures.measured import MEASURES, Measured
 from shardproof.harness.checking.measures.tolerance import measure
 from shardproof.harness.outcome.blocks import localize
@@ -71,6 +71,24 @@ def test_complex_numbers_too(monkeypatch: pytest.MonkeyPatch) -> None:
     at_once = distance(truth * (1 + 1e-3j), truth)
     _in_blocks_of(20, monkeypatch)
     assert distance(truth * (1 + 1e-3j), truth).frobenius == pytest.approx(at_once.frobenius, rel=1e-10)
+
+
+def test_what_is_computed_in_blocks_is_what_the_whole_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, slack = noise(37, 29, seed=7), 1e-7 * TRUTH.abs()
+    value, moved = RIGHT + before, TRUTH + before
+
+    def found() -> list[Distance]:
+        truth, mine = (compute(torch.sub, after, before) for after in (moved, value))
+        still = compute(torch.sub, before, before)
+        loose = compute(torch.add, slack, slack)
+        return [*(distance(mine, truth, own=own, slack=loose) for own in (0.0, 1e-9)), distance(still, still)]
+
+    at_once = found()
+    _in_blocks_of(100, monkeypatch)
+    assert isinstance(compute(torch.sub, moved, before), Computed)
+    for one, other in zip(at_once, found(), strict=True):
+        for name in MEASURES:
+            assert getattr(other, name) == pytest.approx(getattr(one, name), rel=1e-10, abs=1e-16), name
 
 
 def test_large_shards_become_views_of_the_merged_tensor() -> None:

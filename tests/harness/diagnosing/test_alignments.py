@@ -18,6 +18,7 @@ from shardproof.harness.diagnosing.hypotheses.patterns import from_patterns
 from shardproof.harness.diagnosing.placing.alignments import AGREES, DIFFERS, UNKNOWN, TrueTensor, fit_parts
 from shardproof.harness.diagnosing.placing.counterparts import same_modules, stages_of_ranks
 from shardproof.harness.protocols import Shard
+from shardproof.harness.verdicts.facts import state_text
 from tests.harness.toy_evidence import drawn, evidence, ids_of, outcome_of, truth
 
 AXES = {"tp": ((0, 1), (2, 3)), "dp": ((0, 2), (1, 3))}
@@ -207,7 +208,7 @@ def test_each_pattern_is_recognised_first(known: str, value: Tensor, truth: Tens
 
 def test_only_known_causes_are_told() -> None:
     with pytest.raises(ValueError, match="cause id=gremlins: is not a known cause; legal: missing_call "):
-        report_cause("gremlins", "", "a call")
+        report_cause("gremlins", state_text(""), "a call")
 
 
 def test_replicas_that_differ_in_their_last_bits_alone() -> None:

@@ -15,11 +15,13 @@ from shardproof.harness.checking.checks import run_checks
 from shardproof.harness.checking.records import Evidence
 from shardproof.harness.diagnosing.causes import ranking
 from shardproof.harness.diagnosing.causes.cause import Cause, claim_cause
-from shardproof.harness.diagnosing.causes.proofs import Explained, NotFinite, Rounded, factor_in_words
+from shardproof.harness.diagnosing.causes.proofs import Explained, NotFinite, Rounded
 from shardproof.harness.diagnosing.diagnosis import explanation_of
 from shardproof.harness.diagnosing.hypotheses.patterns import from_patterns
 from shardproof.harness.diagnosing.rank_causes import by_numbers
 from shardproof.harness.protocols import Shard
+from shardproof.harness.verdicts.facts import state_text
+from shardproof.harness.verdicts.sentences.formats import describe_factor
 from tests import ROOT
 from tests.harness.toy_evidence import case, drawn, evidence, ids_of, outcome_of, planted, truth
 
@@ -64,7 +66,7 @@ def test_a_factor_near_1_is_told_with_the_digits_that_tell_it_from_1() -> None:
     (told,) = words_of(by_numbers(seen({name: truth()[name] * 1.0002}), [name]))
     assert told == "it is 1.0002 x the truth"
     in_words = {2.0: "2 x", 1 / 3: "0.3333 x", -1.0: "-1 x", 1 - 2e-7: "0.9999998 x", 1.05: "1.05 x"}
-    assert {f: factor_in_words(f) for f in in_words} == in_words
+    assert {f: describe_factor(f) for f in in_words} == in_words
 
 
 def test_a_count_of_steps_is_no_mean_and_is_not_left_at_zero() -> None:
@@ -106,10 +108,10 @@ def test_rows_that_are_routed_in_other_groups_are_no_wrong_layout() -> None:
 def test_a_cause_that_its_numbers_contradict_cannot_be_made() -> None:
     true = drawn(8, 4)
     double = Explained(value=true * 1.9, truth=true, guess=true * 2)
-    assert claim_cause("size_factor", "it is 2 x the truth", double) == []
+    assert claim_cause("size_factor", state_text("it is 2 x the truth"), double) == []
     for proof in ((double,), ()):
         with pytest.raises(ValueError, match="must hold of the numbers that it speaks of"):
-            Cause(id="size_factor", words="it is 2 x the truth", proof=proof)
+            Cause(id="size_factor", fact=state_text("it is 2 x the truth"), proof=proof)
 
 
 def test_a_factor_that_leaves_more_than_its_check_allows_is_not_told() -> None:

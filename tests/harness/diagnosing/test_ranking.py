@@ -1,5 +1,6 @@
 """Hypotheses compete by what they explain, whatever order they stand in."""
 
+import ast
 import re
 from collections.abc import Sequence
 
@@ -13,6 +14,8 @@ from shardproof.harness.diagnosing.causes.cause import Cause, claim_cause  # noq
 from shardproof.harness.diagnosing.causes.hypothesis import Failure, Hypothesis, of_values
 from shardproof.harness.diagnosing.causes.proofs import Explained
 from shardproof.harness.diagnosing.causes.ranking import select_best
+from shardproof.harness.verdicts.facts import state_fact, state_text  # noqa: F401  (the example of a page uses it)
+from shardproof.harness.verdicts.sentences.rendering import SENTENCES
 from tests import ROOT
 from tests.harness.toy_evidence import case, drawn, planted, truth
 
@@ -28,7 +31,7 @@ def toy(id: str, names: Sequence[str], fitted: int = 0, kinds: frozenset[str] = 
     """A hypothesis that always finds a cause, which explains these names by some of their numbers."""
     one = torch.ones(())
     proof = Explained(value=2 * one, truth=one, guess=2 * one, names=tuple(names), fitted=fitted)
-    return Hypothesis(predicts="so", causes=lambda _: claim_cause(id, "it is so", proof), kinds=kinds)
+    return Hypothesis(predicts="so", causes=lambda _: claim_cause(id, state_text("it is so"), proof), kinds=kinds)
 
 
 def told(*hypotheses: Hypothesis) -> list[str]:
@@ -51,7 +54,9 @@ def test_what_explains_the_first_is_reported_then_what_explains_most_then_what_f
 
 def test_a_cause_that_leaves_more_than_the_check_allows_makes_room_for_another() -> None:
     value, true = RIGHT[W1] * 2 + 1e-8 * drawn(*RIGHT[W1].shape), RIGHT[W1]
-    nearly = claim_cause("size_factor", "it is 2 x", Explained(value=value, truth=true, guess=2 * true, names=(W1, W2)))
+    nearly = claim_cause(
+        "size_factor", state_text("it is 2 x"), Explained(value=value, truth=true, guess=2 * true, names=(W1, W2))
+    )
     assert nearly, "it explains nearly all of the error"
     everything = Hypothesis(predicts="twice the truth", causes=lambda _: nearly, kinds=GRADIENTS)
     failure = failure_of({W1: value, W2: 2 * RIGHT[W2]})
@@ -106,13 +111,15 @@ def test_every_hypothesis_states_what_it_predicts() -> None:
     assert all(3 <= len(sentence.split()) <= 25 and not sentence.endswith(".") for sentence in sentences)
 
 
-def test_the_example_of_the_page_on_design_finds_its_cause() -> None:
+def test_the_example_of_the_page_on_design_finds_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
-    (code,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "NEGATED" in block)
+    code, sentence = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "negated" in block)
+    monkeypatch.setitem(SENTENCES, "negated", ast.literal_eval(f"{{{sentence}}}")["negated"])
     made = {**globals(), "of_values": of_values}
     exec(code, made)  # noqa: S102  (a page of this project)
     (cause,) = select_best(failure_of({W1: -RIGHT[W1], W2: -RIGHT[W2]}), [made["NEGATED"]])
     assert cause.id == "constant_factor" and cause.explains == {W1, W2}
+    assert cause.words == "they are minus the truth"
 
 
 def test_odd_evidence_ends_in_no_cause_and_in_no_exception() -> None:

@@ -16,7 +16,7 @@ from shardproof.harness.diagnosing.diagnosis import diagnose_ended_case, explana
 from shardproof.harness.diagnosing.explained import failed_run, repeat_command
 from shardproof.harness.errors import Desynchronised, Position, RankCrashed, RankDied, RankRaised, Stalled, TimeLimit
 from shardproof.harness.running.store import Store
-from shardproof.harness.verdicts.facts import First
+from shardproof.harness.verdicts.facts import First, state_text
 from shardproof.harness.verdicts.verdict import Verdict
 from shardproof.reports.stored import failures
 from shardproof.reports.stored.failures import bugs_of_run, simplest_first
@@ -82,7 +82,9 @@ SKIPS = "the ranks issued different calls, or not as many: the line above says w
 def test_a_case_without_an_outcome_in_six_lines(error: Any, what: str, why: str, cause: str) -> None:
     error = error("rank 1 ended", ranks=[1], positions=STOOD)
     failure = failed_run(case(), SUBJECT, error, "--engine pool")
-    assert Verdict(case="", check="run", verdict="fail", statement="rank 1 ended", failure=failure).lines == [
+    assert Verdict(
+        case="", check="run", verdict="fail", facts=(state_text("rank 1 ended"),), failure=failure
+    ).lines == [
         f"what:   {what}: rank 1 ended (check run)",
         "where:  mode=tp, all 2 ranks",
         "error:  nothing to compare: there is no outcome",
@@ -208,15 +210,15 @@ def test_failures_are_grouped_by_first_place() -> None:
         failed("mode=msp tp=2", "forward", inner(1)),
         failed("mode=tp tp=4", "forward", HEAD),
         failed("mode=isp", "forward", inner(3)),
-        Verdict(case="mode=isp", check="replicas", verdict="pass", statement=""),
-        Verdict(case="mode=isp", check="ledger", verdict="unknown", statement="not decided"),
+        Verdict(case="mode=isp", check="replicas", verdict="pass", facts=(state_text(""),)),
+        Verdict(case="mode=isp", check="ledger", verdict="unknown", facts=(state_text("not decided"),)),
     ]
     first, second = bugs_of_run(records)
     assert first.verdict == records[0]
-    assert first.follows == "and update, forward fail from the same first place on in 2 cases"
-    assert second.follows == "and forward fails from the same first place on in 1 case"
+    assert first.follows == "same first place: checks update, forward fail too, in 2 cases"
+    assert second.follows == "same first place: check forward fails too, in 1 case"
     named, _ = bugs_of_run([*records, failed("mode=tp tp=8", "update", HEAD)])
-    assert named.follows == "and update (2 cases), forward fail from the same first place on in 3 cases"
+    assert named.follows == "same first place: checks update (2 cases), forward fail too, in 3 cases"
     assert bugs_of_run(records[:1])[0].follows == ""
 
 

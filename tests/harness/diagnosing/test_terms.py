@@ -20,6 +20,7 @@ from shardproof.harness.diagnosing.rank_causes import by_numbers
 from shardproof.harness.engines.engine import Unwaited
 from shardproof.harness.outcome.blocks import blocks, localize
 from shardproof.harness.protocols import Axes, Shard
+from shardproof.harness.verdicts.facts import state_text
 from tests.harness.toy_evidence import (
     TERMS,
     a_term,
@@ -169,7 +170,7 @@ def test_tensors_behind_the_first_one_need_not_be_as_near() -> None:
     for first, second, told in ((0.0, later, ["size_factor"]), (1e-8 * drawn(6), 0 * later, [])):
         table = {OF_W2: 2 * truth()[OF_W2] + first, W1: 2 * truth()[W1] + second}
         proof = (Explained(value=table[n], truth=truth()[n], guess=2 * truth()[n], names=(n,)) for n in (OF_W2, W1))
-        causes, found = claim_cause("size_factor", "both are 2 x the truth", *proof), seen_with(table)
+        causes, found = claim_cause("size_factor", state_text("both are 2 x the truth"), *proof), seen_with(table)
         merged = replace(found.run.merged, tensors={**found.run.tensors, **table})
         assert [cause.id for cause in within_limits(but(found, merged=merged), causes)] == told
 
@@ -185,7 +186,7 @@ def test_an_element_is_measured_by_its_own_predicted_size() -> None:
     text = case("mode=tp tp=2 seq=16 dtype=bfloat16")
     found = planted(short, truth=known, case=text)
     proof = Explained(value=found.run.tensors[name], truth=true, guess=guess)
-    assert within_limits(found, claim_cause("other_part", "it is shifted", proof))
+    assert within_limits(found, claim_cause("other_part", state_text("it is shifted"), proof))
 
 
 def test_gradients_kept_wider_than_they_were_computed_are_judged_as_they_were() -> None:

@@ -67,6 +67,16 @@ def test_messages_are_not_counted_where_the_first_ones_are_gone(tmp_path: Path) 
     assert found == [] and "no rank diverges" in text
 
 
+def test_messages_of_batches_and_others_may_overtake_each_other(tmp_path: Path) -> None:
+    """Each pair of ranks has a communicator for the others, where NCCL's were not made at once."""
+    sent = Recorded().message("send 0->1", [7]).message("send 0->1", [3]).batch(("send 0->1", [4]))
+    received = Recorded().message("recv 1<-0", [7]).batch(("recv 1<-0", [4])).message("recv 1<-0", [3])
+    assert found_in(write_entries(tmp_path / "right", sent.entries, received.entries))[0] == []
+    received = Recorded().message("recv 1<-0", [8]).batch(("recv 1<-0", [4])).message("recv 1<-0", [3])
+    ((wrong,), _) = found_in(write_entries(tmp_path / "wrong", sent.entries, received.entries))
+    assert (wrong.how, wrong.number) == ("message", 1)
+
+
 @pytest.mark.parametrize("batch_end", ["completed", "scheduled"])
 def test_right_dumps_are_silent_wherever_their_rings_were_cut(tmp_path: Path, batch_end: str) -> None:
     length = len(right_job(0, 3, batch_end))

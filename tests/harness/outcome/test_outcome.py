@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard as ShardPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardproof.harness.outcome.blocks import blocks, localize
-from shardproof.harness.outcome.merging import describe_differences, match_truth, merge_outcomes, same_bits
+from shardproof.harness.outcome.merging import match_truth, merge_outcomes, same_bits, state_differences
 from shardproof.harness.protocols import Shard
 
 
@@ -122,11 +122,11 @@ def test_replicas_of_nan_are_equal_and_signed_zeros_are_not() -> None:
     assert not same_bits(torch.zeros(2), -torch.zeros(2))
     assert not same_bits(torch.zeros(2), torch.zeros(2, 1))
     assert not same_bits(torch.zeros(2), torch.zeros(2, dtype=torch.float64))
-    assert describe_differences(torch.zeros(2), torch.zeros(3)) == "in form: (2,) float32 against (3,) float32"
+    assert state_differences(torch.zeros(2), torch.zeros(3)).text == "in form: (2,) float32 against (3,) float32"
     one = torch.tensor([1.0, 2.0, 3.0, torch.inf])
     words = "in 2 of 4 elements, NaN or infinite in 1, by up to 0.5, first at (0,)"
-    assert describe_differences(torch.tensor([torch.nan, 2.5, 3.0, torch.inf]), one) == words
-    assert describe_differences(nan[0], torch.tensor(1.0)) == "in 1 of 1 elements, NaN or infinite in 1"
+    assert state_differences(torch.tensor([torch.nan, 2.5, 3.0, torch.inf]), one).text == words
+    assert state_differences(nan[0], torch.tensor(1.0)).text == "in 1 of 1 elements, NaN or infinite in 1"
     three = torch.tensor(3.0, dtype=torch.float64)  # a single element that was expanded has bits too
     assert same_bits(three.expand(1), three[None]) and not same_bits(three.expand(1), -three[None])
     assert same_bits(three.expand(1)[None], torch.full((1, 1), 3.0, dtype=torch.float64))

@@ -14,14 +14,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import tests.forked
-from shardproof.harness.programs.arming import arm, arm_values
+from shardproof.harness.programs.arming import arm
 from shardproof.harness.programs.launch import request_of
 from shardproof.harness.programs.session import VARIABLE, new_session
+from shardproof.harness.programs.tensors.arming import arm_values
+from shardproof.harness.programs.traced import axis_of
+from shardproof.harness.traces.reading import read_traces
 from shardproof.harness.witnesses.agreement import Sighting, agreement, of_ledger
 from shardproof.reports.options.command_options import add_options
 from shardproof.reports.programs import figures
@@ -58,6 +60,22 @@ def seen_alike(run: Run, witness: str, seen: Sequence[Sighting]) -> None:
     assert len(found.rows) == len(seen) == len(run.ledger)
 
 
+def read_alike(run: Run, world_size: int) -> None:
+    """Assert that its traces, read back with the Flight Recorder's dumps, are its ledger, call by call.
+
+    On gloo nothing knows the groups of messages.
+    """
+    rows = run.ledger.astype({"op": "str", "axis": "str"})
+    messages = rows["op"].isin(["send", "recv"])
+    rows = rows.assign(axis=rows["axis"].mask(messages, "?"), group_size=rows["group_size"].mask(messages, -1))
+    traces = read_traces([str(run.path / "traces")])
+    assert [trace.rank for trace in traces] == [*range(world_size)]
+    for trace in traces:
+        own = rows[rows["rank"] == trace.rank][["op", "axis", "group_size", "dtype", "payload_bytes"]]
+        read = [(c.op, axis_of(c, world_size), c.group_size or -1, c.dtype, c.payload_bytes) for c in trace.calls]
+        assert read == [*own.itertuples(index=False, name=None)]
+
+
 def forked(
     folder: Path, script: str, *words: str, world: int = 2, record: Sequence[str] | None = None, **more: str
 ) -> list[tests.forked.Forked]:
@@ -85,7 +103,7 @@ def _rank(script: str, words: Sequence[str], session: str) -> int:
     if session:
         os.environ[VARIABLE] = session
         arm(distributed_c10d)
-        arm_values(torch)
+        arm_values()
         dist.init_process_group = distributed_c10d.init_process_group  # torch.distributed was imported before
     if script.endswith(".py"):
         runpy.run_path(script, run_name="__main__")

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from shardproof.harness.programs.traced import axis_of
-from shardproof.harness.traces.reading import read_traces as read_files
 from shardproof.harness.witnesses.torch_trace import read_traces
 from shardproof.reports.comparing.comparison import compare
 from shardproof.reports.comparing.snapshot import snapshot
@@ -20,7 +18,7 @@ from shardproof.reports.programs import figures, program_tables, speed
 from shardproof.reports.stored.frames import Run, load
 from tests import ROOT
 from tests.forked import Forked
-from tests.harness.programs.launched import LIMIT_S, forked, free_port, ran, seen_alike
+from tests.harness.programs.launched import LIMIT_S, forked, free_port, ran, read_alike, seen_alike
 
 SCRIPT = Path(__file__).with_name("training.py")
 TOKENS = 7000
@@ -78,11 +76,7 @@ def test_every_rank_writes_its_part_with_phases_axes_modules_and_lines(recorded:
 def test_torchs_profiler_saw_the_same_calls_and_the_reports_take_the_folder(recorded: tuple[Run, str]) -> None:
     run = recorded[0]
     seen_alike(run, "torch", read_traces(run.path / "traces", 2))
-    rows = run.ledger.astype({"op": "str", "axis": "str"})
-    for trace in read_files([str(run.path / "traces")]):  # with the dump of the Flight Recorder of the same rank
-        own = rows[rows["rank"] == trace.rank][["op", "axis", "group_size", "dtype", "payload_bytes"]]
-        read = [(c.op, axis_of(c, 2), c.group_size, c.dtype, c.payload_bytes) for c in trace.calls]
-        assert read == [*own.itertuples(index=False, name=None)]
+    read_alike(run, 2)
     text = page.render_page(run)
     assert "Beside its case" in text
     assert "Recorded: training.py on 2 ranks" in text

@@ -5,6 +5,7 @@ float64 but for one, so that sums in another order differ by 1e-12.
 """
 
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from torch.testing import assert_close
 from shardproof.harness.errors import RequestError
 from shardproof.harness.programs.session import values_of
 from shardproof.harness.programs.values import KINDS, RankValues, ValueRow, read_values
-from tests.harness.programs.launched import LIMIT_S, forked
+from tests.harness.programs.launched import LIMIT_S, forked, ran
 
 SCRIPT = Path(__file__).with_name("valued.py")
 TIED, UNTIED = "plain", "checkpoint"
@@ -81,7 +82,9 @@ def names(ranks: Sequence[RankValues], kind: str) -> list[str]:
     return list(dict.fromkeys(row.name for rank in ranks for row in rank.rows if row.kind == kind))
 
 
-@pytest.mark.parametrize("kind", [*TRUTHS, "plain", "frozen", "checkpoint", "reentrant", "criterion", "closure"])
+@pytest.mark.parametrize(
+    "kind", [*TRUTHS, "plain", "frozen", "checkpoint", "reentrant", "criterion", "closure", "parts"]
+)
 def test_a_program_prints_the_same_and_its_steps_are_recorded(launches: Launches, kind: str) -> None:
     values = launches.of(kind)
     assert launches.ended(launches.folder / f"plain-{kind}", kind) == launches.out[kind]
@@ -147,9 +150,21 @@ def test_tied_frozen_clipped_and_what_is_outermost_beside_the_model(launches: La
     factor = 0.05 / (plain.tensor(norm) + 1e-6)
     assert_close(whole([plain], "grad_clipped", "up.weight"), whole([plain], "grad", "up.weight") * factor)
     assert {row.kind for row in plain.rows} == {*KINDS} - {"buffer"}
+    for sort in ("output", "output_grad"):  # one tensor, which three calls returned in each micro-batch
+        found = [row for name in ("down", "same") for _, row in rows([plain], sort, name)]
+        assert sorted(row.call for row in found) == [0, 0, 1, 1, 2, 3]
+        assert len({row.key for row in found}) == 2  # noqa: PLR2004
     assert names([beside], "output")[-1] == "CrossEntropyLoss"
     assert "CrossEntropyLoss:args/1" in names([beside], "sample")
     assert names(launches.of("closure"), "grad") == names(launches.of("checkpoint"), "grad")
+
+
+def test_parts_of_a_model_that_is_not_called_itself_have_the_names_of_the_model(launches: Launches) -> None:
+    parts, whole_model = launches.of("parts"), launches.of("checkpoint")
+    for sort in ("param", "grad", "output_grad", "loss", "param_after"):
+        assert sorted(names(parts, sort)) == sorted(name for name in names(whole_model, sort) if name or sort == "loss")
+    assert names(parts, "sample")[0] == "table:args/0"
+    assert_close(whole(parts, "grad", "up.weight"), whole(whole_model, "grad", "up.weight"))
 
 
 def test_what_does_not_fit_into_the_budget_is_left_out_from_the_largest_on_and_named(launches: Launches) -> None:
@@ -190,6 +205,16 @@ def test_a_perturbed_run_begins_alike_and_is_off_by_rounding_from_the_first_forw
     for sort, name in (("output", "up"), ("output_grad", "up"), ("grad", "up.weight"), ("param_after", "up.weight")):
         one, other = (ranks[0].tensor(next(rows(ranks, sort, name))[1]) for ranks in (plain, moved))
         assert 0 < float((one - other).abs().max() / one.abs().max()) < 1e-12, (sort, name)
+
+
+def test_a_program_of_one_rank_without_a_launcher_is_recorded_and_may_ask_for_torch_first(tmp_path: Path) -> None:
+    shutil.copy(SCRIPT, tmp_path)
+    asks = "import importlib.util, runpy\nassert importlib.util.find_spec('torch')\nrunpy.run_path('valued.py')\n"
+    (tmp_path / "asking.py").write_text(asks)
+    done = ran(tmp_path, sys.executable, "-m", "shardproof.record", "--values", "asking.py", "frozen", "1")
+    assert done.returncode == 0, done.stderr
+    (values,) = read_values(tmp_path / "runs" / "latest")
+    assert values.about["steps"] == [0, 1]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from shardproof.harness.witnesses.session import read_database
 from shardproof.harness.witnesses.torch_trace import read_traces
 from shardproof.reports.stored.frames import load
 from tests.deep import deep
-from tests.harness.programs.launched import LIMIT_S, forked, free_port, ran, seen_alike
+from tests.harness.programs.launched import LIMIT_S, forked, free_port, ran, read_alike, seen_alike
 
 pytestmark = [pytest.mark.peers, pytest.mark.slow]
 SCRIPTS = "tests.harness.programs.scripts"
@@ -69,6 +69,7 @@ def test_the_ledger_is_what_the_profiler_saw(tmp_path: Path, module: str) -> Non
     assert run.notes == ()
     assert ops <= set(run.ledger["op"].astype("str"))
     seen_alike(run, "torch", read_traces(run.path / "traces", 2))
+    read_alike(run, 2)
     if module in PLAIN:
         plain = forked(tmp_path, module, ACCELERATE_USE_CPU="true")
         assert [rank.ended(LIMIT_S) for rank in plain] == [0, 0], plain[0].err

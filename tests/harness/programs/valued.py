@@ -2,9 +2,9 @@
 
     valued.py KIND SEED
 
-KIND: plain, frozen, checkpoint, reentrant, ddp, fsdp1, fsdp1-flat, fsdp2, tp, criterion, closure, narrow. All train the
-same two layers on the same samples in float64, but for those of data-parallel ranks, which have a half each. fsdp1 is
-in float32; narrow is in bfloat16 with autocast and dropout.
+KIND: plain, frozen, checkpoint, reentrant, ddp, fsdp1, fsdp1-flat, fsdp2, tp, criterion, closure, parts, narrow. All
+train the same two layers on the same samples in float64, but for those of data-parallel ranks, which have a half each.
+fsdp1 is in float32; narrow is in bfloat16 with autocast and dropout.
 """
 
 import sys
@@ -26,12 +26,13 @@ class Model(nn.Module):
         self.table = nn.Embedding(8, WIDTH)
         self.up = nn.Linear(WIDTH, 2 * WIDTH)
         self.down: nn.Module = nn.Linear(2 * WIDTH, WIDTH)
+        self.same = nn.Identity()
         self.head = nn.Linear(WIDTH, 8, bias=False)
         if KIND in {"plain", "ddp"}:
             self.head.weight = self.table.weight
 
     def mlp(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.down(torch.relu(self.up(x)))
+        found: torch.Tensor = self.same(self.same(self.down(torch.relu(self.up(x)))))
         return found
 
     def forward(self, tokens: torch.Tensor, *, targets: torch.Tensor | None = None) -> Any:
@@ -100,7 +101,9 @@ def main() -> None:
             optimizer.zero_grad()
             total = torch.zeros(())
             for number, tokens in enumerate(batches):
-                if KIND == "criterion":
+                if KIND == "parts":
+                    loss = drawn.forward(tokens, targets=tokens)["loss"]  # its modules are called, it is not
+                elif KIND == "criterion":
                     loss = criterion(model(tokens).flatten(0, -2), tokens.flatten())
                 else:
                     loss = model(tokens, targets=tokens)["loss"]
@@ -108,6 +111,8 @@ def main() -> None:
                 if KIND == "ddp" and number < len(batches) - 1:
                     with model.no_sync():  # type: ignore[operator]
                         loss.backward()
+                elif KIND == "parts":
+                    torch.autograd.backward(loss, grad_tensors=torch.ones_like(loss))
                 else:
                     loss.backward()
                 total += loss.detach()

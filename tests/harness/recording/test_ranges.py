@@ -105,7 +105,7 @@ def test_steps_phases_modules_and_calls_are_drawn_as_in_the_ledger() -> None:
     both = zip(tape.lines, tape.said, strict=True)
     drawn = [(line, said) for line, said in both if said.category.partition(" ")[0] in ops]
     opened = [(said.category.partition(" ")[0], said.payload, said.message) for line, said in drawn if line[0] in ">."]
-    assert {said.category.partition(" ")[2] for _, said in drawn} == {"0,1"}
+    assert {said.category.partition(" ")[2] for _, said in drawn} == {"0,1 float32"}
     assert opened == [(e.op, e.payload_bytes, f"{e.region} {e.op}".strip()) for e in events]
     assert [line[0] for line, said in drawn if said.message == "all_reduce"] == [".", ">", "<"] * 2
     inside = ["> layers.0.a all_reduce", "< layers.0.a all_reduce"]

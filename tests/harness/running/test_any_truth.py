@@ -127,6 +127,27 @@ def test_an_update_is_judged_by_what_it_moves(dtype: str) -> None:
     assert contradicted(slow) == {"update"}
 
 
+@pytest.mark.filterwarnings("error:Casting complex")
+def test_an_update_of_complex_numbers_has_two_parts() -> None:
+    """The imaginary part of an update is a tenth too small, and the update a millionth of the parameter."""
+
+    class Complex(Rows):
+        def trained(self, case: Any, dtype: torch.dtype, data: Any, *, ranks: bool = False) -> Mapping[str, Tensor]:
+            w = torch.nn.Parameter(torch.complex(drawn(case.seed, 5, 3), drawn(case.seed + 1, 5, 3)))
+            x = torch.stack([torch.complex(drawn(60 + n, 3), drawn(80 + n, 3)) for n in data])
+            loss = (x @ w.T).abs().square().sum()
+            loss.backward()
+            assert w.grad is not None
+            if ranks:
+                dist.all_reduce(w.grad)
+            moved = -1e-6 * w.grad
+            return {"param_after/0/w": (w + (self.grad(moved) if ranks else moved)).detach()}
+
+    assert proved(Complex(), "dp=2 steps=1").verdict == "pass"
+    smaller = proved(Complex(grad=lambda g: torch.complex(g.real, 0.9 * g.imag)), "dp=2 steps=1")
+    assert contradicted(smaller) == {"update"}
+
+
 def test_an_update_that_its_storage_hides_is_undecided() -> None:
     small = partial(torch.optim.SGD, lr=1e-4)
     result = proved(Rows(optimizer=small), "dp=2 dtype=bfloat16", explain=False)

@@ -1,8 +1,12 @@
 """Random rounding moves computed numbers alone, and values before the first step are seen."""
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
+from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.recording.capturing.drawn_values import FirstValues, first_values
 from shardproof.harness.running.truth.random_rounding import RandomRounding
 
@@ -77,3 +81,18 @@ def test_values_that_are_as_near_as_others_are_no_first_values() -> None:
     after = torch.full((4,), 1.0)
     assert first_values({"param/w": after, "started/0": after - 0.1, "started/1": after + 0.11})[1] == {}
     assert first_values({"param/w": after, "started/0": after - 0.1, "started/1": after - 0.1})[1].keys() == {"w"}
+
+
+def moved_norm(rank: int, moved: bool) -> Tensor:
+    """The norm of a DTensor in bfloat16, whose sum over ranks is waited for when it is read."""
+    mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    split = distribute_tensor(X, mesh, [Shard(0)], src_data_rank=None).bfloat16()
+    units = {torch.bfloat16: torch.finfo(torch.bfloat16).eps} if moved else {}
+    with RandomRounding(units, leaving=True):
+        norm: Tensor = split.norm().full_tensor()
+    return norm
+
+
+def test_a_sum_over_ranks_is_not_touched_before_it_has_arrived(engine: InprocEngine) -> None:
+    plain, moved = (engine.run(moved_norm, which, world_size=2, seed=0, timeout_s=60)[0] for which in (False, True))
+    assert float(moved) == pytest.approx(float(plain), rel=4 * torch.finfo(torch.bfloat16).eps)

@@ -17,7 +17,7 @@ from shardproof.harness.running.result import ledger_rows
 from shardproof.harness.running.store import Store, environment
 from shardproof.harness.running.summary import SUMMARY_COLUMNS, summarize
 from shardproof.harness.terms import Term
-from shardproof.harness.verdicts.facts import Worst, note_unchecked
+from shardproof.harness.verdicts.facts import Worst, note_unchecked, state_text
 from shardproof.harness.verdicts.verdict import Verdict
 from shardproof.reports.commands.cli import main
 from shardproof.reports.stored.frames import load
@@ -35,7 +35,7 @@ def finished(store: Store, ledger: Any = None, verdict: str = "pass") -> None:
     ledger = events() if ledger is None else ledger
     worst = Worst(name="loss/0", error=float("inf"), allowed=1e-9, epsilons=float("nan"))
     notes, decided = note_unchecked("x"), {"loss": (1, 1)}
-    told = {"check": "forward", "statement": "a\nb", "notes": notes, "decided": decided}
+    told = {"check": "forward", "facts": (state_text("a\nb"),), "notes": notes, "decided": decided}
     verdicts = [Verdict(case=CASE, verdict=verdict, worst=worst, **told)]  # type: ignore[arg-type]
     rows = summarize(CASE, "tp", 2, ledger, TERMS)
     store.add(CASE, ledger_rows(ledger), rows, verdicts, {"truth": 0.25, "recorded": 1.5})
@@ -67,7 +67,7 @@ def test_a_run_folder_holds_the_contracts_files_and_columns(tmp_path: Path) -> N
         "check": "forward",
         "verdict": "pass",
         "worst": {"name": "loss/0", "error": "inf", "allowed": 1e-9, "epsilons": "nan"},
-        "statement": "a\nb",
+        "facts": [{"id": "text", "values": {"text": "a\nb"}}],
         "message": "a\nb",
         "notes": [{"kind": "not checked", "reason": "x"}],
         "decided": {"loss": [1, 1]},
@@ -186,7 +186,9 @@ def folder(tmp_path: Path) -> Path:
     store.plan({"case": case, "mode": "tp", "world_size": 2} for case in (FIRST, SECOND))
     for case in (FIRST, SECOND):
         words = zip(CHECKS, ("pass", "pass", "fail"), strict=True)
-        verdicts = [Verdict(case=case, check=check, verdict=word, statement=f"m {check}") for check, word in words]
+        verdicts = [
+            Verdict(case=case, check=check, verdict=word, facts=(state_text(f"m {check}"),)) for check, word in words
+        ]
         store.add(case, "", (), verdicts, {"truth": 0.5})
     store.close()
     return store.path

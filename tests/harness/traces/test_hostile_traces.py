@@ -37,7 +37,7 @@ def refused(folder: Path, content: bytes) -> bool:
     except RequestError as problem:
         assert len(str(problem).splitlines()) == 1
         return True
-    assert [ledger_rows(one, "x", world_size, 0.0) for one in traces]
+    assert [list(ledger_rows(one, "x", world_size, 0.0)) for one in traces]
     assert len(sentences(traces, world_size)) < 100
     return False
 

@@ -8,7 +8,7 @@ import pytest
 
 from shardproof.harness.traces import event_stream
 from shardproof.harness.traces.calls import Trace
-from shardproof.harness.traces.kineto import read_kineto, trace_of
+from shardproof.harness.traces.kineto import NO_CALLS, read_kineto, trace_of
 from tests.harness.traces.nccl_trace import Json, call, row, step, trace, written
 
 
@@ -41,11 +41,22 @@ def test_three_rows_are_one_call_and_waits_and_kernels_are_none() -> None:
     assert (read_.rank, read_.world_size, read_.backend) == (0, 2, "nccl")
 
 
-def test_kernels_of_no_call_are_calls_that_are_unknown() -> None:
-    """A replay of a CUDA graph issues nothing on the host."""
+def test_kernels_of_no_call_are_those_of_earlier_steps_or_calls_that_are_unknown() -> None:
+    """A replay of a CUDA graph issues nothing on the host; the device runs behind it."""
+    made = call("all_reduce", 64, 20, kernel_us=30)  # the kernel from 40 on
     replayed = row("ncclDevKernel_AllReduce_Sum", "kernel", 300, 5, 7)
-    (note,) = read(call("all_reduce", 64, 20, kernel_us=30), replayed).notes
+    (note,) = read(made, replayed).notes
     assert note.startswith("unknown: the calls of 1 kernel of communication; such are replays of CUDA graphs")
+    behind = row("ncclDevKernel_AllReduce_Sum", "kernel", 30, 5, 7, correlation=5)
+    late = read(made, behind)
+    assert (late.notes, late.lost) == ((), "1 kernel of calls that were issued before the trace began")
+    launched = row("cudaGraphLaunch", "cuda_runtime", 5, 5, correlation=5)
+    assert (read(made, launched, behind).notes, read(made, launched, behind).lost) == ((note,), "")
+    assert read(launched, behind).notes == (note, NO_CALLS)
+
+
+def test_a_trace_without_calls_says_that_others_may_have_sent() -> None:
+    assert read(step(0, 0, 100)).notes == (NO_CALLS,)
 
 
 def test_a_call_inside_of_a_call_is_how_that_is_carried_out() -> None:
@@ -149,3 +160,14 @@ def test_events_are_the_same_at_every_size_of_a_chunk_and_in_every_layout(
     assert list(stream) == made["traceEvents"]
     assert (stream.header["distributedInfo"], stream.header["traceName"]) == (made["distributedInfo"], "made")
     assert [one.op for one in read_kineto(path).calls] == ["all_reduce", "broadcast"]
+
+
+@pytest.mark.parametrize("chunk", [100, 2**22])
+def test_a_group_of_which_torch_writes_no_description_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    described: Json = {"Process Group Description": "HOLE"}
+    path = written(tmp_path / "x.json", trace([step(0, 0, 99), *call("all_reduce", 8, 20, **described)] * 2))
+    path.write_text(path.read_text().replace('"HOLE"', ""))
+    monkeypatch.setattr(event_stream, "_CHUNK_BYTES", chunk)
+    assert [one.payload_bytes for one in read_kineto(path).calls] == [8]

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 
 from shardproof.harness.dense_model import SUBJECT, read_case
-from shardproof.harness.programs.meant import compare_with_form
+from shardproof.harness.programs.meant import AgainstForm, compare_with_form
 from shardproof.harness.subject import named_axes, resolve_subject, state_terms
-from shardproof.harness.terms import closed_forms
+from shardproof.harness.terms import EventKey, closed_forms
 from shardproof.harness.traces.calls import Trace
 from shardproof.harness.traces.kineto import trace_of
 from shardproof.reports.commands.expect import lines_of_terms
 from shardproof.reports.pages import page
 from shardproof.reports.programs import figures
+from shardproof.reports.programs.program_frames import program_frames
 from shardproof.reports.stored.frames import load
 from tests.harness.command_line import CommandLine
 from tests.harness.traces.nccl_trace import Json, call, row, step, trace, two_steps, write_job, written
@@ -41,6 +42,15 @@ def test_a_folder_of_traces_is_a_run_folder(run: CommandLine, tmp_path: Path) ->
     # the kernel of the rank that comes last is the shortest
     assert figures.by_rank(load("runs/latest"))["late_us"].tolist() == [0.0, 7.5]
     assert figures.on_device(load("runs/latest"))["steps"].tolist() == [2, 2]
+    frames = program_frames(load("runs/latest"))
+    assert frames["device"]["share"].tolist() == pytest.approx([0.3, 0.6, 0.225, 0.45])
+    assert frames["steps"]["unlike"].tolist() == [False, False]
+    drawn = page.render_page(load("runs/latest"))
+    pictures = drawn[drawn.index('id="pictures"') :]
+    for words in ("What the device does in a step", "Payload by op, axis and phase", "Bandwidth by op and size"):
+        assert f'aria-label="{words}"' in pictures
+    for words in ("Late ranks", "Steps, and those that issue other calls than most", "The largest calls"):
+        assert f'aria-label="{words}"' in pictures
     assert run("show", "runs/latest")[1] == out
     for command in ("page", "trace", "expect"):
         assert run(command, "runs/latest")[0] == 0
@@ -71,6 +81,8 @@ def test_what_a_trace_does_not_know_is_empty_in_the_ledger_and_no_zero_anywhere(
     assert "unknown: all calls of rank 0 of 2, which left no trace" in out
     shown = load("runs/latest")
     assert "unknown: the payload" in page.render_page(shown)
+    modes = run("compare", "runs/latest")[1].partition("Modes side by side")[2].splitlines()[3]
+    assert set(modes.split()) == {"program", "2", "old.json", "-", "?"}
     assert [str(line.term) for line in lines_of_terms(shown, "old.json")] == ['Term(op="all_reduce", calls=1)']
     assert "bytes: are not judged" in run("compare", "runs/latest", "runs/latest", "--fail", "bytes:0")[1]
 
@@ -177,6 +189,45 @@ def job_of(text: str) -> list[Trace]:
     return traces
 
 
+def with_places(traces: list[Trace], text: str) -> list[Trace]:
+    """The job of `job_of` with the phases of the closed form, and a module for each of its regions."""
+    case = read_case(text)
+    forms = closed_forms(state_terms(case, SUBJECT_CALL) or (), range(case.world_size), named_axes(case, SUBJECT_CALL))
+    found = []
+    for bare in traces:
+        left: dict[tuple[object, ...], list[EventKey]] = {}
+        for key, number in forms[bare.rank or 0].complete.items():
+            left.setdefault((key.op, key.payload_bytes, key.dtype, key.axis), []).extend([key] * number)
+        calls = []
+        for one in bare.calls:
+            key = left[one.op, one.payload_bytes, one.dtype, one.group_desc.removeprefix("mesh_")].pop(0)
+            calls.append(replace(one, phase=key.phase, module=key.region.replace("layers", "Block")))
+        found.append(replace(bare, calls=tuple(calls)))
+    return found
+
+
+def test_phases_are_compared_where_a_trace_knows_them_and_modules_by_their_number() -> None:
+    tp = f"mode=tp tp=2 dp=2 {FULL}"
+    job = with_places(job_of(tp), tp)
+    right = compare_with_form(job, read_case(tp), SUBJECT_CALL)
+    assert (right.unmeant, right.notes) == ((), ("not compared: reduce op, which traces of torch do not hold",))
+
+    def changed(**changes: Any) -> AgainstForm:
+        first = next(i for i, one in enumerate(job[1].calls) if one.phase == "backward" and one.module)
+        calls = [*job[1].calls]
+        calls[first] = replace(calls[first], **changes)
+        return compare_with_form([job[0], replace(job[1], calls=tuple(calls)), *job[2:]], read_case(tp), SUBJECT_CALL)
+
+    (late,) = changed(phase="grad_sync").unmeant
+    assert str(late).startswith("other phase: 1 call, all_reduce of ")
+    assert " over tp (2 ranks) in grad_sync, where backward is meant, on rank 1; first in step" in str(late)
+    assert changed(phase="grad_sync", is_phase_annotated=True).unmeant == ()
+    assert "not compared: phase, not known for 1 of" in changed(phase="").notes[0] and not changed(phase="").unmeant
+    elsewhere = changed(module="Block.9")
+    assert elsewhere.unmeant == () and "other modules: all_reduce of " in elsewhere.notes[0]
+    assert " in backward comes from " in elsewhere.notes[0] and elsewhere.notes[0].endswith("(rank 1)")
+
+
 def against(traces: list[Trace], text: str) -> list[str]:
     return [str(one) for one in compare_with_form(traces, read_case(text), SUBJECT_CALL).unmeant]
 
@@ -194,6 +245,9 @@ def test_a_trace_of_a_layout_has_the_calls_of_its_closed_form_and_of_no_neighbou
     assert bucketed and all("over dp (2 ranks)" in line for line in bucketed)
     staged = f"mode=tp tp=2 pp=2 {FULL}"
     assert against(job_of(staged), staged) == []
+    isp = f"mode=isp tp=2 {FULL}"
+    bare = [replace(one, calls=tuple(replace(call, group_desc="") for call in one.calls)) for one in job_of(isp)]
+    assert against(bare, isp) == [], "axes with the same ranks are one group"
 
 
 def test_each_difference_of_a_trace_is_named_and_nothing_else() -> None:
@@ -226,7 +280,7 @@ def test_read_with_a_case_ends_with_status_1_where_calls_differ(run: CommandLine
     written(tmp_path / "x.json", trace(two_steps()))
     status, out, _ = run("read", "x.json", "--case", "mode=tp tp=2 layers=1")
     assert status == 1 and "missing: " in out and "other " in out
-    assert "not compared: phase, module and reduce op" in out
+    assert "not compared: reduce op" in out and "not compared: phase and module, of traces without modules" in out
     again = run("read", "x.json", "--subject", SUBJECT, "mode=tp tp=2 layers=1")
     assert (again[0], again[1].partition("not compared")[2]) == (1, out.partition("not compared")[2])
     assert "has 4 ranks, and the job of the traces 2" in run.refused(

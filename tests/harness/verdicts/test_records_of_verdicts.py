@@ -24,6 +24,8 @@ from shardproof.harness.verdicts.facts import (
     Where,
     Worst,
     WrongTensor,
+    state_fact,
+    state_text,
 )
 from shardproof.harness.verdicts.stored_records import schema_of
 from shardproof.harness.verdicts.verdict import FAIL, Verdict, verdict_of
@@ -44,7 +46,10 @@ FULL = Verdict(
     case="tp=2",
     check="forward",
     verdict=FAIL,
-    statement="loss/0 differs",
+    facts=(
+        state_fact("miscounted", name="loss/0", counted=3, truth=float("inf")),
+        state_fact("flawed", name="w", kind="shape", flaw=state_fact("shape_of_truth", shape=(2, 3), truth=(3, 2))),
+    ),
     worst=Worst(name="loss/0", error=float("inf"), allowed=1e-9, epsilons=float("nan")),
     notes=(Note(kind=NoteKind.LOOSE, names=("w; x",), numbers=(1, 2), reason="r"),),
     decided={"loss": (1, 2)},
@@ -54,7 +59,7 @@ FULL = Verdict(
         wrong=(WrongTensor(name="loss/0", measure="peak", error=float("inf"), allowed=1e-9),),
         unit=2**-52,
         first=First(phase="loss", step=0, name="loss/0", beside=("wrong on rank 1",)),
-        causes=(LikelyCause(id="zero", words="it is zero"),),
+        causes=(LikelyCause(id="zero", fact=state_text("it is zero")),),
         end=End(machine=False, lines=("raised",), traceback="t.txt"),
         when=When(kind=WhenKind.NEEDED, fails=("tp=2",), right=(RightWith(words="tp=1", but_for=("ledger",)),)),
     ),
@@ -65,7 +70,8 @@ def test_a_verdict_read_back_is_the_same_and_its_row_is_of_the_documented_schema
     row = json.loads(json.dumps(FULL.row()))
     assert str(verdict_of(row)) == str(FULL)  # a nan equals nothing
     assert json.loads(SCHEMA.read_text()) == schema_of(Verdict)
-    assert verdict_of({**row, "statement": "\ud800"}).statement == r"\ud800", "as it can be written to a page"
+    half = {**row, "facts": [{"id": "text", "values": {"text": "\ud800"}}]}
+    assert verdict_of(half).statement == r"\ud800", "as it can be written to a page"
     end = {**row["failure"], "end": {"machine": True, "lines": []}}
     wrongs: list[dict[str, Any]] = [{"case": 3}, {"worst": {"name": "x"}}, {"failure": "what: x"}, {"failure": end}]
     wrongs += [{"worst": {**row["worst"], "error": 10**400}}, {"decided": {"loss": [1, 2**63]}}]
@@ -77,6 +83,11 @@ def test_a_verdict_read_back_is_the_same_and_its_row_is_of_the_documented_schema
         "grouping not finished",
         NoteKind.SPLIT_SHARE.value,
     ]
+    texts = dict.fromkeys(("differing", "elements", "odd", "largest", "first"), "x")
+    facts: list[Any] = [{"id": "no such"}, {"id": "differs"}, {"id": "zero", "values": 3}]
+    facts += [{"id": "bits_differ", "values": texts}, {"id": "text", "values": {"text": 10**400}}]
+    facts += [{"id": "flawed", "values": {"name": "w", "kind": "k", "flaw": {}}}]
+    wrongs += [{"facts": [fact]} for fact in facts]
     wrongs += [{"notes": [{"kind": kind}]} for kind in [*kinds, NoteKind.SPLIT_SHARE.value]]
     for wrong in wrongs:
         with pytest.raises(ValueError, match=next(iter(wrong))):
@@ -139,7 +150,7 @@ def test_a_later_pass_of_the_same_case_hides_no_failure(failing: Path, tmp_path:
         if file.is_file():
             (tmp_path / file.name).write_bytes(file.read_bytes())
     failed = next(one for one in load(failing).records if one.verdict == FAIL)
-    passed = {"case": failed.case, "check": failed.check, "verdict": "pass", "statement": "", "of": 1}
+    passed = {"case": failed.case, "check": failed.check, "verdict": "pass", "facts": [], "of": 1}
     with (tmp_path / "verdicts.jsonl").open("a") as file_:
         file_.write(json.dumps(passed) + "\n")
     run = load(tmp_path)

@@ -117,7 +117,7 @@ def test_commands_trace_ranges_on_a_cpu_and_a_capture_range_on_a_gpu() -> None:
 
 PROCESS = 0x1000000
 DOMAIN, CATEGORY, PUSHED, STARTED, MARK = 75, 33, 59, 60, 34
-CATEGORIES = {1: "rank", 2: "phase", 3: "all_reduce 0,1", 4: "broadcast 0,1", 5: "module"}
+CATEGORIES = {1: "rank", 2: "phase", 3: "all_reduce 0,1 float32", 4: "broadcast 0,1", 5: "module"}
 Row = tuple[int, int | None, int, str, int | None, int | None]
 
 

@@ -3,6 +3,7 @@
 import inspect
 import json
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from shardproof.harness.traces.flight_recorder import trace_of as trace_of_dump
 from shardproof.harness.traces.kineto import trace_of
 from shardproof.harness.traces.logged import with_log
 from shardproof.harness.witnesses.agreement import UNKNOWN, Sighting
-from shardproof.harness.witnesses.timing import spread, time_sightings
+from shardproof.harness.witnesses.timing import Timed, spread, time_sightings
+from shardproof.harness.witnesses.torch_trace import read_rank
 from shardproof.harness.witnesses.torch_trace import sightings as sightings_of_trace
 
 HEADER = {"pg_config": [{"pg_name": "0", "ranks": [0, 1, 2, 3]}, {"pg_name": "7", "ranks": [0, 1]}]}
@@ -134,42 +136,47 @@ def test_a_log_that_does_not_reconcile_names_no_group(log: list[dict[str, object
     assert seen[1].payload_bytes == 32
 
 
-def test_collectives_are_timed_by_the_backends_rows_and_late_by_the_first_rank(tmp_path: Path) -> None:
+def issued(op: str, start: float, **ids: object) -> dict[str, Any]:
+    return row("record_param_comms", "cpu_op", start, 3, **{"Collective name": op, **ids})
+
+
+def timed(folder: Path, *ranks: list[dict[str, Any]], **header: Any) -> list[Timed]:
+    """The times of the calls in the traces of ranks 0, 1, ..."""
     seen = []
-    for rank, late in ((0, 0.0), (1, 7.0)):
-        rows = [
+    for rank, rows in enumerate(ranks):
+        (folder / f"rank{rank}.trace.json").write_text(json.dumps({"traceEvents": rows, **header}))
+        seen += read_rank(folder / f"rank{rank}.trace.json", rank)
+    return time_sightings(folder, [replace(one, groups=((0, 1),)) for one in seen])
+
+
+def test_collectives_are_timed_by_the_backends_rows_and_late_by_the_first_rank(tmp_path: Path) -> None:
+    rows = [
+        [
+            issued("allreduce", 11 + late),
             row("gloo:all_reduce", "user_annotation", 12 + late, 10),
             row("aten::mm", "cpu_op", 5 + late, 8),  # covers one of it
             row("aten::mm", "cpu_op", 15 + late, 4),
             row("aten::add", "cpu_op", 16 + late, 1),
         ]
-        text = json.dumps({"traceEvents": rows, "baseTimeNanoseconds": 5000})
-        (tmp_path / f"rank{rank}.trace.json").write_text(text)
-        seen.append(Sighting(rank=rank, index=0, op="all_reduce", groups=((0, 1),), start_us=11 + late, duration_us=1))
-    told = time_sightings(tmp_path, seen)
+        for late in (0.0, 7.0)
+    ]
+    told = timed(tmp_path, *rows, baseTimeNanoseconds=5000)
     assert [(t.duration_us, t.overlapped_us, t.exposed_us) for t in told] == [(10, 5, 5)] * 2
     assert [t.late_us for t in told] == [0, 7]
 
 
 def test_on_a_gpu_collectives_are_timed_by_the_kernels_that_their_rows_launched(tmp_path: Path) -> None:
+    ids = [{"External id": number} for number in range(5)]
     rows = [
-        row("cudaLaunchKernelExC", "cuda_runtime", 12, 1, correlation=1),
-        row("ncclDevKernel_AllReduce_Sum_f32_RING_LL", "kernel", 100, 30, correlation=1),
-        row("cudaLaunchKernel", "cuda_runtime", 12.5, 1, correlation=2),
-        row("gemm", "kernel", 110, 15, correlation=2),
-        row("cudaLaunchKernelExC", "cuda_runtime", 22, 1, correlation=3),
-        row("ncclDevKernel_SendRecv", "kernel", 140, 8, correlation=3),
-        row("ncclDevKernel_SendRecv", "kernel", 150, 10, correlation=4),  # launched outside of the trace
+        *(issued("allreduce", 11, **ids[1]), issued("all_to_all", 21, **ids[3]), issued("barrier", 31)),
+        row("ncclDevKernel_AllReduce_Sum_f32_RING_LL", "kernel", 100, 30, **ids[1]),
+        row("gemm", "kernel", 110, 15, **ids[2]),
+        row("ncclDevKernel_SendRecv", "kernel", 140, 8, **ids[3]),
+        row("ncclDevKernel_SendRecv", "kernel", 150, 10, **ids[4]),  # launched outside of the trace
         row("aten::mm", "cpu_op", 11, 4),
     ]
-    (tmp_path / "rank0.trace.json").write_text(json.dumps({"traceEvents": rows}))
-    seen = [
-        Sighting(rank=0, index=0, op="all_reduce", groups=((0, 1),), start_us=11, duration_us=3),
-        Sighting(rank=0, index=1, op="all_to_all", groups=((0, 1),), start_us=21, duration_us=3),
-        Sighting(rank=0, index=2, op="barrier", groups=((0, 1),), start_us=31, duration_us=3),
-    ]
-    told = time_sightings(tmp_path, seen)
-    assert [(t.duration_us, t.overlapped_us, t.exposed_us) for t in told] == [(30, 15, 15), (8, 0, 8), (0, 0, 0)]
+    told = timed(tmp_path, rows)
+    assert [(t.duration_us, t.overlapped_us, t.exposed_us) for t in told] == [(30, 15, 15), (8, 0, 8)]
 
 
 def test_the_interval_of_a_median_is_that_of_fair_coins() -> None:

@@ -46,7 +46,7 @@ def test_one_message_at_a_time_waits_forever_in_1f1b_but_not_in_gpipe() -> None:
 
 def test_the_picture_of_the_docs_is_the_timeline() -> None:
     pipeline = Pipeline(schedule="1f1b", ranks=4, micro=6)
-    spans, page = timeline(pipeline, orders(pipeline)), (ROOT / "docs/schedules.md").read_text()
+    spans, page = timeline(pipeline, orders(pipeline)), (ROOT / "docs/splitting.md").read_text()
     for rank, own in enumerate(spans):
         (drawn,) = re.findall(rf"^rank {rank} \|(.*)$", page, re.MULTILINE)
         found = [(drawn[at : at + 2], Fraction(at // 3)) for at in range(0, len(drawn), 3) if drawn[at] in "FB"]

@@ -211,7 +211,7 @@ WRONG: dict[str, tuple[Callable[[Heads, int], RowRanges], str, Callable[[Heads, 
     "queries-by-features": (by_features, "", lambda h, n: any(s % h.size for s in even_shares(h.query * h.size, n))),
     "odd-shared-heads": (shared, "", lambda h, n: h.query % (2 * n) == n and h.query % 2 == 0),
 }
-"""Name in docs/slicing.md -> what DeepSpeed cuts, the order of the weight ("": of queries alone), where it is wrong."""
+"""Name in docs/splitting.md -> what DeepSpeed cuts, the weight's order ("": of queries alone), where it is wrong."""
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -151,7 +151,7 @@ def test_bench_hands_over_to_the_benchmarks(
 def test_show_prints_the_tables_and_the_failures(shardproof: CommandLine, folder: Path) -> None:
     status, out, _ = shardproof("show", str(folder))
     assert status == 0
-    assert "reduce_scatter" in out and "expected MiB" in out
+    assert "reduce_scatter" in out and "expected payload" in out
     assert sample_run.MESSAGE in out
     assert shardproof("compare", "--help")[1].endswith("--fail time:10%\n"), "a percentage as it is typed"
 

@@ -109,7 +109,7 @@ def test_the_command_writes_where_it_is_told(shardproof: CommandLine, folder: Pa
     assert json.loads(packed) == json.loads((folder / "trace.json").read_text())
     assert "-o no/t.json: cannot be written" in shardproof.refused("trace", str(folder), "-o", "no/t.json")
     Path("bare").mkdir()
-    Path("bare", "env.json").write_text('{"layout": 2}')
+    Path("bare", "env.json").write_text('{"layout": 3}')
     status, _, err = shardproof("trace", "bare")
     assert (status, "ledger.csv is missing" in err) == (0, True)
 

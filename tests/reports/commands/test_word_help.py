@@ -23,7 +23,6 @@ from tests import ROOT
 from tests.harness.command_line import ONE, TOY, CommandLine
 
 PAGE = ROOT / "docs" / "case.md"
-SLICING = ROOT / "docs" / "slicing.md"
 LISTED = [word for word in Case.meanings() if "|" in word.legal and word.legal != "true|false"]
 
 
@@ -41,12 +40,8 @@ def test_the_listed_values_are_those_that_the_case_names_when_it_refuses_one(wor
     assert set(refused.value.legal.replace("|", " ").split()) == set(word.legal.split("|"))
 
 
-def test_the_pages_in_docs_are_what_the_command_prints(shardproof: CommandLine) -> None:
+def test_the_page_in_docs_is_what_the_command_prints(shardproof: CommandLine) -> None:
     assert shardproof("help", "case", "--markdown")[:2] == (0, PAGE.read_text())
-    status, out, _ = shardproof("help", "slice", "--markdown")
-    assert status == 0
-    tables = [line for line in out.splitlines() if line.startswith("|")]
-    assert tables == [line for line in SLICING.read_text().splitlines() if line in tables]
 
 
 @pytest.mark.parametrize("topic", word_help.TOPICS)
@@ -127,7 +122,7 @@ def test_a_folder_that_cannot_be_written_is_a_wrong_request_and_no_other_is_made
 
 
 CASE = "mode=tp tp=1 layers=1 hidden=16 heads=2 vocab=24 seq=8 micro=1 steps=1 dtype=bfloat16"
-TOLD = "undecided: 15 of 23 gradients in 1 case, since rounding explains any error of them or they do not merge: "
+TOLD = "could not be judged: 15 of 23 gradients in 1 case: rounding alone is as large, or they do not merge: "
 
 
 def amplified(dtype: torch.dtype) -> Tensor:

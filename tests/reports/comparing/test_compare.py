@@ -76,6 +76,49 @@ def test_one_event_on_one_rank_is_told_with_its_rank(runs: dict[str, Path], copy
     assert (fact["ranks"], fact["steps"], fact["microbatches"], fact["new_calls"]) == ("1", "2", "1", 1)
 
 
+def test_layers_are_one_row_and_what_is_only_in_another_micro_batch_has_moved(
+    runs: dict[str, Path], copy: Path
+) -> None:
+    """Both layers talk in float64 from now on, and the last all-reduce of step 0 is issued a micro-batch earlier."""
+    with changed(copy) as ledger:
+        wide = ledger["phase"] == "forward"
+        ledger.loc[wide, "dtype"] = "float64"
+        late = "phase == 'backward' and region == 'layers.0' and step == 0 and microbatch == 1"
+        ledger.loc[ledger.query(late).index, "microbatch"] = 0
+    found = compared(runs["right"], copy)
+    rows = found.folded[["kind", "region", "what", "base_calls", "new_calls", "modules"]].to_dict("records")
+    assert [tuple(row.values()) for row in rows] == [
+        ("changed", "layers.*", "dtype float32 -> float64", 12, 12, 2),
+        ("moved", "layers.0", "all_reduce (sum) of float32 4x16, 256 bytes, micro-batch 1 -> 0", 1, 1, 1),
+    ]
+    assert list(found.events["kind"]) == ["changed", "changed", "moved"], "a row a module for machines"
+    assert found.changes == (
+        "tp: dtype float32 -> float64 in all_reduce in forward of layers.*; moved all_reduce in backward of layers.0: "
+        "as many calls and bytes on a rank",
+    )
+    assert len(found.breaches) == 2
+    assert len(compared(runs["right"], copy, "calls:0").breaches) == 1, "summed too early is no equal call"
+
+
+def test_calls_in_a_micro_batch_that_the_base_lacks_are_one_more_micro_batch(runs: dict[str, Path], copy: Path) -> None:
+    """A gradient sum at the end of each step is then in micro-batch 2, and has moved."""
+    base = shutil.copytree(copy, copy.parent / "base")
+    for folder, micros in ((base, (0, 1)), (copy, (0, 1, 2))):
+        with changed(folder) as ledger:
+            once = ledger[ledger["microbatch"] == 0].assign(call_index=1000 + ledger["call_index"])
+            more = [once.assign(microbatch=2, call_index=2000 + once["call_index"])] if 2 in micros else []
+            sums = once[once["phase"] == "backward"].assign(phase="grad_sync", region="", microbatch=micros[-1])
+            for part in (*more, sums):
+                for row in part.to_dict("records"):
+                    ledger.loc[len(ledger)] = row
+    (sentence,) = compared(base, copy).changes
+    assert sentence == "tp: one more micro-batch: 12 calls, 3 KiB more on a rank"
+    (back,) = compared(copy, base).changes
+    assert back == "tp: one fewer micro-batch: 12 calls, 3 KiB less on a rank"
+    kinds = compared(base, copy).folded.set_index("phase")["kind"]
+    assert dict(kinds) == {"forward": "new", "backward": "new", "grad_sync": "moved"}
+
+
 # Limits
 
 
@@ -211,10 +254,25 @@ def test_the_command_says_what_and_where_in_words_and_json_and_ends_with_one(
     status, out, _ = shardproof("compare", "main", str(runs["gather"]))
     assert status == 1
     row = next(line for line in out.splitlines() if line.startswith("new "))
-    assert row.split()[:5] == ["new", "tp", "backward", "layers.1", "all_gather"]
+    assert row.split() == [
+        "new",
+        "backward",
+        "layers.1",
+        "all_gather",
+        "of",
+        "float32",
+        "8x16",
+        "tp",
+        "+6",
+        "+3",
+        "KiB",
+    ]
+    assert out.startswith("tp: new all_gather in backward of layers.1: 6 calls, 3 KiB more on a rank\n")
     assert "breach: events:0: tp backward layers.1: new all_gather: all_gather of float32 8x16, 512 bytes" in out
     status, out, _ = shardproof("compare", "main", str(runs["again"]))
     assert (status, "no limit is broken: events:0" in out) == (0, True)
+    assert out.startswith("tp: no event differs: 24 calls, 6 KiB on a rank\n")
+    assert "times show nothing: no phase is slower or faster" in out and "Time of a micro-batch" not in out
     status, out, _ = shardproof("compare", "main", str(runs["wider"]), "--json")
     found = json.loads(out)
     assert status == 1
@@ -228,5 +286,5 @@ def test_one_run_alone_shows_its_modes_side_by_side(shardproof: CommandLine, fol
     rows = [line.split() for line in out.splitlines() if line.startswith(("tp  ", "tp-sp "))]
     # tp: 3 + 1 + 2 activations of 4 kB, all-reduced on two ranks; tp-sp: 2 + 2 + 4, half of it on the wire
     assert [row[:3] for row in rows] == [["tp", "2", "tp=2"], ["tp-sp", "2", "tp=2"]]
-    assert rows[0][3:10] == ["0.012", "0.004", "0.008", "0.023", "0.023", "0.023", "1.50"]
-    assert rows[1][4:11] == ["0.016", "0.000", "0.016", "0.031", "0.031", "0.016", "1.00"]
+    assert " ".join(rows[0][3:16]) == "12 KiB 4 KiB 8 KiB 24 KiB 24 KiB 24 KiB 1.50"
+    assert " ".join(rows[1][4:16]) == "16 KiB 0 16 KiB 32 KiB 32 KiB 16 KiB 1.00"

@@ -53,14 +53,14 @@ def compared(document: str, folder: Path) -> Compared:
 
 
 def _same(shown: str, stored: float | str) -> bool:
-    """Is this the number, to the last digit shown? MiB are given with a point, counts without."""
+    """Is this the number, to the last digit shown? Bytes have a unit and four digits, counts are whole."""
     if isinstance(stored, str):
         return shown == stored
-    number = shown.replace(",", "")
-    if number == "<0.001":
-        return 0 < stored < 0.0005 * 2**20
-    digits = len(number.partition(".")[2])
-    return number == str(int(stored)) if not digits else abs(float(number) - stored / 2**20) <= 0.5001 * 10**-digits
+    number, _, unit = shown.replace(",", "").partition(" ")
+    if not unit:
+        return number == str(int(stored))
+    factor = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}[unit]
+    return number == f"{stored / factor:.4g}" and (unit == "B" or float(number) >= 1)
 
 
 def _shown(document: str, section: str) -> Iterator[tuple[str, Row]]:
@@ -126,15 +126,15 @@ def _cases_shown(document: str, folder: Path) -> Iterator[tuple[Row, str]]:
 
 def _headline(shown: list[tuple[Row, str]], rows: list[Row], saved: dict[str, int]) -> Iterator[Figure]:
     for line, case in shown:
-        yield f"{case} wire", line["wire MiB"], _sum(rows, "wire_bytes", case=case)
-        yield f"{case} payload", line["payload MiB"], _sum(rows, "payload_bytes", case=case)
-        yield f"{case} saved", line["saved MiB"], saved[case]
+        yield f"{case} wire", line["wire"], _sum(rows, "wire_bytes", case=case)
+        yield f"{case} payload", line["payload"], _sum(rows, "payload_bytes", case=case)
+        yield f"{case} saved", line["saved"], saved[case]
 
 
 def _traffic(document: str, rows: list[Row]) -> Iterator[Figure]:
     """Tables by mode, then by case: the title is the one or the other."""
-    columns = {"calls": "calls", "expected": "expected_calls", "payload MiB": "payload_bytes", "wire MiB": "wire_bytes"}
-    columns["expected MiB"] = "expected_payload_bytes"
+    columns = {"calls": "calls", "expected": "expected_calls", "payload": "payload_bytes", "wire": "wire_bytes"}
+    columns["expected payload"] = "expected_payload_bytes"
     seen = set()
     for title, line in _shown(document, "traffic"):
         by = "mode" if title in {row["mode"] for row in rows} else "case"
@@ -156,17 +156,17 @@ def _bars(shown: list[tuple[Row, str]], rows: list[Row], saved: dict[str, int]) 
     longest = max(float(_sum(rows, "wire_bytes", case=case)) for _, case in shown)
     for line, case in shown:
         sent = {phase: float(_sum(rows, "wire_bytes", case=case, phase=phase)) for phase in PHASE_COLOURS}
-        yield from _bar(line["wire bytes by phase"], {name: size for name, size in sent.items() if size}, longest, case)
-        yield from _bar(line["memory saved"], {"saved": float(saved[case])}, max(saved.values()), case)
+        yield from _bar(line["sent by phase"], {name: size for name, size in sent.items() if size}, longest, case)
+        yield from _bar(line["memory"], {"saved": float(saved[case])}, max(saved.values()), case)
     yield "bars", str(sum(line[name].count("<svg") for line, _ in shown for name in _BARS)), len(_BARS) * len(shown)
 
 
-_BARS = ("wire bytes by phase", "memory saved")
+_BARS = ("sent by phase", "memory")
 
 
 def _bar(drawn: str, sizes: dict[str, float], full: float, case: str) -> Iterator[Figure]:
     parts = re.findall(r'<rect x="([\d.]+)" width="([\d.]+)" height="10" fill="(#\w+)"', drawn)
-    figures = re.findall(r"(\w+) ([\d.,<]+)(?:, |\")", drawn[: drawn.index(" class=")].partition("MiB: ")[2])
+    figures = re.findall(r"(\w+) ([\d.,]+ \w+|0)(?:, |\")", drawn[: drawn.index(" class=")].partition('label="')[2])
     begin = 0.0
     yield f"parts of {case}", str(len(parts)), len(sizes)
     for (x, width, colour), (word, figure), (name, size) in zip(parts, figures, sizes.items(), strict=False):

@@ -1,4 +1,4 @@
-"""`shardproof run` without arguments, as users see it: the table of docs/checks.md, and a page with its figures.
+"""`shardproof run` without arguments, as users see it: the table of docs/evidence.md, and a page with its figures.
 
 Pages in a real browser: no console message, no request, nothing wider than the screen, at three widths. Screenshots
 land in the test's folder. Skipped where no Chromium is installed. axe-core's rules of accessibility are put to copies
@@ -67,7 +67,9 @@ def test_figures_of_the_page_are_those_of_the_summary_and_one_that_is_not_is_fou
     assert compared(sorting, folder) == found, "headers as the page's script writes them"
     begin, end = html.index('<section id="traffic">'), html.index('<section id="modules">')
     cells = list(re.compile(r'<td class="number">([\d,]*\d)(\.\d+)?</td>').finditer(html, begin, end))
-    bar = re.search(r'<rect x="[\d.]+" width="(\d+)[\d.]+" height="10"', html)
+    bar = re.compile(r'<rect x="[\d.]+" width="(\d+)[\d.]+" height="10"').search(
+        html, html.index('<section id="cases">')
+    )
     assert bar
     for place in (cells[len(cells) // 2].start(1), bar.end(1)):
         html = f"{html[:place]}7{html[place:]}"

@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from shardproof.harness.verdicts.facts import First, Note, NoteKind, Worst
+from shardproof.harness.verdicts.facts import First, Note, NoteKind, Worst, state_text
 from shardproof.harness.verdicts.verdict import Verdict
 from shardproof.reports.commands.cli import main
 from shardproof.reports.pages import page, plots
@@ -63,7 +63,7 @@ def test_every_tag_closes_ids_are_unique_and_links_lead_to_them(html: str) -> No
 
 
 def test_the_page_tells_the_whole_run(html: str) -> None:
-    sections = {"cases", "failures", "modes", "traffic", "modules", "timelines", "verdicts", "environment"}
+    sections = {"cases", "failures", "traffic", "modules", "timelines", "verdicts", "environment"}
     assert sections <= set(Structure(html).ids)
     assert "1 pass, 1 fail" in html
     assert "0.012 / 1e-09" in html
@@ -71,15 +71,17 @@ def test_the_page_tells_the_whole_run(html: str) -> None:
     assert "undecided: logits/0, logits/1, act/head" in html, "what nobody checked is said"
     for line in sample_run.MESSAGE.replace("<b>", "&lt;b&gt;").replace('"', "&#34;").splitlines():
         assert line in html, "all six lines"
-    # first table, a map, cases of 2 modes, side by side, 2 modes, 2 cases, verdicts, environment
-    assert len(re.findall("<table[ >]", html)) == 1 + 1 + 2 + 1 + 2 + 2 + 1 + 1
+    # a map, cases, traffic of 2 modes and of 2 cases, verdicts, environment
+    assert len(re.findall("<table[ >]", html)) == 1 + 1 + 2 + 2 + 1 + 1
+    assert len(re.findall("<h[1-6]", html)) <= 6
+    assert "Proved for mode tp-sp on 2 ranks: 8 calls and 32 KiB of payload" not in html
     assert '<li class="is-fail"><b>1</b>failed</li>' in html and "<b>2 of 2</b>cases with the bytes expected" in html
 
 
 def test_pages_of_a_passing_run_and_of_one_killed_at_once(run: Run, tmp_path: Path) -> None:
     html = page.render_page(run)
     assert "What went wrong" not in html and "2 pass" in html
-    (tmp_path / "env.json").write_text('{"layout": 2}')
+    (tmp_path / "env.json").write_text('{"layout": 3}')
     html = page.write_page(load(tmp_path), tmp_path / "report.html").read_text()
     assert "ledger.csv is missing" in html
     assert Structure(html).open == []
@@ -92,7 +94,9 @@ def _exploding(verdict: Verdict, bomb: str) -> Verdict:
     failure = verdict.failure and dataclasses.replace(
         verdict.failure, first=First(phase="forward", region=bomb, name=bomb, event=bomb), repeat=bomb
     )
-    return dataclasses.replace(verdict, check=bomb, statement=bomb, worst=worst, notes=notes, failure=failure)
+    return dataclasses.replace(
+        verdict, check=bomb, facts=(state_text(bomb),), worst=worst, notes=notes, failure=failure
+    )
 
 
 def test_nothing_a_run_wrote_becomes_markup(failing: Run) -> None:

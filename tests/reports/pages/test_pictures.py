@@ -26,10 +26,10 @@ def test_a_bar_is_one_case_and_as_long_as_its_bytes(folder: Path) -> None:
     html = page.render_page(load(folder))
     found = compared(html, folder)
     assert found.apart == [] and found.figures["bars"] == 1 + 2 * 2 + 4 * (3 + 1 + 2 + 1)
-    assert 'aria-label="wire MiB: forward 0.012, loss 0.004, backward 0.008"' in html
+    assert 'aria-label="wire: forward 12 KiB, loss 4 KiB, backward 8 KiB"' in html
     wider = html.replace('width="50.000" height="10"', 'width="51.000" height="10"', 1)
     assert wider != html and "bar of forward of mode=tp tp=2: 0.000 51.000" in compared(wider, folder).apart[0]
-    other = html.replace('kept-mib">0.008</td>', 'kept-mib">0.009</td>', 1)
+    other = html.replace('data-value="8192.0">8 KiB</td>', 'data-value="8192.0">9 KiB</td>', 1)
     assert other != html and compared(other, folder).apart
 
 

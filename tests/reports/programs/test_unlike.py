@@ -21,7 +21,7 @@ SAVED: dict[str, Any] = {"phase": "checkpoint", "op": "all_gather", "caller": "s
 def program(folder: Path, *steps: list[dict[str, Any]]) -> Run:
     """The run folder of a recorded program of two ranks, whose ranks issue these calls in each step."""
     folder.mkdir()
-    (folder / "env.json").write_text('{"layout": 2}')
+    (folder / "env.json").write_text('{"layout": 3}')
     (folder / "cases.jsonl").write_text('{"case": "train.py", "mode": "program", "world_size": 2}\n')
     event = sample_run.events(sample_run.TP, sample_run.CALLS[sample_run.TP])[0]
     plain = {**dict(zip(COLUMNS, sample_run.row(event), strict=True)), "region": "", "sent_rows": ""}

@@ -10,7 +10,7 @@ import pytest
 
 from shardproof.harness.ledger import COLUMNS
 from shardproof.harness.running.summary import SUMMARY_COLUMNS as HARNESS_COLUMNS
-from shardproof.harness.verdicts.facts import Worst, notes_about
+from shardproof.harness.verdicts.facts import Worst, notes_about, state_text
 from shardproof.harness.verdicts.verdict import Verdict
 from shardproof.reports.stored.files import RunFolderError
 from shardproof.reports.stored.frames import SUMMARY_COLUMNS, load
@@ -83,7 +83,7 @@ def stored(out: Path, *cases: str) -> Path:
     """A folder written by the harness: both cases planned, the given ones finished."""
     worst = Worst(name="grad/w", error=float("inf"), allowed=1e-9, epsilons=float("inf"))
     notes = notes_about(undecided=("a", "b"))
-    verdict = Verdict(case="", check="forward", verdict="fail", worst=worst, statement="m", notes=notes)
+    verdict = Verdict(case="", check="forward", verdict="fail", worst=worst, facts=(state_text("m"),), notes=notes)
     events = [sample_run.events(case, sample_run.CALLS[case]) for case in cases]
     return sample_run.stored(out, sample_run.CALLS, events, verdict)
 
@@ -138,7 +138,7 @@ def test_the_minimum_over_ranks_may_be_absent_from_a_row(folder: Path) -> None:
 
 
 def test_a_run_killed_before_its_first_event_loads_empty_with_notes(tmp_path: Path) -> None:
-    (tmp_path / "env.json").write_text('{"layout": 2}')
+    (tmp_path / "env.json").write_text('{"layout": 3}')
     run = load(tmp_path)
     assert len(run.cases) == len(run.ledger) == len(run.summary) == len(run.verdicts) == 0
     assert [note.split()[0] for note in run.notes] == ["cases.jsonl", "ledger.csv", "summary.csv", "verdicts.jsonl"]
@@ -183,7 +183,7 @@ HARM: dict[str, Callable[[bytes], bytes]] = {
     "not json": lambda data: b"not json\n" + data,
     "a list": lambda data: b"[1]\n",
     "a worst that is none": lambda data: (
-        b'{"case": "mode=tp", "check": "forward", "verdict": "pass", "statement": "", "worst": [1]}\n'
+        b'{"case": "mode=tp", "check": "forward", "verdict": "pass", "facts": [], "worst": [1]}\n'
     ),
 }
 HARMED = {

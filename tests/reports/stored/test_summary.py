@@ -8,11 +8,14 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from shardproof.harness.verdicts.facts import Note, NoteKind
+from shardproof.harness.verdicts.verdict import Verdict
 from shardproof.reports.comparing import growth
 from shardproof.reports.printing import text_tables
 from shardproof.reports.programs import figures, program_tables
 from shardproof.reports.stored import summary
 from shardproof.reports.stored.frames import Run, in_order, load
+from shardproof.reports.stored.unchecked import unchecked_notes
 from tests import ROOT
 from tests.reports import sample_run
 from tests.reports.sample_run import ACTIVATION_BYTES, TP, TP_SP
@@ -30,7 +33,7 @@ def test_the_headline_counts_what_one_rank_does(run: Run) -> None:
 
 def test_the_headline_shows_the_rank_that_saves_most_and_no_zero_that_nobody_measured(run: Run) -> None:
     assert list(summary.headline(run)["saved_bytes"]) == [2 * ACTIVATION_BYTES] * 2
-    assert text_tables.headline_table(summary.headline(run)).rows[0][5] == "0.008"
+    assert text_tables.headline_table(summary.headline(run)).rows[0][5] == "8 KiB"
     (run.path / "memory.csv").unlink()
     headline = summary.headline(load(run.path))
     assert headline["saved_bytes"].isna().all()
@@ -51,8 +54,48 @@ def test_the_headline_shows_the_error_of_a_tensor_that_is_closest_to_its_limit(f
     both = pd.concat([exact, passed.iloc[-1:]])
     assert worst(both)[1] == (2.0, 1.0, "fail"), "replicas apart by rounding are not all that failed"
     lost = run.verdicts.iloc[:1].assign(check="ledger", verdict="fail", worst_error=3.0, worst_allowed=0.0)
-    assert worst(pd.concat([run.verdicts, lost]))[0] == (2e-16, 1e-9, "fail"), "a count of events is no error"
+    assert pd.isna(worst(pd.concat([run.verdicts, lost]))[0][0]), (
+        "a count is no error, and one that passed says nothing"
+    )
     assert [verdict for *_, verdict in worst(run.verdicts.iloc[:0])] == ["unknown", "unknown"], "and never a pass"
+
+
+def test_a_limit_has_its_dtype_where_one_is_not_float64(run: Run) -> None:
+    assert "dtype" not in text_tables.headline_table(summary.headline(run)).headers
+    half = dataclasses.replace(run, cases=run.cases.assign(dtype=["bfloat16", "float64"]))
+    for table in (text_tables.headline_table, text_tables.grouped_table):
+        shown = table(summary.headline(half))
+        place = shown.headers.index("dtype")
+        assert shown.headers[place - 1] == "max error / allowed"
+        assert [row[place] for row in shown.rows] == ["bfloat16", "float64"]
+
+
+def test_a_closed_form_that_leaves_fields_out_is_acknowledged_and_these_are_named(tmp_path: Path) -> None:
+    run = load(sample_run.write(tmp_path / "run", expected=False))
+    left_out = Note(kind=NoteKind.CLOSED_FORM, names=("axis", "dtype"), reason="fields that its terms leave out")
+    stated = Verdict(case=TP, check="ledger", verdict="pass", statement="", notes=(left_out,))
+    unstated = Note(kind=NoteKind.CLOSED_FORM, reason="the subject states no expectation")
+    none = dataclasses.replace(stated, case=TP_SP, notes=(unstated,))
+    told = sample_run.with_records(run, [*run.records, stated, none])
+    table = text_tables.headline_table(summary.headline(told))
+    assert [row[table.headers.index("expected")] for row in table.rows] == ["as stated", "-"]
+    grouped = text_tables.grouped_table(summary.headline(told))
+    assert [row[grouped.headers.index("expected")] for row in grouped.rows] == ["1 of 1", "-"]
+    note = "not checked: axis, dtype of the calls: the closed form leaves them out (1 case)"
+    assert [one for one in unchecked_notes(told) if "closed form" in one] == [note]
+
+
+def test_a_tensor_that_a_check_found_wrong_is_not_called_undecided(failing: Run) -> None:
+    wrong = failing.records[-1]
+    assert wrong.failure is not None
+    names = wrong.failure.wrong[0].name, "grad/other"
+    doubt = dataclasses.replace(
+        failing.records[0], notes=(Note(kind=NoteKind.UNDECIDED, names=names),), decided={"grad": (0, 2)}
+    )
+    (note,) = unchecked_notes(sample_run.with_records(failing, [doubt, wrong]))
+    assert note.startswith("could not be judged: 1 of 2 gradients in 1 case") and note.endswith(": grad/other")
+    (both,) = unchecked_notes(sample_run.with_records(failing, [doubt]))
+    assert both.startswith("could not be judged: 2 of 2 gradients")
 
 
 @pytest.mark.parametrize(
@@ -129,10 +172,11 @@ def test_the_title_claims_no_more_than_was_compared(run: Run) -> None:
 
 @pytest.mark.parametrize(
     ("size_bytes", "text"),
-    [(0, "0.000"), (12, "<0.001"), (4096, "0.004"), (2**20, "1.000"), (5 * 2**30, "5,120.0"), (pd.NA, "-")],
+    [(0, "0"), (12, "12 B"), (1023, "1023 B"), (4096, "4 KiB"), (2**20 - 1, "1 MiB"), (1998586, "1.906 MiB")]
+    + [(5 * 2**30, "5 GiB"), (5 * 2**44, "81,920 GiB"), (pd.NA, "-")],
 )
-def test_bytes_are_written_in_mib_and_some_traffic_never_reads_as_none(size_bytes: object, text: str) -> None:
-    assert text_tables.mebibytes(size_bytes) == text
+def test_bytes_are_written_in_the_unit_that_they_need(size_bytes: object, text: str) -> None:
+    assert text_tables.byte_size(size_bytes) == text
 
 
 @pytest.mark.parametrize(("error", "text"), [(0.0, "0"), (2.134e-16, "2.1e-16"), (float("nan"), "-"), (None, "-")])

@@ -1,19 +1,27 @@
 """The first wrong module where no layout is declared."""
 
+from pathlib import Path
+
 import pytest
 
 import shardproof
 from shardproof.harness.diagnosing.placing.modules_by_name import locate_wrong_module
 from shardproof.harness.engines.processes.forked.pool import PoolEngine
 from shardproof.harness.engines.threads.inproc import InprocEngine
+from shardproof.harness.running import explaining
 from shardproof.harness.running.locating import wrong_module
 from shardproof.harness.running.locating.wrong_module import modules_of
 from shardproof.harness.running.proof import prove
 from shardproof.harness.running.trials.runs import record_case
-from shardproof.harness.running.trials.trial import Trial, reference_of
+from shardproof.harness.running.trials.trial import EXPLAINING, Trial, reference_of
 from shardproof.harness.subject import case_of, resolve_subject
+from shardproof.harness.verdicts.verdict import FAIL
 from shardproof.parallel.subject import subject as ours
 from shardproof.reference.case import Case
+from shardproof.reports.pages.opening import tabulate_runs
+from shardproof.reports.stored.frames import load
+from tests.harness import own_words
+from tests.harness.proofs import ran
 from tests.harness.running.locating.by_hand import subject
 from tests.harness.running.locating.dense import REFERENCE, truth
 from tests.harness.running.locating.planting import (
@@ -83,6 +91,22 @@ def test_nothing_is_looked_for_where_nothing_failed_or_memory_may_not_hold_it(
     assert result.verdict == "fail"
     (note,) = [verdict for verdict in result.verdicts if verdict.check == "explanation"]
     assert "the first wrong module was not looked for" in note.message
+
+
+def test_runs_that_explain_a_failure_share_their_time_and_those_left_out_are_on_the_page(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """No time is left for any of them: the verdict stands, and the page says what was not run."""
+    monkeypatch.setattr(explaining, "EXPLAINED_IN", -1)
+    run = load(ran(tmp_path, own_words.Network(lambda case: 2.0), "tp=2").path)
+    assert set(run.timings["part"]).isdisjoint(EXPLAINING)
+    assert FAIL in {one.verdict for one in run.records}
+    (explanation,) = [one for one in run.records if one.check == "explanation"]
+    assert explanation.notes[0].names and {*explanation.notes[0].names} <= {*EXPLAINING}
+    table = tabulate_runs(run)
+    assert table is not None
+    late = [row[1:] for row in table.rows if row[0].endswith(": not run for want of time")]
+    assert late == [("1", "0.0")] * len(explanation.notes[0].names)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,178 @@
+"""What `record --values` changes in a program's numbers when it is asked to: float64, no dropout, moved results.
+
+Float64: the default dtype is float64, what the program says in a narrower one (`.to(torch.bfloat16)`, `dtype=...`) is
+float64, autocast and mixed precision of FSDP are off. Floating inputs and parameters that came to be otherwise (from
+files, from numpy) are converted at the first forward. What stays narrow is seen in the recorded rows.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import distributed_c10d
+from torch.overrides import TorchFunctionMode
+
+from shardproof.harness.outcome.blocks import is_dtensor
+from shardproof.harness.programs.session import ValueOptions
+from shardproof.harness.torch_internals.compiler import run_eagerly
+from shardproof.harness.torch_internals.dispatch import mapped
+
+_WIDE = torch.float64
+_NARROW = frozenset((torch.float32, torch.bfloat16, torch.float16))
+NARROW = frozenset(str(dtype).removeprefix("torch.") for dtype in _NARROW)
+_CASTS = frozenset(("float", "half", "bfloat16"))
+_AS_BITS = frozenset(("view", "frombuffer", "from_file"))
+"""What is given a dtype to read bits with, not numbers."""
+_DROPOUTS = ("dropout", "alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout")
+
+
+def apply_options(options: ValueOptions) -> None:
+    """Change what has to be other before the program builds its model; torch has just been imported."""
+    if options.dtype:
+        torch.set_default_dtype(_WIDE)
+        torch.set_default_dtype = lambda d: None  # noqa: ARG005  (torch's name)
+        torch.Tensor.backward = _backward  # type: ignore[method-assign]
+        torch.autocast.__init__ = _disable(torch.autocast.__init__)  # type: ignore[method-assign]
+        _InFloat64().__enter__()
+        if torch.distributed.is_available():
+            _widen_when_initialised()
+    if not options.dropout:
+        for name in _DROPOUTS:
+            setattr(F, name, _keep)
+        torch.dropout = _keep_all
+        F.scaled_dot_product_attention = _attend
+
+
+def begin_training(options: ValueOptions) -> None:
+    """The first forward in training is about to begin."""
+    run_eagerly()  # modules can be seen only where they are not compiled
+    if options.perturb:
+        from shardproof.harness.running.truth.random_rounding import RandomRounding  # noqa: PLC0415  (few recordings)
+
+        kinds = (_WIDE, *_NARROW, torch.complex128, torch.complex64)
+        units = {dtype: float(torch.finfo(dtype).eps) for dtype in kinds}
+        RandomRounding(units, seed=options.perturb, inputs=False).__enter__()
+
+
+def _widen_when_initialised() -> None:
+    original = distributed_c10d.init_process_group
+
+    @functools.wraps(original)
+    def init_process_group(*args: Any, **words: Any) -> Any:
+        result = original(*args, **words)
+        _widen_policies()
+        return result
+
+    for room in (distributed_c10d, torch.distributed):
+        room.init_process_group = init_process_group  # type: ignore[attr-defined]
+
+
+def _widen_policies() -> None:
+    """Have FSDP's policies of mixed precision name no dtype."""
+    from torch.distributed import fsdp  # noqa: PLC0415  (slow, and only float64 needs it)
+
+    for kind in (fsdp.MixedPrecisionPolicy, fsdp.MixedPrecision):
+        kind.__init__ = _without_dtypes(kind.__init__)  # type: ignore[method-assign]
+
+
+def prepare_module(module: nn.Module, options: ValueOptions) -> None:
+    """An outermost module is called for the first time."""
+    for part in module.modules():
+        if isinstance(part, nn.RNNBase) and not options.dropout:
+            part.dropout = 0.0
+    holders = [kind for part in module.modules() for kind in type(part).__mro__ if "Parallel" in kind.__name__]
+    if options.dtype and not holders:  # DDP and FSDP1 have laid out their buffers in the dtype that they found
+        for tensor in (*module.parameters(), *module.buffers()):
+            if tensor.dtype in _NARROW and not is_dtensor(tensor):
+                tensor.data = tensor.data.double()
+
+
+def convert_call(
+    module: nn.Module, args: Sequence[Any], words: Mapping[str, Any]
+) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """What an outermost module is called with, floating tensors in float64 where its parameters are."""
+    first = next(module.parameters(), None)
+    if first is None or first.dtype is not _WIDE:
+        return args, words
+    converted: tuple[Sequence[Any], Mapping[str, Any]] = mapped(_widen_tensor, (tuple(args), dict(words)))
+    return converted
+
+
+def _widen_tensor(value: Any) -> Any:
+    return value.double() if isinstance(value, Tensor) and value.dtype in _NARROW else value
+
+
+class _InFloat64(TorchFunctionMode):
+    """Within it every dtype narrower than float64 that a torch function is given is float64."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """The function's result, in float64 where it was asked for in less."""
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if name in _CASTS and len(args) == 1:
+            return args[0].double()
+        if name in _AS_BITS:
+            return func(*args, **kwargs)
+        if any(type(one) is torch.dtype and one in _NARROW for one in (*args, *kwargs.values())):
+            args = tuple(_wide_dtype(one) for one in args)
+            kwargs = {key: _wide_dtype(one) for key, one in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+def _wide_dtype(one: Any) -> Any:
+    return _WIDE if type(one) is torch.dtype and one in _NARROW else one
+
+
+def _backward(
+    tensor: Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+) -> None:
+    """Tensor.backward, without a look for modes: torch would leave those of functions during the whole backward."""
+    torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
+
+
+def _disable(original: Any) -> Any:
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **words: Any) -> None:
+        original(self, *args[:2], **{**words, "enabled": False})
+
+    return init
+
+
+def _without_dtypes(original: Any) -> Any:
+    @functools.wraps(original)
+    def init(self: Any, *_dtypes: Any, **words: Any) -> None:
+        original(self, **{key: value for key, value in words.items() if not isinstance(value, torch.dtype)})
+
+    return init
+
+
+def _keep(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: A002, ARG001
+    """Dropout that drops nothing, in words that TorchScript reads too."""
+    return input
+
+
+def _keep_all(input: Tensor, p: float, train: bool) -> Tensor:  # noqa: A002, ARG001
+    return input
+
+
+_attention = F.scaled_dot_product_attention
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,  # noqa: ARG001
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attention that drops nothing."""
+    return _attention(
+        query, key, value, attn_mask=attn_mask, dropout_p=0.0, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+    )

@@ -1,0 +1,298 @@
+"""The recorder of values inside one process of a program (harness.programs.values): armed when torch is imported.
+
+It begins at the first forward in training of a module that nothing encloses, in the process that runs it: rank and
+world size are those of torch.distributed, else those of the launcher's environment, else a rank alone. Launchers and
+workers of data loaders train nothing, so they record nothing. A step ends when its optimizers have stepped for all
+parameters, else at the next forward in training. Exceptions are let go as in harness.programs.rank. No collective is
+issued, and a device is waited for only by copies.
+"""
+
+import atexit
+import functools
+import multiprocessing
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from shardproof.harness.programs.session import ProgramSession, ValueOptions
+from shardproof.harness.programs.tensors import numerics
+from shardproof.harness.programs.tensors.initial_values import InitialValues
+from shardproof.harness.programs.tensors.layouts import tensors_in
+from shardproof.harness.programs.tensors.modules import ModuleValues
+from shardproof.harness.programs.tensors.names import Enclosing, NamedParameter, Names
+from shardproof.harness.programs.tensors.store import StepValues
+from shardproof.harness.programs.tensors.updates import UpdateValues, watch_clipping, watch_clipping_of_fsdp
+from shardproof.harness.programs.values import FOLDER, ValueRow, write_about
+from shardproof.harness.torch_internals.autograd import called_by, current_task
+
+_OUTSIDE, _RECORDS, _AGAIN = 0, 1, 2
+
+
+class _Thread(threading.local):
+    """The modules that a thread is in, outermost first, and what is done with what they return."""
+
+    def __init__(self) -> None:
+        self.inside: list[nn.Module] = []
+        self.mode = _OUTSIDE
+
+
+class ValueRecorder:
+    """Records the values of the session's steps in this process once `arm` was called."""
+
+    def __init__(self, session: ProgramSession, options: ValueOptions) -> None:
+        self._session, self._options = session, options
+        self._folder = Path(session.folder)
+        self._on, self._pid, self._rank = True, 0, 0
+        self._step, self._stepped, self._ended, self._stepping = 0, False, False, 0
+        self._local = _Thread()
+        self._about: dict[str, Any] = {"steps": [], "done": False}
+        self._names, self._enclosing = Names(), Enclosing()
+        self._store = StepValues(budget_bytes=int(options.budget_gib * 2**30))
+        self._modules = ModuleValues(store=self._store, names=self._names, guard=self._guard)
+        self._updates = UpdateValues(store=self._store, names=self._names)
+        self._initial = InitialValues(options.same_init)
+        self._armed = ExitStack()
+
+    def arm(self) -> None:
+        """Look at every module that this process calls from now on."""
+        numerics.apply_options(self._options)
+        self._armed.enter_context(called_by(self._call))
+        self._hook = register_module_forward_hook(self._on_output)
+        register_optimizer_step_pre_hook(self._on_stepping)
+        register_optimizer_step_post_hook(self._on_stepped)
+        backward = torch.autograd.backward
+
+        @functools.wraps(backward)
+        def begin_backward(tensors: Any, grad_tensors: Any = None, *args: Any, **words: Any) -> None:
+            if self._takes and current_task() == -1:
+                self._guard(self._updates.take_losses, tensors)
+            backward(tensors, grad_tensors, *args, **words)
+
+        torch.autograd.backward = begin_backward
+        watch_clipping(self._on_clipping, self._on_norm)
+
+    @property
+    def _takes(self) -> bool:
+        """Whether values of the step that is going on are taken."""
+        return bool(self._on and self._pid and not self._ended and self._session.covers(self._step))
+
+    def _guard(self, function: Callable[..., Any], *args: Any) -> Any:
+        """What a function of ours returns; what it raises ends the recording and never reaches the program."""
+        if not self._on:
+            return None
+        try:
+            return function(*args)
+        except Exception as problem:
+            self._let_go(problem)
+        return None
+
+    def _call(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        local = self._local
+
+        def call(module: nn.Module, *args: Any, **words: Any) -> Any:
+            if not self._on:
+                return original(module, *args, **words)
+            if not local.inside:
+                if self._options.dtype:
+                    args, words = self._guard(numerics.convert_call, module, args, words) or (args, words)
+                self._guard(self._enter, module, args, words)
+            elif local.mode == _RECORDS:
+                self._guard(self._modules.look_for_draws, local.inside[-1])
+            local.inside.append(module)
+            try:
+                return original(module, *args, **words)
+            finally:
+                local.inside.pop()
+                if not local.inside:
+                    local.mode = _OUTSIDE
+
+        return call
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], words: dict[str, Any]) -> None:
+        """A module is called that no other encloses."""
+        self._local.mode = _OUTSIDE
+        if self._pid not in (0, os.getpid()):  # a fork of a rank that trains
+            self._on = False
+            return
+        if current_task() != -1:
+            self._local.mode = _AGAIN if self._takes else _OUTSIDE
+            return
+        if not _trains(module, (args, words)):
+            return
+        if not self._pid:
+            self._begin()
+        if self._stepped:
+            self._end_step()
+            self._step, self._stepped, self._ended, self._stepping = self._step + 1, False, False, 0
+        if not self._takes:
+            if self._session.steps is not None and self._step >= self._session.steps[1]:
+                self._stop()
+            return
+        if self._step != self._store.step or not self._store.number:
+            self._store.step = self._step
+            self._modules.begin_step()
+            self._updates.begin_step()
+        root = self._enclosing.find_outermost(module)
+        if id(root) not in self._names.roots:
+            self._register(root)
+        place = self._names.modules.get(id(module))
+        self._modules.enter(module, self._names.roots[id(root)][1] if place is None else place.name, args, words)
+        self._local.mode = _RECORDS
+
+    def _begin(self) -> None:
+        """This process trains: be its rank. Raises FileExistsError when another process has recorded as this rank."""
+        worker: Any = getattr(sys.modules.get("torch.utils.data"), "get_worker_info", lambda: None)
+        if worker() is not None:
+            self._on = False
+            return
+        self._pid = os.getpid()
+        self._rank, self._about["world_size"] = _rank_and_world()
+        (self._folder / FOLDER).mkdir(exist_ok=True)
+        (self._folder / FOLDER / f"rank-{self._rank}.jsonl").open("x").close()
+        watch_clipping_of_fsdp(self._on_clipping, self._on_norm)
+        numerics.begin_training(self._options)
+        atexit.register(self._end)
+        if multiprocessing.parent_process() is not None:  # a forked one ends without the functions of atexit
+            Finalize(None, self._end, exitpriority=0)
+
+    def _register(self, module: nn.Module) -> None:
+        """A module is called outermost for the first time: its parameters are those before the first step."""
+        numerics.prepare_module(module, self._options)
+        parameters, buffers = self._names.register(module)
+        self._initial.overwrite([*parameters, *buffers])
+        keys: dict[str, tuple[str, ...]] = {}
+        for kind, found in (("param", parameters), ("buffer", buffers)):
+            for named in found:
+                row = self._row(kind, named)
+                if named.alias_of:
+                    self._store.repeat(row, keys.get(named.alias_of, ()))
+                else:
+                    keys[named.place.name] = self._store.add(row, named.tensor, named.split)
+
+    def _row(self, kind: str, named: NamedParameter) -> ValueRow:
+        name, wrapped = named.place
+        wrapped = "" if wrapped == name else wrapped
+        alias = named.alias_of
+        return ValueRow(kind=kind, step=self._step, name=name, wrapped=wrapped, alias_of=alias, dtype="", shape=())
+
+    def _on_output(self, module: nn.Module, _args: object, output: object) -> None:
+        mode = self._local.mode
+        if mode:
+            self._guard(self._modules.leave if mode == _RECORDS else self._modules.leave_again, module, output)
+
+    def _on_clipping(self, parameters: list[Tensor]) -> None:
+        if self._takes:
+            self._guard(self._updates.take_gradients, parameters)
+
+    def _on_norm(self, norm: object) -> None:
+        if self._takes:
+            self._guard(self._updates.take_norm, norm)
+
+    def _on_stepping(self, optimizer: Any, args: tuple[Any, ...], words: dict[str, Any]) -> Any:
+        """A step begins. One that is given a closure has gradients only behind it."""
+        self._stepping += 1
+        given = args[1] if len(args) > 1 else words.get("closure")
+        if not callable(given):
+            self._on_received(optimizer)
+            return None
+
+        def closure() -> Any:
+            result = given()
+            self._on_received(optimizer)
+            return result
+
+        return ((args[0], closure, *args[2:]), words) if len(args) > 1 else (args, {**words, "closure": closure})
+
+    def _on_received(self, optimizer: Any) -> None:
+        if self._takes:
+            self._guard(self._updates.take_received, optimizer)
+
+    def _on_stepped(self, _optimizer: Any, _args: object, _words: object) -> None:
+        self._stepping -= 1
+        if not self._pid or not self._on:
+            return
+        self._stepped = True
+        if self._stepping <= 0 and current_task() == -1 and self._takes and self._updates.covered:
+            self._guard(self._end_step)
+
+    def _end_step(self) -> None:
+        """Take what the step has left, and write it."""
+        if not self._takes:
+            return
+        self._updates.take_after()
+        self._write()
+        self._ended = True
+
+    def _write(self) -> None:
+        if self._stepped:
+            self._about["steps"].append(self._step)
+        narrow = {row.name: row.dtype for row in self._store.rows if row.dtype in numerics.NARROW}
+        if self._options.dtype and narrow:
+            self._about["narrow"] = {**narrow, **self._about.get("narrow", {})}
+        self._store.write(self._folder, self._rank)
+        asked = self._session.steps
+        self._about |= {
+            "done": asked is not None and self._step >= asked[1] - 1 and self._stepped,
+            "drawn": list(self._modules.drawn),
+            "wrappers": sorted(self._names.wrappers),
+            "same_init": self._initial.lacking,
+            "options": {"dtype": self._options.dtype, "dropout": self._options.dropout},
+        }
+        write_about(self._folder, self._rank, self._about)
+
+    def _stop(self) -> None:
+        """All steps that were asked for are over."""
+        self._on = False
+        self._local.mode = _OUTSIDE
+        self._hook.remove()  # those of optimizers may be under way, and torch does not copy their list
+        self._names.clear()
+        self._modules.begin_step()
+        self._updates.begin_step()
+
+    def _end(self) -> None:
+        """The interpreter ends in good order: write what the last step has."""
+        if self._on and self._pid == os.getpid() and self._takes:
+            self._guard(self._end_step if self._stepped else self._write)
+        self._on = False
+
+    def _let_go(self, problem: Exception) -> None:
+        """The recorder has failed: report it once, and leave the program alone."""
+        self._stop()
+        self._about["failed"] = "".join(traceback.format_exception(problem)[-6:])
+        with suppress(OSError, ValueError):
+            text = f"{type(problem).__name__}: {problem}".splitlines()[0]
+            sys.stderr.write(
+                f"shardproof: rank {self._rank}: no more values are recorded: {text}; the program goes on\n"
+            )
+        with suppress(OSError):
+            if self._pid:
+                write_about(self._folder, self._rank, self._about)
+
+
+def _trains(module: nn.Module, given: object) -> bool:
+    """Whether a call is part of training: gradients are on, and it is of parameters or of what has a gradient."""
+    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        return False
+    tensors = [tensor for _place, tensor in tensors_in(given)]
+    if any(tensor.is_meta for tensor in tensors):
+        return False
+    return next(module.parameters(), None) is not None or any(tensor.requires_grad for tensor in tensors)
+
+
+def _rank_and_world() -> tuple[int, int]:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    rank, world = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    return (int(rank), int(world)) if rank.isdigit() and world.isdigit() else (0, 1)

@@ -1,0 +1,181 @@
+"""Gradients, their clipping, and what an optimizer makes of parameters in a recorded program.
+
+Gradients are taken where they are clipped, and as the optimizer receives them where its step begins. A parameter of an
+optimizer that is none of a module (a master copy, a flat buffer) is one of the same memory or the master of one, or it
+has no name.
+"""
+
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardproof.harness.programs.tensors.layouts import split_value, tensors_in
+from shardproof.harness.programs.tensors.names import NamedParameter, Names, Place
+from shardproof.harness.programs.tensors.store import StepValues
+from shardproof.harness.programs.values import ValueRow
+from shardproof.harness.torch_internals.dispatch import past_modes
+
+
+@dataclass(slots=True, kw_only=True)
+class UpdateValues:
+    """Records into `store`; `covered` after a step: no parameter with a gradient waits for another optimizer."""
+
+    store: StepValues
+    names: Names
+    _optimizers: dict[int, Any] = field(default_factory=dict)
+    _masters: dict[int, NamedParameter] = field(default_factory=dict)
+    _taken: set[str] = field(default_factory=set)
+    _received: set[str] = field(default_factory=set)
+    _losses: int = 0
+    _norms: int = 0
+
+    def begin_step(self) -> None:
+        """A step begins."""
+        self._losses = self._norms = 0
+        for kept in (self._optimizers, self._masters, self._taken, self._received):
+            kept.clear()
+
+    def take_losses(self, tensors: object) -> None:
+        """Backward begins from these tensors: single numbers are losses, and stages of a pipeline begin from more."""
+        for _place, tensor in tensors_in(tensors):
+            if tensor.numel() != 1:
+                continue
+            self.store.add(self._row("loss", Place("", ""), call=self._losses), tensor)
+            self._losses += 1
+
+    def take_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """These parameters' gradients are about to be clipped."""
+        for place, named, tensor in self._of_optimizer([list(parameters)]):
+            self._take_gradient("grad", place, named, tensor)
+
+    def take_norm(self, norm: object) -> None:
+        """Clipping has found this norm."""
+        if isinstance(norm, float | int):
+            norm = torch.tensor(float(norm), dtype=torch.float64)
+        for _place, tensor in tensors_in(norm):
+            self.store.add(self._row("norm", Place("", ""), call=self._norms), tensor)
+        self._norms += 1
+
+    def take_received(self, optimizer: Any) -> None:
+        """An optimizer's step begins."""
+        self._optimizers[id(optimizer)] = optimizer
+        for place, named, tensor in self._of_optimizer(group["params"] for group in optimizer.param_groups):
+            word = place.name or place.wrapped
+            if word not in self._received:
+                self._received.add(word)
+                self._take_gradient("grad_clipped" if word in self._taken else "grad", place, named, tensor)
+
+    @property
+    def covered(self) -> bool:
+        """Whether all parameters that have a gradient are those of optimizers that have stepped."""
+        stepped = {id(p) for one in self._optimizers.values() for group in one.param_groups for p in group["params"]}
+        return stepped <= self.names.parameters.keys() and all(
+            id(one.tensor) in stepped for one in self.names.listed if one.tensor.requires_grad
+        )
+
+    def take_after(self) -> None:
+        """The step is over: values of the parameters and states of the optimizers."""
+        for one in self.names.listed:
+            if one.tensor.requires_grad:
+                self.store.add(self._row("param_after", one.place), one.tensor, one.split)
+        for optimizer in self._optimizers.values():
+            for place, named, tensor in self._of_optimizer(group["params"] for group in optimizer.param_groups):
+                for leaf, state in tensors_in(optimizer.state.get(tensor)):
+                    self.store.add(
+                        self._row("state_after", place, leaf=leaf), state, split_value if named is None else named.split
+                    )
+
+    def _take_gradient(self, kind: str, place: Place, named: NamedParameter | None, tensor: Tensor) -> None:
+        gradient = tensor.grad
+        if gradient is None and named is not None:
+            gradient = getattr(named.tensor, "main_grad", None)  # Megatron's engines add up there
+        if gradient is not None and (kind != "grad" or (place.name or place.wrapped) not in self._taken):
+            self._taken.add(place.name or place.wrapped)
+            self.store.add(self._row(kind, place), gradient, split_value if named is None else named.split)
+
+    def _of_optimizer(
+        self, groups: Iterable[Iterable[Tensor]]
+    ) -> Iterator[tuple[Place, NamedParameter | None, Tensor]]:
+        for number, group in enumerate(groups):
+            for at, tensor in enumerate(group):
+                named = self.names.parameters.get(id(tensor)) or self._find_master(tensor)
+                yield Place("", f"optimizer/{number}/{at}") if named is None else named.place, named, tensor
+
+    def _find_master(self, tensor: Tensor) -> NamedParameter | None:
+        """The parameter of a module whose master copy this is, or with whose memory it begins and ends."""
+        if not self._masters:
+            for named in self.names.parameters.values():
+                self._masters[id(getattr(named.tensor, "main_param", named.tensor))] = named
+        found = self._masters.get(id(tensor))
+        if found is not None:
+            return found
+        mine = _memory(tensor)
+        return next((one for one in self.names.parameters.values() if mine and _memory(one.tensor) == mine), None)
+
+    def _row(self, kind: str, place: Place, *, call: int = 0, leaf: str = "") -> ValueRow:
+        wrapped = "" if place.wrapped == place.name else place.wrapped
+        step = self.store.step
+        return ValueRow(
+            kind=kind, step=step, name=place.name, wrapped=wrapped, call=call, leaf=leaf, dtype="", shape=()
+        )
+
+
+def _memory(tensor: Tensor) -> tuple[int, int] | None:
+    """Where a plain tensor lies, and its bytes; None for others."""
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ or not tensor.numel():
+        return None
+    with past_modes():
+        return tensor.data_ptr(), tensor.numel() * tensor.element_size()
+
+
+def watch_clipping(before: Callable[[Any], object], norm: Callable[[object], object]) -> None:
+    """Have `before(parameters)` and `norm(total)` called around clipping by torch's functions and FSDP1's method.
+
+    The functions are replaced where torch has them; whoever imported one from there before keeps the original.
+    """
+    rooms = [room for name, room in sys.modules.items() if name.startswith("torch.nn.utils")]
+    for name in ("clip_grad_norm_", "clip_grads_with_norm_", "clip_grad_value_"):
+        original = getattr(torch.nn.utils, name, None)
+        if original is not None:
+            wrapped = _wrap_clipping(original, before, norm)
+            for room in rooms:
+                for key in [key for key, value in vars(room).items() if value is original]:
+                    setattr(room, key, wrapped)
+
+
+def _wrap_clipping(original: Any, before: Callable[[Any], object], norm: Callable[[object], object]) -> Any:
+    @functools.wraps(original)
+    def clip(parameters: Any, *args: Any, **words: Any) -> Any:
+        if not isinstance(parameters, Tensor):
+            parameters = list(parameters)  # a generator gives them once
+        before([parameters] if isinstance(parameters, Tensor) else parameters)
+        total = original(parameters, *args, **words)
+        if total is None and original.__name__ == "clip_grads_with_norm_":
+            total = words.get("total_norm", args[1] if len(args) > 1 else None)
+        if total is not None:
+            norm(total)
+        return total
+
+    return clip
+
+
+def watch_clipping_of_fsdp(before: Callable[[Any], object], norm: Callable[[object], object]) -> None:
+    """The same of FSDP1's method, once the program has imported it."""
+    kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    if kind is None:
+        return
+    original = kind.clip_grad_norm_
+
+    @functools.wraps(original)
+    def clip_grad_norm_(module: Any, *args: Any, **words: Any) -> Any:
+        before(list(module.parameters()))
+        total = original(module, *args, **words)
+        norm(total)
+        return total
+
+    kind.clip_grad_norm_ = clip_grad_norm_

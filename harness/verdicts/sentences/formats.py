@@ -1,0 +1,35 @@
+"""Texts of names, ranks and numbers in sentences."""
+
+import math
+from collections.abc import Iterable, Sequence
+
+from shardproof.harness.errors import ranks_text
+
+_LISTED = 5
+"""Names that a list shows; the number of the others follows."""
+_LISTS = 4
+"""The same of rank lists."""
+
+
+def describe_factor(factor: float) -> str:
+    """A factor in words, with the digits in which it differs from 1: "0.3333 x", "1.0000031 x"."""
+    off = abs(factor - 1)
+    digits = 4 - min(0, math.floor(math.log10(off))) if 0 < off < 0.1 else 4
+    return f"{factor:.{digits}g} x"
+
+
+def join_names(names: Sequence[str], most: int = _LISTED) -> str:
+    """Names as sentences print them: "a, b and 3 more"."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"
+
+
+def join_lists(lists: Iterable[Sequence[int]]) -> str:
+    """Rank lists as sentences print them, each once: "[0, 1] [2, 3]"."""
+    texts = sorted({str(sorted(ranks)) for ranks in lists})
+    return " ".join(texts[:_LISTS]) + (f" and {len(texts) - _LISTS} more" if len(texts) > _LISTS else "")
+
+
+def count_ranks(ranks: Sequence[int]) -> str:
+    """Ranks with the word before them: "rank 1", "ranks 0 2"."""
+    return f"rank{'s' * (len(ranks) > 1)} {ranks_text(ranks)}"
