@@ -3,7 +3,7 @@
 The first launch is the truth, the ranks of the second are what is checked.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -138,9 +138,3 @@ def wrong_starts(seen: Comparison, findings: Mapping[str, Finding]) -> list[str]
     """The parameters that begin with other values than in the first launch."""
     wrong = {name for finding in findings.values() if finding.verdict == FAIL for name in finding.names}
     return [name.removeprefix("init/") for name in seen.tensors if name in wrong and kind_of(name) == "init"]
-
-
-def list_names(names: Sequence[str]) -> str:
-    """The first of some names, and how many more there are."""
-    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return ", ".join(names[:LISTED]) + more

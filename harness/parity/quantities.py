@@ -40,12 +40,6 @@ class Reading:
     ranks: str = "mean"
     received: bool = False
 
-    @property
-    def words(self) -> str:
-        """The reading in words."""
-        over = {"sum": "the sum", "mean": "the mean"}
-        return f"{over[self.calls]} over a rank's micro-batches, {over[self.ranks]} over data ranks"
-
 
 READINGS = (Reading(), Reading(calls="mean"), Reading(ranks="sum"), Reading(calls="mean", ranks="sum"))
 """Readings, that of the objective which averaged gradients belong to first."""

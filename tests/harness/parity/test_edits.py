@@ -63,7 +63,7 @@ def test_every_mistake_is_found_at_its_first_place(tmp_path: Path, monkeypatch: 
         result = launches.judged(mode, "--edit", edit)
         failed = [one.failure for one in result.verdicts if one.failure is not None]
         assert {(one.first.phase, one.first.name) for one in failed} == {(phase, name)}, edit
-        assert all(cause in "; ".join(told.words for told in one.causes) for one in failed), edit
+        assert all(cause in "; ".join(told.fact.text for told in one.causes) for one in failed), edit
 
 
 @pytest.mark.deep("35 launches: three minutes")
