@@ -106,9 +106,11 @@ class _Test:
     fact: Fact
 
 
-def check_masks(run: Run, truth: Truth, claims: Claims) -> Finding:
+def check_masks(run: Run, truth: Truth, claims: Claims) -> Finding | None:
     """Whether dropout kept what it should, of masks that ranks returned."""
     names = [name for name in run.returned if kind_of(name) == KIND]
+    if not names:
+        return None
     names = [name for name in truth.tensors if name in names] or sorted(names)
     by_rank = (*run.outcomes, *run.captured)
     dtypes = {name: {block.local.dtype for by in by_rank for block in by.get(name, ())} for name in names}

@@ -8,7 +8,7 @@ from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.kinds import KIND_WORDS, NUMERIC_KINDS, kind_of, never_made
 from shardproof.harness.checking.measures.many_tensors import BLOCK, measured_together
 from shardproof.harness.checking.measures.measured import Measured
-from shardproof.harness.checking.measuring import movement_of, sizes_of
+from shardproof.harness.checking.measuring import compare_with_truth, movement_of, sizes_of
 from shardproof.harness.checking.records import Claims, Run, Truth
 from shardproof.harness.verdicts.facts import Counts, Note, NoteKind, Worst, noted_names, notes_about, state_fact
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
@@ -84,8 +84,6 @@ def _measure_tensors(run: Run, truth: Truth, names: Sequence[str], expected: Seq
         together = {name: one for name, one in together.items() if one.right or name not in moves}  # slack is not in it
     if all(name in together for name in names):
         return [together[name] for name in names]
-    from shardproof.harness.checking.measuring import compare_with_truth  # noqa: PLC0415
-
     return [together.get(name) or compare_with_truth(run, truth, name, sizes.get(kind_of(name), 0.0)) for name in names]
 
 

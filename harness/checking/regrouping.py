@@ -151,14 +151,15 @@ def _find_factor(base: Tensor, other: Tensor, run: Run, sizes: Mapping[str, int]
     return ratio, grows, falls
 
 
-def check_truth(run: Run, truth: Truth) -> Finding:
+def check_truth(run: Run, truth: Truth) -> Finding | None:
     """Whether the first forward of the dense model in float32 is that in float64, but for rounding
     (harness.running.trials.law_runs).
 
     A function that depends on the dtype by one operator is compared with itself in the case's dtype.
     """
     measured = truth.first_forward
-    assert measured is not None  # else there is nothing to check
+    if measured is None:
+        return None
     if truth.of_dtype:
         notes = (Note(kind=NoteKind.DTYPE_DEPENDENT, reason=truth.of_dtype),)
         return Finding(verdict=PASS, facts=(state_fact("truth_by_dtype", dtype=run.case.dtype),), notes=notes)

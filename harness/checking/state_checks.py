@@ -22,7 +22,7 @@ _FIRST = 8
 _compared = make_numeric_check("initial_values")
 
 
-def initial_values(run: Run, truth: Truth, claims: Claims) -> Finding:
+def check_initial_values(run: Run, truth: Truth, claims: Claims) -> Finding | None:
     """Whether parameters begin as they should.
 
         deviation   standard deviations are those that the reference states, within SIGMAS standard errors of their
@@ -34,6 +34,8 @@ def initial_values(run: Run, truth: Truth, claims: Claims) -> Finding:
     Where the dense model knows the values they are compared with it; replicas are the check `replicas`.
     """
     names = [name for name in run.returned if kind_of(name) == KIND]
+    if not names:
+        return None
     names = [name for name in truth.tensors if name in names] or sorted(names)
     wrong = dict([*_find_equal_starts(run, names), *_find_deviating_states(run, truth, names)])
     if wrong:
@@ -94,7 +96,7 @@ _COUNTS = ("steps", "step_after", "loss_scale")
 """Kinds of saved/ that are counts."""
 
 
-def check_saved_state(run: Run, truth: Truth) -> Finding:
+def check_saved_state(run: Run, truth: Truth) -> Finding | None:
     """Whether the files of a checkpoint hold (`saved/<name>`), bit for bit, what the ranks hold under that name.
 
     They are full tensors, read by another reader than the one that loads them where there is one. Tensors of ranks are
@@ -103,6 +105,8 @@ def check_saved_state(run: Run, truth: Truth) -> Finding:
     the loss scale) are held against the truth, which rounding does not change.
     """
     names = [name for name in run.returned if kind_of(name) == "saved"]
+    if not names:
+        return None
     ordered = [name for name in truth.tensors if name in names] or sorted(names)
     merged = run.tensors
     counts = {name: truth.tensors.get(name) for name in ordered if name.split("/")[1] in _COUNTS}

@@ -17,6 +17,8 @@ from shardproof.harness.errors import MachineError, NoNumbers, NotComputed, Prog
 from shardproof.harness.protocols import CaseLike, Subject, case_text
 from shardproof.harness.running.ranks.capacity import admit_ranks
 from shardproof.harness.running.result import CaseResult, verdict_on
+from shardproof.harness.running.trials.dry import check_dry_run
+from shardproof.harness.running.trials.law_runs import run_regroupings
 from shardproof.harness.running.trials.runs import judge_case, record_case
 from shardproof.harness.running.trials.trial import EXPLAINED_IN, Reference, Trial, Truths, reference_of
 from shardproof.harness.subject import (
@@ -105,15 +107,11 @@ def _prove_trial(trial: Trial, checks: Mapping[str, Check], options: str, *, exp
     """Run, compare, and explain what failed."""
     is_dry, compare = trial.engine.name == "dry", bool(select_checks_by_need(checks, Truth))
     if is_dry:
-        from shardproof.harness.running.trials.dry import check_dry_run  # noqa: PLC0415
-
         evidence, findings = check_dry_run(trial)
     else:
         evidence = record_case(trial, repeat=bool(select_checks_by_need(checks, Repeats)), compare=compare)
         give_back(evidence.run.tensors.values())
         if select_checks_by_need(checks, Regroupings):
-            from shardproof.harness.running.trials.law_runs import run_regroupings  # noqa: PLC0415
-
             evidence = replace(evidence, regroupings=run_regroupings(trial, evidence.truth))
         with trial.time_part("checks"):
             evidence, findings = judge_case(trial, evidence, checks)

@@ -22,6 +22,7 @@ from shardproof.harness.errors import MachineError, RequestError, TimeLimit, err
 from shardproof.harness.protocols import CaseLike, Subject, case_text
 from shardproof.harness.running.ranks.execution import execute
 from shardproof.harness.running.ranks.watching import Execution
+from shardproof.harness.running.truth.own import OwnTruth
 from shardproof.harness.subject import NamedSubject, truth_of
 from shardproof.harness.torch_internals.autograd import out_of_memory
 
@@ -53,8 +54,6 @@ def reference_of(subject: NamedSubject, engine: Engine, timeout_s: float = 60.0)
     dense = truth_of(subject)
     if dense is None:
         return decoder()
-    from shardproof.harness.running.truth.own import OwnTruth  # noqa: PLC0415
-
     own = OwnTruth(subject=subject, dense=dense, engine=engine, timeout_s=timeout_s)
     return Reference(truth=own, control=replace(own, control=True), own=own)
 
