@@ -91,11 +91,11 @@ class DenseModel:
 
         return dense_case(case)
 
-    def given_kinds(self, case: Case) -> tuple[str, ...]:
+    def list_given_kinds(self, case: Case) -> tuple[str, ...]:
         """The kinds of names of an outcome that the dense model cannot know and takes as given=mapping."""
-        from shardproof.reference.training.truth import given_kinds
+        from shardproof.reference.training.truth import list_given_kinds
 
-        return given_kinds(case)
+        return list_given_kinds(case)
 
     def self_contained(self, case: Case) -> Case:
         """A case with equal names whose dense model needs nothing given."""
@@ -128,17 +128,17 @@ class DenseModel:
 
         return control(case, device, **words)
 
-    def kinks(self, case: Case, device: "torch.device", **words: Any) -> Outcome:
+    def measure_relu_flips(self, case: Case, device: "torch.device", **words: Any) -> Outcome:
         """The change of the outcome where rounding decides the side of a relu's kink; `side` is 1 or -1."""
-        from shardproof.reference.training.control import relu_flips
+        from shardproof.reference.training.control import measure_relu_flips
 
-        return relu_flips(case, device, **words)
+        return measure_relu_flips(case, device, **words)
 
-    def adam_slack(self, case: Case, states: Outcome, truth: Outcome, controls: Sequence[Outcome]) -> Outcome:
+    def bound_adam(self, case: Case, states: Outcome, truth: Outcome, controls: Sequence[Outcome]) -> Outcome:
         """The largest error that Adam may make of a gradient's rounding in one step, by name."""
-        from shardproof.reference.training.adam import slack
+        from shardproof.reference.training.adam import bound_adam
 
-        return slack(case, states, truth, controls)
+        return bound_adam(case, states, truth, controls)
 
     def shares(self, case: Case, device: "torch.device", **words: Any) -> Outcome:
         """Step 0 taken apart by data rank and micro-batch."""

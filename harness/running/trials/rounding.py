@@ -88,7 +88,7 @@ def _adam_bound(
 ) -> Mapping[str, Tensor]:
     model = trial.reference.model
     with trial.time_part("control"):
-        return model.adam_slack(trial.case, states, truth, controls) if model else {}
+        return model.bound_adam(trial.case, states, truth, controls) if model else {}
 
 
 def may_be_rounding(trial: Trial, run: Run, wrong: Collection[Measured]) -> bool:
@@ -122,7 +122,7 @@ def add_controls(trial: Trial, run: Run, truth: Truth, wrong: Collection[Measure
         runs = (trial.dense(names.control, part="control", parts=parts) for parts in AMPLIFIED)
         controls = replace(controls, amplified=tuple(runs))
     model = names.model
-    flips = tuple(_from_states(trial, model.kinks, states, side=side) for side in (1, -1)) if model else ()
+    flips = tuple(_from_states(trial, model.measure_relu_flips, states, side=side) for side in (1, -1)) if model else ()
     every = {} if states is None else {**trial.dense(names.truth), **before}
     bound = {} if states is None else _adam_bound(trial, states, every, controls.runs)
     return replace(truth, controls=replace(controls, relu_flips=flips, adam_bound=bound))

@@ -109,7 +109,7 @@ def _kinds(trial: Trial) -> tuple[str, ...]:
     own, model = trial.reference.own, trial.reference.model
     if own and own.takes_given:
         return GIVEN
-    return model.given_kinds(trial.case) if model else ()
+    return model.list_given_kinds(trial.case) if model else ()
 
 
 def _record(trial: Trial, truth: Mapping[str, Tensor], kinds: Sequence[str], *, compare: bool = True) -> Evidence:

@@ -38,9 +38,9 @@ class Reference:
     """A reference of a case: the truth, and control runs beside it. Activations are among their outcomes.
 
     `control` takes parts=n too, the number of partial sums in place of its own choice. `model` is our dense model where
-    it is the truth. Of it alone is known what widens limits (`kinks`, `adam_slack`), and which rows nothing looks up.
-    Its truth, control and kinks take states=mapping, the subject's states from which their steps begin. `own` is the
-    truth where it is the subject's own.
+    it is the truth. Of it alone is known what widens limits (`measure_relu_flips`, `bound_adam`), and which rows
+    nothing looks up. Its truth, control and relu flips take states=mapping, the subject's states from which their
+    steps begin. `own` is the truth where it is the subject's own.
     """
 
     truth: Function
@@ -161,7 +161,7 @@ class Trial:
     """A case on one subject, and how it is run. `seconds` and `problems` fill up as its runs end.
 
     `problems`: what the subject could not answer (expectation, activations) -> why. `given` fills up with what of the
-    subject's outcome its truth must be given (DenseModelLike.given_kinds). `known` fills up with what the
+    subject's outcome its truth must be given (DenseModelLike.list_given_kinds). `known` fills up with what the
     reference computed. Trials of one case may share it, and trials of cases that are alike to the dense model its
     `truths`. `heard` is called with every part of the case as it begins. `verdict_alone`: once a tensor is wrong that
     rounding cannot explain, the others do not matter. `budget` is that of its explanation, which trials of other cases

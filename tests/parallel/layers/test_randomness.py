@@ -163,7 +163,9 @@ def test_equal_shards_and_wrong_deviations_are_named() -> None:
     def found(*parts: torch.Tensor, right: float = 0.02) -> tuple[str, str]:
         rows = sum(len(part) for part in parts)
         ranks = [{"init/w": Shard(part, (40 * rank, 0), (rows, 30))} for rank, part in enumerate(parts)]
-        finding = answer_of(check_initial_values, evidence(*ranks, truth={}, from_ranks=("init/w",), init_std={"w": right}))
+        finding = answer_of(
+            check_initial_values, evidence(*ranks, truth={}, from_ranks=("init/w",), init_std={"w": right})
+        )
         return finding.verdict, finding.message
 
     assert found(one, other)[0] == PASS
