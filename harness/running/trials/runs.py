@@ -14,7 +14,7 @@ from shardproof.harness.checking.checks import CHECKS, Check, run_checks, select
 from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.kinds import kind_of, select_comparable
 from shardproof.harness.checking.measures.stated_deviations import Deviations
-from shardproof.harness.checking.records import Calls, Claims, Evidence, Repeats, Run, Truth, merged_outcomes
+from shardproof.harness.checking.records import Calls, Claims, Evidence, RecordedRun, Repeats, Truth, merged_outcomes
 from shardproof.harness.checking.repeats import same_outcomes
 from shardproof.harness.errors import ShardproofError
 from shardproof.harness.outcome.merging import Merged, Outcomes, held_once, match_truth
@@ -86,7 +86,7 @@ def record_case(trial: Trial, *, repeat: bool = False, compare: bool = True) -> 
     return replace(evidence, run=run, truth=replace(evidence.truth, tensors=compared, initial=trial.initial(compared)))
 
 
-def repeat_plainly(trial: Trial, run: Run) -> Repeats:
+def repeat_plainly(trial: Trial, run: RecordedRun) -> Repeats:
     """The outcome of a run in which nothing is recorded or captured, and of another one where its bits differ.
 
     It must give the bits of the recorded run. It takes time, so it is made only when a check or a diagnosis needs it.
@@ -156,7 +156,7 @@ def _record(trial: Trial, truth: Mapping[str, Tensor], kinds: Sequence[str], *, 
         spans=run.spans,
     )
     return Evidence(
-        run=Run(calls=calls, merged=merged, outcomes=outcomes, captured=captured, mask_draws=drawn),
+        run=RecordedRun(calls=calls, merged=merged, outcomes=outcomes, captured=captured, mask_draws=drawn),
         truth=Truth(
             tensors=compared,
             initial=trial.initial(compared),
