@@ -120,22 +120,14 @@ def _prove_trial(trial: Trial, checks: Mapping[str, Check], options: str, *, exp
     if explain or is_dry:
         failed = any(finding.verdict == FAIL for finding in findings.values())
         context: Mapping[str, Finding] = findings
+        if failed:
+            from shardproof.harness.running.explaining import diagnose_findings, with_explanations  # noqa: PLC0415  (few cases fail: a third of the product)
         if failed and not is_dry:
-            from shardproof.harness.running.explaining import with_explanations  # noqa: PLC0415
-
             # a failure is explained beside the dense model, whatever its check needs
             evidence = evidence if compare else record_case(trial)
             evidence, context = with_explanations(trial, evidence, findings)
-        for check, problem in trial.problems.items():
-            findings[check] = Finding(verdict=UNKNOWN, facts=(state_text(problem),), notes=note_unchecked(check))
-        if refused := trial.budget.refused:
-            known, limit_s = findings.get("explanation"), EXPLAINED_IN * trial.timeout_s
-            facts = (*(known.facts if known else ()), state_fact("not_run", parts=refused, limit_s=limit_s))
-            notes = (Note(kind=NoteKind.NOT_RUN, names=tuple(refused)),)
-            findings["explanation"] = Finding(verdict=UNKNOWN, facts=facts, notes=notes)
+        findings |= _find_problems(trial)
         if failed:
-            from shardproof.harness.running.explaining import diagnose_findings  # noqa: PLC0415
-
             diagnoses, failures = diagnose_findings(evidence, findings, context, trial.subject.name, options)
     verdicts = tuple(verdict_on(finding, trial.text, check, failures.get(check)) for check, finding in findings.items())
     seconds = trial.seconds if explain or is_dry else {}
@@ -144,29 +136,36 @@ def _prove_trial(trial: Trial, checks: Mapping[str, Check], options: str, *, exp
     )
 
 
+def _find_problems(trial: Trial) -> dict[str, Finding]:
+    """What the subject could not answer, and what of a failure was not explained, by the check that misses it."""
+    found = {
+        check: Finding(verdict=UNKNOWN, facts=(state_text(problem),), notes=note_unchecked(check))
+        for check, problem in trial.problems.items()
+    }
+    if refused := trial.budget.refused:
+        known, limit_s = found.get("explanation"), EXPLAINED_IN * trial.timeout_s
+        facts = (*(known.facts if known else ()), state_fact("not_run", parts=refused, limit_s=limit_s))
+        notes = (Note(kind=NoteKind.NOT_RUN, names=tuple(refused)),)
+        found["explanation"] = Finding(verdict=UNKNOWN, facts=facts, notes=notes)
+    return found
+
+
 def ended_by(case: CaseLike, subject: str, error: ShardproofError, options: str = "") -> CaseResult:
     """The result of a case without an outcome: a program that failed, or a machine."""
-    from shardproof.harness.diagnosing.diagnosis import diagnose_ended_case  # noqa: PLC0415
-    from shardproof.harness.diagnosing.explained import failed_run  # noqa: PLC0415
-    from shardproof.harness.diagnosing.tracebacks import whole_traceback  # noqa: PLC0415
+    from shardproof.harness.running.explaining import explain_end  # noqa: PLC0415  (as above: few cases end so)
 
     text = case_text(case)
     machine = str(error) if isinstance(error, MachineError) else ""
     undecided = bool(machine) or isinstance(error, _UNDECIDED)
-    failure = None if isinstance(error, _UNDECIDED) else failed_run(case, subject, error, options)
+    failure, diagnosis, traceback = explain_end(case, subject, error, options)
     verdict = Verdict(
         case=text,
         check="run",
         verdict=UNKNOWN if undecided else FAIL,
         facts=(state_text(error.cause if isinstance(error, ProgramError | MachineError) else str(error)),),
         kind=" ".join((type(error.__cause__ or error).__name__, getattr(error, "kind", ""))).rstrip(),
-        failure=failure,
+        failure=None if isinstance(error, _UNDECIDED) else failure,
     )
     return CaseResult(
-        case=case,
-        text=text,
-        verdicts=(verdict,),
-        machine=machine,
-        traceback=whole_traceback(error),
-        diagnoses={"run": diagnose_ended_case(error)},
+        case=case, text=text, verdicts=(verdict,), machine=machine, traceback=traceback, diagnoses={"run": diagnosis}
     )

@@ -66,7 +66,7 @@ def run_request(
         try:
             store.plan(planned)
             if request.profile:
-                from shardproof.harness.running.witnessing import witnesses_of  # noqa: PLC0415
+                from shardproof.harness.running.witnessing import witnesses_of  # noqa: PLC0415  (--profile alone)
 
                 witnesses = witnesses_of(request, store.path / "traces")
             if prove_case is None:
@@ -79,7 +79,7 @@ def run_request(
                         if not kept.keep(stored):
                             break
             if failed := [result for result in kept.results if result.verdict == FAIL]:
-                from shardproof.harness.running.experiments import Failed, look_for_words  # noqa: PLC0415
+                from shardproof.harness.running.experiments import Failed, look_for_words  # noqa: PLC0415  (few runs fail)
 
                 failures = [
                     Failed(

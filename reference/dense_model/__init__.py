@@ -9,6 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardproof.reference.case import Case
+from shardproof.reference.case.default_cases import default_cases, plain_cases
+from shardproof.reference.case.domains import domains
+from shardproof.reference.case.variants import words
+from shardproof.reference.data.files import status
 from shardproof.reference.language.core import MODES
 
 if TYPE_CHECKING:
@@ -31,34 +35,24 @@ class DenseModel:
 
     def domains(self) -> dict[str, tuple[Any, ...]]:
         """Every word that has several values, with these, the plainest first."""
-        from shardproof.reference.case.domains import domains
-
         return domains()
 
     def default_cases(
         self, modes: Sequence[str], refuses: Callable[[Case], str], *, deep: bool, checkpoint: str
     ) -> tuple[Case, ...]:
         """The cases that run when none is given."""
-        from shardproof.reference.case.default_cases import default_cases
-
         return default_cases(modes, refuses, deep=deep, checkpoint=checkpoint)
 
     def plain_cases(self, mode: str) -> tuple[Case, ...]:
         """Cases of a mode with no word that an implementation must have been written for."""
-        from shardproof.reference.case.default_cases import plain_cases
-
         return plain_cases(mode)
 
     def variant_words(self, name: str) -> Mapping[str, Any]:
         """The words that make a case show a variant. Raises ValueError for an unknown name."""
-        from shardproof.reference.case.variants import words
-
         return words(name)
 
     def find_data(self, path: Path) -> None:
         """Raise ValueError or RuntimeError when there is no file or folder of data there."""
-        from shardproof.reference.data.files import status
-
         status(path)
 
     def read_data(self, case: Case) -> None:
