@@ -34,6 +34,5 @@ def _describe_leak(leak: DocumentLeak) -> str:
     token = f"token {leak.token} on rank {leak.rank}"
     if leak.phase == "forward":
         return f"document {leak.of} changes document {leak.other}: {token} changes by {leak.gap:.3g} {where}"
-    return (
-        f"the gradient of document {leak.of} reaches document {leak.other}: {token} gets {leak.gap:.3g} more of it {where}"
-    )
+    found = f"{token} gets {leak.gap:.3g} more of it {where}"
+    return f"the gradient of document {leak.of} reaches document {leak.other}: {found}"

@@ -95,7 +95,9 @@ class DocumentProbe:
         call, self._calls = f"{self._calls:04}", self._calls + 1
         self.found[f"{call} numbers {place}"] = numbers.detach().clone()
         self.found[f"{call} values {place}"] = tokens.detach().clone()
-        if torch.is_grad_enabled() and not tokens.requires_grad:  # frozen below: what would reach it is seen all the same
+        if (
+            torch.is_grad_enabled() and not tokens.requires_grad
+        ):  # frozen below: what would reach it is seen all the same
             tokens = tokens.detach().requires_grad_()
         kept, moved = (_rows_of(tokens, numbers, chosen) for chosen in (self.let_through, self.changed))
         seen: Tensor = _Stopped.apply(tokens, kept, self.found, f"{call} gradients {place}")

@@ -1,7 +1,8 @@
 """Proof of one case: its runs, every check on them, and verdicts whose failures explain themselves.
 
 What is run follows from the records that the checks need: the subject recorded, once more without anything around it
-(`Repeats`), in other groupings (`Regroupings`), with some documents changed (`Documents`), and the dense model (`Truth`).
+(`Repeats`), in other groupings (`Regroupings`), with some documents changed (`Documents`). Then the dense model
+(`Truth`).
 """
 
 from collections.abc import Callable, Mapping

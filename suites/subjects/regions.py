@@ -1,10 +1,10 @@
 """Where a model parts over an axis and meets again, each with what its backward sends. A group of None is no axis.
 
-    x = enter(x, tp)       part: every rank has x, and its gradient is the sum of all ranks'
-    y = leave(y, tp)       meet: the sum over ranks, whose gradient is that of every term
-    x = gather(x, tp, 1)   parts of dim 1 in one tensor, whose gradient is summed and handed out again
-    y = scatter(y, tp, 1)  the sum over ranks, of which every rank has a part of dim 1
-    a = collect(x, cp)     the tensors of all ranks in a new first dim, on every rank
+x = enter(x, tp)       part: every rank has x, and its gradient is the sum of all ranks'
+y = leave(y, tp)       meet: the sum over ranks, whose gradient is that of every term
+x = gather(x, tp, 1)   parts of dim 1 in one tensor, whose gradient is summed and handed out again
+y = scatter(y, tp, 1)  the sum over ranks, of which every rank has a part of dim 1
+a = collect(x, cp)     the tensors of all ranks in a new first dim, on every rank
 """
 
 import torch

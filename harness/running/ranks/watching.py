@@ -81,7 +81,13 @@ class Watching:
     def on_rank(self, rank: int) -> Iterator[None]:
         """To be entered in the thread of a rank, around its program."""
         with ExitStack() as entered:
-            for watcher in (self.capture, self.saved, self.hiding, self.recorder, self.noted if self.recorder else None):
+            for watcher in (
+                self.capture,
+                self.saved,
+                self.hiding,
+                self.recorder,
+                self.noted if self.recorder else None,
+            ):
                 if watcher is not None:
                     entered.enter_context(watcher.on_rank(rank))
             yield
