@@ -67,7 +67,7 @@ class Packed:
 
     def train(self, case: Any, dp_ranks: Any, over: Callable[[Tensor], Any]) -> Mapping[str, Any]:
         """Losses, gradient and parameter."""
-        draws, outcome = torch.Generator().manual_seed(case.seed), {}
+        draws, outcome = torch.Generator().manual_seed(case.seed), dict[str, Tensor]()
         weight = torch.randn(3, 3, generator=draws, dtype=torch.float64).requires_grad_()
         for step in range(case.steps):
             loss = torch.zeros((), dtype=torch.float64)

@@ -89,7 +89,8 @@ def moved_norm(rank: int, moved: bool) -> Tensor:
     split = distribute_tensor(X, mesh, [Shard(0)], src_data_rank=None).bfloat16()
     units = {torch.bfloat16: torch.finfo(torch.bfloat16).eps} if moved else {}
     with RandomRounding(units, leaving=True):
-        return split.norm().full_tensor()
+        norm: Tensor = split.norm().full_tensor()  # type: ignore[attr-defined]
+    return norm
 
 
 def test_a_sum_over_ranks_is_not_touched_before_it_has_arrived(engine: InprocEngine) -> None:
