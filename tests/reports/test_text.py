@@ -191,6 +191,8 @@ COMMANDS = (
     f'run "{SMALL}"',
     f'run "{SMALL}" --variant norm-average --when 0',
     "show",
+    "compare runs/latest runs/latest",
+    "compare runs/latest",
     f'names "{SMALL}"',
     f'help calls "{SMALL}"',
     "help case",
