@@ -10,6 +10,7 @@ import csv
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from shardproof.harness.errors import RequestError, ranks_text
@@ -37,7 +38,17 @@ def select_steps(traces: Sequence[Trace], steps: tuple[int, int] | None) -> list
         legal = f"legal: --steps {there[0]}:{there[-1] + 1}" if there else "legal: leave it out"
         has = f"the traces have the steps {ranks_text(there)}" if there else "the traces have no steps"
         raise RequestError(f"steps={steps[0]}:{steps[1]}: {has}; {legal}")
-    return [trace.within(wanted) for trace in traces]
+    return [_note_lacking_steps(trace.within(wanted), wanted) for trace in traces]
+
+
+def _note_lacking_steps(trace: Trace, wanted: range) -> Trace:
+    """The trace, which says so where it does not have all of these steps."""
+    has = {step.number for step in trace.steps}
+    if has.issuperset(wanted):
+        return trace
+    there = f"{min(has)}:{max(has) + 1}" if has else "none of them"
+    lacks = f"unknown: some of the steps {wanted.start}:{wanted.stop}, for the trace has {there}"
+    return replace(trace, notes=(*trace.notes, lacks))
 
 
 def write_folder(

@@ -1,9 +1,10 @@
 """The phase and the module of every call in a trace of the torch profiler, from the rows around it, in order of time.
 
-Phases follow the ledger's rules (harness.recording.lanes). Backward is inside an autograd node or on autograd's own
-thread, recompute in a module or a checkpoint that runs inside a node, step inside an optimizer's, forward inside a
-model. The rest is settled by what follows. A model is an outermost module that calls others, since a trace does not
-name parameters. A loss or metric module without children has no phase of its own. Times in microseconds.
+Phases follow the ledger's rules (harness.recording.lanes). Backward is inside an autograd node, inside torch's function
+that runs the nodes, or on autograd's own thread, recompute in a module or a checkpoint that runs inside a node, step
+inside an optimizer's, forward inside a model. The rest is settled by what follows. A model is an outermost module that
+calls others, since a trace does not name parameters. A loss or metric module without children has no phase of its own.
+Times in microseconds.
 
 Left open, "", is what a trace does not hold: whether a message goes between stages, whether an all_gather after a step
 gathers parameters, where the updates of a program without optimizers are. Without `with_stack=True` there are no
@@ -24,6 +25,7 @@ from shardproof.harness.ledger import AGAIN
 
 NODE, MODULE, STEP, CHECKPOINT, CALL, QUIET, LOUD = ("node", "module", "step", "checkpoint", "call", "quiet", "loud")
 WRAPPER, NAMED, FRAME, FORWARD, PROFILED = ("wrapper", "named", "frame", "forward", "profiled")
+ENGINE = "engine"
 _WORDS: Mapping[str, str] = {
     "forward": "forward",
     "forward pass": "forward",
@@ -73,6 +75,8 @@ def _frame(function: object, name: str) -> str:
 
 _QUIET = _frame(torch.no_grad.__enter__, "__enter__")
 _LOUD = _frame(torch.no_grad.__exit__, "__exit__")
+_ENGINE = re.compile(r"torch/autograd/(__init__\.py\(\d+\): (backward|grad)$|graph\.py\(\d+\): _engine_run_backward$)")
+"""torch's functions that run a backward: behind its last node come callbacks (FSDP2's last reduce_scatter)."""
 _OUTSIDE = re.compile(r"<|torch/|.*(/torch/|site-packages/|dist-packages/)|threading\.py|runpy\.py|contextlib\.py")
 
 
@@ -92,6 +96,8 @@ def kind_of(category: str, name: str) -> str:
         return CHECKPOINT
     if name in (_QUIET, _LOUD):
         return QUIET if name == _QUIET else LOUD
+    if _ENGINE.match(name):
+        return ENGINE
     return "" if _OUTSIDE.match(name) else FRAME
 
 
@@ -262,7 +268,7 @@ class _Sweep:
             return "", False
         if NODE in kinds:
             return ("backward" if kinds[-1] == NODE else AGAIN), False
-        if row.thread in self.autograd:
+        if row.thread in self.autograd or ENGINE in kinds:
             return "backward", False
         if STEP in kinds:
             return "step", False

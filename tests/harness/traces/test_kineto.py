@@ -123,6 +123,14 @@ def test_a_thread_with_nodes_is_autograds_only_beside_one_of_the_program() -> No
     assert [one.phase for one in read(step(0, 0, 400), *device).calls] == ["backward"]
 
 
+def test_callbacks_behind_the_last_node_are_backward() -> None:
+    """FSDP2 waits for its last reduce_scatter in one."""
+    node = row("autograd::engine::evaluate_function: AddBackward0", "cpu_op", 100, 50)
+    engine = row("torch/autograd/graph.py(865): _engine_run_backward", "python_function", 90, 200)
+    read_ = read(step(0, 0, 500), engine, node, call("reduce_scatter", 8, 200), call("all_reduce", 8, 300))
+    assert [one.phase for one in read_.calls] == ["backward", ""]
+
+
 def test_modules_and_lines_come_from_the_python_stack() -> None:
     rows = [
         row("train.py(12): main", "python_function", 0, 100),
