@@ -270,6 +270,8 @@ def _not_held(parts: Placed, shape: tuple[int, ...]) -> tuple[int, tuple[int, ..
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors have the same shape, dtype and bits; equal NaNs are equal, 0.0 and -0.0 are not."""
+    if a is b:
+        return True
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     word = None if a.is_complex() else _WORDS.get(a.element_size())

@@ -3,7 +3,7 @@
 The first launch is the truth, the ranks of the second are what is checked.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -13,7 +13,7 @@ from shardproof.harness.checking.coverage import check_layout, check_replicas
 from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.kinds import kind_of, step_of
 from shardproof.harness.checking.numeric_checks import check_update, make_numeric_check
-from shardproof.harness.checking.records import Calls, Claims, Controls, Evidence, Run, Truth, merged_outcomes
+from shardproof.harness.checking.records import Calls, Claims, Controls, Evidence, RecordedRun, Truth, merged_outcomes
 from shardproof.harness.parity.adam import adam_bound
 from shardproof.harness.parity.axes import axes_of
 from shardproof.harness.parity.case import ParityCase
@@ -123,7 +123,7 @@ def judge_numbers(seen: Comparison) -> tuple[Evidence, dict[str, Finding]]:
             runs=tuple(seen.control_tensors), adam_bound=adam_bound(seen.tensors, initial, seen.control_tensors)
         ),
     )
-    run = Run(calls=Calls(case=seen.case), outcomes=outcomes, merged=merged)
+    run = RecordedRun(calls=Calls(case=seen.case), outcomes=outcomes, merged=merged)
     evidence = Evidence(run=run, claims=Claims(axes=seen.axes), truth=truth)
     return evidence, run_checks(evidence, CHECKS)
 
@@ -138,9 +138,3 @@ def wrong_starts(seen: Comparison, findings: Mapping[str, Finding]) -> list[str]
     """The parameters that begin with other values than in the first launch."""
     wrong = {name for finding in findings.values() if finding.verdict == FAIL for name in finding.names}
     return [name.removeprefix("init/") for name in seen.tensors if name in wrong and kind_of(name) == "init"]
-
-
-def list_names(names: Sequence[str]) -> str:
-    """The first of some names, and how many more there are."""
-    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return ", ".join(names[:LISTED]) + more

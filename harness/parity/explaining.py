@@ -18,7 +18,7 @@ from shardproof.harness.parity.modules import Compared, find_wrong_module
 from shardproof.harness.parity.quantities import full_tensors, with_flat
 from shardproof.harness.running.explaining import diagnose_findings
 from shardproof.harness.running.result import CaseResult, verdict_on
-from shardproof.harness.verdicts.facts import FailedCheck, First, LikelyCause
+from shardproof.harness.verdicts.facts import Fact, FailedCheck, First, LikelyCause, state_fact, state_text
 from shardproof.harness.verdicts.verdict import FAIL
 
 _DENSE, _FIRST = "the dense model", "the first launch"
@@ -37,17 +37,18 @@ def explain_findings(seen: Comparison, evidence: Evidence, findings: dict[str, F
             first, causes = (later.first, later.causes) if later else (failure.first, failure.causes)
             if begun.verdict == FAIL:
                 first = First(phase="data", step=step_of(begun.names[0]), name=begun.names[0])
-            told = tuple(replace(cause, words=_in_our_words(cause.words)) for cause in causes)
+            told = tuple(replace(cause, fact=_in_our_words(cause.fact)) for cause in causes)
             failures[check] = replace(failure, repeat=repeat or failure.repeat, causes=told, first=first)
     verdicts = tuple(
-        verdict_on(replace(finding, message=_in_our_words(finding.message)), text, check, failures.get(check))
+        verdict_on(replace(finding, facts=tuple(map(_in_our_words, finding.facts))), text, check, failures.get(check))
         for check, finding in findings.items()
     )
     return CaseResult(case=seen.case, text=text, verdicts=verdicts, evidence=evidence, diagnoses=diagnoses)
 
 
-def _in_our_words(text: str) -> str:
-    return text.replace(_DENSE, _FIRST)
+def _in_our_words(fact: Fact) -> Fact:
+    """The fact of a check or a cause that speaks of a dense model, which the first launch is here."""
+    return state_text(fact.text.replace(_DENSE, _FIRST)) if _DENSE in fact.text else fact
 
 
 def _wrong_names(findings: Mapping[str, Finding]) -> set[str]:
@@ -82,18 +83,17 @@ def _stale_gradients(
         true = evidence.truth.tensors
         known = [name for name in wrong if name in before]
         if known == wrong and all(is_explained_by(true[n] + before[n], values[n], true[n]) for n in wrong):
-            words = f"they hold the gradients of step {step - 1} too, as where nothing sets them to zero"
-            return (LikelyCause(id="not_zeroed", words=words),)
+            return (LikelyCause(id="not_zeroed", fact=state_fact("gradients_kept", step=step - 1)),)
     return ()
 
 
 def _with_search(seen: Comparison, evidence: Evidence, findings: Mapping[str, Finding]) -> Evidence:
     """The evidence with what stands before the first wrong number: samples, initial values, the first wrong module."""
     if samples.CHECK in findings and findings[samples.CHECK].verdict == FAIL:
-        words = next(filter(None, map(samples.describe_difference, seen.steps)))
-        return evidence.with_found(other_samples=words)
+        how = next(filter(None, map(samples.describe_difference, seen.steps)))
+        return evidence.with_found(other_samples=how)
     if begun := wrong_starts(seen, findings):
-        return evidence.with_found(other_start=_words_of_start(seen, begun))
+        return evidence.with_found(other_start=_start_of(seen, begun))
     wrong = _wrong_names(findings)
     both = Compared(
         first=seen.first,
@@ -108,14 +108,10 @@ def _with_search(seen: Comparison, evidence: Evidence, findings: Mapping[str, Fi
     return evidence.with_found(located=find_wrong_module(both, forward="loss/0" in wrong, backward=backward))
 
 
-def _words_of_start(seen: Comparison, names: Sequence[str]) -> str:
-    """Which initial values differ, and whether ranks draw them by seeds of their own."""
-    counted = sum(name.startswith("init/") for name in seen.tensors)
+def _start_of(seen: Comparison, names: Sequence[str]) -> Fact:
+    """Which initial values differ, and the ranks whose values alone do."""
     placements = seen.partners.placements.items()
     apart = sorted({rank for (rank, _), one in placements if not one.known and {*one.names} & {*names}})
-    words = f"{len(names)} of {counted} parameters begin with other values than in the first launch, first {names[0]}"
     right = {rank for (rank, _), _ in placements} - {*apart}
-    if right and apart:
-        ranks = f"rank{'s' if len(apart) > 1 else ''} {', '.join(map(str, apart))}"
-        words += f"; on {ranks} alone, as where every rank has a seed of its own"
-    return f"{words}; legal: one seed for both launches, or --same-init"
+    counted = sum(name.startswith("init/") for name in seen.tensors)
+    return state_fact("other_begin", names=names, parameters=counted, ranks=apart if right else [])

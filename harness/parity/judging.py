@@ -18,7 +18,6 @@ from shardproof.harness.parity.comparison import (
     Comparison,
     add_control,
     judge_numbers,
-    list_names,
     prepare_comparison,
     wrong_starts,
 )
@@ -33,7 +32,7 @@ from shardproof.harness.parity.undecided import (
     undecided_without_controls,
 )
 from shardproof.harness.running.result import CaseResult
-from shardproof.harness.verdicts.facts import Note, NoteKind, notes_about
+from shardproof.harness.verdicts.facts import Note, NoteKind, notes_about, state_fact
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 
 _RUNS, _MOST_RUNS = 3, 8
@@ -137,7 +136,7 @@ def check_partners(seen: Comparison, evidence: Evidence) -> Finding:
     notes = (
         *notes_about(not_returned=tuple(alone), not_in_truth=strange, undecided=seen.lost),
         *(Note(kind=NoteKind.UNCHECKED, reason=reason) for reason in reasons),
-        *(Note(kind=NoteKind.UNCHECKED, reason=f"below float64: {name}") for name in _narrow(seen)[:LISTED]),
+        *(Note(kind=NoteKind.UNCHECKED, reason=reason) for reason in _list_remarks(seen)[:LISTED]),
     )
     kinds = {"loss": "loss", "grad": "gradient", "param_after": "parameter after a step"}
     missing = [words for kind, words in kinds.items() if not any(kind_of(name) == kind for name in seen.tensors)]
@@ -146,20 +145,26 @@ def check_partners(seen: Comparison, evidence: Evidence) -> Finding:
         for name in seen.tensors
         if kind_of(name) in kinds and name not in evidence.run.returned and not _is_part_of(name, (*alone, *left))
     ]
+    failed = [
+        state_fact("recorder_failed", rank=rank.rank, launch=word, problem=problem.strip().splitlines()[-1])
+        for word, launch in (("first", seen.first), ("second", seen.second))
+        for rank in launch.ranks
+        if (problem := str(rank.about.get("failed") or "").strip())
+    ]
     problems = [
-        *(["the launches have no parameter in common"] if not placed else []),
-        *([f"{list_names(alone)} of the first launch have no partner" if len(alone) > 1 else
-           f"{alone[0]} of the first launch has no partner"] if placed and alone else []),
-        *([f"{list_names(strange)} of the second launch: no parameter of the first one has the shape or the numbers"]
-          if placed and strange else []),
-        *([f"of the first launch no {missing[0]} was recorded"] if missing else []),
-        *([f"the second launch recorded no {list_names(unseen)}"] if unseen else []),
-        *([f"ranks {', '.join(map(str, silent))} of the second launch recorded nothing"] if silent else []),
-        *([f"{list_names(seen.lost)} of the first launch's ranks make no full tensor"] if seen.lost else []),
-    ]  # fmt: skip
-    message = f"{len(parameters) - len(alone)} of {len(parameters)} parameters of the first launch have a partner"
-    message += f"; a step's loss is {seen.reading.words}" if seen.second.world_size > 1 else ""
-    return Finding(verdict=UNKNOWN if problems else PASS, message="; ".join([message, *problems]), notes=notes)
+        *([state_fact("nothing_common")] if not placed else []),
+        *([state_fact("without_partner", names=alone)] if placed and alone else []),
+        *([state_fact("partner_of_none", names=strange)] if placed and strange else []),
+        *([state_fact("launch_without", launch="first", missing=missing)] if missing else []),
+        *([state_fact("second_without", names=unseen)] if unseen else []),
+        *([state_fact("silent_ranks", ranks=silent)] if silent else []),
+        *([state_fact("no_full_tensor", names=seen.lost)] if seen.lost else []),
+        *failed,
+    ]
+    facts = [state_fact("partners", placed=len(parameters) - len(alone), parameters=len(parameters))]
+    if seen.second.world_size > 1:
+        facts.append(state_fact("loss_reading", calls=seen.reading.calls, ranks=seen.reading.ranks))
+    return Finding(verdict=UNKNOWN if problems else PASS, facts=(*facts, *problems), notes=notes)
 
 
 def _is_part_of(name: str, parameters: Sequence[str]) -> bool:
@@ -167,9 +172,11 @@ def _is_part_of(name: str, parameters: Sequence[str]) -> bool:
     return any(name.endswith(f"/{parameter.rpartition('/')[2]}") for parameter in parameters)
 
 
-def _narrow(seen: Comparison) -> list[str]:
-    """What stayed in a narrower dtype where float64 was asked for."""
-    found = [
-        one for launch in (seen.first, seen.second) for rank in launch.ranks for one in rank.about.get("narrow", ())
-    ]
-    return list(dict.fromkeys(map(str, found)))
+def _list_remarks(seen: Comparison) -> list[str]:
+    """What stayed in a narrower dtype, or kept initial values of its own, though the user asked for other ones."""
+    found: list[str] = []
+    for rank in (*seen.first.ranks, *seen.second.ranks):
+        narrow, own = (dict(rank.about.get(word) or {}) for word in ("narrow", "same_init"))
+        found += [f"below float64: {name} ({dtype})" for name, dtype in narrow.items()]
+        found += [f"without the first launch's initial values: {name} ({why})" for name, why in own.items()]
+    return list(dict.fromkeys(found))

@@ -40,12 +40,6 @@ class Reading:
     ranks: str = "mean"
     received: bool = False
 
-    @property
-    def words(self) -> str:
-        """The reading in words."""
-        over = {"sum": "the sum", "mean": "the mean"}
-        return f"{over[self.calls]} over a rank's micro-batches, {over[self.ranks]} over data ranks"
-
 
 READINGS = (Reading(), Reading(calls="mean"), Reading(ranks="sum"), Reading(calls="mean", ranks="sum"))
 """Readings, that of the objective which averaged gradients belong to first."""
@@ -60,7 +54,9 @@ def full_tensors(launch: Launch, reading: Reading = READINGS[0]) -> tuple[dict[s
             outcomes[rank.rank].setdefault(full, []).append(stated_block(row, rank.tensor(row)))
     everyone = {"dp": (tuple(rank.rank for rank in launch.ranks),)} if launch.world_size > 1 else {}
     _add_numbers(outcomes, launch, everyone, reading)
-    merged = merge_outcomes(list(outcomes.values()))
+    alone = {name: own[0].local for name, own in outcomes[0].items() if launch.world_size == len(own) == 1}
+    whole = {name: tensor for name, tensor in alone.items() if outcomes[0][name][0].global_shape == tuple(tensor.shape)}
+    merged = merge_outcomes(list(outcomes.values()), whole)
     order = sorted(merged.tensors, key=_order_of_kind)
     return {name: merged.tensors[name] for name in order}, merged.flaws
 

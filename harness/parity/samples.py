@@ -7,16 +7,16 @@ which row of the first launch each one is, and outputs of modules are put into i
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from shardproof.harness.checking.finding import Finding
-from shardproof.harness.errors import ranks_text
 from shardproof.harness.outcome.merging import bits_of
 from shardproof.harness.parity.recorded import Launch
+from shardproof.harness.verdicts.facts import Fact, state_fact
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 
 CHECK = "samples"
@@ -34,7 +34,7 @@ class Samples:
     parts     rank -> the parts of the sequence that it has, of `of_parts`
     copies    a part of a row that has the bits of an earlier one -> that one: nothing tells which of them is read
     readers   ranks that read the same, a tuple each; ranks that receive no sample (later stages) are in none
-    problem   why rows cannot be compared; "" where they can
+    problem   why rows cannot be compared; None where they can
     """
 
     step: int
@@ -44,7 +44,7 @@ class Samples:
     of_parts: int = 1
     copies: Mapping[Unit, Unit] = field(default_factory=dict)
     readers: tuple[tuple[int, ...], ...] = ()
-    problem: str = ""
+    problem: Fact | None = None
 
     def units(self, rank: int) -> list[Unit]:
         """What a rank reads of the first launch's samples, in its order."""
@@ -57,11 +57,10 @@ def samples_of(first: Launch, second: Launch, step: int) -> Samples:
     mine, theirs = _tensors_of(first, step), _tensors_of(second, step)
     names = _common_names(mine, theirs)
     if not names:
-        given = "the first modules receive nothing that is recorded"
+        problem = state_fact("nothing_received")
         if mine and theirs:
-            given = f"what they are called with has no rows alike: {_words_of(mine)} in the first launch"
-            given += f", {_words_of(theirs)} in the second"
-        return Samples(step=step, sources={}, parts={}, problem=given)
+            problem = state_fact("no_rows_alike", mine=_words_of(mine), theirs=_words_of(theirs))
+        return Samples(step=step, sources={}, parts={}, problem=problem)
     pairs = [(own, other) for own, other in names]
     many = _count_parts(mine, theirs, pairs[0])
     whole: dict[tuple[bytes, ...], list[Unit]] = {}
@@ -102,28 +101,24 @@ def samples_of(first: Launch, second: Launch, step: int) -> Samples:
 
 def check_samples(steps: Sequence[Samples]) -> Finding:
     """Whether every step of the second launch reads the samples of the same step of the first one, each once."""
-    if problem := next((one.problem for one in steps if one.problem), ""):
-        return Finding(verdict=UNKNOWN, message=f"samples cannot be compared: {problem}")
-    if not steps:
-        return Finding(verdict=UNKNOWN, message="samples cannot be compared: no step was recorded whole")
+    problem = next((one.problem for one in steps if one.problem), None if steps else state_fact("no_whole_step"))
+    if problem is not None:
+        return Finding(verdict=UNKNOWN, facts=(state_fact("no_samples", why=problem),))
     for one in steps:
-        if words := describe_difference(one):
+        if how := describe_difference(one):
             return Finding(
                 verdict=FAIL,
-                message=f"the launches do not train on the same samples: {words}",
+                facts=(state_fact("other_rows", how=how),),
                 names=(f"sample/{one.step}",),
                 ranks=_ranks_apart(one),
                 phase="data",
             )
-    rows = sum(sum(one.rows) for one in steps)
-    order = all(_is_in_order(one) for one in steps)
-    words = "in the first launch's order" if order else "in another order within a step"
-    many = f"{len(steps)} step{'s' if len(steps) > 1 else ''}"
-    return Finding(verdict=PASS, message=f"{rows} samples of {many} are read once each, {words}")
+    rows, in_order = sum(sum(one.rows) for one in steps), all(_is_in_order(one) for one in steps)
+    return Finding(verdict=PASS, facts=(state_fact("rows_read_once", rows=rows, steps=len(steps), in_order=in_order),))
 
 
-def describe_difference(one: Samples) -> str:
-    """How the samples of a step differ from those of the first launch, in words; "" where they do not."""
+def describe_difference(one: Samples) -> Fact | None:
+    """How the samples of a step differ from those of the first launch; None where they do not."""
     every = [
         (call, row, part) for call, rows in enumerate(one.rows) for row in range(rows) for part in range(one.of_parts)
     ]
@@ -132,35 +127,37 @@ def describe_difference(one: Samples) -> str:
         Counter(one.copies.get(unit, unit) for rank in ranks for unit in one.units(rank))
         for ranks in ([ranks[0] for ranks in one.readers], [rank for ranks in one.readers for rank in ranks])
     )
-    missing = [unit for unit, count in there.items() if most[unit] < count]
-    twice = [unit for unit, count in there.items() if least[unit] > count]
-    foreign = [(rank, call, row) for (rank, call), found in sorted(one.sources.items())
-               for row, source in enumerate(found) if source is None]  # fmt: skip
+    missing = _rows_once(unit for unit, count in there.items() if most[unit] < count)
+    twice = _rows_once(unit for unit, count in there.items() if least[unit] > count)
+    foreign = [
+        (call, row, rank)
+        for (rank, call), found in sorted(one.sources.items())
+        for row, source in enumerate(found)
+        if source is None
+    ]
     if not missing and not twice and not foreign:
-        return ""
-    parts = []
-    shared = [ranks for ranks in one.readers if len(ranks) > 1]
-    if missing and not foreign and not twice and shared:
-        parts.append(f"ranks {ranks_text(shared[0])} read the same batch, as if they were one data rank")
-    if missing:
-        call, row, _ = missing[0]
-        many = len({unit[:2] for unit in missing})
-        rows = f"{many} of the first launch's {sum(one.rows)} samples {'are' if many > 1 else 'is'}"
-        parts.append(f"{rows} read by no rank, first row {row} of micro-batch {call}")
-    if twice:
-        call, row, _ = twice[0]
-        ranks = [own[0] for own in one.readers if twice[0] in [one.copies.get(u, u) for u in one.units(own[0])]]
-        where = f"by rank{'s' if len(ranks) > 1 else ''} {ranks_text(ranks)}"
-        many = len({unit[:2] for unit in twice})
-        rows = f"{many} {'are' if many > 1 else 'is'} read more than once"
-        parts.append(f"{rows}, first row {row} of micro-batch {call}, {where}")
-    if foreign:
-        rank, call, row = foreign[0]
-        rows = f"{len(foreign)} that {'are' if len(foreign) > 1 else 'is'} read"
-        parts.append(
-            f"{rows} the first launch has not in this step, first row {row} of micro-batch {call} on rank {rank}"
-        )
-    return f"step {one.step}: " + "; ".join(parts)
+        return None
+    shared = next((ranks for ranks in one.readers if len(ranks) > 1), ())
+    on = [
+        ranks[0]
+        for ranks in one.readers
+        if twice and twice[0] in [one.copies.get(unit, unit)[:2] for unit in one.units(ranks[0])]
+    ]
+    return state_fact(
+        "rows_differ",
+        step=one.step,
+        samples=sum(one.rows),
+        shared=shared if missing and not foreign and not twice else (),
+        missing=missing,
+        twice=twice,
+        twice_on=on,
+        foreign=foreign,
+    )
+
+
+def _rows_once(units: Iterable[Unit]) -> list[Source]:
+    """The rows of these parts, each once."""
+    return list(dict.fromkeys(unit[:2] for unit in units))
 
 
 def _ranks_apart(one: Samples) -> tuple[int, ...]:
@@ -185,9 +182,9 @@ def _tensors_of(launch: Launch, step: int) -> _Tensors:
     return found
 
 
-def _words_of(tensors: _Tensors) -> str:
+def _words_of(tensors: _Tensors) -> list[str]:
     """The places and shapes of one micro-batch."""
-    return ", ".join(f"{name} {tuple(one.shape)}" for name, one in tensors[min(tensors)].items())
+    return [f"{name} {tuple(one.shape)}" for name, one in tensors[min(tensors)].items()]
 
 
 def _place_of(name: str, leaf: str) -> str:

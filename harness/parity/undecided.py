@@ -9,10 +9,10 @@ from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.spreads import run_spreads
 from shardproof.harness.outcome.blocks import localize
 from shardproof.harness.parity import samples
-from shardproof.harness.parity.comparison import NUMERIC, Comparison, list_names
+from shardproof.harness.parity.comparison import NUMERIC, Comparison
 from shardproof.harness.parity.quantities import control_tensors
 from shardproof.harness.parity.recorded import Launch
-from shardproof.harness.verdicts.facts import notes_about
+from shardproof.harness.verdicts.facts import Fact, notes_about, state_fact
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 
 
@@ -31,19 +31,12 @@ def check_determinism(seen: Comparison, again: Launch) -> Finding:
     limit = torch.finfo(getattr(torch, seen.case.dtype)).eps ** 0.5
     wide = [name for name, spread in spreads.items() if spread > limit]
     others = (samples.describe_difference(samples.samples_of(seen.first, again, one.step)) for one in seen.steps)
-    if words := next(filter(None, others), ""):
-        wide, what = [*wide, "sample/0"], f"do not read the same samples: {words}"
-    else:
-        what = f"differ in {list_names(wide)}"
+    if how := next(filter(None, others), None):
+        return Finding(verdict=UNKNOWN, facts=(state_fact("launch_samples", how=how),))
     if wide:
-        rule = "what differs between two runs of one launch cannot be judged; legal: a seed for all that it draws"
-        return Finding(
-            verdict=UNKNOWN,
-            message=f"two runs of the first launch {what}: {rule}",
-            notes=notes_about(undecided=tuple(wide)),
-        )
-    how = f"differ by rounding in {len(spreads)} tensors" if spreads else "agree in every bit"
-    return Finding(verdict=PASS, message=f"two runs of the first launch {how}")
+        fact = state_fact("launch_differs", names=wide)
+        return Finding(verdict=UNKNOWN, facts=(fact,), notes=notes_about(undecided=tuple(wide)))
+    return Finding(verdict=PASS, facts=(state_fact("launch_repeats", tensors=len(spreads)),))
 
 
 def undecided_by_chance(seen: Comparison, findings: dict[str, Finding]) -> dict[str, Finding]:
@@ -51,7 +44,7 @@ def undecided_by_chance(seen: Comparison, findings: dict[str, Finding]) -> dict[
     repeated = findings.get("determinism")
     if repeated is None or repeated.verdict == PASS:
         return findings
-    return _as_unknown(findings, (samples.CHECK, "replicas", *NUMERIC), "two runs of the first launch differ too")
+    return _as_unknown(findings, (samples.CHECK, "replicas", *NUMERIC), state_fact("runs_apart"))
 
 
 def undecided_by_draws(seen: Comparison, findings: dict[str, Finding]) -> dict[str, Finding]:
@@ -60,8 +53,7 @@ def undecided_by_draws(seen: Comparison, findings: dict[str, Finding]) -> dict[s
              for one in rank.about.get("drawn", ())]  # fmt: skip
     if not drawn:
         return findings
-    where = list_names(list(dict.fromkeys(drawn)))
-    why = f"numbers are drawn in {where}, others on each launch; legal: --no-dropout"
+    why = state_fact("numbers_drawn", names=list(dict.fromkeys(drawn)))
     return _as_unknown(findings, ("replicas", *NUMERIC[1:]), why)
 
 
@@ -73,24 +65,18 @@ def undecided_without_controls(seen: Comparison, findings: dict[str, Finding]) -
     if seen.controls or seen.case.dtype == "float64":
         return findings
     limit = torch.finfo(getattr(torch, seen.case.dtype)).eps ** 0.5
-    words = "no run of the first launch with its rounding moved says whether rounding is behind it"
-    legal = "--control FOLDER (record --values --perturb 1), or --dtype float64"
 
     def may_be_rounding(finding: Finding) -> bool:
-        return finding.verdict == FAIL and bool(finding.wrong) and all(one.error <= limit for one in finding.wrong)
+        return bool(finding.wrong) and all(one.error <= limit for one in finding.wrong)
 
-    return {
-        check: replace(finding, verdict=UNKNOWN, message=f"{finding.message}, and {words}; legal: {legal}")
-        if may_be_rounding(finding)
-        else finding
-        for check, finding in findings.items()
-    }
+    small = [check for check, finding in findings.items() if may_be_rounding(finding)]
+    return _as_unknown(findings, small, state_fact("rounding_unknown"))
 
 
-def _as_unknown(findings: dict[str, Finding], checks: Sequence[str], why: str) -> dict[str, Finding]:
+def _as_unknown(findings: dict[str, Finding], checks: Sequence[str], why: Fact) -> dict[str, Finding]:
     """The findings, those of these checks unknown where they failed."""
     return {
-        check: replace(finding, verdict=UNKNOWN, message=f"{finding.message}, which proves nothing: {why}")
+        check: replace(finding, verdict=UNKNOWN, facts=(*finding.facts, state_fact("proves_nothing", why=why)))
         if check in checks and finding.verdict == FAIL
         else finding
         for check, finding in findings.items()

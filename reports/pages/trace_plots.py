@@ -11,7 +11,7 @@ import pandas as pd
 
 from shardproof.reports.pages.drawings import PHASE_COLOURS
 from shardproof.reports.pages.plots import COLOURS, INK, inline_svg, open_canvas
-from shardproof.reports.printing.text_tables import count, mebibytes
+from shardproof.reports.printing.text_tables import byte_size, count
 
 _MOST_BARS, _MOST_POINTS = 32, 200
 _MIB, _MS = 2**20, 1e3
@@ -128,7 +128,7 @@ def _draw_largest(frame: pd.DataFrame) -> Iterator[Picture]:
     bars = []
     for row in frame.to_dict("records"):
         size, place = row["payload_bytes"], ", ".join(str(row[name]) for name in ("phase", "region", "caller"))
-        words = f"{mebibytes(size)} MiB, {count(row['calls'])} calls: {place}"
+        words = f"{byte_size(size)}, {count(row['calls'])} calls: {place}"
         bars.append(_Bar(f"{row['op']} over {row['axis']}", {"payload": float(size) / _MIB}, words))
     if bars:
         title = "The largest calls"

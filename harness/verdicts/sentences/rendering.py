@@ -21,8 +21,9 @@ from shardproof.harness.errors import ranks_text
 from shardproof.harness.verdicts.sentences.causes import FROM_CAUSES
 from shardproof.harness.verdicts.sentences.checks import FROM_CHECKS
 from shardproof.harness.verdicts.sentences.formats import describe_factor, join_lists, join_names
+from shardproof.harness.verdicts.sentences.launches import FROM_LAUNCHES
 
-SENTENCES: Mapping[str, str | Callable[..., str]] = {**FROM_CHECKS, **FROM_CAUSES}
+SENTENCES: Mapping[str, str | Callable[..., str]] = {**FROM_CHECKS, **FROM_CAUSES, **FROM_LAUNCHES}
 
 
 class _Formats(Formatter):

@@ -158,7 +158,7 @@ def test_a_mistake_is_found_where_it_was_made(edit: str, tmp_path: Path) -> None
         first = failure.first
         assert first.step == (1 if "before" in edit or "another step" in edit else 0)
         assert (first.phase, first.region if region else "", first.name) == (phase, region, name)
-        assert cause in "; ".join(one.words for one in failure.causes)
+        assert cause in "; ".join(one.fact.text for one in failure.causes)
 
 
 DEAD: Mapping[str, tuple[Mapping[str, Any], str]] = {

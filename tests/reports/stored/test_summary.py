@@ -73,7 +73,7 @@ def test_a_limit_has_its_dtype_where_one_is_not_float64(run: Run) -> None:
 def test_a_closed_form_that_leaves_fields_out_is_acknowledged_and_these_are_named(tmp_path: Path) -> None:
     run = load(sample_run.write(tmp_path / "run", expected=False))
     left_out = Note(kind=NoteKind.CLOSED_FORM, names=("axis", "dtype"), reason="fields that its terms leave out")
-    stated = Verdict(case=TP, check="ledger", verdict="pass", statement="", notes=(left_out,))
+    stated = Verdict(case=TP, check="ledger", verdict="pass", facts=(), notes=(left_out,))
     unstated = Note(kind=NoteKind.CLOSED_FORM, reason="the subject states no expectation")
     none = dataclasses.replace(stated, case=TP_SP, notes=(unstated,))
     told = sample_run.with_records(run, [*run.records, stated, none])

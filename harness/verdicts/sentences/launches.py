@@ -1,0 +1,104 @@
+"""What two launches of one program show: id -> sentence (`rendering` says what a template may hold)."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from shardproof.harness.errors import ranks_text
+from shardproof.harness.verdicts.sentences.formats import count_ranks, join_names
+
+
+def _rows_differ(
+    step: int,
+    samples: int,
+    shared: Sequence[int],
+    missing: Sequence[Sequence[int]],
+    twice: Sequence[Sequence[int]],
+    twice_on: Sequence[int],
+    foreign: Sequence[Sequence[int]],
+) -> str:
+    parts = []
+    if shared:
+        parts.append(f"ranks {ranks_text(shared)} read the same batch, as if they were one data rank")
+    if missing:
+        rows = f"{len(missing)} of the first launch's {samples} samples {_verb(missing)}"
+        parts.append(f"{rows} read by no rank, first {_row(missing)}")
+    if twice:
+        parts.append(
+            f"{len(twice)} {_verb(twice)} read more than once, first {_row(twice)}, by {count_ranks(twice_on)}"
+        )
+    if foreign:
+        rows = f"{len(foreign)} that {_verb(foreign)} read the first launch has not in this step"
+        parts.append(f"{rows}, first {_row(foreign)} on rank {foreign[0][2]}")
+    return f"step {step}: {'; '.join(parts)}"
+
+
+def _verb(rows: Sequence[object]) -> str:
+    return "are" if len(rows) > 1 else "is"
+
+
+def _row(rows: Sequence[Sequence[int]]) -> str:
+    return f"row {rows[0][1]} of micro-batch {rows[0][0]}"
+
+
+def _without_partner(names: Sequence[str]) -> str:
+    return f"{join_names(names)} of the first launch {'have' if len(names) > 1 else 'has'} no partner"
+
+
+def _other_begin(names: Sequence[str], parameters: int, ranks: Sequence[int]) -> str:
+    words = (
+        f"{len(names)} of {parameters} parameters begin with other values than in the first launch, first {names[0]}"
+    )
+    alone = f"; on {count_ranks(ranks)} alone, as where every rank has a seed of its own" if ranks else ""
+    return f"{words}{alone}; legal: one seed for both launches, or --same-init"
+
+
+FROM_LAUNCHES: Mapping[str, str | Callable[..., str]] = {
+    # samples
+    "no_samples": "samples cannot be compared: {why:fact}",
+    "no_whole_step": "no step was recorded whole",
+    "nothing_received": "the first modules receive nothing that is recorded",
+    "no_rows_alike": "what the first modules are called with has no rows alike: {mine:all} in the first launch, "
+    "{theirs:all} in the second",
+    "other_rows": "the launches do not train on the same samples: {how:fact}",
+    "rows_differ": _rows_differ,
+    "rows_read_once": lambda rows, steps, in_order: (
+        f"{rows} samples of {steps} step{'s' * (steps > 1)} are read once each, in "
+        f"{'the order of the first launch' if in_order else 'another order'}"
+    ),
+    # whether anything is trained
+    "launch_dead": "the {launch} launch is dead, so that its parity would prove nothing: {how:fact}",
+    "launch_without": "of the {launch} launch no {missing:all} was recorded",
+    "launch_alive": "losses are numbers, gradients reach parameters, and parameters move",
+    "loss_zero": "its loss is 0 in step {step} on every rank, as where a mask leaves nothing",
+    "loss_no_number": "its loss is no number in step {step}, as the mean over no target is",
+    "no_gradient": "no gradient reaches a parameter in step {step}: its loss does not depend on them",
+    "gradients_zero": "every gradient is zero throughout in step {step}",
+    "nothing_moves": "no parameter moves in {steps} {steps:step|steps}",
+    "targets_ignored": "every target is ignored ({name} is {value} throughout) in step {step}",
+    # partners
+    "partners": "{placed} of {parameters} parameters of the first launch have a partner",
+    "loss_reading": "a step's loss is the {calls} over a rank's micro-batches, the {ranks} over data ranks",
+    "nothing_common": "the launches have no parameter in common",
+    "without_partner": _without_partner,
+    "partner_of_none": "{names:list} of the second launch: no parameter of the first one has the shape or the numbers",
+    "second_without": "the second launch recorded no {names:list}",
+    "silent_ranks": "ranks {ranks:ranks} of the second launch recorded nothing",
+    "recorder_failed": "the recorder of rank {rank} of the {launch} launch failed: {problem}",
+    "no_full_tensor": "{names:list} of the first launch's ranks make no full tensor",
+    # what cannot be judged
+    "launch_repeats": lambda tensors: (
+        "two runs of the first launch "
+        f"{f'differ by rounding in {tensors} tensors' if tensors else 'agree in every bit'}"
+    ),
+    "launch_differs": "two runs of the first launch differ in {names:list}: what differs between two runs of one "
+    "launch cannot be judged; legal: a seed for all that it draws",
+    "launch_samples": "two runs of the first launch do not read the same samples ({how:fact}), so nothing can be "
+    "judged; legal: a seed for all that it draws",
+    "proves_nothing": "this proves nothing: {why:fact}",
+    "runs_apart": "two runs of the first launch differ too",
+    "numbers_drawn": "numbers are drawn in {names:list}, others on each launch; legal: --no-dropout",
+    "rounding_unknown": "no run of the first launch with its rounding moved says whether rounding is behind it; legal: "
+    "--control FOLDER (record --values --perturb 1), or --dtype float64",
+    # causes
+    "other_begin": _other_begin,
+    "gradients_kept": "they hold the gradients of step {step} too, as where nothing sets them to zero",
+}
