@@ -53,7 +53,7 @@ class ValueRow:
     pending     "sum", "avg", "norm 2": how ranks' parts are still to be reduced, "" for values that are whole
     pending_axes    names of the axes over which they are
     replicated  whether the program states that other ranks hold the same values (DDP, DTensor, Megatron's attributes)
-    stated_by   "dtensor", "fsdp", "ddp", "megatron", "" where no layout is stated
+    stated_by   "dtensor", "fsdp", "ddp", "megatron", "memory" (a view of a parameter), "" where no layout is stated
     axes        the mesh of a DTensor or the groups of a Megatron layout, outermost first: (name, size, own coordinate)
     alias_of    name of the parameter whose storage this one shares (tied weights); "" for others
     left_out    why there is no tensor; "" where there is

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardproof.harness.outcome.blocks import blocks, is_dtensor
+from shardproof.harness.torch_internals.dispatch import past_modes
 from shardproof.harness.torch_internals.flat_parameters import Piece
 
 
@@ -85,6 +86,32 @@ def split_of_flat(flat: Tensor, pieces: tuple[Piece, ...]) -> Split:
         return [part for piece in pieces for part in _piece(local, piece, (piece.offset,))]
 
     return split
+
+
+def find_place_in(parameter: Tensor, tensor: Tensor) -> int | None:
+    """How many elements of a parameter lie before a tensor that is a view of it, None for others."""
+    plain = all(type(one).__torch_dispatch__ is Tensor.__torch_dispatch__ for one in (parameter, tensor))
+    if not plain or tensor.dtype is not parameter.dtype or not tensor.numel():
+        return None
+    with past_modes():
+        start, odd = divmod(tensor.data_ptr() - parameter.data_ptr(), tensor.element_size())
+    return start if not odd and 0 <= start <= parameter.numel() - tensor.numel() else None
+
+
+def split_of_master(parameter: Tensor, master: Tensor, split: Split) -> Split:
+    """How a parameter's master copy is cut: as it, if it is whole; one of a part of its memory is a flattened piece."""
+    shape, start = tuple(parameter.shape), find_place_in(parameter, master)
+
+    def split_flat(value: Tensor) -> list[StatedPart]:
+        if value.numel() == parameter.numel():  # whether other ranks have a copy, nobody has said of the master
+            return [part._replace(words={**part.words, "replicated": False}) for part in split(value.reshape(shape))]
+        whole = all(part.words.get("global_shape") in (None, shape) for part in split(parameter))
+        if start is None or value.numel() != master.numel() or not whole:
+            return split_value(value)
+        words = {"stated_by": "memory", "global_shape": (parameter.numel(),), "offsets": (start,)}
+        return [StatedPart(blocks(value)[0].local.reshape(-1), words)]
+
+    return split_flat
 
 
 def _piece(local: Tensor, piece: Piece, at: tuple[int, ...]) -> list[StatedPart]:

@@ -9,16 +9,24 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardproof.harness.programs.tensors.layouts import split_value, tensors_in
+from shardproof.harness.programs.tensors.layouts import Split, find_place_in, split_of_master, split_value, tensors_in
 from shardproof.harness.programs.tensors.names import NamedParameter, Names, Place
 from shardproof.harness.programs.tensors.store import StepValues
 from shardproof.harness.programs.values import ValueRow
-from shardproof.harness.torch_internals.dispatch import past_modes
+
+
+class _Held(NamedTuple):
+    """A tensor of an optimizer: its name, how what has its shape is cut, and the parameter of a module that it is."""
+
+    place: Place
+    split: Split
+    named: NamedParameter | None
+    tensor: Tensor
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,8 +58,8 @@ class UpdateValues:
 
     def take_gradients(self, parameters: Iterable[Tensor]) -> None:
         """These parameters' gradients are about to be clipped."""
-        for place, named, tensor in self._of_optimizer([list(parameters)]):
-            self._take_gradient("grad", place, named, tensor)
+        for found in self._of_optimizer([list(parameters)]):
+            self._take_gradient("grad", found)
 
     def take_norm(self, norm: object) -> None:
         """Clipping has found this norm."""
@@ -64,11 +72,11 @@ class UpdateValues:
     def take_received(self, optimizer: Any) -> None:
         """An optimizer's step begins."""
         self._optimizers[id(optimizer)] = optimizer
-        for place, named, tensor in self._of_optimizer(group["params"] for group in optimizer.param_groups):
-            word = place.name or place.wrapped
+        for found in self._of_optimizer(group["params"] for group in optimizer.param_groups):
+            word = found.place.name or found.place.wrapped
             if word not in self._received:
                 self._received.add(word)
-                self._take_gradient("grad_clipped" if word in self._taken else "grad", place, named, tensor)
+                self._take_gradient("grad_clipped" if word in self._taken else "grad", found)
 
     @property
     def covered(self) -> bool:
@@ -84,38 +92,38 @@ class UpdateValues:
             if one.tensor.requires_grad:
                 self.store.add(self._row("param_after", one.place), one.tensor, one.split)
         for optimizer in self._optimizers.values():
-            for place, named, tensor in self._of_optimizer(group["params"] for group in optimizer.param_groups):
-                for leaf, state in tensors_in(optimizer.state.get(tensor)):
-                    self.store.add(
-                        self._row("state_after", place, leaf=leaf), state, split_value if named is None else named.split
-                    )
+            for found in self._of_optimizer(group["params"] for group in optimizer.param_groups):
+                for leaf, state in tensors_in(optimizer.state.get(found.tensor)):
+                    self.store.add(self._row("state_after", found.place, leaf=leaf), state, found.split)
 
-    def _take_gradient(self, kind: str, place: Place, named: NamedParameter | None, tensor: Tensor) -> None:
-        gradient = tensor.grad
-        if gradient is None and named is not None:
-            gradient = getattr(named.tensor, "main_grad", None)  # Megatron's engines add up there
-        if gradient is not None and (kind != "grad" or (place.name or place.wrapped) not in self._taken):
-            self._taken.add(place.name or place.wrapped)
-            self.store.add(self._row(kind, place), gradient, split_value if named is None else named.split)
+    def _take_gradient(self, kind: str, found: _Held) -> None:
+        gradient, word = found.tensor.grad, found.place.name or found.place.wrapped
+        if gradient is None and found.named is not None:
+            gradient = getattr(found.named.tensor, "main_grad", None)  # Megatron's engines add up there
+        if gradient is not None and (kind != "grad" or word not in self._taken):
+            self._taken.add(word)
+            self.store.add(self._row(kind, found.place), gradient, found.split)
 
-    def _of_optimizer(
-        self, groups: Iterable[Iterable[Tensor]]
-    ) -> Iterator[tuple[Place, NamedParameter | None, Tensor]]:
+    def _of_optimizer(self, groups: Iterable[Iterable[Tensor]]) -> Iterator[_Held]:
         for number, group in enumerate(groups):
             for at, tensor in enumerate(group):
-                named = self.names.parameters.get(id(tensor)) or self._find_master(tensor)
-                yield Place("", f"optimizer/{number}/{at}") if named is None else named.place, named, tensor
+                named = self.names.parameters.get(id(tensor))
+                if named is not None:
+                    yield _Held(named.place, named.split, named, tensor)
+                elif (master := self._find_master(tensor)) is not None:
+                    yield _Held(master.place, split_of_master(master.tensor, tensor, master.split), master, tensor)
+                else:
+                    yield _Held(Place("", f"optimizer/{number}/{at}"), split_value, None, tensor)
 
     def _find_master(self, tensor: Tensor) -> NamedParameter | None:
-        """The parameter of a module whose master copy this is, or with whose memory it begins and ends."""
+        """The parameter of a module whose master copy this is, or in whose memory it lies."""
         if not self._masters:
             for named in self.names.parameters.values():
                 self._masters[id(getattr(named.tensor, "main_param", named.tensor))] = named
-        found = self._masters.get(id(tensor))
-        if found is not None:
+        if (found := self._masters.get(id(tensor))) is not None:
             return found
-        mine = _memory(tensor)
-        return next((one for one in self.names.parameters.values() if mine and _memory(one.tensor) == mine), None)
+        known = self.names.parameters.values()
+        return next((named for named in known if find_place_in(named.tensor, tensor) is not None), None)
 
     def _row(self, kind: str, place: Place, *, call: int = 0, leaf: str = "") -> ValueRow:
         wrapped = "" if place.wrapped == place.name else place.wrapped
@@ -123,14 +131,6 @@ class UpdateValues:
         return ValueRow(
             kind=kind, step=step, name=place.name, wrapped=wrapped, call=call, leaf=leaf, dtype="", shape=()
         )
-
-
-def _memory(tensor: Tensor) -> tuple[int, int] | None:
-    """Where a plain tensor lies, and its bytes; None for others."""
-    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ or not tensor.numel():
-        return None
-    with past_modes():
-        return tensor.data_ptr(), tensor.numel() * tensor.element_size()
 
 
 def watch_clipping(before: Callable[[Any], object], norm: Callable[[object], object]) -> None:

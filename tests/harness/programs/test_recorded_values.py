@@ -15,6 +15,7 @@ from torch.testing import assert_close
 
 from shardproof.harness.errors import RequestError
 from shardproof.harness.programs.session import values_of
+from shardproof.harness.programs.tensors.layouts import split_of_master, split_value
 from shardproof.harness.programs.values import KINDS, RankValues, ValueRow, read_values
 from tests.harness.programs.launched import LIMIT_S, forked, ran
 
@@ -214,6 +215,16 @@ def test_a_program_of_one_rank_without_a_launcher_is_recorded_and_may_ask_for_to
     assert done.returncode == 0, done.stderr
     (values,) = read_values(tmp_path / "runs" / "latest")
     assert values.about["steps"] == [0, 1]
+
+
+def test_a_part_of_a_parameter_that_an_optimizer_holds_alone_is_a_piece_of_the_flattened_one() -> None:
+    parameter = torch.nn.Parameter(torch.arange(12.0).reshape(3, 4))
+    part, copied = parameter.detach().view(-1)[5:9], parameter.detach().clone().view(-1)
+    ((local, words, _),) = split_of_master(parameter, part, split_value)(part * 2)
+    assert (words["stated_by"], words["global_shape"], words["offsets"]) == ("memory", (12,), (5,))
+    assert local.tolist() == [10, 12, 14, 16]
+    assert [one.local.shape for one in split_of_master(parameter, copied, split_value)(copied)] == [(3, 4)]
+    assert split_of_master(parameter, copied[:5], split_value)(copied[:5])[0].words == {}  # a copy says no place
 
 
 @pytest.mark.parametrize(
