@@ -195,11 +195,11 @@ def _parts(strategy: Strategy, places: Mapping[str, Placement], case: Case, mesh
 def _pad_values(core: MaskedCore, case: Case) -> MaskedCore:
     """The core with values filled with zeros up to the width of a key."""
 
-    def filled(q: Tensor, k: Tensor, v: Tensor, hidden_B1SS: Tensor | None, keep: Tensor | None) -> Tensor:
+    def attend_filled(q: Tensor, k: Tensor, v: Tensor, hidden_B1SS: Tensor | None, keep: Tensor | None) -> Tensor:
         wider = functional.pad(v, (0, k.shape[-1] - case.value_dim))
         return core(q, k, wider, hidden_B1SS, keep)[..., : case.value_dim]
 
-    return filled
+    return attend_filled
 
 
 def _rows(*, columns: bool, split: bool) -> Iterator[CallRow]:

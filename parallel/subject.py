@@ -26,7 +26,9 @@ from shardproof.parallel.communication.expectation import CompleteTerm, terms
 from shardproof.parallel.communication.layout import Box, pieces, rows
 from shardproof.parallel.communication.mesh import Mesh, coordinates
 from shardproof.parallel.communication.schedules import stages_at
+from shardproof.parallel.data_parallel.megatron import ledger_lines, megatron_beside
 from shardproof.parallel.model.strategy import Value
+from shardproof.parallel.pipeline import CasePipeline
 from shardproof.parallel.registry import rows_of, strategy_of
 from shardproof.parallel.training import train
 from shardproof.reference.case import Case
@@ -107,15 +109,11 @@ class ParallelSubject:
         """
         if MODES[case.mode].system != "Megatron-Core" or case.pipeline_axes:
             return ()
-        from shardproof.parallel.data_parallel.megatron import ledger_lines, megatron_beside  # noqa: PLC0415
-
         every = self.expected(case)
         return (*megatron_beside(case, strategy_of(case).placements(case)), *ledger_lines(case, every))
 
     def pipeline(self, case: Case) -> "CasePipeline":
         """The pipeline of a case with several stages."""
-        from shardproof.parallel.pipeline import CasePipeline  # noqa: PLC0415
-
         return CasePipeline(case=case)
 
     def activations(self, case: Case, rank: int, module: str, local: Tensor) -> tuple[Box, ...] | None:

@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from shardproof.parallel.checkpoints.saving import load, read_again, save
 from shardproof.parallel.communication.batch import deliver
 from shardproof.parallel.communication.collectives import all_reduce
 from shardproof.parallel.communication.layout import Box, Placement, rows
@@ -213,8 +214,6 @@ def train(case: Case, strategy: Strategy, mesh: Mesh, device: torch.device) -> d
     optimizer = rank.step.optimizer(rank)
     before = 0
     if case.load and rank.has_numbers:
-        from shardproof.parallel.checkpoints.saving import load  # noqa: PLC0415
-
         before = load(rank, optimizer, Path(case.load))
     outcome: dict[str, Value] = {}
     if rank.has_numbers and case.init != "whole":
@@ -248,8 +247,6 @@ def train(case: Case, strategy: Strategy, mesh: Mesh, device: torch.device) -> d
         outcome |= _metrics(rank, rank.metric)
     outcome |= rank.dropout.masks()
     if case.save and rank.has_numbers:
-        from shardproof.parallel.checkpoints.saving import read_again, save  # noqa: PLC0415
-
         save(rank, optimizer, Path(case.save), steps=before + case.steps)
         outcome |= read_again(case) if mesh.rank == 0 else {}
     return outcome | {f"param/{name}": rank.value(p.detach(), rank.places[name]) for name, p in rank.parameters.items()}

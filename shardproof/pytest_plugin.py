@@ -60,7 +60,7 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
     if config.getoption("numprocesses", None):
         raise pytest.UsageError("engine=torchrun: rank 0's session is the only one that draws; legal: without -n")
     from shardproof.harness.engines.processes.launched.torchrun import is_to_serve, serve_driver  # noqa: PLC0415  (torch: only if needed)
-    from shardproof.harness.errors import ShardproofError  # noqa: PLC0415
+    from shardproof.harness.errors import ShardproofError  # noqa: PLC0415  (as above)
 
     try:
         return serve_driver() if is_to_serve() else None
@@ -73,8 +73,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     if not are_added(config) or config.stash.get(ENGINE_OPENED, False):
         return
     if option_value(config, "engine") == "torchrun":
-        from shardproof.harness.engines.processes.launched.torchrun import dismiss_world, is_to_serve  # noqa: PLC0415
-        from shardproof.harness.errors import ShardproofError  # noqa: PLC0415
+        from shardproof.harness.engines.processes.launched.torchrun import dismiss_world, is_to_serve  # noqa: PLC0415  (as above)
+        from shardproof.harness.errors import ShardproofError  # noqa: PLC0415  (as above)
 
         with contextlib.suppress(ShardproofError):  # no launcher: the session has reported that already
             if not is_to_serve():

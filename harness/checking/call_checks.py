@@ -9,7 +9,7 @@ from operator import attrgetter
 from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.laws import group_events, same_sequence
 from shardproof.harness.checking.ledger_checks import report_broken_law
-from shardproof.harness.checking.records import Calls, Claims, DryRun, Run
+from shardproof.harness.checking.records import Calls, Claims, DryRun, RecordedRun
 from shardproof.harness.ledger import Event
 from shardproof.harness.mesh_axes import split_axes
 from shardproof.harness.outcome.merging import Outcomes
@@ -161,7 +161,7 @@ def check_overlap(calls: Calls, claims: Claims) -> Finding | None:
     )
 
 
-def check_parallelism(run: Run, claims: Claims) -> Finding | None:
+def check_parallelism(run: RecordedRun, claims: Claims) -> Finding | None:
     """Whether the case really ran in parallel: every rank talked, and ranks hold less than the full tensors.
 
     Guards against a split that splits nothing: every number is right then, and nothing is parallel (ColossalAI #5903).

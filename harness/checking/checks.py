@@ -19,10 +19,14 @@ from shardproof.harness.checking.coverage import check_coverage, check_layout, c
 from shardproof.harness.checking.document_checks import check_documents
 from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.ledger_checks import check_ledger
-from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS, kind_of
+from shardproof.harness.checking.mask_checks import check_masks
+from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS
 from shardproof.harness.checking.numeric_checks import check_tokens, check_update, make_numeric_check
-from shardproof.harness.checking.records import RECORDS, Claims, Evidence, Regroupings, Run, Truth
+from shardproof.harness.checking.records import RECORDS, Evidence
+from shardproof.harness.checking.regrouping import check_regrouping, check_truth
 from shardproof.harness.checking.repeats import check_determinism, check_recording
+from shardproof.harness.checking.routing_checks import check_routing
+from shardproof.harness.checking.state_checks import check_initial_values, check_saved_state
 from shardproof.harness.errors import error_text
 from shardproof.harness.verdicts.facts import note_unchecked, state_fact
 from shardproof.harness.verdicts.verdict import UNKNOWN
@@ -61,29 +65,13 @@ def run_check(check: Check, records: Iterable[object]) -> Finding | None:
     return check(**{name: made[record] for name, (record, _) in _parameters_of_check(check).items() if record in made})
 
 
-def _check_if_returned(name: str) -> Check:
-    """A check that few cases need, whose module is imported only where ranks return names of its kind."""
-
-    def check(run: Run, truth: Truth, claims: Claims) -> Finding | None:
-        if not any(kind_of(returned) in NUMERIC_KINDS[name] for returned in run.returned):
-            return None
-        from shardproof.harness.checking import mask_checks, routing_checks, state_checks  # noqa: PLC0415
-
-        rare: Mapping[str, Check] = {
-            "initial_values": state_checks.initial_values,
-            "masks": mask_checks.check_masks,
-            "routing": routing_checks.check_routing,
-            "saved": state_checks.check_saved_state,
-        }
-        return run_check(rare[name], (run, truth, claims))
-
-    return check
-
-
-_OF_THEIR_OWN = {
+_OF_THEIR_OWN: Mapping[str, Check] = {
     "tokens": check_tokens,
     "update": check_update,
-    **{name: _check_if_returned(name) for name in ("initial_values", "masks", "routing", "saved")},
+    "initial_values": check_initial_values,
+    "masks": check_masks,
+    "routing": check_routing,
+    "saved": check_saved_state,
 }
 """Kinds of NUMERIC_KINDS whose check does more than compare numbers with the truth."""
 
@@ -103,22 +91,7 @@ CHECKS: Mapping[str, Check] = {
 }
 """Name -> check. Layouts come before numbers, numbers in the order in which training computes them."""
 
-
-def _check_truth(run: Run, truth: Truth) -> Finding | None:
-    if truth.first_forward is None:
-        return None
-    from shardproof.harness.checking.regrouping import check_truth as check  # noqa: PLC0415
-
-    return check(run, truth)
-
-
-def _check_regroupings(run: Run, truth: Truth, claims: Claims, regroupings: Regroupings) -> Finding:
-    from shardproof.harness.checking.regrouping import check_regrouping as check  # noqa: PLC0415
-
-    return check(run, truth, claims, regroupings)
-
-
-LAWS: Mapping[str, Check] = {"truth": _check_truth, "regrouping": _check_regroupings}
+LAWS: Mapping[str, Check] = {"truth": check_truth, "regrouping": check_regrouping}
 """Checks of a subject with a truth of its own: of that truth, and of the same batch over other dp and micro-batches."""
 
 

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from shardproof.harness.checking.finding import Finding, apart_by
 from shardproof.harness.checking.measures.kinds import kind_of, never_made
 from shardproof.harness.checking.measures.spreads import replica_spread
-from shardproof.harness.checking.records import Claims, Run, Truth
+from shardproof.harness.checking.records import Claims, RecordedRun, Truth
 from shardproof.harness.outcome.merging import Flaw
 from shardproof.harness.verdicts.facts import Fact, Note, NoteKind, notes_about, state_fact
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
@@ -18,7 +18,7 @@ ROUTING = "routing"
 """The kind of names that need no truth: copies are compared (harness.checking.routing_checks)."""
 
 
-def check_coverage(run: Run, truth: Truth, claims: Claims) -> Finding:
+def check_coverage(run: RecordedRun, truth: Truth, claims: Claims) -> Finding:
     """Whether there is anything to compare, and what of the truth the subject did not return.
 
     Kinds of names ("grad", "logits") that it never returns are only listed as unchecked. Names missing inside a kind
@@ -107,13 +107,13 @@ def _nearest_name(name: str, names: Sequence[str]) -> str:
     return next(iter(get_close_matches(name, names, n=1, cutoff=0.5)), "")
 
 
-def check_layout(run: Run) -> Finding | None:
+def check_layout(run: RecordedRun) -> Finding | None:
     """Whether the blocks of every name make one full tensor of the truth's shape, without a gap (`merge`)."""
     flaws = [flaw for flaw in run.merged.flaws if flaw.kind != "replica conflict"]
     return _judge_flaws(run, flaws, "merged")
 
 
-def check_replicas(run: Run) -> Finding | None:
+def check_replicas(run: RecordedRun) -> Finding | None:
     """Whether everything that several ranks hold is the same on all of them, bit for bit; choices of experts are the
     check `routing`. Replicas that are furthest apart come first.
     """
@@ -128,7 +128,7 @@ def check_replicas(run: Run) -> Finding | None:
     return replace(finding, worst=apart_by(run.dtype_of(conflicts[0].name), conflicts[0].name, furthest))
 
 
-def _judge_flaws(run: Run, flaws: list[Flaw], without: str) -> Finding | None:
+def _judge_flaws(run: RecordedRun, flaws: list[Flaw], without: str) -> Finding | None:
     """The finding on these flaws; `without` is the id of what is stated where there are none."""
     names = run.returned
     if not names:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.laws import Broken, broken_laws
 from shardproof.harness.checking.records import Calls, Claims, Truth
+from shardproof.harness.differences import find_differences
 from shardproof.harness.ledger import NO_UPDATE, OTHER, Event, name_unmapped_operators
 from shardproof.harness.protocols import TermLike
 from shardproof.harness.terms import FIELDS, as_stated, closed_forms, select_unseen_terms, select_visible_terms
@@ -40,8 +41,6 @@ def _compare_ledger(calls: Calls, claims: Claims, truth: Truth | None) -> Findin
         lawful = state_fact("lawful", events=len(calls.events))
         return Finding(verdict=PASS, facts=(lawful,), notes=(nothing, *_note_doubts(calls)))
     if not as_stated(calls.events, select_visible_terms(claims.expectation), ranks, claims.axes):
-        from shardproof.harness.differences import find_differences  # noqa: PLC0415
-
         order = module_order(calls, claims, truth)
         if parted := find_differences(calls.events, claims.expectation, ranks, order, axes=claims.axes):
             return _report_difference(parted, len(ranks))

@@ -27,7 +27,7 @@ from torch import Tensor
 from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.kinds import kind_of
 from shardproof.harness.checking.numeric_checks import make_numeric_check
-from shardproof.harness.checking.records import Claims, Run, Truth
+from shardproof.harness.checking.records import Claims, RecordedRun, Truth
 from shardproof.harness.mesh_axes import pipelines
 from shardproof.harness.outcome.blocks import Block
 from shardproof.harness.verdicts.facts import Fact, note_unchecked, state_fact
@@ -106,9 +106,11 @@ class _Test:
     fact: Fact
 
 
-def check_masks(run: Run, truth: Truth, claims: Claims) -> Finding:
+def check_masks(run: RecordedRun, truth: Truth, claims: Claims) -> Finding | None:
     """Whether dropout kept what it should, of masks that ranks returned."""
     names = [name for name in run.returned if kind_of(name) == KIND]
+    if not names:
+        return None
     names = [name for name in truth.tensors if name in names] or sorted(names)
     by_rank = (*run.outcomes, *run.captured)
     dtypes = {name: {block.local.dtype for by in by_rank for block in by.get(name, ())} for name in names}
@@ -141,7 +143,7 @@ def check_masks(run: Run, truth: Truth, claims: Claims) -> Finding:
     return replace(known, facts=(*known.facts, tested), notes=(*known.notes, *notes))
 
 
-def _rate_of_mask(run: Run, name: str) -> float | None:
+def _rate_of_mask(run: RecordedRun, name: str) -> float | None:
     """The share that is dropped there by the words of the case, or as it was drawn; None where neither is known."""
     if run.mask_draws:
         return run.mask_draws.rates[name]
@@ -149,7 +151,7 @@ def _rate_of_mask(run: Run, name: str) -> float | None:
     return rate
 
 
-def holders_of_mask(run: Run, name: str) -> dict[int, Sequence[Block]]:
+def holders_of_mask(run: RecordedRun, name: str) -> dict[int, Sequence[Block]]:
     """Rank -> its blocks, for each different part of the mask that some rank holds."""
     found: dict[tuple[object, ...], int] = {}
     outcomes = run.full_outcomes
@@ -164,7 +166,7 @@ def flatten_blocks(blocks: Sequence[Block]) -> Tensor:
     return torch.cat([block.local.flatten() for block in blocks])
 
 
-def _of_one(run: Run, name: str) -> Iterator[_Test]:
+def _of_one(run: RecordedRun, name: str) -> Iterator[_Test]:
     """Rates, shards and consecutive draws of one mask."""
     by_rank, rate = holders_of_mask(run, name), _rate_of_mask(run, name)
     for rank, blocks in by_rank.items():
@@ -187,7 +189,7 @@ def same_samples(one: Sequence[Block], other: Sequence[Block]) -> bool:
     return {block.region[0] for block in one} == {block.region[0] for block in other}
 
 
-def _of_draws(run: Run, claims: Claims, names: Sequence[str]) -> Iterator[_Test]:
+def _of_draws(run: RecordedRun, claims: Claims, names: Sequence[str]) -> Iterator[_Test]:
     """Whether a rank, or two stages of one pipeline, drew one mask twice: all their masks of a shape, of every
     micro-batch, site and step.
     """

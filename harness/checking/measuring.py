@@ -21,12 +21,12 @@ from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS, kind_of, s
 from shardproof.harness.checking.measures.many_tensors import Numbers, blocks_of, compute, kind_rms
 from shardproof.harness.checking.measures.measured import Measured, epsilon
 from shardproof.harness.checking.measures.tolerance import CONTROL_FACTOR, LEAP, measure
-from shardproof.harness.checking.records import Run, Truth
+from shardproof.harness.checking.records import RecordedRun, Truth
 
 _MEANS, _SQUARES = "exp_avg_after", "exp_avg_sq_after"
 
 
-def compare_with_truth(run: Run, truth: Truth, name: str, kind: float) -> Measured:
+def compare_with_truth(run: RecordedRun, truth: Truth, name: str, kind: float) -> Measured:
     """Compare a merged tensor with the truth, by all that is known of rounding; `kind` is the rms of its kind.
 
     Of a parameter the movement is compared (`movement_of`), where it is known.
@@ -48,7 +48,7 @@ def compare_with_truth(run: Run, truth: Truth, name: str, kind: float) -> Measur
     return replace(result, allowed=leap * result.allowed, decidable=False) if _takes_leaps(run, truth, name) else result
 
 
-def _measure_tensor(run: Run, truth: Truth, name: str, kind: float, summed_error: float) -> Measured:
+def _measure_tensor(run: RecordedRun, truth: Truth, name: str, kind: float, summed_error: float) -> Measured:
     moved = movement_of(run, truth, name)
     slack: Numbers | None = truth.controls.adam_bound.get(name)
     value: Numbers = run.tensors[name]
@@ -77,7 +77,7 @@ def _measure_tensor(run: Run, truth: Truth, name: str, kind: float, summed_error
     )
 
 
-def theoretical_error_of_sums(run: Run, truth: Truth, name: str, *, narrow: bool = False) -> float:
+def theoretical_error_of_sums(run: RecordedRun, truth: Truth, name: str, *, narrow: bool = False) -> float:
     """The relative error that a tensor has in theory because its tokens are added up (see error_of_sums)."""
     kind = kind_of(name)
     if kind not in OVER_TOKENS or (kind in MOVED and not _is_moved(run, truth, name)):
@@ -86,7 +86,7 @@ def theoretical_error_of_sums(run: Run, truth: Truth, name: str, *, narrow: bool
     return error_of_sums(kind, tokens_of(truth.tensors, run.case.micro), unit, narrow=narrow)
 
 
-def _takes_leaps(run: Run, truth: Truth, name: str) -> bool:
+def _takes_leaps(run: RecordedRun, truth: Truth, name: str) -> bool:
     """Whether the optimizer made a tensor, in lower precision, of gradients that rounding alone changes by half."""
     kind, _, place = name.partition("/")
     if kind not in NUMERIC_KINDS["update"] or run.dtype == "float64":
@@ -98,7 +98,7 @@ def _takes_leaps(run: Run, truth: Truth, name: str) -> bool:
     return any(source.right and not source.decidable for source in sources)
 
 
-def _has_overflow(run: Run, truth: Truth, name: str) -> bool:
+def _has_overflow(run: RecordedRun, truth: Truth, name: str) -> bool:
     """Whether a loss or gradient norm of a control run is not finite, in the step of this tensor or before it."""
     whole = {"act": 0, "act_grad": 0, "grad": 0, "param": run.case.steps - 1, "saved": run.case.steps - 1}
     last = whole.get(kind_of(name), step_of(name))
@@ -180,7 +180,7 @@ class Movement:
     slack: Numbers
 
 
-def movement_of(run: Run, truth: Truth, name: str) -> Movement | None:
+def movement_of(run: RecordedRun, truth: Truth, name: str) -> Movement | None:
     """The movement that made this tensor; None for other kinds, and where the value before it is not known."""
     values, true = run.tensors, truth.tensors[name]
     started = _value_before(run, truth, name, truth.tensors)
@@ -217,14 +217,14 @@ def _with_error_of_start(dtype: torch.dtype, slack: Tensor, start: Tensor) -> Te
     return slack + _subtract(start, narrow).abs()
 
 
-def _is_moved(run: Run, truth: Truth, name: str) -> bool:
+def _is_moved(run: RecordedRun, truth: Truth, name: str) -> bool:
     """Whether the value before is known, of the truth and of what the ranks returned."""
     values = run.tensors
     known = _value_before(run, truth, name, truth.tensors) is not None
     return known and (name not in values or _value_before(run, truth, name, values) is not None)
 
 
-def sizes_of(run: Run, truth: Truth, names: Iterable[str] | None = None) -> dict[str, float]:
+def sizes_of(run: RecordedRun, truth: Truth, names: Iterable[str] | None = None) -> dict[str, float]:
     """The rms of each kind of these names of the truth (all), of movements where these are known."""
     names, tensors = truth.tensors if names is None else list(names), truth.tensors
     started = {name: before for name in names if (before := _value_before(run, truth, name, tensors)) is not None}
@@ -237,7 +237,7 @@ def sizes_of(run: Run, truth: Truth, names: Iterable[str] | None = None) -> dict
     return sizes | {kind: math.sqrt(square / count) for kind, (square, count) in moved.items()}
 
 
-def stored_dtype(run: Run, tensor: Tensor) -> str:
+def stored_dtype(run: RecordedRun, tensor: Tensor) -> str:
     """The dtype in which a returned tensor was kept: its own, or the case's where that holds each of its numbers."""
     own, case = str(tensor.dtype).removeprefix("torch."), run.case.dtype
     if not tensor.is_floating_point() or tensor.dtype.itemsize <= getattr(torch, case).itemsize:
@@ -246,12 +246,12 @@ def stored_dtype(run: Run, tensor: Tensor) -> str:
     return case if torch.equal(narrow.to(tensor.dtype), tensor) else own
 
 
-def _count_steps(run: Run, truth: Truth, name: str) -> int:
+def _count_steps(run: RecordedRun, truth: Truth, name: str) -> int:
     """Over how many steps the movement goes."""
     return 1 if _returns_each_step(run, truth, name) else max(_step_of_name(run, name), 0) + 1
 
 
-def _step_of_name(run: Run, name: str) -> int:
+def _step_of_name(run: RecordedRun, name: str) -> int:
     return run.case.steps - 1 if kind_of(name) == "param" else step_of(name)
 
 
@@ -260,23 +260,25 @@ def _parameter_of_name(name: str) -> str:
     return place if kind_of(name) == "param" else place.partition("/")[2]
 
 
-def _earlier_name(run: Run, name: str) -> str:
+def _earlier_name(run: RecordedRun, name: str) -> str:
     """The name of this parameter's value before the step."""
     return f"param_after/{_step_of_name(run, name) - 1}/{_parameter_of_name(name)}"
 
 
-def _movements_in_runs(run: Run, truth: Truth, name: str, runs: Sequence[Mapping[str, Tensor]]) -> tuple[Numbers, ...]:
+def _movements_in_runs(
+    run: RecordedRun, truth: Truth, name: str, runs: Sequence[Mapping[str, Tensor]]
+) -> tuple[Numbers, ...]:
     """The movements in these runs, of those that have both values."""
     pairs = [(outcome[name], _value_before(run, truth, name, outcome)) for outcome in runs if name in outcome]
     return tuple(compute(_subtract, after, before) for after, before in pairs if before is not None)
 
 
-def _returns_each_step(run: Run, truth: Truth, name: str) -> bool:
+def _returns_each_step(run: RecordedRun, truth: Truth, name: str) -> bool:
     """Whether the value before the step is one that is returned after each step."""
     return _step_of_name(run, name) > 0 and _earlier_name(run, name) in truth.tensors
 
 
-def _value_before(run: Run, truth: Truth, name: str, outcome: Mapping[str, Tensor]) -> Tensor | None:
+def _value_before(run: RecordedRun, truth: Truth, name: str, outcome: Mapping[str, Tensor]) -> Tensor | None:
     """The value of a parameter before the step that made `name`, in this outcome; None for other kinds."""
     if kind_of(name) not in MOVED:
         return None

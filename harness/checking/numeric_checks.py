@@ -8,8 +8,8 @@ from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.kinds import KIND_WORDS, NUMERIC_KINDS, kind_of, never_made
 from shardproof.harness.checking.measures.many_tensors import BLOCK, measured_together, whole_of
 from shardproof.harness.checking.measures.measured import Measured
-from shardproof.harness.checking.measuring import movement_of, sizes_of
-from shardproof.harness.checking.records import Claims, Run, Truth
+from shardproof.harness.checking.measuring import compare_with_truth, movement_of, sizes_of
+from shardproof.harness.checking.records import Claims, RecordedRun, Truth
 from shardproof.harness.verdicts.facts import Counts, Note, NoteKind, Worst, noted_names, notes_about, state_fact
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 
@@ -23,7 +23,7 @@ _REST = "forward"
 _KINDS = frozenset(kind for kinds in NUMERIC_KINDS.values() for kind in kinds)
 
 
-def make_numeric_check(check: str) -> Callable[[Run, Truth, Claims], Finding | None]:
+def make_numeric_check(check: str) -> Callable[[RecordedRun, Truth, Claims], Finding | None]:
     """The check of this name: a comparison of its kinds; its finding is None when none were returned."""
     kinds = NUMERIC_KINDS[check]
 
@@ -31,7 +31,7 @@ def make_numeric_check(check: str) -> Callable[[Run, Truth, Claims], Finding | N
         kind = kind_of(name)
         return kind in kinds or (check == _REST and kind not in _KINDS)
 
-    def compare(run: Run, truth: Truth, claims: Claims) -> Finding | None:
+    def compare(run: RecordedRun, truth: Truth, claims: Claims) -> Finding | None:
         returned = {name for name in run.returned if belongs(name)}
         return _compare_kinds(run, truth, claims, returned, belongs) if returned else None
 
@@ -39,7 +39,7 @@ def make_numeric_check(check: str) -> Callable[[Run, Truth, Claims], Finding | N
 
 
 def _compare_kinds(
-    run: Run, truth: Truth, claims: Claims, returned: Set[str], belongs: Callable[[str], bool]
+    run: RecordedRun, truth: Truth, claims: Claims, returned: Set[str], belongs: Callable[[str], bool]
 ) -> Finding | None:
     expected = [name for name in truth.tensors if belongs(name)]
     if not expected and not any(returned & outcome.keys() for outcome in run.outcomes):
@@ -65,7 +65,7 @@ def _compare_kinds(
     return replace(_with_each_kind(_judge_measures(results, notes), counts, results), decided=counts)
 
 
-def _measure_tensors(run: Run, truth: Truth, names: Sequence[str], expected: Sequence[str]) -> list[Measured]:
+def _measure_tensors(run: RecordedRun, truth: Truth, names: Sequence[str], expected: Sequence[str]) -> list[Measured]:
     """These merged tensors compared with the truth; all `expected` names give the rms of each kind.
 
     float64 tensors without a control run, relu flip or Adam's bound have float64's own limits and are compared at once.
@@ -84,15 +84,13 @@ def _measure_tensors(run: Run, truth: Truth, names: Sequence[str], expected: Seq
         together = {name: one for name, one in together.items() if one.right or name not in moves}  # slack is not in it
     if all(name in together for name in names):
         return [together[name] for name in names]
-    from shardproof.harness.checking.measuring import compare_with_truth  # noqa: PLC0415
-
     return [together.get(name) or compare_with_truth(run, truth, name, sizes.get(kind_of(name), 0.0)) for name in names]
 
 
 _counts = make_numeric_check("tokens")
 
 
-def check_tokens(run: Run, truth: Truth, claims: Claims) -> Finding | None:
+def check_tokens(run: RecordedRun, truth: Truth, claims: Claims) -> Finding | None:
     """Whether every step counts as many tokens as the dense model, exactly: the number that its mean divides by."""
     finding = _counts(run, truth, claims)
     if finding is None or finding.verdict != FAIL or finding.worst is None:
@@ -105,7 +103,7 @@ def check_tokens(run: Run, truth: Truth, claims: Claims) -> Finding | None:
 _states = make_numeric_check("update")
 
 
-def check_update(run: Run, truth: Truth, claims: Claims) -> Finding | None:
+def check_update(run: RecordedRun, truth: Truth, claims: Claims) -> Finding | None:
     """Whether parameters and states after a step are the dense model's; of a step that it skips there are no new ones.
 
     Values of states that the truth lacks are not looked at: that an optimizer made them is what is wrong.

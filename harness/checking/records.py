@@ -1,7 +1,7 @@
 """The records of a case, by how long they live: what the ranks left, what is true, what is claimed, what was searched.
 
     Calls         what the recorder saw of the ranks: the ledger, waits, bytes; a dry run has it too
-    Run           what the ranks left: their calls, and every tensor that they returned or that was captured
+    RecordedRun   what the ranks left: their calls, and every tensor that they returned or that was captured
     Repeats       what they returned in runs that nothing recorded
     Truth         the tensors of the dense model, and how far rounding takes a right result from them
     Claims        what the subject states of the case
@@ -84,7 +84,7 @@ class LowerPrecision:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class RecordedRun:
     """What the ranks left in the recorded run.
 
     outcomes    by rank, what the subject returned
@@ -121,7 +121,7 @@ class Run:
         """The full tensors by name."""
         return self.merged.tensors
 
-    def with_tensors(self, tensors: Mapping[str, Tensor]) -> "Run":
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> "RecordedRun":
         """The same run with these full tensors."""
         return replace(self, merged=replace(self.merged, tensors=tensors))
 
@@ -274,7 +274,7 @@ class Documents:
     problem: str = ""
 
 
-RECORDS = (Calls, Run, Repeats, Truth, Claims, Regroupings, Documents, DryRun)
+RECORDS = (Calls, RecordedRun, Repeats, Truth, Claims, Regroupings, Documents, DryRun)
 """The records that a check may read."""
 
 
@@ -326,7 +326,7 @@ class Search:
 class Evidence:
     """All records of one case; those of runs that were not made are None."""
 
-    run: Run
+    run: RecordedRun
     claims: Claims
     truth: Truth = field(default_factory=Truth)
     search: Search = field(default_factory=Search)

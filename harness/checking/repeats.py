@@ -5,13 +5,13 @@ from itertools import zip_longest
 
 from shardproof.harness.checking.finding import Finding, apart_by
 from shardproof.harness.checking.measures.spreads import run_spreads
-from shardproof.harness.checking.records import Repeats, Run
+from shardproof.harness.checking.records import RecordedRun, Repeats
 from shardproof.harness.outcome.merging import Outcomes, same_bits, state_differences
 from shardproof.harness.verdicts.facts import Fact, state_fact
 from shardproof.harness.verdicts.verdict import FAIL, PASS
 
 
-def check_determinism(run: Run, repeats: Repeats) -> Finding:
+def check_determinism(run: RecordedRun, repeats: Repeats) -> Finding:
     """Whether two runs of the case give the same bits on every rank.
 
     When the recorded run differs from an unrecorded one, two unrecorded runs decide between this check and `recording`.
@@ -19,12 +19,12 @@ def check_determinism(run: Run, repeats: Repeats) -> Finding:
     return _compare_repeats(run, repeats, blame_recording=False)
 
 
-def check_recording(run: Run, repeats: Repeats) -> Finding:
+def check_recording(run: RecordedRun, repeats: Repeats) -> Finding:
     """Whether the recorded run gives the same bits as an unrecorded one."""
     return _compare_repeats(run, repeats, blame_recording=True)
 
 
-def _compare_repeats(run: Run, repeats: Repeats, *, blame_recording: bool) -> Finding:
+def _compare_repeats(run: RecordedRun, repeats: Repeats, *, blame_recording: bool) -> Finding:
     plain, *again = repeats.runs
     difference = _first_difference(run.outcomes, plain)
     steady = bool(again) and all(_first_difference(plain, other) is None for other in again)

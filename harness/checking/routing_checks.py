@@ -17,7 +17,7 @@ from torch import Tensor
 from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.kinds import kind_of
 from shardproof.harness.checking.numeric_checks import make_numeric_check
-from shardproof.harness.checking.records import Claims, Run, Truth
+from shardproof.harness.checking.records import Claims, RecordedRun, Truth
 from shardproof.harness.outcome.merging import same_bits
 from shardproof.harness.verdicts.facts import Fact, note_unchecked, notes_about, state_fact
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
@@ -26,9 +26,11 @@ KIND = "routing"
 _compared = make_numeric_check(KIND)
 
 
-def check_routing(run: Run, truth: Truth, claims: Claims) -> Finding | None:
+def check_routing(run: RecordedRun, truth: Truth, claims: Claims) -> Finding | None:
     """Whether every token goes to the experts that it must go to, by the maps that ranks returned."""
     names = [name for name in run.returned if kind_of(name) == KIND]
+    if not names:
+        return None
     names = [name for name in truth.tensors if name in names] or sorted(names)
     parted = {flaw.name: flaw for flaw in run.merged.flaws if flaw.kind == "replica conflict"}
     wrong = tuple(name for name in names if name in parted)
@@ -53,7 +55,7 @@ def check_routing(run: Run, truth: Truth, claims: Claims) -> Finding | None:
     return Finding(verdict=PASS, facts=(equal, *loads), notes=notes)
 
 
-def _compare_choices(run: Run, name: str, ranks: Sequence[int]) -> Fact:
+def _compare_choices(run: RecordedRun, name: str, ranks: Sequence[int]) -> Fact:
     """Choices of the first of these ranks other than those of the first rank that holds the same tokens."""
     rank = ranks[0]
     holders = [(other, block) for other, outcome in enumerate(run.full_outcomes) for block in outcome.get(name, ())]
@@ -94,7 +96,7 @@ def balance_of_rows(rows_E: Tensor) -> float:
 LOAD_COLUMNS = ("case", "step", "module", "expert", "rows")
 
 
-def load_rows(case: str, run: Run) -> Iterator[tuple[object, ...]]:
+def load_rows(case: str, run: RecordedRun) -> Iterator[tuple[object, ...]]:
     """Rows of experts.csv: what every expert gets, of all ranks and micro-batches of a step."""
     for name in sorted(name for name in run.tensors if kind_of(name) == KIND):
         _, step, module = [*name.split("/", 2), ""][:3]
@@ -103,7 +105,7 @@ def load_rows(case: str, run: Run) -> Iterator[tuple[object, ...]]:
             yield case, step, module, expert, count
 
 
-def _find_busiest(run: Run, names: Sequence[str]) -> tuple[Fact, ...]:
+def _find_busiest(run: RecordedRun, names: Sequence[str]) -> tuple[Fact, ...]:
     """The busiest expert of all maps; () without a map."""
     counted = {name: count_rows(run.tensors[name]) for name in names if run.tensors[name].dim()}
     if not counted:

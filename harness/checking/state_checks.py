@@ -10,7 +10,7 @@ from torch import Tensor
 from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.kinds import kind_of
 from shardproof.harness.checking.numeric_checks import make_numeric_check
-from shardproof.harness.checking.records import Claims, Run, Truth
+from shardproof.harness.checking.records import Claims, RecordedRun, Truth
 from shardproof.harness.outcome.merging import same_bits, state_differences
 from shardproof.harness.verdicts.facts import Fact, note_unchecked, notes_about, state_fact
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
@@ -22,7 +22,7 @@ _FIRST = 8
 _compared = make_numeric_check("initial_values")
 
 
-def initial_values(run: Run, truth: Truth, claims: Claims) -> Finding:
+def check_initial_values(run: RecordedRun, truth: Truth, claims: Claims) -> Finding | None:
     """Whether parameters begin as they should.
 
         deviation   standard deviations are those that the reference states, within SIGMAS standard errors of their
@@ -34,6 +34,8 @@ def initial_values(run: Run, truth: Truth, claims: Claims) -> Finding:
     Where the dense model knows the values they are compared with it; replicas are the check `replicas`.
     """
     names = [name for name in run.returned if kind_of(name) == KIND]
+    if not names:
+        return None
     names = [name for name in truth.tensors if name in names] or sorted(names)
     wrong = dict([*_find_equal_starts(run, names), *_find_deviating_states(run, truth, names)])
     if wrong:
@@ -52,7 +54,7 @@ def initial_values(run: Run, truth: Truth, claims: Claims) -> Finding:
     return replace(known, facts=(*known.facts, right), notes=(*known.notes, *notes))
 
 
-def _find_deviating_states(run: Run, truth: Truth, names: list[str]) -> Iterator[tuple[str, Fact]]:
+def _find_deviating_states(run: RecordedRun, truth: Truth, names: list[str]) -> Iterator[tuple[str, Fact]]:
     for name in names:
         value, right = run.tensors.get(name), truth.init_std.get(name.partition("/")[2])
         if value is None or right is None:
@@ -65,7 +67,7 @@ def _find_deviating_states(run: Run, truth: Truth, names: list[str]) -> Iterator
             yield name, state_fact("other_deviation", name=name, deviation=deviation, right=right)
 
 
-def _find_equal_starts(run: Run, names: list[str]) -> Iterator[tuple[str, Fact]]:
+def _find_equal_starts(run: RecordedRun, names: list[str]) -> Iterator[tuple[str, Fact]]:
     """Parameters, and shards of one, that begin with the numbers of one before."""
     seen: dict[bytes, tuple[int, tuple[str, tuple[int, ...]]]] = {}
     for name in names:
@@ -94,7 +96,7 @@ _COUNTS = ("steps", "step_after", "loss_scale")
 """Kinds of saved/ that are counts."""
 
 
-def check_saved_state(run: Run, truth: Truth) -> Finding:
+def check_saved_state(run: RecordedRun, truth: Truth) -> Finding | None:
     """Whether the files of a checkpoint hold (`saved/<name>`), bit for bit, what the ranks hold under that name.
 
     They are full tensors, read by another reader than the one that loads them where there is one. Tensors of ranks are
@@ -103,6 +105,8 @@ def check_saved_state(run: Run, truth: Truth) -> Finding:
     the loss scale) are held against the truth, which rounding does not change.
     """
     names = [name for name in run.returned if kind_of(name) == "saved"]
+    if not names:
+        return None
     ordered = [name for name in truth.tensors if name in names] or sorted(names)
     merged = run.tensors
     counts = {name: truth.tensors.get(name) for name in ordered if name.split("/")[1] in _COUNTS}

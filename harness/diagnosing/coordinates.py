@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Collection, Sequence
 
 from shardproof.harness.checking.measures.kinds import kind_of
-from shardproof.harness.checking.records import Evidence, Run
+from shardproof.harness.checking.records import Evidence, RecordedRun
 from shardproof.harness.diagnosing.causes.places import blocks_of, ranks_apart
 from shardproof.harness.errors import ranks_text
 from shardproof.harness.mesh_axes import place_of_rank, split_axes
@@ -34,7 +34,7 @@ def ranks_in_words(evidence: Evidence, name: str) -> str:
     return ""
 
 
-def _empty_ranks(run: Run, name: str) -> list[int]:
+def _empty_ranks(run: RecordedRun, name: str) -> list[int]:
     """The ranks that returned a part of this name in which there is no element."""
     return [rank for rank, blocks in blocks_of(run, name).items() if not any(block.local.numel() for block in blocks)]
 

@@ -13,7 +13,7 @@ from shardproof.harness.checking.laws import broken_laws
 from shardproof.harness.checking.ledger_checks import module_order
 from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS, kind_of
 from shardproof.harness.checking.measures.spreads import replica_spread
-from shardproof.harness.checking.records import Evidence, Run, Truth
+from shardproof.harness.checking.records import Evidence, RecordedRun, Truth
 from shardproof.harness.diagnosing.causes.cause import Cause, report_cause
 from shardproof.harness.diagnosing.causes.hypothesis import Failure
 from shardproof.harness.diagnosing.causes.places import is_comparable, order_by_time, place_of, wrong_ranks
@@ -58,7 +58,7 @@ BIT_FOR_BIT = ("replicas", "determinism", "recording")
 """Checks that allow no difference at all, not even one of rounding."""
 
 
-def faults_of(run: Run, findings: Mapping[str, Finding]) -> list[Mapping[str, Finding]]:
+def faults_of(run: RecordedRun, findings: Mapping[str, Finding]) -> list[Mapping[str, Finding]]:
     """The findings by independent faults, the one that is explained first in front: one, or two.
 
     Replicas or runs that are apart by rounding alone explain no number beyond its limit, and come for themselves.
@@ -83,7 +83,7 @@ def faults_of(run: Run, findings: Mapping[str, Finding]) -> list[Mapping[str, Fi
     return [gross, rest] if apart else [gross]
 
 
-def _is_rounding(run: Run, check: str, finding: Finding, name: str) -> bool:
+def _is_rounding(run: RecordedRun, check: str, finding: Finding, name: str) -> bool:
     """Whether the difference of replicas, or of runs, of this name is within their last bits."""
     of_runs = finding.worst.error if finding.worst else math.inf
     spread = replica_spread(run.full_outcomes, name) if check == "replicas" else of_runs
@@ -128,7 +128,7 @@ def _find_undecided_names(truth: Truth, findings: Mapping[str, Finding]) -> set[
     return noted | {name for name in truth.tensors if kind_of(name) not in compared}
 
 
-def wrong_names(run: Run, truth: Truth, findings: Mapping[str, Finding]) -> list[str]:
+def wrong_names(run: RecordedRun, truth: Truth, findings: Mapping[str, Finding]) -> list[str]:
     """The names that failed checks found wrong, in the order in which training computes them."""
     names = {name for finding in findings.values() if finding.verdict == FAIL for name in finding.names}
     known = [*truth.tensors, *sorted(names - set(truth.tensors))]

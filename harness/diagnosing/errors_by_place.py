@@ -7,7 +7,7 @@ Errors and limits are ratios (harness.checking.measures.tolerance). The last row
 
 from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS, kind_of
 from shardproof.harness.checking.measuring import compare_with_truth, sizes_of
-from shardproof.harness.checking.records import Run, Truth
+from shardproof.harness.checking.records import RecordedRun, Truth
 from shardproof.harness.diagnosing.causes.places import order_by_time, place_of
 from shardproof.harness.verdicts.facts import First
 
@@ -15,7 +15,7 @@ ERROR_COLUMNS = ("case", "name", "step", "phase", "region", "error", "allowed", 
 _KINDS = frozenset(kind for kinds in NUMERIC_KINDS.values() for kind in kinds)
 
 
-def error_rows(run: Run, truth: Truth, text: str, first: First) -> list[tuple[object, ...]]:
+def error_rows(run: RecordedRun, truth: Truth, text: str, first: First) -> list[tuple[object, ...]]:
     """Rows of ERROR_COLUMNS in the order in which training computes; `text` is the case's."""
     steps = run.case.steps
     known = [name for name in truth.tensors if name in run.tensors and kind_of(name) in _KINDS]

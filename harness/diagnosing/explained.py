@@ -4,7 +4,7 @@ import shlex
 
 from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.measured import epsilon
-from shardproof.harness.checking.records import Run
+from shardproof.harness.checking.records import RecordedRun
 from shardproof.harness.diagnosing.diagnosis import Diagnosis, diagnose_ended_case
 from shardproof.harness.diagnosing.tracebacks import last_frames, whole_traceback
 from shardproof.harness.errors import MachineError, ShardproofError
@@ -41,7 +41,9 @@ def likely_causes(diagnosis: Diagnosis) -> tuple[LikelyCause, ...]:
     return tuple(LikelyCause(id=cause.id, fact=cause.fact) for cause in diagnosis.causes)
 
 
-def failed_check(diagnosis: Diagnosis, finding: Finding, run: Run, subject: str, options: str = "") -> FailedCheck:
+def failed_check(
+    diagnosis: Diagnosis, finding: Finding, run: RecordedRun, subject: str, options: str = ""
+) -> FailedCheck:
     """The record of a diagnosis and the finding that it explains."""
     worst = finding.worst
     return FailedCheck(

@@ -29,7 +29,7 @@ from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.laws import Broken
 from shardproof.harness.checking.ledger_checks import module_order, state_difference
 from shardproof.harness.checking.measures.kinds import is_state, kind_of
-from shardproof.harness.checking.records import Calls, Evidence, Run, Truth
+from shardproof.harness.checking.records import Calls, Evidence, RecordedRun, Truth
 from shardproof.harness.diagnosing.causes.places import held_whole, place_of, update_in_doubt
 from shardproof.harness.diagnosing.coordinates import ranks_in_words
 from shardproof.harness.differences import Difference
@@ -141,7 +141,7 @@ def _shown_by(evidence: Evidence, wrong: Sequence[str]) -> First:
     return First(phase=phase, region=region, step=step, name=name, beside=(*filter(None, beside), *ended))
 
 
-def _has_right_parameters(run: Run, findings: Mapping[str, Finding]) -> bool:
+def _has_right_parameters(run: RecordedRun, findings: Mapping[str, Finding]) -> bool:
     """Whether every parameter of a run in which nothing is wrong is right for sure: no wide limit may hide a step."""
     decided, of = findings["update"].decided.get("param", (0, 0)) if "update" in findings else (0, 0)
     return 0 < decided == of and not run.lower.names and run.dtype in ("float64", "float32")
@@ -169,7 +169,7 @@ def _user_of(truth: Truth, module: str) -> str:
     return around if siblings and has_code else following
 
 
-def _gradient_place(run: Run, truth: Truth, wrong: Sequence[str]) -> tuple[str, str]:
+def _gradient_place(run: RecordedRun, truth: Truth, wrong: Sequence[str]) -> tuple[str, str]:
     """Phase and module of wrong parameter gradients whose activation gradients are all right."""
     bad = [name for name in wrong if kind_of(name) == "grad"]
     known = [name for name in run.returned if kind_of(name) == "grad"]
@@ -180,7 +180,7 @@ def _gradient_place(run: Run, truth: Truth, wrong: Sequence[str]) -> tuple[str, 
     return "grad_sync" if synced else "backward", _owner_of_gradient(run, truth, bad)
 
 
-def _owner_of_gradient(run: Run, truth: Truth, bad: Sequence[str]) -> str:
+def _owner_of_gradient(run: RecordedRun, truth: Truth, bad: Sequence[str]) -> str:
     """The module that computes the first of these gradients, in the order of backward.
 
     A module without parameters of its own may use those of the first one (a head tied to the embedding). Its addition
@@ -199,7 +199,7 @@ def _owner_of_gradient(run: Run, truth: Truth, bad: Sequence[str]) -> str:
     return place_of(bad[0], 1).module
 
 
-def _is_wrong_everywhere(run: Run, truth: Truth, name: str) -> bool:
+def _is_wrong_everywhere(run: RecordedRun, truth: Truth, name: str) -> bool:
     """Whether every row of this gradient is wrong."""
     value, true = run.tensors.get(name), truth.tensors[name]
     if value is None or true.dim() < 2:
@@ -212,7 +212,7 @@ _CORES: Mapping[str, str] = {"attention": "the attention core", "mlp": "the acti
 """Last word of a module -> what its own code computes between two linears."""
 
 
-def name_surrounding_modules(run: Run, truth: Truth, name: str, wrong: Collection[str]) -> str:
+def name_surrounding_modules(run: RecordedRun, truth: Truth, name: str, wrong: Collection[str]) -> str:
     """The two modules around the unnamed code that computes the first wrong activation, or gradient of an activation.
 
     The first module's value is right, the second's wrong; "" where a named module computes the wrong value.

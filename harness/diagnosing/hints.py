@@ -4,11 +4,13 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
 from shardproof.harness.checking.measures.kinds import KIND_WORDS, kind_of
-from shardproof.harness.checking.records import Run, Truth
+from shardproof.harness.checking.records import RecordedRun, Truth
 from shardproof.harness.verdicts.facts import AgreementByKind, Counts
 
 
-def find_agreement(run: Run, truth: Truth, wrong: Sequence[str], undecided: Collection[str] = ()) -> AgreementByKind:
+def find_agreement(
+    run: RecordedRun, truth: Truth, wrong: Sequence[str], undecided: Collection[str] = ()
+) -> AgreementByKind:
     """Which tensors agree with the truth and which do not, by kinds; names that no check decides are in neither."""
     bad = [name for name in wrong if name in truth.tensors]
     good = {*run.tensors} & {*truth.tensors} - {*wrong} - {*undecided}

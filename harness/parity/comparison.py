@@ -13,7 +13,7 @@ from shardproof.harness.checking.coverage import check_layout, check_replicas
 from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.kinds import kind_of, step_of
 from shardproof.harness.checking.numeric_checks import check_update, make_numeric_check
-from shardproof.harness.checking.records import Calls, Claims, Controls, Evidence, Run, Truth, merged_outcomes
+from shardproof.harness.checking.records import Calls, Claims, Controls, Evidence, RecordedRun, Truth, merged_outcomes
 from shardproof.harness.parity.adam import adam_bound
 from shardproof.harness.parity.axes import axes_of
 from shardproof.harness.parity.case import ParityCase
@@ -123,7 +123,7 @@ def judge_numbers(seen: Comparison) -> tuple[Evidence, dict[str, Finding]]:
             runs=tuple(seen.control_tensors), adam_bound=adam_bound(seen.tensors, initial, seen.control_tensors)
         ),
     )
-    run = Run(calls=Calls(case=seen.case), outcomes=outcomes, merged=merged)
+    run = RecordedRun(calls=Calls(case=seen.case), outcomes=outcomes, merged=merged)
     evidence = Evidence(run=run, claims=Claims(axes=seen.axes), truth=truth)
     return evidence, run_checks(evidence, CHECKS)
 

@@ -1,13 +1,13 @@
 """The calls in traces held against a closed form: which are missing, extra, of other bytes, dtype, group or phase.
 
-A call is its op, group, dtype and payload; a field that is unknown for any call of the traces is not compared. Phases
+A call is its op, group, dtype and payload; a field that is unknown for any call of an op is not compared for it. Phases
 are compared where a trace has modules, without which forward is not told from loss, nor backward from recompute, and
 where no annotation of the user says them. A trace names classes and a closed form paths, so of modules is compared how
 many there are and how many calls each issues; a program may nest them otherwise, so that is a note. The closed form is
 that of one step times the steps of the trace, or of the whole run where the trace has no steps.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -147,6 +147,11 @@ def _has_known_phase(call: TracedCall) -> bool:
     return bool(call.phase) and not call.is_phase_annotated
 
 
+_WORDS = {"axis": "group", "group_size": "size of the group", "dtype": "dtype", "payload_bytes": "bytes"}
+"""Fields that are compared beside the op, in words."""
+_Compared = Mapping[str, frozenset[str]]
+"""The fields that are compared, by op; those of any op under ""."""
+
 _MeantCalls = tuple[CallKind, EventKey, int]
 """A line of the closed form: what is compared of it, all of it, and how many calls it counts."""
 
@@ -154,12 +159,12 @@ _MeantCalls = tuple[CallKind, EventKey, int]
 class _StatedPlaces:
     """Phases and modules of calls, as a closed form states them; kinds that a term counts without them are left out."""
 
-    def __init__(self, meant: Sequence[_MeantCalls], partial: Sequence[Term], compared: frozenset[str]) -> None:
+    def __init__(self, meant: Sequence[_MeantCalls], partial: Sequence[Term], compared: _Compared) -> None:
         self._meant: dict[CallKind, Counter[tuple[str, str]]] = {}
         for kind, key, number in meant:
             self._meant.setdefault(kind, Counter())[key.phase, key.region] += number
-        known = ("op", *sorted(compared))
         for kind in list(self._meant):
+            known = ("op", *sorted(compared[kind.op]))
             for term in partial:
                 if all(getattr(term, name) in (None, getattr(kind, name)) for name in known):
                     self._meant.pop(kind, None)
@@ -223,21 +228,25 @@ def _terms_of_trace(trace: Trace, case: CaseLike, subject: Any, terms: Sequence[
     return list(found)
 
 
-def _find_compared_fields(calls: Sequence[TracedCall]) -> tuple[frozenset[str], list[str]]:
-    """The fields that are known of every call, and a sentence for each of the others."""
-    lacking = {
-        "axis": sum(not call.group for call in calls),
-        "group_size": sum(call.group_size is None for call in calls),
-        "dtype": sum(not call.dtype and call.op != "barrier" for call in calls),
-        "payload_bytes": sum(call.payload_bytes is None for call in calls),
-    }
-    words = {"axis": "group", "group_size": "size of the group", "dtype": "dtype", "payload_bytes": "bytes"}
-    notes = [
-        f"not compared: {words[name]}, unknown for {number} of {len(calls)} calls"
-        for name, number in lacking.items()
-        if number
-    ]
-    return frozenset(name for name, number in lacking.items() if not number), notes
+def _find_compared_fields(calls: Sequence[TracedCall]) -> tuple[_Compared, list[str]]:
+    """The fields that are known of every call of an op, and a sentence for each of the others."""
+    by_op: dict[str, list[TracedCall]] = {}
+    for call in calls:
+        by_op.setdefault(call.op, []).append(call)
+    found, lacking = defaultdict[str, frozenset[str]](lambda: frozenset(_WORDS)), dict[str, list[str]]()
+    for op, own in sorted(by_op.items()):
+        unknown = {
+            "axis": sum(not call.group for call in own),
+            "group_size": sum(call.group_size is None for call in own),
+            "dtype": sum(not call.dtype and call.op != "barrier" for call in own),
+            "payload_bytes": sum(call.payload_bytes is None for call in own),
+        }
+        found[op] = frozenset(name for name, number in unknown.items() if not number)
+        for name, number in unknown.items():
+            if number:
+                lacking.setdefault(name, []).append(f"{number} of {len(own)} {op}")
+    found[""] = frozenset(_WORDS).intersection(*found.values())
+    return found, [f"not compared: {_WORDS[name]}, unknown for {', '.join(ops)}" for name, ops in lacking.items()]
 
 
 class _GroupNames:
@@ -264,25 +273,27 @@ class _GroupNames:
         return self._names[self._of_axis[axis]] if axis in self._of_axis else axis
 
 
-def _kind_of_call(call: TracedCall, groups: _GroupNames, compared: frozenset[str]) -> CallKind:
-    axis = groups.of_call(call) if "axis" in compared else ""
+def _kind_of_call(call: TracedCall, groups: _GroupNames, compared: _Compared) -> CallKind:
+    known = compared[call.op]
+    axis = groups.of_call(call) if "axis" in known else ""
     size, payload = call.group_size, call.payload_bytes
     return CallKind(
         call.op,
         axis,
-        -1 if size is None or "group_size" not in compared else size,
-        call.dtype if "dtype" in compared else "",
-        -1 if payload is None or "payload_bytes" not in compared else payload,
+        -1 if size is None or "group_size" not in known else size,
+        call.dtype if "dtype" in known else "",
+        -1 if payload is None or "payload_bytes" not in known else payload,
     )
 
 
-def _kind_of_key(key: EventKey, groups: _GroupNames, compared: frozenset[str]) -> CallKind:
+def _kind_of_key(key: EventKey, groups: _GroupNames, compared: _Compared) -> CallKind:
+    known = compared[key.op]
     return CallKind(
         key.op,
-        groups.of_axis(key.axis) if "axis" in compared else "",
-        key.group_size if "group_size" in compared else -1,
-        key.dtype if "dtype" in compared else "",
-        key.payload_bytes if "payload_bytes" in compared else -1,
+        groups.of_axis(key.axis) if "axis" in known else "",
+        key.group_size if "group_size" in known else -1,
+        key.dtype if "dtype" in known else "",
+        key.payload_bytes if "payload_bytes" in known else -1,
     )
 
 
@@ -291,7 +302,7 @@ def _find_unmeant(
     calls: Sequence[TracedCall],
     stated: Sequence[_MeantCalls],
     partial: Sequence[Term],
-    compared: frozenset[str],
+    compared: _Compared,
 ) -> list[Unmeant]:
     """The differences of one rank."""
     meant, places = Counter[CallKind](), dict[CallKind, Counter[str]]()
@@ -327,10 +338,11 @@ group."""
 
 
 def _take_partial(
-    term: Term, there: Counter[CallKind], surplus: Counter[CallKind], compared: frozenset[str]
+    term: Term, there: Counter[CallKind], surplus: Counter[CallKind], compared: _Compared
 ) -> list[Unmeant]:
     """Take the calls that a term with fields left out counts from the surplus; a difference where it counts others."""
-    known = ("op", *sorted(compared))
+    fields = compared[term.op or ""]
+    known = ("op", *sorted(fields))
     stated = {name: getattr(term, name) for name in known if getattr(term, name) is not None}
     counted = [kind for kind in there if all(getattr(kind, name) == value for name, value in stated.items())]
     for kind in counted:
@@ -342,7 +354,7 @@ def _take_partial(
     if term.calls is not None and calls != term.calls:
         extra, off = calls > term.calls, abs(calls - term.calls)
         return [Unmeant(found=blank if extra else None, meant=None if extra else blank, calls=off, where=where)]
-    if term.total_bytes is not None and "payload_bytes" in compared and total != term.total_bytes:
+    if term.total_bytes is not None and "payload_bytes" in fields and total != term.total_bytes:
         return [
             Unmeant(
                 found=blank._replace(payload_bytes=total),

@@ -24,7 +24,7 @@ from shardproof.harness.checking.measures.distance import TruthTensor
 from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS, kind_of
 from shardproof.harness.checking.measures.tolerance import least_rms, own_share
 from shardproof.harness.checking.measuring import compare_with_truth, sizes_of
-from shardproof.harness.checking.records import Evidence, Run, Truth
+from shardproof.harness.checking.records import Evidence, RecordedRun, Truth
 from shardproof.harness.diagnosing.causes.places import order_by_time
 from shardproof.harness.diagnosing.explained import repeat_command
 from shardproof.harness.engines.engine import Engine
@@ -131,7 +131,7 @@ def _find_failing_tensor(case: CaseLike, subject: NamedSubject, engine: Engine) 
     return small[0] if small else min(shown, key=lambda name: evidence.truth.tensors[name].numel())
 
 
-def _wrong_names(run: Run, truth: Truth) -> list[str]:
+def _wrong_names(run: RecordedRun, truth: Truth) -> list[str]:
     """Returned names that are wrong or on which ranks disagree, in the order of training."""
     returned = {name for outcome in run.outcomes for name in outcome}
     torn = {flaw.name for flaw in run.merged.flaws}

@@ -10,25 +10,25 @@ if TYPE_CHECKING:
 
 
 def _inproc() -> "Engine":
-    from shardproof.harness.engines.threads.inproc import InprocEngine  # noqa: PLC0415
+    from shardproof.harness.engines.threads.inproc import InprocEngine  # noqa: PLC0415  (a run has one engine)
 
     return InprocEngine()
 
 
 def _pool() -> "Engine":
-    from shardproof.harness.engines.processes.forked.pool import PoolEngine  # noqa: PLC0415
+    from shardproof.harness.engines.processes.forked.pool import PoolEngine  # noqa: PLC0415  (as above)
 
     return PoolEngine()
 
 
 def _torchrun() -> "Engine":
-    from shardproof.harness.engines.processes.launched.torchrun import TorchrunEngine  # noqa: PLC0415
+    from shardproof.harness.engines.processes.launched.torchrun import TorchrunEngine  # noqa: PLC0415  (as above)
 
     return TorchrunEngine()
 
 
 def _dry() -> "Engine":
-    from shardproof.harness.engines.threads.dry import DryEngine  # noqa: PLC0415
+    from shardproof.harness.engines.threads.dry import DryEngine  # noqa: PLC0415  (as above)
 
     return DryEngine()
 

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from shardproof.harness.checking.checks import CHECKS, LAWS, Check, records_of, select_checks_by_need
-from shardproof.harness.checking.records import Repeats, Run, Truth
+from shardproof.harness.checking.records import RecordedRun, Repeats, Truth
 from shardproof.harness.diagnosing.diagnosis import BIT_FOR_BIT
 from shardproof.harness.diagnosing.needed_words import needed_words
 from shardproof.harness.diagnosing.tried_words import OutOfTime, Proved, confirm_words
@@ -38,7 +38,7 @@ _GRACE_S = 10.0
 """How much longer a case of an experiment may take, that began in time."""
 ENGINES = ("inproc", "pool", "dry")
 """Engines on which other cases than those of the request can be run."""
-_OF_CALLS = frozenset(CHECKS.keys() - select_checks_by_need(CHECKS, Run, Truth))
+_OF_CALLS = frozenset(CHECKS.keys() - select_checks_by_need(CHECKS, RecordedRun, Truth))
 """Checks that look at no number."""
 Proves = Callable[..., CaseResult]
 """Proves a case with these `checks` within `timeout_s`, without explaining what fails."""

@@ -17,12 +17,14 @@ from shardproof.harness.diagnosing.diagnosis import (
     Diagnosis,
     Explanation,
     diagnose,
+    diagnose_ended_case,
     explanation_of,
     faults_of,
     wrong_names,
 )
-from shardproof.harness.diagnosing.explained import failed_check, repeat_command
-from shardproof.harness.errors import error_text
+from shardproof.harness.diagnosing.explained import failed_check, failed_run, repeat_command
+from shardproof.harness.diagnosing.tracebacks import whole_traceback
+from shardproof.harness.errors import ShardproofError, error_text
 from shardproof.harness.mesh_axes import split_axes
 from shardproof.harness.protocols import CaseLike, without_saving
 from shardproof.harness.running.locating.beginnings import with_beginnings
@@ -129,6 +131,13 @@ def diagnose_findings(
                 failures[check] = failed_check(diagnosis, finding, evidence.run, subject, options)
                 diagnoses[check] = diagnosis
     return diagnoses, failures
+
+
+def explain_end(
+    case: CaseLike, subject: str, error: ShardproofError, options: str
+) -> tuple[FailedCheck, Diagnosis, str]:
+    """The record of a case that left no outcome, its diagnosis, and the whole traceback."""
+    return failed_run(case, subject, error, options), diagnose_ended_case(error), whole_traceback(error)
 
 
 def _with_shares(trial: Trial, evidence: Evidence, wrong: Collection[str]) -> Evidence:

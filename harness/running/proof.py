@@ -1,7 +1,8 @@
 """Proof of one case: its runs, every check on them, and verdicts whose failures explain themselves.
 
 What is run follows from the records that the checks need: the subject recorded, once more without anything around it
-(`Repeats`), in other groupings (`Regroupings`), with some documents changed (`Documents`), and the dense model (`Truth`).
+(`Repeats`), in other groupings (`Regroupings`), with some documents changed (`Documents`), and the dense model
+(`Truth`).
 """
 
 from collections.abc import Callable, Mapping
@@ -17,6 +18,8 @@ from shardproof.harness.errors import MachineError, NoNumbers, NotComputed, Prog
 from shardproof.harness.protocols import CaseLike, Subject, case_text
 from shardproof.harness.running.ranks.capacity import admit_ranks
 from shardproof.harness.running.result import CaseResult, verdict_on
+from shardproof.harness.running.trials.dry import check_dry_run
+from shardproof.harness.running.trials.law_runs import run_regroupings
 from shardproof.harness.running.trials.runs import judge_case, record_case
 from shardproof.harness.running.trials.trial import EXPLAINED_IN, Reference, Trial, Truths, reference_of
 from shardproof.harness.subject import (
@@ -105,15 +108,11 @@ def _prove_trial(trial: Trial, checks: Mapping[str, Check], options: str, *, exp
     """Run, compare, and explain what failed."""
     is_dry, compare = trial.engine.name == "dry", bool(select_checks_by_need(checks, Truth))
     if is_dry:
-        from shardproof.harness.running.trials.dry import check_dry_run  # noqa: PLC0415
-
         evidence, findings = check_dry_run(trial)
     else:
         evidence = record_case(trial, repeat=bool(select_checks_by_need(checks, Repeats)), compare=compare)
         give_back(evidence.run.tensors.values())
         if select_checks_by_need(checks, Regroupings):
-            from shardproof.harness.running.trials.law_runs import run_regroupings  # noqa: PLC0415
-
             evidence = replace(evidence, regroupings=run_regroupings(trial, evidence.truth))
         if evidence.run.calls.packed and select_checks_by_need(checks, Documents):
             from shardproof.harness.running.trials.document_runs import run_documents  # noqa: PLC0415
@@ -126,22 +125,14 @@ def _prove_trial(trial: Trial, checks: Mapping[str, Check], options: str, *, exp
     if explain or is_dry:
         failed = any(finding.verdict == FAIL for finding in findings.values())
         context: Mapping[str, Finding] = findings
+        if failed:
+            from shardproof.harness.running.explaining import diagnose_findings, with_explanations  # noqa: PLC0415  (few cases fail: a third of the product)
         if failed and not is_dry:
-            from shardproof.harness.running.explaining import with_explanations  # noqa: PLC0415
-
             # a failure is explained beside the dense model, whatever its check needs
             evidence = evidence if compare else record_case(trial)
             evidence, context = with_explanations(trial, evidence, findings)
-        for check, problem in trial.problems.items():
-            findings[check] = Finding(verdict=UNKNOWN, facts=(state_text(problem),), notes=note_unchecked(check))
-        if refused := trial.budget.refused:
-            known, limit_s = findings.get("explanation"), EXPLAINED_IN * trial.timeout_s
-            facts = (*(known.facts if known else ()), state_fact("not_run", parts=refused, limit_s=limit_s))
-            notes = (Note(kind=NoteKind.NOT_RUN, names=tuple(refused)),)
-            findings["explanation"] = Finding(verdict=UNKNOWN, facts=facts, notes=notes)
+        findings |= _find_problems(trial)
         if failed:
-            from shardproof.harness.running.explaining import diagnose_findings  # noqa: PLC0415
-
             diagnoses, failures = diagnose_findings(evidence, findings, context, trial.subject.name, options)
     verdicts = tuple(verdict_on(finding, trial.text, check, failures.get(check)) for check, finding in findings.items())
     seconds = trial.seconds if explain or is_dry else {}
@@ -150,29 +141,36 @@ def _prove_trial(trial: Trial, checks: Mapping[str, Check], options: str, *, exp
     )
 
 
+def _find_problems(trial: Trial) -> dict[str, Finding]:
+    """What the subject could not answer, and what of a failure was not explained, by the check that misses it."""
+    found = {
+        check: Finding(verdict=UNKNOWN, facts=(state_text(problem),), notes=note_unchecked(check))
+        for check, problem in trial.problems.items()
+    }
+    if refused := trial.budget.refused:
+        known, limit_s = found.get("explanation"), EXPLAINED_IN * trial.timeout_s
+        facts = (*(known.facts if known else ()), state_fact("not_run", parts=refused, limit_s=limit_s))
+        notes = (Note(kind=NoteKind.NOT_RUN, names=tuple(refused)),)
+        found["explanation"] = Finding(verdict=UNKNOWN, facts=facts, notes=notes)
+    return found
+
+
 def ended_by(case: CaseLike, subject: str, error: ShardproofError, options: str = "") -> CaseResult:
     """The result of a case without an outcome: a program that failed, or a machine."""
-    from shardproof.harness.diagnosing.diagnosis import diagnose_ended_case  # noqa: PLC0415
-    from shardproof.harness.diagnosing.explained import failed_run  # noqa: PLC0415
-    from shardproof.harness.diagnosing.tracebacks import whole_traceback  # noqa: PLC0415
+    from shardproof.harness.running.explaining import explain_end  # noqa: PLC0415  (as above: few cases end so)
 
     text = case_text(case)
     machine = str(error) if isinstance(error, MachineError) else ""
     undecided = bool(machine) or isinstance(error, _UNDECIDED)
-    failure = None if isinstance(error, _UNDECIDED) else failed_run(case, subject, error, options)
+    failure, diagnosis, traceback = explain_end(case, subject, error, options)
     verdict = Verdict(
         case=text,
         check="run",
         verdict=UNKNOWN if undecided else FAIL,
         facts=(state_text(error.cause if isinstance(error, ProgramError | MachineError) else str(error)),),
         kind=" ".join((type(error.__cause__ or error).__name__, getattr(error, "kind", ""))).rstrip(),
-        failure=failure,
+        failure=None if isinstance(error, _UNDECIDED) else failure,
     )
     return CaseResult(
-        case=case,
-        text=text,
-        verdicts=(verdict,),
-        machine=machine,
-        traceback=whole_traceback(error),
-        diagnoses={"run": diagnose_ended_case(error)},
+        case=case, text=text, verdicts=(verdict,), machine=machine, traceback=traceback, diagnoses={"run": diagnosis}
     )

@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, TypeVar
 from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.kinds import kind_of
 from shardproof.harness.checking.records import Evidence
+from shardproof.harness.checking.routing_checks import LOAD_COLUMNS, load_rows
+from shardproof.harness.diagnosing.errors_by_place import ERROR_COLUMNS, error_rows
 from shardproof.harness.ledger import COLUMNS, Event
 from shardproof.harness.protocols import CaseLike, TermLike
+from shardproof.harness.recording.spans import SPAN_COLUMNS, span_row
 from shardproof.harness.run_folder import csv_text
 from shardproof.harness.running.store import Store
 from shardproof.harness.running.summary import SummaryRow, summarize
@@ -113,20 +116,14 @@ def stored_part(result: CaseResult) -> StoredCase:
     events, verdict, ledger = result.events, result.verdict, ledger_rows(result.events)
     tables, unplaced = list[_Table](), ""
     if evidence and result.diagnosis:
-        from shardproof.harness.diagnosing.errors_by_place import ERROR_COLUMNS, error_rows  # noqa: PLC0415
-
         try:
             errors = error_rows(evidence.run, evidence.truth, result.text, result.diagnosis.first)
             tables.append(("errors.csv", ERROR_COLUMNS, errors))
         except Exception as problem:  # a strange tensor, which the verdicts report; the run goes on
             unplaced = f"{type(problem).__name__}: {problem}"
     if evidence and evidence.run.calls.spans:
-        from shardproof.harness.recording.spans import SPAN_COLUMNS, span_row  # noqa: PLC0415
-
         tables.append(("spans.csv", SPAN_COLUMNS, [span_row(result.text, span) for span in evidence.run.calls.spans]))
     if evidence and any(kind_of(name) == "routing" for name in evidence.run.tensors):
-        from shardproof.harness.checking.routing_checks import LOAD_COLUMNS, load_rows  # noqa: PLC0415
-
         tables.append(("experts.csv", LOAD_COLUMNS, list(load_rows(result.text, evidence.run))))
     rows = summarize(result.text, case.mode, case.world_size, events, result.expectation, ran, axes)
     return StoredCase(

@@ -17,12 +17,14 @@ from shardproof.harness.interpreter import interrupted_after
 from shardproof.harness.mesh_axes import stage_count
 from shardproof.harness.protocols import CaseLike, case_text
 from shardproof.harness.running.engines import engine_named
+from shardproof.harness.running.forked_process import fork_worker
 from shardproof.harness.running.proof import ended_by, prove
 from shardproof.harness.running.ranks.capacity import admit, select_admitted_cases
 from shardproof.harness.running.ranks.output import shown_once
 from shardproof.harness.running.request import Request, check_saved
 from shardproof.harness.running.result import REFUSED, CaseResult, StoredCase, stored_part
 from shardproof.harness.running.run_result import Kept, Progress, RunResult, run_result
+from shardproof.harness.running.sharing import ProvingProcess, Sharing, serve, together
 from shardproof.harness.running.store import Store, environment
 from shardproof.harness.running.trials.trial import EXPLAINING, Truths
 from shardproof.harness.subject import NamedSubject, Unanswered, ask_subject, claimed_modes, compared_with, truth_of
@@ -64,7 +66,7 @@ def run_request(
         try:
             store.plan(planned)
             if request.profile:
-                from shardproof.harness.running.witnessing import witnesses_of  # noqa: PLC0415
+                from shardproof.harness.running.witnessing import witnesses_of  # noqa: PLC0415  (--profile alone)
 
                 witnesses = witnesses_of(request, store.path / "traces")
             if prove_case is None:
@@ -77,7 +79,7 @@ def run_request(
                         if not kept.keep(stored):
                             break
             if failed := [result for result in kept.results if result.verdict == FAIL]:
-                from shardproof.harness.running.experiments import Failed, look_for_words  # noqa: PLC0415
+                from shardproof.harness.running.experiments import Failed, look_for_words  # noqa: PLC0415  (few runs fail)
 
                 failures = [
                     Failed(
@@ -125,8 +127,6 @@ def _prove_in_processes(
     request: Request, processes: "list[ProvingProcess]", kept: Kept, meanwhile: Callable[[], object]
 ) -> list[str]:
     """Prove all cases in these processes; returns notes on processes that crashed."""
-    from shardproof.harness.running.sharing import Sharing, together  # noqa: PLC0415
-
     cases, name = request.cases, request.subject.name
 
     def store_ended_case(number: int, error: ShardproofError) -> StoredCase:
@@ -159,9 +159,6 @@ def _processes(request: Request) -> "Iterator[list[ProvingProcess]]":
 
 
 def _start_process(request: Request) -> "ProvingProcess | None":
-    from shardproof.harness.running.forked_process import fork_worker  # noqa: PLC0415
-    from shardproof.harness.running.sharing import ProvingProcess, serve  # noqa: PLC0415
-
     worker = fork_worker(lambda connection: serve(connection, request, open_prover))
     return None if worker is None else ProvingProcess(worker, request)
 

@@ -44,7 +44,7 @@ def fake_store() -> Any:
     """
     try:
         # Importing it registers the backend, for every kind of device.
-        from torch.testing._internal.distributed import fake_pg  # noqa: PLC0415
+        from torch.testing._internal.distributed import fake_pg  # noqa: PLC0415  (a torch without it is told)
     except ImportError as problem:
         raise lacking_error("the dry engine", "torch.testing._internal.distributed.fake_pg") from problem
     return fake_pg.FakeStore()

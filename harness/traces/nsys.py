@@ -5,7 +5,8 @@ Every rank of a recorded program opens with a mark (rank, case, world size) and 
 without a word. Ids of domains and categories are per process, and a later case of a process gives them anew.
 
 NCCL names an op, and in its payload the bytes of one message and the communicator. Sizes and ranks of communicators are
-in the payload of the call that made them. Dtypes, names of groups and global ranks are in none.
+in the payload of the call that made them. Dtypes, names of groups and global ranks are in none. Written from NCCL's
+payload schemas and tried on a database made by hand, not on that of a job.
 
 Times in nanoseconds there. Schema: nsys 2022.4 and later, NVTX_EVENTS.eventType: 75 domain, 33 category, 59 push/pop,
 60 start/end, 34 mark.

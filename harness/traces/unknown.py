@@ -44,7 +44,7 @@ _BESIDE = "on gloo a dump of the Flight Recorder beside it does (shardproof reco
 _ON_GLOO: Mapping[str, str] = {
     **_OPTIONS[TORCH],
     **dict.fromkeys(("payload", "dtype", "size of the group", "ranks of the group"), _BESIDE),
-    "duration": "gloo has no kernels",
+    "duration": "gloo wrote no row of them",
 }
 _WHOLE_TRACE = "torch's profiler records it"
 

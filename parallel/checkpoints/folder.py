@@ -260,9 +260,10 @@ class Stored:
         for name, size in sizes.items():
             file = folder / name
             if not file.is_file():
-                raise _broken(folder, f"the file {name} is missing")
+                raise _make_error(folder, f"the file {name} is missing")
             if file.stat().st_size < size:
-                raise _broken(folder, f"the file {name} is torn: it has {file.stat().st_size} bytes of at least {size}")
+                torn = f"the file {name} is torn: it has {file.stat().st_size} bytes of at least {size}"
+                raise _make_error(folder, torn)
         return found
 
     def read(self, boxes: Sequence[tuple[str, Box]]) -> None:
@@ -277,7 +278,7 @@ class Stored:
         try:
             reader.read_data(planner.finish_plan(plan), planner).wait()
         except Exception as problem:  # torn pickles raise anything
-            raise _broken(self.folder, f"cannot be read ({type(problem).__name__}: {problem})") from problem
+            raise _make_error(self.folder, f"cannot be read ({type(problem).__name__}: {problem})") from problem
 
     def full(self, key: str) -> Tensor:
         """The full tensor of a key. Raises CheckpointError as `read` does."""
@@ -328,7 +329,7 @@ class Weights:
         return [(((0,) * len(shape), shape), "another system")]
 
 
-def _broken(folder: Path, what: str) -> CheckpointError:
+def _make_error(folder: Path, what: str) -> CheckpointError:
     return CheckpointError(folder, what, "every file as it was written")
 
 

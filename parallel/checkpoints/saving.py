@@ -149,7 +149,7 @@ def load(rank: Rank, optimizer: torch.optim.Optimizer, folder: Path) -> int:
 
 def _weights(rank: Rank, folder: Path) -> "Weights":
     """Another system's parameters, in the dtype of what the optimizer steps."""
-    from shardproof.parallel.checkpoints.folder import Weights  # noqa: PLC0415
+    from shardproof.parallel.checkpoints.folder import Weights  # noqa: PLC0415  (as above)
 
     dtype = next(iter(rank.updated.values())).dtype
     try:

@@ -67,13 +67,13 @@ def own_part(x: Tensor, axis: Axis, held: Sequence[range]) -> Tensor:
     Backward: all-reduce of the gradient, zero outside the own part, so that the parts add up.
     """
 
-    def completed(grad: Tensor) -> Tensor:
+    def complete_gradient(grad: Tensor) -> Tensor:
         whole = grad.new_zeros(x.shape)
         for part, own in zip(held, grad.split([len(part) for part in held], -1), strict=True):
             whole[..., part.start : part.stop] = own
         return all_reduce(whole, axis)
 
-    return _pair(x, axis, lambda y: torch.cat([y[..., part.start : part.stop] for part in held], -1), completed)
+    return _pair(x, axis, lambda y: torch.cat([y[..., part.start : part.stop] for part in held], -1), complete_gradient)
 
 
 def gather_parts(x: Tensor, axis: Axis, widths: Sequence[int]) -> Tensor:
@@ -82,11 +82,11 @@ def gather_parts(x: Tensor, axis: Axis, widths: Sequence[int]) -> Tensor:
     """
     widest, first = max(widths), sum(widths[: axis.rank])
 
-    def gathered(y: Tensor) -> Tensor:
+    def gather_whole(y: Tensor) -> Tensor:
         parts = _all_gather(functional.pad(y, (0, widest - y.shape[-1])), axis, dim=-1).split(widest, -1)
         return torch.cat([part[..., :width] for part, width in zip(parts, widths, strict=True)], -1)
 
-    return _pair(x, axis, gathered, lambda grad: grad[..., first : first + widths[axis.rank]].contiguous())
+    return _pair(x, axis, gather_whole, lambda grad: grad[..., first : first + widths[axis.rank]].contiguous())
 
 
 def scatter_to_sequence(x: Tensor, axis: Axis, *, dim: int) -> Tensor:

@@ -133,15 +133,15 @@ def _hop(block: Tensor, axis: Axis, slices: Slices, step: int, *, overlap: bool)
     ]
     works = dist.batch_isend_irecv(messages) if messages else []
 
-    def arrived() -> Tensor:
+    def wait_for_block() -> Tensor:
         for work in works:
             work.wait()
         return arriving
 
     if not overlap:
-        arrived()
+        wait_for_block()
         works = []
-    return Pending(None, arrived)
+    return Pending(None, wait_for_block)
 
 
 def ring_rows(keys: str, *, axis: str) -> tuple[CallRow, ...]:

@@ -378,15 +378,15 @@ class BucketsByAxis:
         """Each lays out its parameters, and has the optimizer step what it shall."""
         made = {axis: buckets.prepare(rank.of(axis)) for axis, buckets in self._buckets.items()}
 
-        def merged(part: Callable[[Rank], Mapping[str, _T]]) -> dict[str, _T]:
+        def merge_parts(part: Callable[[Rank], Mapping[str, _T]]) -> dict[str, _T]:
             return {name: part(made[rank.case.data_axis_of(name)])[name] for name in rank.parameters}
 
         return replace(
             rank,
-            parameters=merged(lambda one: one.parameters),
-            places=merged(lambda one: one.places),
-            updated=merged(lambda one: one.updated),
-            updated_places=merged(lambda one: one.updated_places),
+            parameters=merge_parts(lambda one: one.parameters),
+            places=merge_parts(lambda one: one.places),
+            updated=merge_parts(lambda one: one.updated),
+            updated_places=merge_parts(lambda one: one.updated_places),
         )
 
     def reduce(self, rank: Rank) -> None:

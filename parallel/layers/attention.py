@@ -139,14 +139,14 @@ class Attention(nn.Module):
         if table is not None:
             q, k = rotate(q, table), rotate(k, table)
 
-        def dropped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend_dropped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return self.core(q, k, v, hidden_B1SS, self.dropout.shares(f"{self.name}.attention", draw, wide(q.dtype)))
 
         def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if self.heads.recompute_core:
                 # No early stop: a core that ends with a collective repeats it, as Megatron's checkpoint does.
                 context: Tensor = checkpoint(
-                    dropped,
+                    attend_dropped,
                     q,
                     k,
                     v,
@@ -156,7 +156,7 @@ class Attention(nn.Module):
                     early_stop=False,
                 )
                 return context
-            return dropped(q, k, v)
+            return attend_dropped(q, k, v)
 
         context = self.exchange(core, q, k, v).flatten(2)
         if self.heads.sequence_dim == 0:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from shardproof.reference.case.presets import LEADING, PRESETS, resolve_words
+from shardproof.reference.case.variants import VARIANTS, lack
 from shardproof.reference.errors import CaseError
 from shardproof.reference.features import FEATURES, ORDER_NAMES, WORDS
 from shardproof.reference.language import rules
@@ -58,8 +59,6 @@ class Case(_Words):
             for key, rule, legal in problems(self):
                 raise CaseError(key, write(getattr(self, key)), rule, legal)
         if self.variant:
-            from shardproof.reference.case.variants import VARIANTS, lack  # noqa: PLC0415
-
             if self.variant not in VARIANTS:
                 raise CaseError("variant", self.variant, "is not a known variant", " ".join(VARIANTS))
             if rule := lack({name: getattr(self, name) for name in WORDS}):
@@ -128,8 +127,6 @@ class Case(_Words):
     @classmethod
     def meanings(cls) -> tuple[Meaning, ...]:
         """Every word of the case language with its meaning, legal values and default, in the order of `str`."""
-        from shardproof.reference.case.variants import VARIANTS  # noqa: PLC0415
-
         return describe_words(cls, {"preset": tuple(PRESETS), "variant": tuple(VARIANTS)}, {})
 
     def __str__(self) -> str:

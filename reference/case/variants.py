@@ -20,7 +20,7 @@ _WORD = re.compile(r"([\w%]+)(!=|[=<>])(\S+)")
 _ORDER: Mapping[str, Callable[[float, float], bool]] = {"<": operator.lt, ">": operator.gt}
 
 
-def broken(condition: str, value: Callable[[str], object]) -> str:
+def find_broken_word(condition: str, value: Callable[[str], object]) -> str:
     """The first word of a condition that does not hold, "" when all do; `value` gives that of a key.
 
     Raises ValueError for a word that cannot be read.
@@ -74,7 +74,7 @@ def lack(values: Mapping[str, Any]) -> str:
     def value(key: str) -> object:
         return _DERIVED[key][1](values) if key in _DERIVED else values[key]
 
-    word = broken(variant.condition, value)
+    word = find_broken_word(variant.condition, value)
     derived = [f"{key} = {value(key)} {what}" for key, (what, _) in _DERIVED.items() if key in word]
     return word and "; ".join([f"shows with {word} only", *derived])
 

@@ -235,8 +235,8 @@ def read_tensors(folder: str, word: str = "load") -> Mapping[str, Tensor]:
 @lru_cache(maxsize=2)
 def _read(folder: str, _written_ns: int, _inode: int) -> Mapping[str, Tensor]:
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner  # noqa: PLC0415  (takes a second)
-    from torch.distributed.checkpoint.filesystem import FileSystemReader  # noqa: PLC0415
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata  # noqa: PLC0415
+    from torch.distributed.checkpoint.filesystem import FileSystemReader  # noqa: PLC0415  (as above)
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata  # noqa: PLC0415  (as above)
 
     reader, planner = FileSystemReader(folder), DefaultLoadPlanner(flatten_state_dict=False)
     metadata = read_metadata(Path(folder))

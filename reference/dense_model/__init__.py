@@ -9,6 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardproof.reference.case import Case
+from shardproof.reference.case.default_cases import default_cases, plain_cases
+from shardproof.reference.case.domains import domains
+from shardproof.reference.case.variants import words
+from shardproof.reference.data.files import status
 from shardproof.reference.language.core import MODES
 
 if TYPE_CHECKING:
@@ -31,34 +35,24 @@ class DenseModel:
 
     def domains(self) -> dict[str, tuple[Any, ...]]:
         """Every word that has several values, with these, the plainest first."""
-        from shardproof.reference.case.domains import domains
-
         return domains()
 
     def default_cases(
         self, modes: Sequence[str], refuses: Callable[[Case], str], *, deep: bool, checkpoint: str
     ) -> tuple[Case, ...]:
         """The cases that run when none is given."""
-        from shardproof.reference.case.default_cases import default_cases
-
         return default_cases(modes, refuses, deep=deep, checkpoint=checkpoint)
 
     def plain_cases(self, mode: str) -> tuple[Case, ...]:
         """Cases of a mode with no word that an implementation must have been written for."""
-        from shardproof.reference.case.default_cases import plain_cases
-
         return plain_cases(mode)
 
     def variant_words(self, name: str) -> Mapping[str, Any]:
         """The words that make a case show a variant. Raises ValueError for an unknown name."""
-        from shardproof.reference.case.variants import words
-
         return words(name)
 
     def find_data(self, path: Path) -> None:
         """Raise ValueError or RuntimeError when there is no file or folder of data there."""
-        from shardproof.reference.data.files import status
-
         status(path)
 
     def read_data(self, case: Case) -> None:
@@ -91,11 +85,11 @@ class DenseModel:
 
         return dense_case(case)
 
-    def given_kinds(self, case: Case) -> tuple[str, ...]:
+    def list_given_kinds(self, case: Case) -> tuple[str, ...]:
         """The kinds of names of an outcome that the dense model cannot know and takes as given=mapping."""
-        from shardproof.reference.training.truth import given_kinds
+        from shardproof.reference.training.truth import list_given_kinds
 
-        return given_kinds(case)
+        return list_given_kinds(case)
 
     def self_contained(self, case: Case) -> Case:
         """A case with equal names whose dense model needs nothing given."""
@@ -128,17 +122,17 @@ class DenseModel:
 
         return control(case, device, **words)
 
-    def kinks(self, case: Case, device: "torch.device", **words: Any) -> Outcome:
+    def measure_relu_flips(self, case: Case, device: "torch.device", **words: Any) -> Outcome:
         """The change of the outcome where rounding decides the side of a relu's kink; `side` is 1 or -1."""
-        from shardproof.reference.training.control import relu_flips
+        from shardproof.reference.training.control import measure_relu_flips
 
-        return relu_flips(case, device, **words)
+        return measure_relu_flips(case, device, **words)
 
-    def adam_slack(self, case: Case, states: Outcome, truth: Outcome, controls: Sequence[Outcome]) -> Outcome:
+    def bound_adam(self, case: Case, states: Outcome, truth: Outcome, controls: Sequence[Outcome]) -> Outcome:
         """The largest error that Adam may make of a gradient's rounding in one step, by name."""
-        from shardproof.reference.training.adam import slack
+        from shardproof.reference.training.adam import bound_adam
 
-        return slack(case, states, truth, controls)
+        return bound_adam(case, states, truth, controls)
 
     def shares(self, case: Case, device: "torch.device", **words: Any) -> Outcome:
         """Step 0 taken apart by data rank and micro-batch."""

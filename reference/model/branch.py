@@ -30,7 +30,7 @@ class Branch(Protocol):
 
     shapes: Callable[[Case], dict[str, tuple[int, ...]]]
     values: Callable[[Case], dict[str, Tensor]]
-    updated: Callable[[Case, Mapping[str, Tensor], Mapping[str, Tensor]], dict[str, Tensor]]
+    update_values: Callable[[Case, Mapping[str, Tensor], Mapping[str, Tensor]], dict[str, Tensor]]
     forward: Callable[..., Tensor]
 
 
@@ -42,7 +42,9 @@ def values_of(case: Case) -> dict[str, Tensor]:
 def updated_values(case: Case, values: Mapping[str, Tensor], counts: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The values after a step whose micro-batches left these counts."""
     return {
-        name: value for branch in _with_values(case) for name, value in branch.updated(case, values, counts).items()
+        name: value
+        for branch in _with_values(case)
+        for name, value in branch.update_values(case, values, counts).items()
     }
 
 

@@ -33,7 +33,7 @@ _ANYTHING = 1e30
 """The noise where a control run is not finite; its square still is."""
 
 
-def slack(
+def bound_adam(
     case: Case, states: Mapping[str, Tensor], truth: Mapping[str, Tensor], controls: Sequence[Mapping[str, Tensor]]
 ) -> dict[str, Tensor]:
     """The largest error of every element, by name (`param_after/<step>/<param>`, `param/<param>`); {} for sgd.

@@ -226,7 +226,7 @@ class _Moved(torch.autograd.Function):
 
 
 @takes_given
-def relu_flips(
+def measure_relu_flips(
     case: Case, device: torch.device, *, side: int, states: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
     """The change of every float of the outcome and the activations when the kink moves to this side (1, -1).

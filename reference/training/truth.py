@@ -55,8 +55,8 @@ def dense_case(case: Case) -> Case:
     return found if shard_edges(found) == shard_edges(case) else case
 
 
-def given_kinds(case: Case) -> tuple[str, ...]:
-    """The kinds of names of an outcome that truth, control and kinks take as given=, none where they know all."""
+def list_given_kinds(case: Case) -> tuple[str, ...]:
+    """The kinds of names of an outcome that truth, control and relu flips take as given=, none where they know all."""
     return (("mask",) if case.random == "stateful" else ()) + (("init",) if case.init == "shard" else ())
 
 

@@ -28,6 +28,7 @@ from shardproof.reports.printing.text import (
     show_words,
 )
 from shardproof.reports.stored import summary
+from shardproof.reports.stored.failures import bugs_of_run, simplest_first
 from shardproof.reports.stored.files import is_profiled
 from shardproof.reports.stored.frames import Run
 from shardproof.reports.stored.unchecked import unchecked_notes
@@ -123,8 +124,6 @@ def show_failures(run: Run, stream: TextIO) -> None:
     Then a reason for every check that was skipped or could not be decided.
     """
     if (run.verdicts["verdict"] == "fail").any():
-        from shardproof.reports.stored.failures import bugs_of_run, simplest_first  # noqa: PLC0415
-
         for bug in bugs_of_run(simplest_first(run)):
             lines = [*bug.verdict.lines, *filter(None, [bug.follows])]
             show_report("fail", f"fail: {bug.verdict.case}", lines, stream)

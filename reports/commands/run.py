@@ -19,11 +19,14 @@ from shardproof.harness.errors import MachineError, RequestError, ShardproofErro
 from shardproof.harness.interpreter import COLLECTED_AFTER, interrupted_after
 from shardproof.harness.protocols import CaseLike, case_text
 from shardproof.harness.resolve import resolve
+from shardproof.harness.running.forked_process import forkable
 from shardproof.harness.running.request import Request
 from shardproof.harness.running.run import run_request
 from shardproof.harness.running.run_result import INTERRUPTED, RunResult
+from shardproof.harness.running.sharing import arrange_cases
 from shardproof.harness.subject import NamedSubject, claims, offers, own_cases
 from shardproof.harness.verdicts.verdict import FAIL
+from shardproof.reports.options.option_checks import real_size
 from shardproof.reports.options.request import LAUNCHED, build_request
 from shardproof.reports.printing.text import show_message, show_note, show_progress, show_table
 
@@ -49,8 +52,6 @@ def main(arguments: argparse.Namespace) -> int:
             return serve_driver()
     request: Request = arguments.request or _first_ranks(arguments)
     if not arguments.cases:
-        from shardproof.harness.running.sharing import arrange_cases  # noqa: PLC0415
-
         request = dataclasses.replace(request, cases=arrange_cases(request.cases))
         for note in _notes_on_defaults(request.subject, deep=arguments.deep):
             show_note(note, sys.stderr)
@@ -67,8 +68,7 @@ def main(arguments: argparse.Namespace) -> int:
     interrupted = result.exit_status == INTERRUPTED
     show_result(result, stored, as_json=arguments.json, interrupted=interrupted)
     if arguments.preset_experiment and not arguments.json and not interrupted:
-        from shardproof.reports.commands.experiment import experiment_table  # noqa: PLC0415
-        from shardproof.reports.options.option_checks import real_size  # noqa: PLC0415
+        from shardproof.reports.commands.experiment import experiment_table  # noqa: PLC0415  (pandas: after the ranks)
 
         show_table(experiment_table(stored, arguments.preset_experiment), sys.stdout)
         show_message(real_size(arguments.preset_experiment), sys.stdout)
@@ -100,8 +100,6 @@ def _run_request(request: Request) -> "tuple[RunResult, Run]":
     After a Ctrl-C, or when the machine fails, of the cases that were finished before; raises that where there is none.
     """
     if request.processes:
-        from shardproof.harness.running.forked_process import forkable  # noqa: PLC0415
-
         request = request if forkable(request.device) else dataclasses.replace(request, processes=0)
     latest = request.out / "latest"
     before = latest.resolve()

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import TextIO
 
 from shardproof.harness.errors import RequestError
+from shardproof.reports.commands.faults import show_matrix
 from shardproof.reports.commands.result import show_failures, show_tally
 from shardproof.reports.comparing.growth import break_even_table, compare_modes
 from shardproof.reports.pages import page
+from shardproof.reports.pages.comment import render_comment
 from shardproof.reports.pages.opening import expert_tables
 from shardproof.reports.printing import text_tables
 from shardproof.reports.printing.text import show_busy, show_message, show_note, show_table
@@ -22,8 +24,6 @@ from shardproof.reports.stored.unchecked import unchecked_notes
 def main(arguments: argparse.Namespace) -> int:
     """Print the tables of a run, or of a kill matrix; exit status 0 when it could be read, whatever its verdicts."""
     if is_matrix(folder := run_folder(arguments.run)):
-        from shardproof.reports.commands.faults import show_matrix  # noqa: PLC0415
-
         show_matrix(folder, sys.stdout)
     else:
         with show_busy(f"reading {arguments.run}", sys.stderr):
@@ -37,8 +37,6 @@ def page_main(arguments: argparse.Namespace) -> int:
 
     Raises RequestError when the file cannot be written.
     """
-    from shardproof.reports.pages.comment import render_comment  # noqa: PLC0415
-
     with show_busy(f"drawing {arguments.run}", sys.stderr):
         run = load(arguments.run)
         text = render_comment(run) if arguments.markdown else page.render_page(run)

@@ -150,6 +150,12 @@ LIKE: Mapping[str, str] = {
     "dtensor": "DTensor's parallel styles",
     "fsdp2": "fully_shard",
     "pipelining": "stages of torch.distributed.pipelining",
+    "muon": "Muon by hand: updates of split matrices, shared out in three ways",
+    "muon-fsdp2": "torch.optim.Muon under a tensor-parallel plan and FSDP2",
+    "lora": "LoRA by hand under tp and sequence parallelism",
+    "lora-peft": "peft's LoRA on a Hugging Face model under FSDP2 or DDP",
+    "mixer": "a gated delta rule on packed rows over tp and context ranks",
+    "policy": "losses of reinforcement learning over tp, context and data ranks",
     "hf": "a Hugging Face model under its own tp plan",
     "deepspeed": "DeepSpeed's ZeRO",
     "megatron": "Megatron-Core's GPTModel",
@@ -158,6 +164,7 @@ LIKE: Mapping[str, str] = {
 }
 """Subjects that can be written -> what each shows."""
 _NEEDS = {
+    "lora-peft": ("peft", "peft"),
     "hf": ("transformers", "transformers"),
     "deepspeed": ("deepspeed", "deepspeed"),
     "megatron": ("megatron", "megatron-core"),

@@ -5,8 +5,11 @@ from collections.abc import Callable
 
 from shardproof.harness.dense_model import SUBJECT
 
-LIKE = ("mlp", "dtensor", "fsdp2", "pipelining", "hf", "deepspeed", "megatron", "megatron-training", "torchtitan")
-_NEW_SUBJECT = "Write a runnable subject: model, truth, words. At most 60 lines; megatron-training, torchtitan: 120."
+LIKE = (
+    *("mlp", "dtensor", "fsdp2", "pipelining", "muon", "muon-fsdp2", "lora", "lora-peft", "mixer", "policy"),
+    *("hf", "deepspeed", "megatron", "megatron-training", "torchtitan"),
+)
+_NEW_SUBJECT = "Write a runnable subject: model, truth, words. At most 120 lines, most of them 60."
 SLICED = "shardproof.parallel.slicing.words:Sliced"
 """The words of a slice, found by name as a subject is."""
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from shardproof.harness.dense_model import SUBJECT, dense_model
 from shardproof.harness.errors import RequestError
 from shardproof.harness.protocols import CaseLike
+from shardproof.harness.witnesses.nsys import on_gpus
 
 
 def with_data(cases: Sequence[CaseLike], path: str | None) -> tuple[CaseLike, ...]:
@@ -79,8 +80,6 @@ def complete_experiment(arguments: argparse.Namespace) -> None:
 
 def real_size(name: str) -> str:
     """The command that repeats the experiment at its real size on a node with GPUs."""
-    from shardproof.harness.witnesses.nsys import on_gpus  # noqa: PLC0415
-
     return f"at its real size: shardproof run --preset-experiment {name} --device cuda; {on_gpus()}"
 
 

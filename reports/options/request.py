@@ -39,6 +39,8 @@ from shardproof.reports.options.option_checks import (
     profiled_tools,
     with_data,
 )
+from shardproof.reports.options.others import check_options
+from shardproof.reports.printing.text import show_note
 
 LAUNCHED = "torchrun"
 """The engine of ranks that torchrun has launched: all run this command, and rank 0 alone does the work."""
@@ -56,8 +58,6 @@ def read_request(arguments: argparse.Namespace) -> Request | None:
     _note_unquoted(getattr(arguments, "cases", ()))
     if arguments.command == "run":
         return None if arguments.engine == LAUNCHED else build_request(arguments)
-    from shardproof.reports.options.others import check_options  # noqa: PLC0415
-
     with chdir("."):  # a subject may go elsewhere when it is imported
         check_options(arguments)
     return None
@@ -102,8 +102,6 @@ def _note_unquoted(cases: Sequence[str]) -> None:
     first = os.environ.get("RANK", "0") == "0"
     if first and len(keys) > 1 and len({*keys}) == len(keys) == len(cases):
         quoted = f'"{" ".join(cases)}"'
-        from shardproof.reports.printing.text import show_note  # noqa: PLC0415
-
         show_note(f"these words are {len(cases)} cases, one each; as one case: {quoted}", sys.stderr)
 
 

@@ -22,7 +22,7 @@ from shardproof.reports.stored.frames import Run
 NO_CASE = "no case describes this program, so nothing is compared with a dense model: there is no verdict"
 _MOST_MODULES = 20
 _MOST_SIZES = 12
-_TIMES = {False: "inside calls that are waited for at once", True: "of their kernels"}
+_TIMES = {False: "inside calls that are waited for at once", True: "of their kernels, or gloo's rows"}
 """Of what the durations are, in a recorded program and in a trace."""
 
 
@@ -89,7 +89,7 @@ def _traffic_table(run: Run) -> Table:
 def _timed_calls(run: Run) -> str:
     """Words on the calls whose durations add up."""
     if figures.is_traced(run):
-        return "of the kernels that the trace binds to calls, their waiting for other ranks included"
+        return "of the kernels, or gloo's rows, of calls, their waiting for other ranks included"
     return "of calls that are waited for at once (0 for others and on GPUs)"
 
 

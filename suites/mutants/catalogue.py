@@ -31,7 +31,7 @@ from shardproof.bugs.record import FOLDER, Bug, Words, files, read_bugs
 from shardproof.harness.dense_model import SUBJECT
 from shardproof.harness.diagnosing.causes.cause import CAUSES
 from shardproof.reference.case import Case, CaseError
-from shardproof.reference.case.variants import broken, words
+from shardproof.reference.case.variants import find_broken_word, words
 from shardproof.reference.language.core import MODES
 from shardproof.suites.drawing.profiles import PROFILES, draw_samples
 from shardproof.suites.drawing.strategies import cases
@@ -81,7 +81,7 @@ class Mutant(Bug):
 
 def holds(condition: str, case: Case) -> bool:
     """Whether all words of a condition hold for a case. Raises ValueError for a word that cannot be read."""
-    return not broken(condition, lambda key: _value(case, key))
+    return not find_broken_word(condition, lambda key: _value(case, key))
 
 
 def _value(case: Case, key: str) -> object:

@@ -71,7 +71,7 @@ def _check_profile(config: pytest.Config) -> None:
     if name := config.getoption("hypothesis_profile", None):
         from hypothesis import errors, settings  # noqa: PLC0415  (only for those who name a profile)
 
-        from shardproof.suites.drawing.profiles import PROFILES, register  # noqa: PLC0415
+        from shardproof.suites.drawing.profiles import PROFILES, register  # noqa: PLC0415  (hypothesis)
 
         register()
         try:

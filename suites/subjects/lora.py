@@ -19,9 +19,7 @@ from shardproof.suites.subjects.regions import enter, gather, leave, scatter
 TOKENS, INNER, SCALE = 12, 24, 2.0  # tokens of a sample
 
 
-class Adapted(nn.Module):
-    """A frozen weight whose `dim` is split over tp, and its two factors."""
-
+class Adapted(nn.Module):  # a frozen weight whose `dim` is split over tp, and its two factors
     def __init__(self, case, shape, dim, seed, tp):
         super().__init__()
         self.tp, self.dim, self.sp, (rows, columns) = tp, dim, case.sp, shape

@@ -11,13 +11,12 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-TARGETS = {"attention": ["q_proj", "v_proj"], "all": "all-linear"}
-
 
 def dense(case):
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = transformers.LlamaConfig(vocab_size=40, num_hidden_layers=2, **sizes)
-    lora = LoraConfig(r=3, lora_alpha=6, target_modules=TARGETS[case.targets], lora_dropout=0.0)
+    targets = {"attention": ["q_proj", "v_proj"], "all": "all-linear"}[case.targets]
+    lora = LoraConfig(r=3, lora_alpha=6, target_modules=targets)
     model = get_peft_model(transformers.LlamaForCausalLM(config), lora)
     for seed, weight in enumerate(model.parameters(), 1000 * case.seed):
         draws = torch.Generator().manual_seed(seed)
@@ -40,8 +39,7 @@ def train(case, model, dp_ranks, group=None):
             loss.backward()
             total += loss.detach()
         if group:
-            dist.all_reduce(total, group=group)
-            total /= case.dp
+            dist.all_reduce(total.div_(case.dp), group=group)
         outcome |= {f"grad/{name}": weight.grad.clone() for name, weight in trained.items() if step == 0}
         optimizer.step()
     return outcome | {f"param/{n.replace('module.', '')}": w.detach() for n, w in model.named_parameters()}

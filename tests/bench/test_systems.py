@@ -6,6 +6,7 @@ The type checker of torchtitan's own package agrees with our verdict, and is no 
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from bench.systems import (
     PASSED,
     Cell,
     System,
+    find_python,
     judge_cell,
     key,
     read_cells,
@@ -42,7 +44,7 @@ def test_a_file_of_a_system_is_a_short_tutorial_and_every_one_is_in_the_matrix()
     folder = ROOT / "suites" / "subjects"
     for cell in CELLS:
         assert (folder / f"{cell.subject}.py").read_text("utf-8").count("\n") < 120
-    parts = {"__init__", "mcore_parts", "mcore_training", "checkout"}
+    parts = {"__init__", "mcore_parts", "mcore_training", "checkout", "regions", "muon_shares"}
     shown_elsewhere = {"mlp", "dropout", "megatron", "qwen3"}
     assert {path.stem for path in folder.glob("*.py")} - parts - shown_elsewhere == {cell.subject for cell in CELLS}
 
@@ -107,3 +109,20 @@ def test_a_model_has_types_and_without_its_sums_it_has_none(command: list[str], 
     pytest.importorskip("torchtitan", reason="needs torchtitan")
     told = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (told.returncode, words in told.stdout) == (status, True), told.stdout + told.stderr
+
+
+def test_a_python_that_is_installed_beside_this_one_is_found_and_a_shim_of_no_chosen_version_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place, status in (("shims", 127), ("versions/3.98.1/bin", 0)):
+        program = tmp_path / place / "python3.98"
+        program.parent.mkdir(parents=True)
+        program.write_text(f"#!/bin/sh\nexit {status}\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'shims'}:/usr/bin:/bin")
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
+    assert find_python("python3.98") == str(tmp_path / "versions/3.98.1/bin/python3.98")
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path / "elsewhere"))
+    monkeypatch.setenv("UV_PYTHON_INSTALL_DIR", str(tmp_path / "versions"))
+    assert find_python("python3.98") == str(tmp_path / "versions/3.98.1/bin/python3.98")
+    assert find_python("python3.99") == ""

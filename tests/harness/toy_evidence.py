@@ -14,7 +14,16 @@ from torch import Tensor
 
 from shardproof.harness.checking.checks import Check, run_check, run_checks
 from shardproof.harness.checking.finding import Finding
-from shardproof.harness.checking.records import Calls, Claims, Controls, Evidence, Repeats, Run, Truth, merged_outcomes
+from shardproof.harness.checking.records import (
+    Calls,
+    Claims,
+    Controls,
+    Evidence,
+    RecordedRun,
+    Repeats,
+    Truth,
+    merged_outcomes,
+)
 from shardproof.harness.diagnosing.diagnosis import diagnose, explanation_of
 from shardproof.harness.diagnosing.explained import failed_check
 from shardproof.harness.ledger import Event, wire_bytes
@@ -116,7 +125,7 @@ def evidence(*ranks: Mapping[str, Any], repeat: Sequence[Mapping[str, Any]] | No
     outcomes: Outcomes = [localize(rank) for rank in returned]
     captured: Outcomes = changes.pop("captured", ())
     right = Evidence(
-        run=Run(
+        run=RecordedRun(
             calls=Calls(case=text, events=events()),
             outcomes=outcomes,
             captured=captured,

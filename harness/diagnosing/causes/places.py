@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from shardproof.harness.checking.measures.kinds import is_state, kind_of, step_of
-from shardproof.harness.checking.records import Claims, Run, Truth
+from shardproof.harness.checking.records import Claims, RecordedRun, Truth
 from shardproof.harness.diagnosing.causes.proofs import share_left
 from shardproof.harness.outcome.blocks import Block
 from shardproof.harness.outcome.merging import Outcomes
@@ -80,7 +80,7 @@ def order_by_time(names: Sequence[str], steps: int) -> list[str]:
     return order + [name for name in names if name not in placed]
 
 
-def update_in_doubt(run: Run, truth: Truth, name: str, wrong: Collection[str]) -> int:
+def update_in_doubt(run: RecordedRun, truth: Truth, name: str, wrong: Collection[str]) -> int:
     """The step whose update may be behind this first wrong name of the step after it; -1 where there is none.
 
     No update is in doubt where every parameter behind it was returned right, or logits, a loss or a norm of gradients
@@ -97,7 +97,7 @@ def update_in_doubt(run: Run, truth: Truth, name: str, wrong: Collection[str]) -
     return -1 if step < 1 or kept or followed or truth.controls.states is not None else step - 1
 
 
-def wrong_ranks(run: Run, truth: Truth, name: str) -> tuple[int, ...]:
+def wrong_ranks(run: RecordedRun, truth: Truth, name: str) -> tuple[int, ...]:
     """Ranks whose error exceeds a thousandth of the largest one; where errors are not finite, these ranks alone.
 
     The result is empty when all ranks are wrong, or when the tensor cannot be held against the truth.
@@ -115,7 +115,7 @@ def wrong_ranks(run: Run, truth: Truth, name: str) -> tuple[int, ...]:
     return wrong if len(wrong) < len(run.outcomes) else ()
 
 
-def ranks_apart(run: Run, truth: Truth, names: Sequence[str]) -> tuple[set[int], set[int]]:
+def ranks_apart(run: RecordedRun, truth: Truth, names: Sequence[str]) -> tuple[set[int], set[int]]:
     """Ranks that hold one of these names wrong, and those that hold all of theirs right, as far as rounding shows.
 
     Ranks that hold no element of them are in neither; both are empty where a tensor cannot be held against the truth.
@@ -145,7 +145,7 @@ def _largest_error(block: Block, truth: Tensor) -> float:
     return math.inf if math.isnan(gap) else gap
 
 
-def held_whole(run: Run, name: str) -> bool:
+def held_whole(run: RecordedRun, name: str) -> bool:
     """Whether every rank that holds this tensor holds all of it."""
     return all(
         sum(part.local.numel() for part in parts) == math.prod(parts[0].global_shape)
@@ -153,7 +153,7 @@ def held_whole(run: Run, name: str) -> bool:
     )
 
 
-def is_comparable(run: Run, truth: Truth, name: str) -> bool:
+def is_comparable(run: RecordedRun, truth: Truth, name: str) -> bool:
     """Whether every block of this name has the truth's full shape, and is floating-point exactly if the truth is.
 
     The result is True for a name without a truth.
@@ -169,13 +169,13 @@ def is_comparable(run: Run, truth: Truth, name: str) -> bool:
     )
 
 
-def blocks_of(run: Run, name: str) -> dict[int, Sequence[Block]]:
+def blocks_of(run: RecordedRun, name: str) -> dict[int, Sequence[Block]]:
     """Rank -> its blocks of this name, returned or captured."""
     sources: tuple[Outcomes, ...] = (run.outcomes, run.captured)
     return {rank: by[name] for outcomes in sources for rank, by in enumerate(outcomes) if by.get(name)}
 
 
-def is_summable(run: Run, claims: Claims, axis: str, name: str) -> bool:
+def is_summable(run: RecordedRun, claims: Claims, axis: str, name: str) -> bool:
     """Whether a sum over this axis once more would multiply this tensor.
 
     Equal parts on the ranks of a group would be multiplied, and so would parts of what a reduce-scatter over the axis

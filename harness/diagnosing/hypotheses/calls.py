@@ -4,7 +4,7 @@ import torch
 
 from shardproof.harness.checking.call_checks import find_strays
 from shardproof.harness.checking.measures.kinds import kind_of
-from shardproof.harness.checking.records import Run, Search
+from shardproof.harness.checking.records import RecordedRun, Search
 from shardproof.harness.diagnosing.causes.cause import Cause, report_cause
 from shardproof.harness.diagnosing.causes.hypothesis import STATE, Failure
 from shardproof.harness.diagnosing.hypotheses.stated import first_stated
@@ -137,6 +137,6 @@ def unused_before_sums(failure: Failure) -> list[Cause]:
     return guess_unused_parameters(failure) if failure.kind in _AFTER_GRADIENTS else []
 
 
-def _stays_unchanged(run: Run, search: Search, parameter: str) -> bool:
+def _stays_unchanged(run: RecordedRun, search: Search, parameter: str) -> bool:
     value, start = run.tensors.get(f"param/{parameter}"), search.shares.get(f"start/{parameter}")
     return value is not None and start is not None and torch.equal(value.double(), start.double())

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from shardproof.harness.checking.measures.kinds import kind_of
-from shardproof.harness.checking.records import Run, Truth
+from shardproof.harness.checking.records import RecordedRun, Truth
 from shardproof.harness.diagnosing.causes.cause import Cause, claim_cause
 from shardproof.harness.diagnosing.causes.hypothesis import LATER, STATE, VALUES, Failure, Hypothesis, of_values
 from shardproof.harness.diagnosing.causes.places import blocks_of, is_comparable
@@ -23,7 +23,7 @@ OVERLAP = 0.5
 """Share of a part that must lie inside the tensor at the other place."""
 
 
-def from_regions(run: Run, truth: Truth, name: str) -> list[Cause]:
+def from_regions(run: RecordedRun, truth: Truth, name: str) -> list[Cause]:
     """Whether every wrong block of a tensor holds what belongs to another place along one dim."""
     if not is_comparable(run, truth, name):
         return []
@@ -63,7 +63,7 @@ def _find_elsewhere(
     return None
 
 
-def in_other_places(run: Run, truth: Truth, name: str) -> list[Cause]:
+def in_other_places(run: RecordedRun, truth: Truth, name: str) -> list[Cause]:
     """Whether the right numbers stand in wrong places."""
     value, axes = run.tensors.get(name), split_axes(run.case)
     if value is None:

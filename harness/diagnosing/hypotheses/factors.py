@@ -14,7 +14,7 @@ from functools import partial
 from torch import Tensor
 
 from shardproof.harness.checking.measures.kinds import kind_of
-from shardproof.harness.checking.records import Claims, Evidence, Run, Truth
+from shardproof.harness.checking.records import Claims, Evidence, RecordedRun, Truth
 from shardproof.harness.diagnosing.causes.cause import Cause, claim_cause
 from shardproof.harness.diagnosing.causes.hypothesis import OF_TOKENS, VALUES, Failure, Hypothesis, of_values
 from shardproof.harness.diagnosing.causes.places import is_summable
@@ -105,7 +105,7 @@ def meaning_of(
     return _decide_factor(evidence, guesses, factor, {"what": what, "step": step}, near, measure, predict)
 
 
-def _factor_in(run: Run, truth: Truth, name: str) -> float | None:
+def _factor_in(run: RecordedRun, truth: Truth, name: str) -> float | None:
     """The factor on this tensor in another case; 1 where it is right."""
     value, true = run.tensors.get(name), truth.tensors.get(name)
     if value is None or true is None or value.shape != true.shape:
@@ -160,11 +160,11 @@ def _decide_factor(
     return claim_cause("constant_factor", stated(elsewhere=elsewhere), *predict(factor), follows=follows)
 
 
-def _label_of_size(run: Run, truth: Truth, size: str) -> str:
+def _label_of_size(run: RecordedRun, truth: Truth, size: str) -> str:
     return f"{size}={_counts_by_name(run, truth).get(size, 1):g}"
 
 
-def _guess_origins(run: Run, claims: Claims, names: Sequence[str]) -> list[_Guess]:
+def _guess_origins(run: RecordedRun, claims: Claims, names: Sequence[str]) -> list[_Guess]:
     """Origins of a factor on these tensors: sums and means over axes, numbers of micro-batches and tokens."""
     sizes = _sizes_that_split(run)
     sums = [axis for axis in sizes if all(is_summable(run, claims, axis, name) for name in names)]
@@ -174,13 +174,13 @@ def _guess_origins(run: Run, claims: Claims, names: Sequence[str]) -> list[_Gues
     return [*found, *(_Guess(size=size, power=power) for size in both for power in (1, -1))]
 
 
-def _sizes_that_split(run: Run) -> list[str]:
+def _sizes_that_split(run: RecordedRun) -> list[str]:
     """Axes that split something, and all ranks where they are more than those of any axis."""
     sizes = split_axes(run.case)
     return [*sizes] if run.case.world_size in sizes.values() else [*sizes, _ALL]
 
 
-def _counts_by_name(run: Run, truth: Truth) -> dict[str, float]:
+def _counts_by_name(run: RecordedRun, truth: Truth) -> dict[str, float]:
     """Every size that a factor may come from; axes that split nothing are not among them."""
     counts: dict[str, float] = {**split_axes(run.case), _ALL: run.case.world_size}
     tokens = truth.tensors.get("tokens/0")

@@ -21,7 +21,7 @@ from shardproof.harness.checking.mask_checks import (
     same_samples,
 )
 from shardproof.harness.checking.measures.kinds import kind_of
-from shardproof.harness.checking.records import Claims, Run
+from shardproof.harness.checking.records import Claims, RecordedRun
 from shardproof.harness.diagnosing.causes.cause import Cause, report_cause
 from shardproof.harness.diagnosing.causes.hypothesis import Failure
 from shardproof.harness.verdicts.facts import state_fact
@@ -46,7 +46,7 @@ def from_masks(failure: Failure) -> list[Cause]:
     return (list(_one_stream(evidence.run, evidence.claims, first)) or list(_own_streams(evidence.run, first)))[:1]
 
 
-def _one_stream(run: Run, claims: Claims, name: str) -> Iterator[Cause]:
+def _one_stream(run: RecordedRun, claims: Claims, name: str) -> Iterator[Cause]:
     """An axis over which all shards of the same samples have one mask."""
     by_rank = holders_of_mask(run, name)
     for axis, groups in claims.axes.items():
@@ -60,7 +60,7 @@ def _one_stream(run: Run, claims: Claims, name: str) -> Iterator[Cause]:
             yield report_cause("other_numbers", state_fact("one_mask", ranks=groups[0], axis=axis), pairs)
 
 
-def _own_streams(run: Run, name: str) -> Iterator[Cause]:
+def _own_streams(run: RecordedRun, name: str) -> Iterator[Cause]:
     """Replicas whose masks are as unlike as those of different streams."""
     by_region: dict[tuple[object, ...], list[tuple[int, Tensor]]] = {}
     for rank, outcome in enumerate(run.full_outcomes):

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from shardproof.harness.checking.measures.kinds import kind_of
-from shardproof.harness.checking.records import Evidence, Run
+from shardproof.harness.checking.records import Evidence, RecordedRun
 from shardproof.harness.diagnosing.causes.cause import Cause, claim_cause
 from shardproof.harness.diagnosing.causes.hypothesis import OTHER, Failure, Hypothesis
 from shardproof.harness.diagnosing.causes.places import blocks_of, held_whole
@@ -64,7 +64,7 @@ def _claim_norm(
     return claim_cause("norm_members", fact, proof)
 
 
-def _own_squares(run: Run) -> dict[int, float]:
+def _own_squares(run: RecordedRun) -> dict[int, float]:
     """Rank -> the sum of squares of what it returned of gradients, of terms of a sum as they are."""
     return {
         rank: sum(
@@ -143,7 +143,7 @@ def _groups_of_gradients(evidence: Evidence, names: Sequence[str]) -> dict[str, 
     return {what: group for group, what in reversed(first.items())}
 
 
-def _same_part(run: Run, name: str, ranks: Sequence[int]) -> bool:
+def _same_part(run: RecordedRun, name: str, ranks: Sequence[int]) -> bool:
     """Whether these ranks, as far as they hold it, hold the same part of a tensor."""
     blocks = blocks_of(run, name)
     return len({tuple(block.region for block in blocks[rank]) for rank in ranks if rank in blocks}) <= 1

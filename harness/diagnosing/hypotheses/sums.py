@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardproof.harness.checking.measures.kinds import kind_of
-from shardproof.harness.checking.records import Evidence, Run, Search, Truth
+from shardproof.harness.checking.records import Evidence, RecordedRun, Search, Truth
 from shardproof.harness.diagnosing.causes.cause import Cause, claim_cause
 from shardproof.harness.diagnosing.causes.hypothesis import OF_TOKENS, Failure, Hypothesis
 from shardproof.harness.diagnosing.causes.places import blocks_of
@@ -49,7 +49,7 @@ def from_shares(evidence: Evidence, wrong: Sequence[str], before: str = "") -> l
     return _by_rank(evidence, names, tokens)
 
 
-def _of_activation(run: Run, truth: Truth, weights: Tensor, name: str) -> list[Explained]:
+def _of_activation(run: RecordedRun, truth: Truth, weights: Tensor, name: str) -> list[Explained]:
     """The gradient of an activation, which is that of every data rank's first micro-batch, by these weights."""
     value, true = run.tensors.get(name), truth.tensors.get(name)
     if value is None or true is None or kind_of(name) != "act_grad" or not true.dim():

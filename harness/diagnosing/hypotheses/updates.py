@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardproof.harness.checking.measures.kinds import kind_of, step_of
-from shardproof.harness.checking.records import Evidence, Run, Truth
+from shardproof.harness.checking.records import Evidence, RecordedRun, Truth
 from shardproof.harness.diagnosing.causes.cause import Cause, claim_cause
 from shardproof.harness.diagnosing.causes.hypothesis import LATER, STATE, Failure, Hypothesis
 from shardproof.harness.diagnosing.causes.places import blocks_of
@@ -58,7 +58,7 @@ class Moved:
         return self.truth - self.before
 
 
-def of_kind(run: Run, wrong: Sequence[str], kind: str, step: int) -> Iterator[tuple[str, str]]:
+def of_kind(run: RecordedRun, wrong: Sequence[str], kind: str, step: int) -> Iterator[tuple[str, str]]:
     """(name, parameter) of the wrong states of a kind after this step; the last one's parameters are `param/`."""
     for name in wrong:
         if name.startswith(f"{kind}_after/{step}/"):
@@ -236,7 +236,7 @@ def _not_taken(failure: Failure) -> list[Cause]:
     return []
 
 
-def _still_on_ranks(run: Run, truth: Truth, befores: Mapping[str, Tensor], step: int) -> list[Cause]:
+def _still_on_ranks(run: RecordedRun, truth: Truth, befores: Mapping[str, Tensor], step: int) -> list[Cause]:
     """Ranks on which every wrong parameter stays where it was, and nothing else is wrong anywhere."""
     stays, moves = dict[int, Explained](), set[int]()
     for name, before in befores.items():

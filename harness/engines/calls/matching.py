@@ -423,18 +423,14 @@ def _pair_messages(
 
 
 def _find_unequal_messages(messages: Sequence[_Messages]) -> Iterator[Divergence]:
-    """The first message of a pair whose ends have other numbers of bytes.
-
-    Up to the first that one end issued in a batch and the other by itself: these meet where NCCL's communicators were
-    made at once (`init_process_group(device_id=...)`), and never where each pair of ranks has its own.
-    """
+    """The first message of a pair whose ends have other numbers of bytes."""
     for channel, one, there, answer in messages:
         if answer is None or not channel[2].startswith("send"):
             continue
         sent, received = one.calls.get(channel, {}), answer.calls.get(there, {})
         for number in sorted({*sent} & {*received}):
             if sent[number].batched != received[number].batched:
-                break
+                break  # NCCL may have a communicator for each pair beside the group's, so what meets is not known
             if differing_size(sent[number], received[number]):
                 ends = {one.rank: sent[number], answer.rank: received[number]}
                 yield Divergence(

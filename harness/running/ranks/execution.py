@@ -17,14 +17,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardproof.harness.engines.engine import Engine
+from shardproof.harness.engines.interposer import observe_calls
 from shardproof.harness.engines.rank_environment import rank_device
+from shardproof.harness.engines.threads.rank_state import own_state
 from shardproof.harness.errors import RequestError, error_text
 from shardproof.harness.outcome.blocks import localize
 from shardproof.harness.protocols import CaseLike, Subject
 from shardproof.harness.recording.annotations import TOOL
 from shardproof.harness.recording.capturing.module_calls import Capture
 from shardproof.harness.recording.measures import Overlap, SavedActivations
+from shardproof.harness.recording.ranges import attached_ranges
 from shardproof.harness.recording.recorder import Recorder
+from shardproof.harness.recording.spans import stopwatch
 from shardproof.harness.resolve import resolve
 from shardproof.harness.running.ranks.output import rank_output
 from shardproof.harness.running.ranks.watching import Execution, Localized, Watching
@@ -118,9 +122,6 @@ def sendable(task: RankTask) -> RankTask:
 
 def perform(rank: int, task: RankTask) -> Execution:
     """Run the subject on this rank, which has its process for itself, as the task says."""
-    from shardproof.harness.engines.interposer import observe_calls  # noqa: PLC0415
-    from shardproof.harness.engines.threads.rank_state import own_state  # noqa: PLC0415
-
     leave_unloaded()
     subject = task.call
     device, past_s = rank_device(task.device, rank), time.perf_counter() - task.origin_s
@@ -146,8 +147,6 @@ def _ranges() -> "Ranges | None":
     """The ranges for a tool that listens to this process; None when none does."""
     if not os.environ.get(TOOL):
         return None
-    from shardproof.harness.recording.ranges import attached_ranges  # noqa: PLC0415
-
     return attached_ranges()
 
 
@@ -155,8 +154,6 @@ def _stopwatch(device: torch.device) -> "Stopwatch | None":
     """The stopwatch of a device, None where the host's clock is true."""
     if device.type != "cuda":
         return None
-    from shardproof.harness.recording.spans import stopwatch  # noqa: PLC0415
-
     return stopwatch(device)
 
 

@@ -6,7 +6,7 @@ from typing import cast
 from shardproof.harness.checking.call_checks import check_order
 from shardproof.harness.checking.checks import CHECKS, run_checks, select_checks_by_need
 from shardproof.harness.checking.finding import Finding
-from shardproof.harness.checking.records import Calls, Claims, DryRun, Evidence, Run, Truth, merged_outcomes
+from shardproof.harness.checking.records import Calls, Claims, DryRun, Evidence, RecordedRun, Truth, merged_outcomes
 from shardproof.harness.engines.engine import Unwaited
 from shardproof.harness.engines.threads.dry import DryEngine
 from shardproof.harness.ledger import Event
@@ -33,13 +33,13 @@ def check_dry_run(trial: Trial) -> tuple[Evidence, dict[str, Finding]]:
         hidden=frozenset((rank.rank, ticket) for rank in run for ticket in find_hidden_calls(rank.stretches)),
         ran=ranks,
     )
-    numbers = tuple(select_checks_by_need(CHECKS, Run, Truth))
+    numbers = tuple(select_checks_by_need(CHECKS, RecordedRun, Truth))
     notes = (
         Note(kind=NoteKind.NOT_ANSWERED, names=numbers, reason="the dry engine has shapes and no numbers"),
         *note_unchecked(*_left_out(len(ranks), places, case.world_size)),
     )
     evidence = Evidence(
-        run=Run(calls=calls, merged=merged_outcomes((), (), {})),
+        run=RecordedRun(calls=calls, merged=merged_outcomes((), (), {})),
         claims=Claims(axes={**case.axes, **orders_of(trial)}, expectation=expectation_of(trial)),
         dry=DryRun(memory=_memory(run), notes=notes),
     )

@@ -25,7 +25,7 @@ from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS, is_state, 
 from shardproof.harness.checking.measures.measured import Measured, epsilon
 from shardproof.harness.checking.measures.tolerance import CONTROL_FACTOR
 from shardproof.harness.checking.measuring import MOVED
-from shardproof.harness.checking.records import Calls, Evidence, LowerPrecision, Run, Truth, merged_outcomes
+from shardproof.harness.checking.records import Calls, Evidence, LowerPrecision, RecordedRun, Truth, merged_outcomes
 from shardproof.harness.errors import MachineError, ProgramError, RequestError
 from shardproof.harness.outcome.blocks import Block
 from shardproof.harness.outcome.merging import Outcomes
@@ -180,7 +180,13 @@ def _by_effect(trial: Trial, found: Found, checks: Mapping[str, Check], dtypes: 
 
 
 def _effect(
-    trial: Trial, run: Run, truth: Truth, names: frozenset[str], dtypes: frozenset[str], seed: int, factor: float
+    trial: Trial,
+    run: RecordedRun,
+    truth: Truth,
+    names: frozenset[str],
+    dtypes: frozenset[str],
+    seed: int,
+    factor: float,
 ) -> dict[str, Tensor]:
     """A control run: the truth's tensors of these names, moved by as much as one more run of the ranks is moved.
 
@@ -217,13 +223,13 @@ def _with_equal_replicas(outcomes: Outcomes) -> Outcomes:
     return tuple(agreed)
 
 
-def _with_note(finding: Finding, run: Run, words: str) -> Finding:
+def _with_note(finding: Finding, run: RecordedRun, words: str) -> Finding:
     """The finding with what its limits do not show."""
     note = Note(kind=NoteKind.LOWER_PRECISION, names=(run.lower.dtype,), reason=words)
     return replace(finding, notes=(*finding.notes, note))
 
 
-def _stored_shorter(run: Run, truth: Truth, wrong: Sequence[Measured], dtypes: set[str]) -> bool:
+def _stored_shorter(run: RecordedRun, truth: Truth, wrong: Sequence[Measured], dtypes: set[str]) -> bool:
     """Whether a state or a gradient was rounded when it was stored or sent, while the first step is right.
 
     Then each of its numbers is one of such a dtype, and those of the truth are not. The arithmetic of a model does not
@@ -239,7 +245,7 @@ def _stored_shorter(run: Run, truth: Truth, wrong: Sequence[Measured], dtypes: s
     return False
 
 
-def _only_in(run: Run, truth: Truth, name: str, short: torch.dtype) -> bool:
+def _only_in(run: RecordedRun, truth: Truth, name: str, short: torch.dtype) -> bool:
     """Whether each number of a tensor is one of this dtype, and those of the truth are not."""
     own, true = run.tensors[name], truth.tensors.get(name)
     if true is None or not own.is_floating_point():

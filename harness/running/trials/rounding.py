@@ -28,7 +28,7 @@ from shardproof.harness.checking.measures.many_tensors import Numbers
 from shardproof.harness.checking.measures.measured import Measured
 from shardproof.harness.checking.measures.tolerance import CONTROL_FACTOR, FLOAT64_CEILING, Controlled
 from shardproof.harness.checking.measuring import compare_with_truth, movement_of, sizes_of
-from shardproof.harness.checking.records import Evidence, Run, Truth
+from shardproof.harness.checking.records import Evidence, RecordedRun, Truth
 from shardproof.harness.running.trials.law_runs import with_first_forward
 from shardproof.harness.running.trials.lower_precision import (
     Found,
@@ -55,7 +55,7 @@ _LARGE = 2**20
 """Elements of a tensor that is not kept of every control run."""
 
 
-def step_from_states(trial: Trial, run: Run, truth: Truth) -> Truth:
+def step_from_states(trial: Trial, run: RecordedRun, truth: Truth) -> Truth:
     """The truth with every step begun at the subject's own state before it, where all were returned.
 
     What Adam makes of rounding in one step is added too. Else the truth stays. In lower precision with a first control
@@ -75,7 +75,7 @@ def step_from_states(trial: Trial, run: Run, truth: Truth) -> Truth:
     return replace(truth, tensors=known, controls=replace(controls, states=states, adam_bound=bound))
 
 
-def _states(trial: Trial, run: Run) -> dict[str, Tensor] | None:
+def _states(trial: Trial, run: RecordedRun) -> dict[str, Tensor] | None:
     """The subject's states after all steps but the last, {} where there is one step; None when one is missing."""
     steps = trial.case.steps
     before = [n for n in trial.dense(trial.reference.truth) if is_state(n) and step_of(n) < steps - 1]
@@ -89,10 +89,10 @@ def _adam_bound(
 ) -> Mapping[str, Tensor]:
     model = trial.reference.model
     with trial.time_part("control"):
-        return model.adam_slack(trial.case, states, truth, controls) if model else {}
+        return model.bound_adam(trial.case, states, truth, controls) if model else {}
 
 
-def may_be_rounding(trial: Trial, run: Run, wrong: Collection[Measured]) -> bool:
+def may_be_rounding(trial: Trial, run: RecordedRun, wrong: Collection[Measured]) -> bool:
     """Whether rounding may explain something that is wrong, or all of it where only the verdict counts.
 
     In float64 only errors that are as small as noise can be.
@@ -101,7 +101,7 @@ def may_be_rounding(trial: Trial, run: Run, wrong: Collection[Measured]) -> bool
     return bool(doubts) and (all(doubts) if trial.verdict_alone else any(doubts))
 
 
-def add_controls(trial: Trial, run: Run, truth: Truth, wrong: Collection[Measured]) -> Truth:
+def add_controls(trial: Trial, run: RecordedRun, truth: Truth, wrong: Collection[Measured]) -> Truth:
     """The truth with MORE_PARTS control runs more, for one may be lucky, and what a relu may flip.
 
     Of large tensors there are only as many as it takes until nothing of this is wrong: each costs as much as the ranks.
@@ -123,20 +123,20 @@ def add_controls(trial: Trial, run: Run, truth: Truth, wrong: Collection[Measure
         runs = (trial.dense(names.control, part="control", parts=parts) for parts in AMPLIFIED)
         controls = replace(controls, amplified=tuple(runs))
     model = names.model
-    flips = tuple(_from_states(trial, model.kinks, states, side=side) for side in (1, -1)) if model else ()
+    flips = tuple(_from_states(trial, model.measure_relu_flips, states, side=side) for side in (1, -1)) if model else ()
     every = {} if states is None else {**trial.dense(names.truth), **before}
     bound = {} if states is None else _adam_bound(trial, states, every, controls.runs)
     return replace(truth, controls=replace(controls, relu_flips=flips, adam_bound=bound))
 
 
-def _with_control_run(trial: Trial, run: Run, truth: Truth, parts: int) -> Truth:
+def _with_control_run(trial: Trial, run: RecordedRun, truth: Truth, parts: int) -> Truth:
     give_back(truth.tensors.values())
     another = _from_states(trial, trial.reference.control, truth.controls.states, parts=parts)
     controls = replace(truth.controls, runs=(*truth.controls.runs, another))
     return shed_large_controls(trial, run, replace(truth, controls=controls))
 
 
-def _find_furthest(run: Run, truth: Truth, wrong: Collection[Measured]) -> float:
+def _find_furthest(run: RecordedRun, truth: Truth, wrong: Collection[Measured]) -> float:
     """The largest error of what was wrong, in units of what the control runs allow by now."""
     kinds = {kind_of(measured.name) for measured in wrong}
     rms = sizes_of(run, truth, [name for name in truth.tensors if kind_of(name) in kinds])
@@ -145,7 +145,7 @@ def _find_furthest(run: Run, truth: Truth, wrong: Collection[Measured]) -> float
     )
 
 
-def shed_large_controls(trial: Trial, run: Run, truth: Truth) -> Truth:
+def shed_large_controls(trial: Trial, run: RecordedRun, truth: Truth) -> Truth:
     """The truth without the large tensors of its control runs: of them only how far they are from it.
 
     As it is where other groupings are held against control runs too.

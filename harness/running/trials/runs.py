@@ -13,12 +13,16 @@ from torch import Tensor
 from shardproof.harness.checking.checks import CHECKS, Check, run_checks, select_checks_by_need
 from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.kinds import kind_of, select_comparable
-from shardproof.harness.checking.records import Calls, Claims, Evidence, Repeats, Run, Truth, merged_outcomes
+from shardproof.harness.checking.measures.stated_deviations import Deviations
+from shardproof.harness.checking.records import Calls, Claims, Evidence, RecordedRun, Repeats, Truth, merged_outcomes
 from shardproof.harness.checking.repeats import same_outcomes
 from shardproof.harness.errors import ShardproofError
 from shardproof.harness.outcome.merging import Merged, Outcomes, held_once, match_truth
 from shardproof.harness.protocols import Axes, TermLike
+from shardproof.harness.recording.capturing.drawn_values import WithMasks
+from shardproof.harness.running.trials.rounding import recheck
 from shardproof.harness.running.trials.trial import Trial
+from shardproof.harness.running.truth.joint_masks import masks_of
 from shardproof.harness.subject import Unanswered, deviations, left_out, orders, state_terms, stated_deviations
 from shardproof.harness.torch_internals.autograd import give_back
 
@@ -82,7 +86,7 @@ def record_case(trial: Trial, *, repeat: bool = False, compare: bool = True) -> 
     return replace(evidence, run=run, truth=replace(evidence.truth, tensors=compared, initial=trial.initial(compared)))
 
 
-def repeat_plainly(trial: Trial, run: Run) -> Repeats:
+def repeat_plainly(trial: Trial, run: RecordedRun) -> Repeats:
     """The outcome of a run in which nothing is recorded or captured, and of another one where its bits differ.
 
     It must give the bits of the recorded run. It takes time, so it is made only when a check or a diagnosis needs it.
@@ -105,7 +109,7 @@ def _kinds(trial: Trial) -> tuple[str, ...]:
     own, model = trial.reference.own, trial.reference.model
     if own and own.takes_given:
         return GIVEN
-    return model.given_kinds(trial.case) if model else ()
+    return model.list_given_kinds(trial.case) if model else ()
 
 
 def _record(trial: Trial, truth: Mapping[str, Tensor], kinds: Sequence[str], *, compare: bool = True) -> Evidence:
@@ -118,9 +122,6 @@ def _record(trial: Trial, truth: Mapping[str, Tensor], kinds: Sequence[str], *, 
     how: dict[str, Any] = {"record": True, "watch": True, "overlap": hides}
     drawn, problem = None, ""
     if draws:
-        from shardproof.harness.recording.capturing.drawn_values import WithMasks  # noqa: PLC0415
-        from shardproof.harness.running.truth.joint_masks import masks_of  # noqa: PLC0415
-
         with trial.time_part("recorded"):
             run = trial.run(WithMasks(trial.subject), **how)
         ranks = masks_of(case, axes, draws, run.outcomes)
@@ -156,7 +157,7 @@ def _record(trial: Trial, truth: Mapping[str, Tensor], kinds: Sequence[str], *, 
         packed=run.packed,
     )
     return Evidence(
-        run=Run(calls=calls, merged=merged, outcomes=outcomes, captured=captured, mask_draws=drawn),
+        run=RecordedRun(calls=calls, merged=merged, outcomes=outcomes, captured=captured, mask_draws=drawn),
         truth=Truth(
             tensors=compared,
             initial=trial.initial(compared),
@@ -185,8 +186,6 @@ def _known_differences(trial: Trial) -> "Deviations | None":
     stated = stated_deviations(trial.case, trial.subject)
     if not stated:
         return None
-    from shardproof.harness.checking.measures.stated_deviations import Deviations  # noqa: PLC0415
-
     return Deviations(
         {pattern: its.sentence for pattern, its in stated.items()},
         frozenset(pattern for pattern, its in stated.items() if its.truth is not None),
@@ -220,6 +219,4 @@ def judge_case(
         findings = run_checks(evidence, checks)
         if evidence.truth.unmergeable or not any(finding.wrong for finding in findings.values()):
             return evidence, findings
-    from shardproof.harness.running.trials.rounding import recheck  # noqa: PLC0415
-
     return recheck(trial, evidence, checks, findings)

@@ -22,6 +22,7 @@ from shardproof.harness.errors import MachineError, RequestError, TimeLimit, err
 from shardproof.harness.protocols import CaseLike, Subject, case_text
 from shardproof.harness.running.ranks.execution import execute
 from shardproof.harness.running.ranks.watching import Execution
+from shardproof.harness.running.truth.own import OwnTruth
 from shardproof.harness.subject import NamedSubject, truth_of
 from shardproof.harness.torch_internals.autograd import out_of_memory
 
@@ -37,9 +38,9 @@ class Reference:
     """A reference of a case: the truth, and control runs beside it. Activations are among their outcomes.
 
     `control` takes parts=n too, the number of partial sums in place of its own choice. `model` is our dense model where
-    it is the truth. Of it alone is known what widens limits (`kinks`, `adam_slack`), and which rows nothing looks up.
-    Its truth, control and kinks take states=mapping, the subject's states from which their steps begin. `own` is the
-    truth where it is the subject's own.
+    it is the truth. Of it alone is known what widens limits (`measure_relu_flips`, `bound_adam`), and which rows
+    nothing looks up. Its truth, control and relu flips take states=mapping, the subject's states from which their
+    steps begin. `own` is the truth where it is the subject's own.
     """
 
     truth: Function
@@ -53,8 +54,6 @@ def reference_of(subject: NamedSubject, engine: Engine, timeout_s: float = 60.0)
     dense = truth_of(subject)
     if dense is None:
         return decoder()
-    from shardproof.harness.running.truth.own import OwnTruth  # noqa: PLC0415
-
     own = OwnTruth(subject=subject, dense=dense, engine=engine, timeout_s=timeout_s)
     return Reference(truth=own, control=replace(own, control=True), own=own)
 
@@ -162,7 +161,7 @@ class Trial:
     """A case on one subject, and how it is run. `seconds` and `problems` fill up as its runs end.
 
     `problems`: what the subject could not answer (expectation, activations) -> why. `given` fills up with what of the
-    subject's outcome its truth must be given (DenseModelLike.given_kinds). `known` fills up with what the
+    subject's outcome its truth must be given (DenseModelLike.list_given_kinds). `known` fills up with what the
     reference computed. Trials of one case may share it, and trials of cases that are alike to the dense model its
     `truths`. `heard` is called with every part of the case as it begins. `verdict_alone`: once a tensor is wrong that
     rounding cannot explain, the others do not matter. `budget` is that of its explanation, which trials of other cases

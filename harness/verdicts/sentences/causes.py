@@ -75,10 +75,10 @@ def _counted_often(what: str, axis: str, size: int, one: bool) -> str:
 def _never_asked(micro: Sequence[int], step: int, ranks: Sequence[int], truth: Sequence[int]) -> str:
     plural = "es" * (len(micro) > 1)
     never = f"samples of micro-batch{plural} {ranks_text(micro)} were never asked for (case.samples)"
-    return f"{never}: {_asked(step, ranks, truth)}"
+    return f"{never}: {_compare_samples(step, ranks, truth)}"
 
 
-def _asked(step: int, ranks: Sequence[int], truth: Sequence[int]) -> str:
+def _compare_samples(step: int, ranks: Sequence[int], truth: Sequence[int]) -> str:
     return f"in step {step} the ranks ask for samples {ranks_text(ranks)}, and the truth for {ranks_text(truth)}"
 
 
@@ -165,7 +165,7 @@ FROM_CAUSES: Mapping[str, str | Callable[..., str]] = {
     "{step} for {mine:ranks} and for {theirs:ranks}",
     "samples_never_asked": _never_asked,
     "samples_differ": lambda step, ranks, truth: (
-        f"other samples than those of the truth were asked for (case.samples): {_asked(step, ranks, truth)}"
+        f"other samples than those of the truth were asked for (case.samples): {_compare_samples(step, ranks, truth)}"
     ),
     "starts_as_other": lambda rank, name, other, at, returned: (
         f"initial values: rank {rank} begins with the part of {name} that rank {other} returns, at {tuple(at)}, and "

@@ -12,7 +12,7 @@ def _nothing_checkable(returned: Sequence[str], truth: int, known: Sequence[str]
     return f"nothing checkable: {got}; the truth has {truth} names, such as {', '.join(known)}"
 
 
-def _missing(names: Sequence[str], kind: str) -> str:
+def _list_missing(names: Sequence[str], kind: str) -> str:
     verb, them = ("is", "it") if len(names) == 1 else ("are", "them")
     rule = f"return {them}, or declare what is left out as subject.unchecked = ({names[0]!r},)"
     return f"{join_names(names)} {verb} missing beside other {kind}/ names: {rule}"
@@ -153,7 +153,7 @@ FROM_CHECKS: Mapping[str, str | Callable[..., str]] = {
     "deviates_all": lambda patterns: (
         f"deviates={tuple(patterns)} states every name of the truth, so it says nothing; legal: 'act/*'"
     ),
-    "missing": _missing,
+    "missing": _list_missing,
     "unknown_names": _unknown_names,
     "no_such_name": _no_such_name,
     # how blocks merge

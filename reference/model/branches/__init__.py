@@ -7,5 +7,5 @@ file too. Its parameters have full names, a transformer layer of its own (`Core.
 layer is "", and its result is not used.
 
 A file may have `values(case)` too, tensors by full name that no gradient changes; `weights` of a pass has them beside
-the parameters. `updated(case, values, counts)` gives them after a step with these counts.
+the parameters. `update_values(case, values, counts)` gives them after a step with these counts.
 """

@@ -178,7 +178,7 @@ def values(case: Case) -> dict[str, Tensor]:
     return {_bias(layer): torch.zeros(case.experts, dtype=torch.float64) for layer in names}
 
 
-def updated(case: Case, values: Mapping[str, Tensor], counts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def update_values(case: Case, values: Mapping[str, Tensor], counts: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The biases after a step: `bias_rate` more for experts with fewer rows than the mean, less for those with more
     (arXiv:2408.15664).
     """

@@ -46,15 +46,15 @@ def ahead(batch: Batch, places: int) -> Batch:
     inside = (here + places <= last).to(batch.tokens.device)
     there = (here + places).clamp(max=length - 1).to(batch.tokens.device)
 
-    def moved(x_BS: Tensor, filled: int) -> Tensor:
+    def move_rows(x_BS: Tensor, filled: int) -> Tensor:
         return x_BS[:, there].masked_fill(~inside, filled)
 
     return replace(
         batch,
-        tokens=moved(batch.tokens, 0),
-        positions=moved(batch.positions, 0),
-        labels=moved(batch.labels, loss.IGNORED),
-        loss_mask=moved(batch.loss_mask, 0),
+        tokens=move_rows(batch.tokens, 0),
+        positions=move_rows(batch.positions, 0),
+        labels=move_rows(batch.labels, loss.IGNORED),
+        loss_mask=move_rows(batch.loss_mask, 0),
     )
 
 

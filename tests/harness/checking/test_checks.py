@@ -15,7 +15,16 @@ from shardproof.harness.checking import records
 from shardproof.harness.checking.call_checks import split_share
 from shardproof.harness.checking.checks import CHECKS, Check, run_checks, select_checks_by_need
 from shardproof.harness.checking.finding import Finding
-from shardproof.harness.checking.records import Calls, Claims, DryRun, Evidence, Regroupings, Repeats, Run, Truth
+from shardproof.harness.checking.records import (
+    Calls,
+    Claims,
+    DryRun,
+    Evidence,
+    RecordedRun,
+    Regroupings,
+    Repeats,
+    Truth,
+)
 from shardproof.harness.engines.engine import Unwaited
 from shardproof.harness.errors import RequestError
 from shardproof.harness.outcome.blocks import Block, localize
@@ -166,7 +175,7 @@ def test_works_that_nobody_waits_for_fail_and_waited_ones_pass() -> None:
 
 
 def test_an_exception_inside_a_check_is_unknown_with_its_text() -> None:
-    def broken(run: Run) -> Finding:
+    def broken(run: RecordedRun) -> Finding:
         raise ZeroDivisionError("no such thing")
 
     findings = run_checks(evidence(), {"broken": broken, "merge": CHECKS["merge"]})
@@ -192,12 +201,13 @@ def test_a_check_reads_the_records_that_its_signature_names_and_is_not_run_witho
     findings = run_checks(seen, checks)
     assert read == [seen.claims, seen.run.calls, seen.truth]
     assert named(findings, UNKNOWN) == {*findings} == {"mistyped"}
-    assert "seen of the check" in findings["mistyped"].message and "legal: Calls, Run, " in findings["mistyped"].message
+    said = findings["mistyped"].message
+    assert "seen of the check" in said and "legal: Calls, RecordedRun, " in said
     run_checks(replace(seen, dry=DryRun(memory=state_text(""))), checks)
     assert read[3:] == [seen.claims, seen.run.calls, None], "a dry run has no truth"
     kept = [one for one in vars(records).values() if is_dataclass(one) and one.__module__ == records.__name__]
     assert max(len(fields(one)) for one in kept) <= 14, "a record is read at one sight"
-    of_calls = {name for name in CHECKS if name not in select_checks_by_need(CHECKS, Run, Truth)}
+    of_calls = {name for name in CHECKS if name not in select_checks_by_need(CHECKS, RecordedRun, Truth)}
     assert of_calls == {"ledger", "groups", "waits", "overlap"}
     assert set(select_checks_by_need(CHECKS, Repeats)) == {"determinism", "recording"}
 

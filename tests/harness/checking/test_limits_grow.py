@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from shardproof.harness.checking.measures.measured import Measured, epsilon
 from shardproof.harness.checking.measuring import compare_with_truth, error_of_sums, tokens_of
-from shardproof.harness.checking.records import Calls, Run, Truth
+from shardproof.harness.checking.records import Calls, RecordedRun, Truth
 from shardproof.harness.outcome.merging import Merged
 from shardproof.harness.running.truth.control_modes import partial_sums
 from shardproof.harness.verdicts.verdict import PASS
@@ -74,7 +74,7 @@ def judged(kind: str, name: str, value: Tensor, truth: Tensor, dtype: str, token
     name = f"{kind}/{name}"
     known = {name: truth, "tokens/0": torch.tensor(tokens)}
     case: Any = SimpleNamespace(dtype=dtype, steps=1, micro=1)
-    run = Run(calls=Calls(case=case), merged=Merged(tensors={name: value}, flaws=()))
+    run = RecordedRun(calls=Calls(case=case), merged=Merged(tensors={name: value}, flaws=()))
     return compare_with_truth(run, Truth(tensors=known), name, 0.0)
 
 

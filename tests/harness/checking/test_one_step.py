@@ -18,7 +18,7 @@ from shardproof.harness.checking.measures.many_tensors import kind_rms
 from shardproof.harness.checking.measures.measured import Measured
 from shardproof.harness.checking.measures.tolerance import FACTORS
 from shardproof.harness.checking.measuring import compare_with_truth
-from shardproof.harness.checking.records import Run, Truth
+from shardproof.harness.checking.records import RecordedRun, Truth
 from shardproof.harness.diagnosing.causes.places import place_of
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.errors import RequestError
@@ -161,7 +161,7 @@ CASE = Case.parse(TINY + "mode=tp tp=2 dtype=float32 seq=8 micro=1 steps=1")
 NAME = "grad/layers.0.attention.wo.weight"
 
 
-def measured(run: Run, truth: Truth, name: str = NAME) -> Measured:
+def measured(run: RecordedRun, truth: Truth, name: str = NAME) -> Measured:
     return compare_with_truth(run, truth, name, kind_rms(truth.tensors).get(kind_of(name), 0.0))
 
 

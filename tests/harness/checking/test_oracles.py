@@ -168,7 +168,9 @@ def looked_at(*ranks: dict[str, Tensor], dim: int = 1, **changes: Any) -> Findin
         outcomes.append(outcome)
     names = tuple(ranks[0])
     seen = evidence(*outcomes, **{"case": CASE, "truth": {}, "from_ranks": names, **changes})
-    return check_masks(seen.run, seen.truth, seen.claims)
+    found = check_masks(seen.run, seen.truth, seen.claims)
+    assert found is not None
+    return found
 
 
 NAME, NEXT = "mask/0/embedding", "mask/1/embedding"

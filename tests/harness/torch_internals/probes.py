@@ -62,6 +62,7 @@ from shardproof.harness.torch_internals.world import (
     by_thread,
     kept_apart,
     leave_world,
+    own_places,
     rank_tables,
     redirect_function,
 )
@@ -399,6 +400,28 @@ def _saves_no_scores() -> bool:
         narrow = functional.scaled_dot_product_attention(q, q, v, is_causal=True)
     right = out.shape == q.shape and narrow.shape == v.shape
     return right and bool(saved) and all(shape[-2:] != (8, 8) for shape in saved)
+
+
+@probe(
+    "flat parameters of FSDP1",
+    names="FullyShardedDataParallel._handle, FlatParameter._fqns _shapes _params _shard_param_infos",
+    otherwise="`record --values` states no place of parameters that FSDP1 has flattened",
+)
+def _says_what_it_holds() -> bool:
+    from torch.distributed.fsdp import FullyShardedDataParallel, _flat_param  # noqa: PLC0415  (slow)
+
+    kept = {"_fqns", "_shapes", "_params", "_shard_param_infos"}
+    handle = "_handle" in inspect.getsource(sys.modules[FullyShardedDataParallel.__module__])
+    return handle and kept <= _flat_param.FlatParameter.__annotations__.keys()
+
+
+@probe(
+    "places in groups",
+    names="torch.distributed.distributed_c10d._world.pg_group_ranks",
+    otherwise="`record --same-init` cuts no parameter by its shape alone",
+)
+def _knows_its_groups() -> bool:
+    return hasattr(c10d._world, "pg_group_ranks") and isinstance(own_places(2), list)
 
 
 PROBES = tuple(one for one in tuple(globals().values()) if isinstance(one, Probe))

@@ -1,6 +1,8 @@
 """One call is one, whatever rows tell of it; what a trace does not know is unknown."""
 
 import json
+import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -171,3 +173,19 @@ def test_a_group_of_which_torch_writes_no_description_is_read(
     path.write_text(path.read_text().replace('"HOLE"', ""))
     monkeypatch.setattr(event_stream, "_CHUNK_BYTES", chunk)
     assert [one.payload_bytes for one in read_kineto(path).calls] == [8]
+
+
+def test_a_large_trace_takes_a_hundred_bytes_a_row_and_three_thousand_a_call() -> None:
+    """Events are made as they are read, so that what grows is what the reader keeps."""
+
+    def peak_bytes(events: Iterator[Json], number: int) -> float:
+        tracemalloc.start()
+        trace_of(events, trace([])["distributedInfo"], "x.json")
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return peak / number
+
+    frames = (row(f"train.py({n % 50}): f", "python_function", n, 1) for n in range(20_000))
+    assert peak_bytes(frames, 20_000) < 100
+    calls = (one for n in range(2_000) for one in call("all_reduce", 8, n * 40, kernel_us=5))
+    assert peak_bytes(calls, 2_000) < 5_000

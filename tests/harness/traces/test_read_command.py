@@ -244,7 +244,20 @@ def test_a_trace_of_a_layout_has_the_calls_of_its_closed_form_and_of_no_neighbou
     bucketed = against(job_of(f"{tp} bucket=500"), f"{tp} bucket=1000")
     assert bucketed and all("over dp (2 ranks)" in line for line in bucketed)
     staged = f"mode=tp tp=2 pp=2 {FULL}"
+    tp_sp = staged.replace("mode=tp", "mode=tp-sp")
     assert against(job_of(staged), staged) == []
+    gloo = [  # whose messages have no groups
+        replace(
+            one,
+            calls=tuple(
+                replace(call, group=(), group_size=None, group_desc="") if call.op in ("send", "recv") else call
+                for call in one.calls
+            ),
+        )
+        for one in job_of(staged)
+    ]
+    assert against(gloo, staged) == []
+    assert any(line.startswith("missing") and "over tp (2 ranks)" in line for line in against(gloo[:1], tp_sp))
     isp = f"mode=isp tp=2 {FULL}"
     bare = [replace(one, calls=tuple(replace(call, group_desc="") for call in one.calls)) for one in job_of(isp)]
     assert against(bare, isp) == [], "axes with the same ranks are one group"

@@ -1,5 +1,6 @@
 """Verdicts are records from the check to the file and back, and no reader but the renderer knows their words."""
 
+import ast
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,7 @@ from shardproof.harness.verdicts.facts import (
     state_fact,
     state_text,
 )
+from shardproof.harness.verdicts.sentences.rendering import SENTENCES
 from shardproof.harness.verdicts.stored_records import schema_of
 from shardproof.harness.verdicts.verdict import FAIL, Verdict, verdict_of
 from shardproof.reports.commands.cli import main
@@ -92,6 +94,22 @@ def test_a_verdict_read_back_is_the_same_and_its_row_is_of_the_documented_schema
     for wrong in wrongs:
         with pytest.raises(ValueError, match=next(iter(wrong))):
             verdict_of({**row, **wrong})
+
+
+def test_each_sentence_is_in_its_table_and_every_one_is_said() -> None:
+    """Checks and diagnoses hand ids to `state_fact`; what they hand to `state_text` was written by others."""
+    files = [path for path in (ROOT / "harness").rglob("*.py") if "sentences" not in path.parts]
+    source = "".join(path.read_text(encoding="utf-8") for path in files)
+    assert [id for id in SENTENCES if f'"{id}"' not in source and id != "text"] == []
+    written = [
+        ast.unparse(node)
+        for path in files
+        if {"checking", "diagnosing"} & {*path.parts}
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("state_text", "Fact")
+        if any(isinstance(part, ast.Constant | ast.JoinedStr) for part in node.args)
+    ]
+    assert written == []
 
 
 @pytest.fixture(scope="module")

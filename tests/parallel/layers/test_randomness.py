@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardproof.harness.checking.state_checks import initial_values
+from shardproof.harness.checking.state_checks import check_initial_values
 from shardproof.harness.protocols import Shard
 from shardproof.harness.verdicts.verdict import FAIL, PASS
 from shardproof.parallel.communication.layout import Cut, Placement
@@ -163,7 +163,9 @@ def test_equal_shards_and_wrong_deviations_are_named() -> None:
     def found(*parts: torch.Tensor, right: float = 0.02) -> tuple[str, str]:
         rows = sum(len(part) for part in parts)
         ranks = [{"init/w": Shard(part, (40 * rank, 0), (rows, 30))} for rank, part in enumerate(parts)]
-        finding = answer_of(initial_values, evidence(*ranks, truth={}, from_ranks=("init/w",), init_std={"w": right}))
+        finding = answer_of(
+            check_initial_values, evidence(*ranks, truth={}, from_ranks=("init/w",), init_std={"w": right})
+        )
         return finding.verdict, finding.message
 
     assert found(one, other)[0] == PASS
@@ -174,4 +176,4 @@ def test_equal_shards_and_wrong_deviations_are_named() -> None:
     assert found(one, other, right=0.0)[1].endswith("and begins as a constant")
     shared = [{"init/w": Shard(part, (0, 0), (40, 30))} for part in (one[:20], one)]  # a head that two ranks hold
     seen = evidence(*shared, truth={}, from_ranks=("init/w",), init_std={"w": 0.02})
-    assert answer_of(initial_values, seen).verdict == PASS
+    assert answer_of(check_initial_values, seen).verdict == PASS

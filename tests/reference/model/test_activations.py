@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from shardproof.reference.case import Case
 from shardproof.reference.model.parameters import shapes, weights
 from shardproof.reference.training import steps as training
-from shardproof.reference.training.control import BAND, relu_flips
+from shardproof.reference.training.control import BAND, measure_relu_flips
 from shardproof.reference.training.truth import subject, truth
 from tests.reference.model.dense_run import CPU, models
 
@@ -70,7 +70,9 @@ RELU = Case.parse("layers=1 hidden=24 heads=4 ffn=40 seq=16 batch=3 activation=r
 
 def test_nothing_may_change_without_a_kink_or_in_float64() -> None:
     assert (
-        relu_flips(RELU.but(dtype="float64"), CPU, side=1) == relu_flips(RELU.but(activation="gelu"), CPU, side=1) == {}
+        measure_relu_flips(RELU.but(dtype="float64"), CPU, side=1)
+        == measure_relu_flips(RELU.but(activation="gelu"), CPU, side=1)
+        == {}
     )
 
 
@@ -78,7 +80,7 @@ def test_nothing_may_change_without_a_kink_or_in_float64() -> None:
 def test_gradients_change_exactly_where_the_input_lies_within_the_band_on_that_side(side: int) -> None:
     true = truth(RELU, CPU)
     x, grad = true["act/layers.0.mlp.w1"], true["act_grad/layers.0.mlp.w1"]
-    gap = relu_flips(RELU, CPU, side=side)["act_grad/layers.0.mlp.w1"]
+    gap = measure_relu_flips(RELU, CPU, side=side)["act_grad/layers.0.mlp.w1"]
     near = side * x / (x.square().mean().sqrt() * BAND * torch.finfo(torch.bfloat16).eps)
     # The band is of one micro-batch's rms: a little away from its border both agree.
     inside, outside = (near > 0.05) & (near < 0.8), (near < 0) | (near > 1.25)
@@ -89,7 +91,7 @@ def test_gradients_change_exactly_where_the_input_lies_within_the_band_on_that_s
 
 
 def test_what_comes_before_the_first_update_and_what_needs_no_gradient_stays() -> None:
-    gap = relu_flips(RELU, CPU, side=1)
+    gap = measure_relu_flips(RELU, CPU, side=1)
     assert not any(value.any() for name, value in gap.items() if name.startswith(("act/", "logits/", "loss/")))
     assert gap["grad/layers.0.mlp.w1.weight"].any() and gap["param/layers.0.mlp.w1.weight"].any()
     assert not gap["grad/layers.0.mlp.w2.weight"].any()

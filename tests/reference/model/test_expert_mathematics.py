@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from shardproof.reference.case import Case
-from shardproof.reference.model.branches.experts import apply_capacity, choose_experts, losses, updated, weights_of
+from shardproof.reference.model.branches.experts import (
+    apply_capacity,
+    choose_experts,
+    losses,
+    update_values,
+    weights_of,
+)
 from shardproof.reference.model.parameters import shapes
 
 LOGITS = torch.randn((2, 6, 8), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -47,7 +53,7 @@ def test_a_bias_chooses_and_is_moved_towards_equal_loads() -> None:
     choice = choose_experts(one, LOGITS, bias)
     assert choice[..., 7].all()
     name = "layers.0.mlp.router.bias"
-    after = updated(one, {name: bias}, {"routing/layers.0.mlp": choice.int()})[name] - bias
+    after = update_values(one, {name: bias}, {"routing/layers.0.mlp": choice.int()})[name] - bias
     mean = choice.sum((0, 1)).double().mean()
     assert after.tolist() == [0.5 * float((mean - rows).sign()) for rows in choice.sum((0, 1))]
     assert after[7] == -0.5 and set(after.tolist()) <= {-0.5, 0.0, 0.5}

@@ -13,7 +13,7 @@ from shardproof.reference.case import Case
 from shardproof.reference.model import layers
 from shardproof.reference.model import losses as loss
 from shardproof.reference.model.parameters import shapes
-from shardproof.reference.training.adam import EPS, rounding_slack, slack
+from shardproof.reference.training.adam import EPS, bound_adam, rounding_slack
 from tests.reference.model.dense_run import noise
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -152,7 +152,7 @@ def test_steps_that_are_skipped_are_none_of_adams() -> None:
         truth = states | {f"exp_avg_after/{taken[1]}/{n}": x for n, x in second.items()}
         truth |= {f"skipped/{step}": torch.tensor(int(step not in taken)) for step in range(taken[1] + 1)}
         control = truth | {f"exp_avg_after/{taken[1]}/{n}": x for n, x in third.items()}
-        found.append(slack(Case.parse(f"{WORDS} steps={taken[1] + 1}"), states, truth, [control]))
+        found.append(bound_adam(Case.parse(f"{WORDS} steps={taken[1] + 1}"), states, truth, [control]))
     in_a_row, behind = found
     assert [*behind] == [name.replace("after/0", "after/2") for name in in_a_row] and behind
     assert all(torch.equal(*pair) for pair in zip(in_a_row.values(), behind.values(), strict=True))

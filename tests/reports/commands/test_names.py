@@ -74,6 +74,12 @@ BROKEN = {
     "dtensor": ("dp=2", "dist.all_reduce(tensor, group=group)", "pass"),
     "fsdp2": ("dp=2", "(case.micro * len(dp_ranks))", "(case.micro * case.dp)"),
     "pipelining": ("pp=2", "torch.stack(losses).mean()", "torch.stack(losses).sum()"),
+    "muon": ("tp=2", "case.heads // (model.tp.size() if model.tp else 1)", "case.heads"),
+    "muon-fsdp2": ("dp=2", "(case.micro * len(dp_ranks))", "(case.micro * case.dp)"),
+    "lora": ("tp=2 sp=true", "and (kind in self.used or self.sp)", "and kind in self.used"),
+    "lora-peft": ("dp=2", "(case.micro * len(dp_ranks))", "(case.micro * case.dp)"),
+    "mixer": ("cp=2", "range(self.cp.rank())", "range(0)"),
+    "policy": ("cp=2 mean=sequence", "over(mask.sum(1), cp)", "mask.sum(1).clamp(min=1)"),
     "hf": ("tp=2 tied=true", '"kind": "llama"', '"kind": "qwen3"'),
     "deepspeed": ("dp=2", "engine, step, micro, dp_rank)", "engine, step, micro, 0)"),
     "megatron": ("tp=2 dropout=0.1", "seed(case.seed)\n    model", "seed(case.seed, tp_rank=0)\n    model"),
@@ -83,10 +89,12 @@ BROKEN = {
 """Cases and bugs planted, in order.
 
 Gradients that are not summed over dp, averaged twice, a loss summed over micro-batches, a defect of transformers 5.23.
-Then the same samples on every rank, equal masks for different heads, the same samples twice.
+Then the same samples on every rank, equal masks for different heads, the same samples twice. Of the newer ones a number
+of heads before tp, averages, a factor that is not summed, a state that is not handed on, lengths of a rank's own part.
 """
 
 
+LONG = {"megatron-training", "torchtitan", "muon", "lora", "mixer", "policy"}
 SMALLER = {"dtensor": ("tp=2 dp=2 steps=1", "tp=4 dtype=float32 steps=1")}
 """Cases in place of the file's own, where those are dear: a small call of DTensor takes a millisecond."""
 PROVED = {like for like in LIKE if like.replace("-", "_") in {cell.subject for cell in read_cells() if cell.quick}}
@@ -94,7 +102,7 @@ PROVED = {like for like in LIKE if like.replace("-", "_") in {cell.subject for c
 
 
 def needed(like: str) -> None:
-    packages = {"hf": "transformers", "deepspeed": "deepspeed", "torchtitan": "torchtitan"}
+    packages = {"hf": "transformers", "deepspeed": "deepspeed", "torchtitan": "torchtitan", "lora-peft": "peft"}
     if package := packages.get(like, "megatron.core" if like.startswith("megatron") else ""):
         with warnings.catch_warnings(action="ignore"):  # its own, at import
             pytest.importorskip(package, reason=f"needs {package}")
@@ -108,7 +116,7 @@ def test_a_new_subject_is_short_and_the_command_that_runs_it_is_printed(shardpro
         assert status == 0 and (err == "" or err.startswith("note: it needs "))
         assert shlex.split(out.splitlines()[-1]) == ["shardproof", "run", "--subject", f"{name}:subject"]
         text = Path(f"{name}.py").read_text()
-        assert text.count("\n") <= (120 if like in {"megatron-training", "torchtitan"} else 60), "it is read in one go"
+        assert text.count("\n") <= (120 if like in LONG else 60), "it is read in one go"
         assert text == (ROOT / "suites" / "subjects" / f"{like.replace('-', '_')}.py").read_text()
 
 

@@ -16,6 +16,9 @@ from pathlib import Path
 import pytest
 
 from shardproof.reports.commands.cli import main
+from shardproof.reports.comparing.comparison import compare
+from shardproof.reports.comparing.snapshot import read_side
+from shardproof.reports.pages.comparison_page import render_comparison
 from shardproof.reports.stored.frames import load
 from shardproof.reports.stored.summary import traffic
 from tests import ROOT
@@ -25,7 +28,8 @@ from tests.reports.pages.page_figures import compared
 pytestmark = pytest.mark.slow
 CASES = 238
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-WIDTHS = (390, 1400, 2500)
+SCREENS = {390: 844, 1400: 900, 2500: 1400}
+"""Widths and heights of a telephone, a laptop and a large screen."""
 ALONE = ("--headless=new", "--no-sandbox", "--disable-gpu", "--host-resolver-rules=MAP * ~NOTFOUND")
 AXE = ROOT / ".axe/node_modules/axe-core/axe.min.js"
 AUDIT = """<script>axe.run(document, {resultTypes: ["violations"]}).then(found => {
@@ -34,7 +38,10 @@ AUDIT = """<script>axe.run(document, {resultTypes: ["violations"]}).then(found =
   document.body.append(told); })</script></body>"""
 SCHEMES = {"light": 1, "dark": 0}
 """Chromium's numbers for the colours that a reader prefers."""
-MEASURE = "<script>document.body.dataset.wide = document.documentElement.scrollWidth - innerWidth</script></body>"
+MEASURE = (
+    "<script>const all = document.documentElement; document.body.dataset.wide = all.scrollWidth - innerWidth;"
+    "document.body.dataset.tall = document.body.scrollHeight</script></body>"
+)
 NOISE = re.compile(r"CONSOLE|net::ERR|Failed to load")
 """Words of Chromium about a page that is not silent."""
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here; apt-get install chromium")
@@ -66,7 +73,7 @@ def test_figures_of_the_page_are_those_of_the_summary_and_one_that_is_not_is_fou
     sorting = re.sub(r"(<th [^>]*>)(.*?)</th>", r'\1<button type="button">\2</button></th>', html)
     assert compared(sorting, folder) == found, "headers as the page's script writes them"
     begin, end = html.index('<section id="traffic">'), html.index('<section id="modules">')
-    cells = list(re.compile(r'<td class="number">([\d,]*\d)(\.\d+)?</td>').finditer(html, begin, end))
+    cells = list(re.compile(r'<td data-what="calls" class="number">([\d,]*\d)(\.\d+)?</td>').finditer(html, begin, end))
     bar = re.compile(r'<rect x="[\d.]+" width="(\d+)[\d.]+" height="10"').search(
         html, html.index('<section id="cases">')
     )
@@ -91,14 +98,22 @@ def test_in_a_browser_all_figures_of_the_page_are_those_of_the_summary(folder: P
 
 
 @needs_chromium
-@pytest.mark.parametrize("width", WIDTHS)
-def test_the_page_fits_and_is_silent(html: str, tmp_path: Path, width: int) -> None:
-    copy = tmp_path / "measured.html"
-    copy.write_text(html.replace("</body>", MEASURE))
-    done = browse(copy.as_uri(), width, "--dump-dom", f"--screenshot={tmp_path}/screen-{width}.png")
-    wide = re.search(r'data-wide="(-?\d+)"', done.stdout)
-    assert wide and int(wide[1]) <= 0, "only tables may be wider, and they scroll"
-    assert not NOISE.search(done.stderr)
+@pytest.mark.parametrize("width", SCREENS)
+def test_the_pages_fit_are_four_screens_high_and_silent(
+    html: str, runs: dict[str, Path], folder: Path, tmp_path: Path, width: int
+) -> None:
+    base, new = (read_side(str(runs[way])) for way in ("right", "gather"))
+    pages = html, (folder / "report.html").read_text(), render_comparison(compare(base, new))
+    for number, shown in enumerate(pages):
+        copy = tmp_path / "measured.html"
+        copy.write_text(shown.replace("</body>", MEASURE))
+        picture = f"--screenshot={tmp_path}/screen-{number}-{width}.png"
+        done = browse(copy.as_uri(), width, "--dump-dom", picture)
+        wide, tall = (re.search(rf'data-{name}="(-?\d+)"', done.stdout) for name in ("wide", "tall"))
+        assert wide and int(wide[1]) <= 0, "only wide tables may be wider, and they scroll"
+        assert tall and int(tall[1]) <= 4 * SCREENS[width], "folded"
+        assert len(re.findall("<h[1-6]", shown)) <= 6
+        assert not NOISE.search(done.stderr)
 
 
 @needs_chromium
