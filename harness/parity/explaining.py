@@ -94,6 +94,8 @@ def _with_search(seen: Comparison, evidence: Evidence, findings: Mapping[str, Fi
         return evidence.with_found(other_samples=how)
     if begun := wrong_starts(seen, findings):
         return evidence.with_found(other_start=_start_of(seen, begun))
+    if not seen.steps:
+        return evidence
     wrong = _wrong_names(findings)
     both = Compared(
         first=seen.first,

@@ -63,7 +63,7 @@ def prove_parity(request: Request, heard: Callable[[str], object] = str) -> RunR
         further = Further(again=again, perturbed=perturb)
         result = judge_launches(first, second, repeat=shlex.join(request.command), further=further)
     seconds["checks"] -= seconds.get("again", 0.0) + seconds.get("control", 0.0)
-    for folder in store.path.glob("perturbed-*"):  # as large as the first one each, and of no further use
+    for folder in (store.path / "again", *store.path.glob("perturbed-*")):  # as large as the first one, and of no use
         shutil.rmtree(folder / "values", ignore_errors=True)
     return _store_result(replace(result, seconds=seconds), store)
 

@@ -213,3 +213,22 @@ def test_a_parameter_without_a_partner_is_named(tmp_path: Path) -> None:
     assert (
         "layers.1.norm.weight" in unknown["partners"] and "ranks 1 of the second launch recorded" in unknown["partners"]
     )
+
+
+def test_a_launch_without_a_whole_step_is_unknown(tmp_path: Path) -> None:
+    dead = {"after": lambda name, new, old: old}
+    for number, edits in enumerate(({}, dead)):
+        result = judged(tmp_path / str(number), Toy(edits=edits), Toy(about={"steps": []}))
+        assert "no step was recorded whole" in statements(result, "unknown")["samples"]
+        assert result.verdict == ("fail" if edits else "unknown")
+
+
+def test_what_a_recorder_says_of_its_work_is_told(tmp_path: Path) -> None:
+    about = {"narrow": {"rope": "float32"}, "same_init": {"head.weight": "no layout"}, "failed": "Trace\nOSError: full"}
+    result = judged(tmp_path, Toy(), Toy(about=about))
+    assert (
+        "the recorder of rank 0 of the second launch failed: OSError: full" in statements(result, "unknown")["partners"]
+    )
+    notes = [note.reason for one in result.verdicts for note in one.notes]
+    assert "below float64: rope (float32)" in notes
+    assert "without the first launch's initial values: head.weight (no layout)" in notes
