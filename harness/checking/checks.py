@@ -16,13 +16,12 @@ from typing import get_args
 
 from shardproof.harness.checking.call_checks import check_groups, check_overlap, check_parallelism, check_waits
 from shardproof.harness.checking.coverage import check_coverage, check_layout, check_replicas
-from shardproof.harness.checking.document_checks import check_documents
 from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.ledger_checks import check_ledger
 from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS, kind_of
 from shardproof.harness.checking.numeric_checks import check_tokens, check_update, make_numeric_check
 from shardproof.harness.checking.records import RECORDS, Claims, Evidence, Regroupings, Run, Truth
-from shardproof.harness.checking.repeats import check_determinism, check_recording
+from shardproof.harness.checking.repeats import check_determinism, check_documents, check_recording
 from shardproof.harness.errors import error_text
 from shardproof.harness.verdicts.facts import note_unchecked
 from shardproof.harness.verdicts.verdict import UNKNOWN

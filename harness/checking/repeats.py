@@ -1,13 +1,16 @@
-"""Checks of runs of one case against each other, bit for bit: whether they repeat, and whether recording disturbs."""
+"""Checks of runs of one case against each other, bit for bit: whether they repeat, whether recording disturbs, and
+whether documents that share a row leave each other alone.
+"""
 
 import math
 from itertools import zip_longest
 
 from shardproof.harness.checking.finding import Finding, apart_by
 from shardproof.harness.checking.measures.spreads import run_spreads
-from shardproof.harness.checking.records import Repeats, Run
+from shardproof.harness.checking.records import DocumentLeak, Documents, Repeats, Run
 from shardproof.harness.outcome.merging import Outcomes, describe_differences, same_bits
-from shardproof.harness.verdicts.verdict import FAIL, PASS
+from shardproof.harness.verdicts.facts import note_unchecked
+from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 
 
 def check_determinism(run: Run, repeats: Repeats) -> Finding:
@@ -21,6 +24,40 @@ def check_determinism(run: Run, repeats: Repeats) -> Finding:
 def check_recording(run: Run, repeats: Repeats) -> Finding:
     """Whether the recorded run gives the same bits as an unrecorded one."""
     return _compare_repeats(run, repeats, blame_recording=True, praise="recording changes no bit")
+
+
+def check_documents(documents: Documents) -> Finding:
+    """Whether documents that share a row, a step or ranks are computed as if each were alone.
+
+    No document changes another one, and no gradient of one reaches another one's tokens.
+
+    Both are exact: a document that is not read adds nothing at all. Runs of one step tell it
+    (harness.running.trials.document_runs). So it needs no dense model, and it notices what a dense model does too.
+    """
+    if documents.problem:
+        return Finding(verdict=UNKNOWN, message=f"documents could not be told apart: {documents.problem}")
+    if documents.count < 2:
+        message = "the step has one document, so nothing can cross a border; legal: rows of several documents"
+        return Finding(verdict=UNKNOWN, message=message)
+    leak = documents.leak
+    if leak is None:
+        message = f"{documents.count} documents: none changes another one, and no gradient crosses a border"
+        return Finding(verdict=PASS, message=message)
+    if leak.rounding:
+        reason = "a number of rows that changes with what they hold can round otherwise"
+        message = f"{_describe_leak(leak)}, as little as rounding may change it: {reason}"
+        return Finding(verdict=UNKNOWN, message=message, notes=note_unchecked("borders of documents"))
+    return Finding(verdict=FAIL, message=_describe_leak(leak), ranks=(leak.rank,), phase=leak.phase)
+
+
+def _describe_leak(leak: DocumentLeak) -> str:
+    """Which document reaches which, and between which lines of the subject."""
+    where = f"between {leak.before} and {leak.place}" if leak.before else f"at {leak.place}"
+    token = f"token {leak.token} on rank {leak.rank}"
+    if leak.phase == "forward":
+        return f"document {leak.of} changes document {leak.other}: {token} changes by {leak.gap:.3g} {where}"
+    found = f"{token} gets {leak.gap:.3g} more of it {where}"
+    return f"the gradient of document {leak.of} reaches document {leak.other}: {found}"
 
 
 def _compare_repeats(run: Run, repeats: Repeats, *, blame_recording: bool, praise: str) -> Finding:
