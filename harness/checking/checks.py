@@ -16,7 +16,6 @@ from typing import get_args
 
 from shardproof.harness.checking.call_checks import check_groups, check_overlap, check_parallelism, check_waits
 from shardproof.harness.checking.coverage import check_coverage, check_layout, check_replicas
-from shardproof.harness.checking.document_checks import check_documents
 from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.ledger_checks import check_ledger
 from shardproof.harness.checking.mask_checks import check_masks
@@ -24,7 +23,7 @@ from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS
 from shardproof.harness.checking.numeric_checks import check_tokens, check_update, make_numeric_check
 from shardproof.harness.checking.records import RECORDS, Evidence
 from shardproof.harness.checking.regrouping import check_regrouping, check_truth
-from shardproof.harness.checking.repeats import check_determinism, check_recording
+from shardproof.harness.checking.repeats import check_determinism, check_documents, check_recording
 from shardproof.harness.checking.routing_checks import check_routing
 from shardproof.harness.checking.state_checks import check_initial_values, check_saved_state
 from shardproof.harness.errors import error_text

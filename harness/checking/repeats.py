@@ -1,14 +1,16 @@
-"""Checks of runs of one case against each other, bit for bit: whether they repeat, and whether recording disturbs."""
+"""Checks of runs of one case against each other, bit for bit: whether they repeat, whether recording disturbs, and
+whether documents that share a row leave each other alone.
+"""
 
 import math
 from itertools import zip_longest
 
 from shardproof.harness.checking.finding import Finding, apart_by
 from shardproof.harness.checking.measures.spreads import run_spreads
-from shardproof.harness.checking.records import RecordedRun, Repeats
+from shardproof.harness.checking.records import Documents, RecordedRun, Repeats
 from shardproof.harness.outcome.merging import Outcomes, same_bits, state_differences
-from shardproof.harness.verdicts.facts import Fact, state_fact
-from shardproof.harness.verdicts.verdict import FAIL, PASS
+from shardproof.harness.verdicts.facts import Fact, note_unchecked, state_fact
+from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 
 
 def check_determinism(run: RecordedRun, repeats: Repeats) -> Finding:
@@ -22,6 +24,29 @@ def check_determinism(run: RecordedRun, repeats: Repeats) -> Finding:
 def check_recording(run: RecordedRun, repeats: Repeats) -> Finding:
     """Whether the recorded run gives the same bits as an unrecorded one."""
     return _compare_repeats(run, repeats, blame_recording=True)
+
+
+def check_documents(documents: Documents) -> Finding:
+    """Whether documents that share a row, a step or ranks are computed as if each were alone.
+
+    No document changes another one, and no gradient of one reaches another one's tokens.
+
+    Both are exact: a document that is not read adds nothing at all. Runs of one step tell it
+    (harness.running.trials.document_runs). So it needs no dense model, and it notices what a dense model does too.
+    """
+    if documents.problem:
+        return Finding(verdict=UNKNOWN, facts=(state_fact("documents_unknown", problem=documents.problem),))
+    if documents.count < 2:
+        return Finding(verdict=UNKNOWN, facts=(state_fact("one_document"),))
+    leak = documents.leak
+    if leak is None:
+        return Finding(verdict=PASS, facts=(state_fact("documents_apart", documents=documents.count),))
+    values = {name: getattr(leak, name) for name in ("of", "other", "token", "rank", "gap", "before", "place")}
+    fact = state_fact(f"document_leak_{leak.phase}", **values)
+    if leak.rounding:
+        facts, notes = (fact, state_fact("leak_as_rounding")), note_unchecked("borders of documents")
+        return Finding(verdict=UNKNOWN, facts=facts, notes=notes)
+    return Finding(verdict=FAIL, facts=(fact,), ranks=(leak.rank,), phase=leak.phase)
 
 
 def _compare_repeats(run: RecordedRun, repeats: Repeats, *, blame_recording: bool) -> Finding:

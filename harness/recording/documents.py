@@ -46,7 +46,7 @@ def documents(tokens: Tensor, numbers: Tensor) -> Tensor:
 
 
 @contextmanager
-def _stating(stated: _Stated) -> Iterator[None]:
+def _set_stated(stated: _Stated) -> Iterator[None]:
     token = _STATED.set(stated)
     try:
         yield
@@ -63,7 +63,7 @@ class DocumentsNoted:
     @contextmanager
     def on_rank(self, rank: int) -> Iterator[None]:
         """To be entered in the thread of a rank, around its program."""
-        with _stating(self):
+        with _set_stated(self):
             yield
 
     def state(self, tokens: Tensor, numbers: Tensor, place: str) -> Tensor:  # noqa: ARG002  (as every run has it)
@@ -85,9 +85,9 @@ class DocumentProbe:
         self._calls = 0
 
     @contextmanager
-    def entered(self) -> Iterator["DocumentProbe"]:
+    def enter_thread(self) -> Iterator["DocumentProbe"]:
         """Inside, the statements of this thread are this probe's."""
-        with _stating(self):
+        with _set_stated(self):
             yield self
 
     def state(self, tokens: Tensor, numbers: Tensor, place: str) -> Tensor:

@@ -2,8 +2,8 @@
 
 shardproof run "tp=2 cp=3 dp=2" --subject shardproof.suites.subjects.mixer:subject
 
-Heads are split over tp and every row over cp. A rank of cp begins with the state behind the parts before its own. It
-gets what each part does to a state, S -> S M + N. No state and no tap of the convolution crosses a document's border.
+Heads are split over tp, rows over cp. A rank of cp begins with the state behind the parts before its own, made of what
+each part does to a state, S -> S M + N. No state and no tap of the convolution crosses a document's border.
 """
 
 import torch
@@ -32,8 +32,9 @@ class Convolution(nn.Module):  # [rows, tokens, heads, 3 D], each feature over 3
 
 class Scan(nn.Module):  # S <- keep S (1 - rate k k') + rate v k', of which a token reads S q
     def forward(self, q, k, v, keep, rate):
-        one = torch.eye(D, dtype=q.dtype)
-        change = keep[..., None, None] * (one - rate[..., None, None] * k[..., :, None] * k[..., None, :])
+        change = keep[..., None, None] * (
+            (one := torch.eye(D, dtype=q.dtype)) - rate[..., None, None] * k[..., :, None] * k[..., None, :]
+        )
         added = (rate[..., None] * v)[..., :, None] * k[..., None, :]
         state, product, states, products = torch.zeros_like(added[:, 0]), one.expand_as(added[:, 0]), [], []
         for token in range(q.shape[1]):
@@ -75,7 +76,7 @@ class Mixer(nn.Module):
         return self.head(documents(x, own))
 
 
-def row(number):  # tokens, labels, and the document of every token and of the two before the first
+def draw_row(number):  # tokens, labels, and the document of every token and of the two before the first
     draws = torch.Generator().manual_seed(number)
     first = torch.rand(TOKENS, generator=draws) < 0.2
     tokens, labels = torch.randint(VOCAB, (2, TOKENS), generator=draws)
@@ -83,13 +84,12 @@ def row(number):  # tokens, labels, and the document of every token and of the t
 
 
 def train(case, model, dp_ranks, part=0, group=None):
-    outcome, optimizer = {}, torch.optim.AdamW(model.parameters(), lr=0.01)
-    size = TOKENS // (case.cp if group else 1)
+    outcome, optimizer, size = {}, torch.optim.AdamW(model.parameters(), lr=0.01), TOKENS // (case.cp if group else 1)
     for step in range(case.steps):
         optimizer.zero_grad()
         outcome[f"loss/{step}"] = total = torch.zeros((), dtype=getattr(torch, case.dtype))
         for micro, dp_rank in ((micro, dp_rank) for micro in range(case.micro) for dp_rank in dp_ranks):
-            rows = [row(number) for number in case.samples(step, micro, dp_rank, 2)]
+            rows = [draw_row(number) for number in case.samples(step, micro, dp_rank, 2)]
             tokens, labels, numbers = (torch.stack(each)[:, part * size :] for each in zip(*rows, strict=True))
             logits = model(tokens[:, :size], numbers[:, : size + 2])
             loss = functional.cross_entropy(logits.flatten(0, 1), labels[:, :size].flatten(), reduction="sum")
@@ -106,7 +106,8 @@ def subject(case, device):
     mesh = dist.init_device_mesh("cpu", (case.dp, case.cp, case.tp), mesh_dim_names=("dp", "cp", "tp"))
     heads, (dp, cp, tp) = case.heads // case.tp, mesh.get_coordinate()
     model = Mixer(case, slice(tp * heads, (tp + 1) * heads), mesh.get_group("tp"), mesh.get_group("cp"))
-    outcome = train(case, model, [dp], cp, mesh["dp", "cp"]._flatten("dp_cp").get_group())
+    flat = dist.init_device_mesh("cpu", (case.dp * case.cp, case.tp), mesh_dim_names=("dp_cp", "tp"))
+    outcome = train(case, model, [dp], cp, flat.get_group("dp_cp"))
     for name in (name for name in outcome if name.endswith(("project", "taps", "out"))):  # split by heads
         local = outcome[name]
         outcome[name] = Shard(local, (tp * heads, 0, 0), (case.heads, *local.shape[1:]))

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from shardproof import Shard, Term, phase
-from shardproof.suites.subjects.muon_shares import SHARES, SPLIT, orthogonal, terms_of
+from shardproof.suites.subjects.muon_shares import SHARES, SPLIT, make_orthogonal, terms_of
 from shardproof.suites.subjects.regions import enter, leave
 
 D, TOKENS = 4, 5  # features of a head, tokens of a sample
@@ -60,9 +60,9 @@ class Muon:
         if tp:
             SHARES[self.case.update](parts, tp)
         else:
-            parts = {name: orthogonal(part) for name, part in parts.items()}
+            parts = {name: make_orthogonal(part) for name, part in parts.items()}
         each = updates["qkv"].unflatten(0, (self.heads * 3, -1))  # query, key and value of every head
-        parts["qkv"] = torch.cat([orthogonal(one) for one in each])
+        parts["qkv"] = torch.cat([make_orthogonal(one) for one in each])
         for name, weight in weights.items():
             rows, columns = shapes_of(self.case)[name]
             weight.mul_(1 - 0.02 * 0.1).sub_(0.02 * math.sqrt(max(1, rows / columns)) * parts[name])

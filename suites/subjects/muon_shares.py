@@ -8,7 +8,7 @@ from shardproof import Term
 SPLIT = {"qkv": 0, "out": 1, "up": 0, "down": 1}  # the dim over which ranks of tp share a matrix
 
 
-def orthogonal(matrix):  # its singular values near 1
+def make_orthogonal(matrix):  # its singular values near 1
     x = matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
     x = x / (x.norm() + 1e-7)
     for _ in range(5):
@@ -17,45 +17,46 @@ def orthogonal(matrix):  # its singular values near 1
     return x.mT if matrix.shape[0] > matrix.shape[1] else x
 
 
-def gathered(parts, tp):
+def gather_matrices(parts, tp):
     for name, part in parts.items():
         dist.all_gather(found := [torch.empty_like(part) for _ in range(tp.size())], part.contiguous(), group=tp)
-        whole = orthogonal(torch.cat(found, SPLIT[name]))
+        whole = make_orthogonal(torch.cat(found, SPLIT[name]))
         parts[name] = whole.chunk(tp.size(), SPLIT[name])[tp.rank()]
 
 
-def sent_by_owners(parts, tp):
+def send_from_owners(parts, tp):
     for number, (name, part) in enumerate(parts.items()):
         owner = number % tp.size()
         found = [torch.empty_like(part) for _ in range(tp.size())] if tp.rank() == owner else None
         dist.gather(part.contiguous(), found, group=tp, group_dst=owner)
-        whole = orthogonal(torch.cat(found, SPLIT[name])) if found else part.repeat_interleave(tp.size(), SPLIT[name])
+        whole = part.repeat_interleave(tp.size(), SPLIT[name])  # what the owner sends will be in it
+        whole = make_orthogonal(torch.cat(found, SPLIT[name])) if found else whole
         dist.broadcast(whole := whole.contiguous(), group=tp, group_src=owner)
         parts[name] = whole.chunk(tp.size(), SPLIT[name])[tp.rank()]
 
 
-def pack(parts, names):
+def pack_parts(parts, names):
     return torch.cat([next(iter(parts.values())).new_empty(0), *(parts[name].flatten() for name in names)])
 
 
-def unpack(flat, names, like):
+def unpack_parts(flat, names, like):
     pieces = flat.split([like[name].numel() for name in names]) if names else ()
     return {name: piece.view(like[name].shape) for name, piece in zip(names, pieces, strict=True)}
 
 
-def exchanged(parts, tp):  # every rank orthogonalises the matrices that it owns
+def exchange_parts(parts, tp):  # every rank orthogonalises the matrices that it owns
     names = [list(parts)[owner :: tp.size()] for owner in range(tp.size())]
-    there, own = [pack(parts, each) for each in names], names[tp.rank()]
+    there, own = [pack_parts(parts, each) for each in names], names[tp.rank()]
     dist.all_to_all(here := [torch.empty_like(there[tp.rank()]) for _ in range(tp.size())], there, group=tp)
-    found = [unpack(flat, own, parts) for flat in here]
-    whole = {name: orthogonal(torch.cat([each[name] for each in found], SPLIT[name])) for name in own}
+    found = [unpack_parts(flat, own, parts) for flat in here]
+    whole = {name: make_orthogonal(torch.cat([each[name] for each in found], SPLIT[name])) for name in own}
     back = [{name: whole[name].chunk(tp.size(), SPLIT[name])[other] for name in own} for other in range(tp.size())]
-    dist.all_to_all(there, [pack(each or parts, own) for each in back], group=tp)
+    dist.all_to_all(there, [pack_parts(each or parts, own) for each in back], group=tp)
     for flat, each in zip(there, names, strict=True):
-        parts |= unpack(flat, each, parts)
+        parts |= unpack_parts(flat, each, parts)
 
 
-SHARES = {"gather": gathered, "owner": sent_by_owners, "alltoall": exchanged}
+SHARES = {"gather": gather_matrices, "owner": send_from_owners, "alltoall": exchange_parts}
 
 
 def terms_of(case, sizes):  # the calls of one step a step, of whole matrices of these sizes in bytes

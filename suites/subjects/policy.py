@@ -41,7 +41,7 @@ class Policy(nn.Module):
         return leave(chosen, self.tp) - largest - total.log()
 
 
-def row(number, dtype):  # tokens, labels, whether a label is one of the response, and the reward of every token
+def draw_row(number, dtype):  # tokens, labels, whether a label is one of the response, and the reward of every token
     draws = torch.Generator().manual_seed(number)
     tokens = torch.randint(VOCAB, (TOKENS + 1,), generator=draws)
     first, last = (int(torch.randint(low, high, (), generator=draws)) for low, high in ((2, 10), (11, TOKENS)))
@@ -50,7 +50,7 @@ def row(number, dtype):  # tokens, labels, whether a label is one of the respons
     return tokens[:-1], tokens[1:], counts.to(dtype), rewards.to(dtype)
 
 
-def over(x, group):  # the sum over ranks
+def sum_over(x, group):  # the sum over ranks
     if group:
         dist.all_reduce(x, group=group)
     return x
@@ -62,11 +62,11 @@ def train(case, model, reference, dp_ranks, part=0, cp=None, group=None):
     for step in range(case.steps):
         batches = []
         for micro, dp_rank in ((micro, dp_rank) for micro in range(case.micro) for dp_rank in dp_ranks):
-            rows = [row(number, dtype) for number in case.samples(step, micro, dp_rank, ROWS)]
+            rows = [draw_row(number, dtype) for number in case.samples(step, micro, dp_rank, ROWS)]
             batches.append([torch.stack(each)[:, part * size : (part + 1) * size] for each in zip(*rows, strict=True)])
-        count = over(sum(mask.sum() for _, _, mask, _ in batches), group)
-        mean = over(sum((mask * reward).sum() for _, _, mask, reward in batches), group) / count
-        spread = over(sum((mask * (reward - mean).square()).sum() for _, _, mask, reward in batches), group) / count
+        count = sum_over(sum(mask.sum() for _, _, mask, _ in batches), group)
+        mean = sum_over(sum((mask * reward).sum() for _, _, mask, reward in batches), group) / count
+        spread = sum_over(sum((mask * (reward - mean).square()).sum() for _, _, mask, reward in batches), group) / count
         optimizer.zero_grad()
         loss, distance = torch.zeros((), dtype=dtype), torch.zeros((), dtype=dtype)
         for tokens, labels, mask, reward in batches:
@@ -80,13 +80,13 @@ def train(case, model, reference, dp_ranks, part=0, cp=None, group=None):
             if case.mean == "token":
                 term = each.sum() / count
             else:  # every row counts alike, whatever its length
-                lengths = over(mask.sum(1), cp)
+                lengths = sum_over(mask.sum(1), cp)
                 term = (each.sum(1) / lengths).sum() / (ROWS * case.micro * case.dp)
             term.backward()
             loss += term.detach()
             distance += (mask * kl).detach().sum() / count
         for tensor in (loss, distance, *(weight.grad for weight in model.parameters())):
-            over(tensor, group)
+            sum_over(tensor, group)
         outcome |= {f"loss/{step}": loss, f"tokens/{step}": count.long(), f"metric/{step}/kl": distance}
         outcome |= {f"metric/{step}/mean": mean, f"metric/{step}/spread": spread}
         outcome |= {f"grad/{name}": w.grad.clone() for name, w in model.named_parameters() if step == 0}
@@ -102,8 +102,8 @@ def subject(case, device):
     mesh = dist.init_device_mesh("cpu", (case.dp, case.cp, case.tp), mesh_dim_names=("dp", "cp", "tp"))
     (dp, cp, tp), group = mesh.get_coordinate(), mesh.get_group("tp")
     model, reference = Policy(case, tp, group), Policy(case, tp, group, moved=0.1)
-    both = mesh["dp", "cp"]._flatten("dp_cp").get_group()
-    outcome = train(case, model, reference, [dp], cp, mesh.get_group("cp"), both)
+    both = dist.init_device_mesh("cpu", (case.dp * case.cp, case.tp), mesh_dim_names=("dp_cp", "tp"))
+    outcome = train(case, model, reference, [dp], cp, mesh.get_group("cp"), both.get_group("dp_cp"))
     for name in ("grad/head", "param/head"):
         outcome[name] = Shard(outcome[name], (model.first, 0), (VOCAB, case.width))
     return outcome

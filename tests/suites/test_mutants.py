@@ -54,7 +54,7 @@ _BY_TOYS = {"parallelism": "tests.harness.toy_subjects:right"}
 _BY_FILES = {
     "saved": "tests.parallel.checkpoints.test_saving:WRONG_SAVES",
     "routing": "tests.harness.checking.test_oracles:WRONG",
-    "documents": "tests.harness.running.test_documents:LEAKS",
+    "documents": "tests.harness.running.test_packed_rows:LEAKS",
 }
 """Check -> planted bugs whose cases name a folder, which those of the catalogue cannot, or evidence (a wrong choice
 makes wrong numbers too), or rows that subjects of their own state.

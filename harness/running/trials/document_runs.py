@@ -45,7 +45,7 @@ class _Probed:
 
     def __call__(self, case: Any, device: torch.device) -> Mapping[str, Value]:
         """Run the subject with its statements probed."""
-        with DocumentProbe(self.changed, self.let_through).entered() as probe:
+        with DocumentProbe(self.changed, self.let_through).enter_thread() as probe:
             call_subject(self.subject.call, case, device)
         return dict(probe.found)
 

@@ -118,9 +118,8 @@ def _record(trial: Trial, truth: Mapping[str, Tensor], kinds: Sequence[str], *, 
     axes, expectation = {**trial.case.axes, **orders_of(trial)}, expectation_of(trial)
     draws = own.draws.get(trial.text, ()) if own and not own.takes_given else ()
     masks: Outcomes = ()
-    hides = any(getattr(term, "hidden", False) for term in expectation or ())
+    drawn, problem, hides = None, "", any(getattr(term, "hidden", False) for term in expectation or ())
     how: dict[str, Any] = {"record": True, "watch": True, "overlap": hides}
-    drawn, problem = None, ""
     if draws:
         with trial.time_part("recorded"):
             run = trial.run(WithMasks(trial.subject), **how)

@@ -79,7 +79,7 @@ BROKEN = {
     "lora": ("tp=2 sp=true", "and (kind in self.used or self.sp)", "and kind in self.used"),
     "lora-peft": ("dp=2", "(case.micro * len(dp_ranks))", "(case.micro * case.dp)"),
     "mixer": ("cp=2", "range(self.cp.rank())", "range(0)"),
-    "policy": ("cp=2 mean=sequence", "over(mask.sum(1), cp)", "mask.sum(1).clamp(min=1)"),
+    "policy": ("cp=2 mean=sequence", "sum_over(mask.sum(1), cp)", "mask.sum(1).clamp(min=1)"),
     "hf": ("tp=2 tied=true", '"kind": "llama"', '"kind": "qwen3"'),
     "deepspeed": ("dp=2", "engine, step, micro, dp_rank)", "engine, step, micro, 0)"),
     "megatron": ("tp=2 dropout=0.1", "seed(case.seed)\n    model", "seed(case.seed, tp_rank=0)\n    model"),

@@ -109,7 +109,7 @@ def test_what_crosses_a_border_is_told_with_both_documents_and_by_no_other_check
     assert contradicted(result) == {"documents"}
     (found,) = [one for one in result.verdicts if one.check == "documents"]
     what, *_ = found.message.splitlines()
-    assert told in what and "between test_documents.py:" in what
+    assert told in what and "between test_packed_rows.py:" in what
     first = next(line for line in found.message.splitlines() if line.startswith("first:"))
     assert first.startswith(f"first:  {phase}: ") and told in first
 
