@@ -282,6 +282,7 @@ FROM_CHECKS: Mapping[str, str | Callable[..., str]] = {
     "more_events": "{count} more {count:event differs|events differ}",
     "not_asked": "the closed form was not asked: {why}",
     "tool_failed": "{tool}: {problem}",
-    "disturbed": "the outcome of rank {ranks:ranks} is not the same bit for bit when the recorder and {tool} watch",
+    "disturbed": "the outcome of {ranks:rank|ranks} {ranks:all} is not the same bit for bit when the recorder and "
+    "{tool} watch",
     "not_witnessed": lambda reasons: f"nothing was witnessed: {'; '.join(reasons) or 'no session was held'}",
 }

@@ -196,11 +196,11 @@ def told_of(*watched: str) -> WitnessResult:
 def test_an_outcome_that_watching_changes_in_six_lines() -> None:
     told = told_of("a", "b", "a", "b")
     assert told.verdict.message.splitlines() == [
-        "what:   the outcome of rank 1,3 is not the same bit for bit when the recorder and nsys watch "
+        "what:   the outcome of ranks 1, 3 is not the same bit for bit when the recorder and nsys watch "
         "(check witnesses)",
         "where:  mode=tp, ranks 1, 3 of 4",
         "error:  compared exactly: nothing is allowed to differ",
-        "first:  the outcome of rank 1,3 is not the same bit for bit when the recorder and nsys watch",
+        "first:  the outcome of ranks 1, 3 is not the same bit for bit when the recorder and nsys watch",
         "causes: the outcome of a run that is watched is another one",
         'repeat: shardproof run "dp=2 steps=4" --subject my.module:subject --profile nsys',
     ]
