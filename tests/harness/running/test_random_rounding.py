@@ -89,7 +89,7 @@ def moved_norm(rank: int, moved: bool) -> Tensor:
     split = distribute_tensor(X, mesh, [Shard(0)], src_data_rank=None).bfloat16()
     units = {torch.bfloat16: torch.finfo(torch.bfloat16).eps} if moved else {}
     with RandomRounding(units, leaving=True):
-        norm: Tensor = split.norm().full_tensor()  # type: ignore[attr-defined]
+        norm: Tensor = split.norm().full_tensor()
     return norm
 
 
