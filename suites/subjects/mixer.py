@@ -32,9 +32,8 @@ class Convolution(nn.Module):  # [rows, tokens, heads, 3 D], each feature over 3
 
 class Scan(nn.Module):  # S <- keep S (1 - rate k k') + rate v k', of which a token reads S q
     def forward(self, q, k, v, keep, rate):
-        change = keep[..., None, None] * (
-            (one := torch.eye(D, dtype=q.dtype)) - rate[..., None, None] * k[..., :, None] * k[..., None, :]
-        )
+        one = torch.eye(D, dtype=q.dtype)
+        change = keep[..., None, None] * (one - rate[..., None, None] * k[..., :, None] * k[..., None, :])
         added = (rate[..., None] * v)[..., :, None] * k[..., None, :]
         state, product, states, products = torch.zeros_like(added[:, 0]), one.expand_as(added[:, 0]), [], []
         for token in range(q.shape[1]):

@@ -18,6 +18,7 @@ from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.records import (
     Calls,
     Claims,
+    Documents,
     DryRun,
     Evidence,
     RecordedRun,
@@ -42,7 +43,7 @@ SUBJECT = "shardproof.parallel.subject:subject"
 W1, BIAS = "layers.0.mlp.w1.weight", "layers.0.mlp.w2.bias"
 
 
-ASKED = set(CHECKS) - {"waits", "overlap", "saved", "routing"}
+ASKED = set(CHECKS) - {"waits", "overlap", "saved", "routing", "documents"}
 """Nothing asynchronous, no checkpoint, no experts."""
 COVERAGE = {"coverage": CHECKS["coverage"]}
 
@@ -207,7 +208,7 @@ def test_a_check_reads_the_records_that_its_signature_names_and_is_not_run_witho
     assert read[3:] == [seen.claims, seen.run.calls, None], "a dry run has no truth"
     kept = [one for one in vars(records).values() if is_dataclass(one) and one.__module__ == records.__name__]
     assert max(len(fields(one)) for one in kept) <= 14, "a record is read at one sight"
-    of_calls = {name for name in CHECKS if name not in select_checks_by_need(CHECKS, RecordedRun, Truth)}
+    of_calls = {name for name in CHECKS if name not in select_checks_by_need(CHECKS, RecordedRun, Truth, Documents)}
     assert of_calls == {"ledger", "groups", "waits", "overlap"}
     assert set(select_checks_by_need(CHECKS, Repeats)) == {"determinism", "recording"}
 

@@ -17,7 +17,7 @@ from shardproof.harness.checking.checks import CHECKS, run_checks
 from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.mask_checks import binomial, check_masks, hypergeometric
 from shardproof.harness.checking.measures.kinds import kind_of
-from shardproof.harness.checking.records import Evidence, Repeats
+from shardproof.harness.checking.records import DocumentLeak, Documents, Evidence, Repeats
 from shardproof.harness.engines.engine import Unwaited
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.outcome.blocks import localize
@@ -64,6 +64,7 @@ def saved_as(change: Callable[[Tensor], Tensor]) -> tuple[dict[str, Any], ...]:
 NUDGED = {**truth(), "loss/0": truth()["loss/0"] + 1e-15}
 CHOICE, CHOSEN = "routing/0/layers.0.mlp", torch.tensor([True, False, True])
 PROMISED = tuple(replace(term, hidden=True) for term in TERMS)
+LEAK = DocumentLeak(phase="forward", of=3, other=4, rank=1, call=1, token=0, gap=0.5, place="model.py:9")
 WRONG: dict[str, Callable[[], Evidence]] = {
     "coverage": lambda: evidence(*right_ranks(), truth={f"other/{name}": x for name, x in truth().items()}),
     "merge": lambda: evidence(*right_ranks(), truth={**truth(), "logits/0": torch.zeros(4, 3, 13)}),
@@ -73,6 +74,7 @@ WRONG: dict[str, Callable[[], Evidence]] = {
     "ledger": lambda: evidence(expectation=TERMS[:-1]),
     "groups": lambda: evidence(orders={"tp": ((0,), (1,))}),
     "overlap": lambda: evidence(expectation=PROMISED, hidden=frozenset()),
+    "documents": lambda: replace(evidence(), documents=Documents(count=2, leak=LEAK)),
     "waits": lambda: evidence(unwaited=(Unwaited(rank=0, op="all_gather", number=0, group="tp", caller="m.py:1"),)),
     "parallelism": lambda: evidence(events=(), expectation=None),
     "determinism": lambda: repeated(NUDGED),
