@@ -12,7 +12,7 @@ from shardproof.harness.differences import find_differences
 from shardproof.harness.ledger import NO_UPDATE, OTHER, Event, name_unmapped_operators
 from shardproof.harness.protocols import TermLike
 from shardproof.harness.terms import FIELDS, as_stated, closed_forms, select_unseen_terms, select_visible_terms
-from shardproof.harness.verdicts.facts import Fact, Note, NoteKind, Worst, note_unchecked, state_fact
+from shardproof.harness.verdicts.facts import Note, NoteKind, Worst, note_unchecked, state_difference, state_fact
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 
 if TYPE_CHECKING:
@@ -125,23 +125,6 @@ def _report_difference(parted: "Sequence[Difference]", ranks_run: int) -> Findin
         ranks=ranks,
         phase=first.line.phase,
         region=first.line.region,
-    )
-
-
-def state_difference(parted: "Difference") -> Fact:
-    """A difference from the closed form as a fact."""
-    if parted.counted:
-        return state_fact("count_differs", term=parted.term)
-    found, expected = parted.found, parted.expected
-    moved = found and expected and not parted.term and found.place != expected.place
-    return state_fact(
-        "call_differs",
-        kind=parted.kind,
-        place=parted.line.place,
-        calls=parted.calls,
-        found=str(found or ""),
-        expected=(found and parted.term) or str(expected or ""),
-        expected_place=expected.place if moved and expected else "",
     )
 
 

@@ -27,7 +27,7 @@ from dataclasses import replace
 from shardproof.harness.checking.call_checks import find_strays
 from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.laws import Broken
-from shardproof.harness.checking.ledger_checks import module_order, state_difference
+from shardproof.harness.checking.ledger_checks import module_order
 from shardproof.harness.checking.measures.kinds import is_state, kind_of
 from shardproof.harness.checking.records import Calls, Evidence, RecordedRun, Truth
 from shardproof.harness.diagnosing.causes.places import held_whole, place_of, update_in_doubt
@@ -35,7 +35,7 @@ from shardproof.harness.diagnosing.coordinates import ranks_in_words
 from shardproof.harness.differences import Difference
 from shardproof.harness.engines.engine import Unwaited
 from shardproof.harness.ledger import BACKWARD, PHASES, Event
-from shardproof.harness.verdicts.facts import First
+from shardproof.harness.verdicts.facts import First, state_difference
 
 _NUMBER = re.compile(r"\d+")
 

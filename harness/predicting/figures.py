@@ -25,6 +25,7 @@ from shardproof.harness.predicting.dry_run import DryRank
 from shardproof.harness.protocols import ActionLike, CaseLike, Subject
 from shardproof.harness.subject import named_axes, state_terms
 from shardproof.harness.terms import EventKey, closed_forms
+from shardproof.harness.verdicts.facts import state_difference
 
 EQUAL = "equal"
 """Value of `Forecast.ledger` when the dry run issued exactly the events of the closed form."""
@@ -163,7 +164,7 @@ def compare_with_closed_form(case: CaseLike, subject: Subject, rank: DryRank) ->
     if terms is None:
         return "the subject states no closed form"
     parted = find_differences(rank.events, terms, (rank.rank,), axes=named_axes(case, subject))
-    return f"differs: {parted[0]}" if parted else EQUAL
+    return f"differs: {state_difference(parted[0]).text}" if parted else EQUAL
 
 
 def two_depths(case: CaseLike) -> tuple[int, int]:

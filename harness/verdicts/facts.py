@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from shardproof.harness.differences import Difference
 from shardproof.harness.ledger import PHASES
 from shardproof.harness.verdicts.sentences.rendering import sentence_of
 
@@ -43,6 +44,23 @@ def state_fact(id: str, /, **values: Any) -> Fact:
 def state_text(text: str) -> Fact:
     """The fact that is a text of a subject, an exception or a tool."""
     return state_fact("text", text=text)
+
+
+def state_difference(parted: Difference) -> Fact:
+    """A difference from the closed form as a fact."""
+    if parted.counted:
+        return state_fact("count_differs", term=parted.term)
+    found, expected = parted.found, parted.expected
+    moved = found and expected and not parted.term and found.place != expected.place
+    return state_fact(
+        "call_differs",
+        kind=parted.kind,
+        place=parted.line.place,
+        calls=parted.calls,
+        found=str(found or ""),
+        expected=(found and parted.term) or str(expected or ""),
+        expected_place=expected.place if moved and expected else "",
+    )
 
 
 def _as_stored(value: Any) -> Any:

@@ -8,11 +8,12 @@ import pytest
 from shardproof.harness.checking.checks import run_checks
 from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.laws import broken_laws
-from shardproof.harness.checking.ledger_checks import module_order, state_difference
+from shardproof.harness.checking.ledger_checks import module_order
 from shardproof.harness.differences import but_for_bytes, find_differences
 from shardproof.harness.ledger import Event
 from shardproof.harness.running.summary import summarize
 from shardproof.harness.terms import Term
+from shardproof.harness.verdicts.facts import state_difference
 from shardproof.harness.verdicts.verdict import FAIL, PASS
 from tests.harness.noted import reasons_of
 from tests.harness.toy_evidence import MODULES, TERMS, a_term, altered, events, evidence, without
