@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def badges(page: str) -> Mapping[Path, str]:
     """Path and text of every badge, by the tables of docs/evidence.md."""
-    rows = re.findall(r"^    (\S+) +\d+ +\d+ .* (\w+)$", page, re.MULTILINE)
+    rows = re.findall(r"^(\S+) +\d+ +\d+ .* (\w+)$", page, re.MULTILINE)
     proved = {
         mode for mode in MODES if (mode, "pass") in rows and {end for row, end in rows if row == mode} == {"pass"}
     }

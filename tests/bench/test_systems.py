@@ -31,13 +31,10 @@ from tests import ROOT
 CELLS = list(read_cells())
 
 
-def test_the_page_has_every_cell_with_its_result_and_no_other_and_the_readme_their_numbers() -> None:
+def test_the_page_has_every_cell_with_its_result_and_no_other() -> None:
     row = r"^\|[^|]*\| `(\w+)` \| `([^`]+)` \| (\w+) \| (pass|known defect|cannot run|FAIL)\b"
     assert re.findall(row, PAGE.read_text("utf-8"), re.MULTILINE) == [(*key(cell)[1:], cell.expected) for cell in CELLS]
     assert stored_on(PAGE).keys() == {key(cell) for cell in CELLS if cell.expected == PASSED and cell.kept}
-    counts = [sum(cell.expected == result for cell in CELLS) for result in (PASSED, DEFECT, CANNOT)]
-    told = "{} cases pass, {} fail in the module of a known defect, and {} cannot run on a CPU".format(*counts)
-    assert told in " ".join((ROOT / "README.md").read_text("utf-8").split())
 
 
 def test_a_file_of_a_system_is_a_short_tutorial_and_every_one_is_in_the_matrix() -> None:

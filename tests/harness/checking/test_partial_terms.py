@@ -19,7 +19,6 @@ from shardproof.harness.terms import FIELDS, Term
 from shardproof.harness.verdicts.verdict import FAIL, PASS
 from shardproof.harness.witnesses.agreement import CLOSED_FORM, agreement, of_ledger
 from shardproof.harness.witnesses.chosen import terms_of
-from tests.harness.noted import reasons_of
 from tests.harness.toy_evidence import TERMS, altered, case, events, evidence, told_by, without
 
 EVENTS = events()
@@ -94,10 +93,11 @@ def test_a_place_is_named_where_all_counted_events_have_it() -> None:
 def test_equal_terms_add_up_and_a_pass_lists_what_was_not_compared() -> None:
     finding = judged([ALL])
     assert (finding.verdict, finding.message) == (PASS, "20 events a rank, as the closed form states")
-    assert reasons_of(finding) == ["its terms leave out phase, region, reduce_op, group_size, dtype"]
+    (left_out,) = finding.notes
+    assert left_out.names == ("phase", "region", "reduce_op", "group_size", "dtype")
     halves = [Term(op="all_reduce", calls=12, total_bytes=6000), Term(op="all_reduce", calls=8, total_bytes=400)]
     assert judged(halves).verdict == PASS
-    assert reasons_of(judged([Term(axis="tp")]))[0].endswith("payload_bytes, calls")
+    assert judged([Term(axis="tp")]).notes[0].names[-2:] == ("payload_bytes", "calls")
     assert judged([Term(axis="tp"), Term(axis="dp", calls=0)]).verdict == PASS
     assert judged([Term(axis="dp"), Term(axis="tp", calls=0)]).verdict == FAIL
 
