@@ -2,8 +2,8 @@
 
     python -m bench.badges [--check]
 
-Writes docs/badges/*.svg: planted bugs found and modes proved (tables of docs/evidence.md), tested releases of torch
-(`make compat`). With --check nothing is written: exit status 1 names each badge that is stale.
+Writes docs/badges/*.svg: planted bugs found (docs/evidence.md), modes proved (docs/default_run.md), and tested releases
+of torch (`make compat`). With --check nothing is written: exit status 1 names each badge that is stale.
 """
 
 import argparse
@@ -16,7 +16,8 @@ from shardproof.harness.torch_internals.lookup import TESTED
 from shardproof.reference.language.core import MODES
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDER, PAGE = ROOT / "docs" / "badges", ROOT / "docs" / "evidence.md"
+FOLDER = ROOT / "docs" / "badges"
+PAGES = (ROOT / "docs" / "evidence.md", ROOT / "docs" / "default_run.md")
 _GREEN, _RED, _WIDE = "#2e7d32", "#c62828", 7
 """Colours of a badge that states all and of one that does not; pixels of a letter, at most."""
 _SVG = """\
@@ -37,18 +38,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.badges", description="badges of the README")
     parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 when one is stale")
     only_check = parser.parse_args(arguments).check
-    stale = [path for path, text in badges(PAGE.read_text()).items() if not path.exists() or path.read_text() != text]
+    stale = [path for path, text in badges(read_pages()).items() if not path.exists() or path.read_text() != text]
     for path in stale:
         if only_check:
             print(f"{path.relative_to(ROOT)}: is stale; python -m bench.badges writes it", file=sys.stderr)
         else:
             path.parent.mkdir(exist_ok=True)
-            path.write_text(badges(PAGE.read_text())[path])
+            path.write_text(badges(read_pages())[path])
     return 1 if only_check and stale else 0
 
 
+def read_pages() -> str:
+    """The pages whose tables badges state."""
+    return "".join(page.read_text() for page in PAGES)
+
+
 def badges(page: str) -> Mapping[Path, str]:
-    """Path and text of every badge, by the tables of docs/evidence.md."""
+    """Path and text of every badge, by the tables of PAGES."""
     rows = re.findall(r"^(\S+) +\d+ +\d+ .* (\w+)$", page, re.MULTILINE)
     proved = {
         mode for mode in MODES if (mode, "pass") in rows and {end for row, end in rows if row == mode} == {"pass"}

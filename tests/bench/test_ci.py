@@ -1,7 +1,7 @@
 """What CI adds: badges of the README, and tests that are skipped everywhere.
 
-Badges state the tables of docs/evidence.md, and releases that `make compat` and docs/limits.md name. A test that is
-skipped in the reports of both environments is named, unless no environment of CI can run it.
+Badges state the tables of docs/evidence.md and docs/default_run.md, and releases that `make compat` and docs/limits.md
+name. A test that is skipped in the reports of both environments is named, unless no environment of CI can run it.
 """
 
 import re
@@ -29,7 +29,7 @@ def test_the_releases_of_torch_are_what_is_said_to_be_tested() -> None:
     assert sorted([python, torch] for python, many in rows for torch in many.split(", ")) == sorted(pairs)
 
 
-PAGE = badges.PAGE.read_text()
+PAGE = badges.read_pages()
 
 
 def test_no_badge_is_stale_and_the_readme_shows_all() -> None:

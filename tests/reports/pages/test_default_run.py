@@ -1,4 +1,4 @@
-"""`shardproof run` without arguments, as users see it: the table of docs/evidence.md, and a page with its figures.
+"""`shardproof run` without arguments, as users see it: the table of docs/default_run.md, and a page with its figures.
 
 Pages in a real browser: no console message, no request, nothing wider than the screen, at three widths. Screenshots
 land in the test's folder. Skipped where no Chromium is installed. axe-core's rules of accessibility are put to copies
