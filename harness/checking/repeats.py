@@ -42,7 +42,7 @@ def check_documents(documents: Documents) -> Finding:
     if leak is None:
         return Finding(verdict=PASS, facts=(state_fact("documents_apart", documents=documents.count),))
     values = {name: getattr(leak, name) for name in ("of", "other", "token", "rank", "gap", "before", "place")}
-    fact = state_fact(f"document_leak_{leak.phase}", **values)
+    fact = state_fact("document_leak_forward" if leak.phase == "forward" else "document_leak_backward", **values)
     if leak.rounding:
         facts, notes = (fact, state_fact("leak_as_rounding")), note_unchecked("borders of documents")
         return Finding(verdict=UNKNOWN, facts=facts, notes=notes)

@@ -40,7 +40,6 @@ from shardproof.reports.options.option_checks import (
     with_data,
 )
 from shardproof.reports.options.others import check_options
-from shardproof.reports.printing.text import show_note
 
 LAUNCHED = "torchrun"
 """The engine of ranks that torchrun has launched: all run this command, and rank 0 alone does the work."""
@@ -102,6 +101,8 @@ def _note_unquoted(cases: Sequence[str]) -> None:
     first = os.environ.get("RANK", "0") == "0"
     if first and len(keys) > 1 and len({*keys}) == len(keys) == len(cases):
         quoted = f'"{" ".join(cases)}"'
+        from shardproof.reports.printing.text import show_note  # noqa: PLC0415  (rich may be missing: doctor tells it)
+
         show_note(f"these words are {len(cases)} cases, one each; as one case: {quoted}", sys.stderr)
 
 

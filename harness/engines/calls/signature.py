@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.distributed import ReduceOp
 from torch.utils import checkpoint
 
@@ -162,8 +163,18 @@ def call_of(
 
 
 def is_computed(payload: Sequence[Tensor]) -> bool:
-    """Whether autograd computed a tensor of a payload: no batch, parameter or gradient has a node that made it."""
-    return any(tensor.grad_fn is not None for tensor in payload)
+    """Whether autograd computed a tensor of a payload: no batch, parameter or gradient has a node that made it.
+
+    A clone of one has a node too: functional collectives send clones of what they are given.
+    """
+    return any(_without_clones(tensor.grad_fn) is not None for tensor in payload)
+
+
+def _without_clones(node: Node | None) -> Node | None:
+    """The node that made a tensor, behind those of clones; None for a leaf."""
+    while node is not None and node.name() == "CloneBackward0":
+        node = node.next_functions[0][0]
+    return None if node is None or node.name().endswith("AccumulateGrad") else node
 
 
 def address_of(signature: Signature, payload: Sequence[Tensor]) -> int:
