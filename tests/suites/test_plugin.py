@@ -220,7 +220,8 @@ def test_a_ledger_gate_fails_with_the_difference(tmp_path: Path) -> None:
             right.holds(CASE)
         replace(right, update=True).holds(CASE)
         right.holds(CASE)
-        with pytest.raises(AssertionError, match=r"(?s)new +backward +layers\.1 +all_gather of .* tp .*--update-ledgers"):
+        row = r"(?s)new +backward +layers\.1 +all_gather of .* tp .*--update-ledgers"
+        with pytest.raises(AssertionError, match=row):
             replace(right, subject=resolve_subject("tests.reports.toy_traffic:gather")).holds(CASE)
         path = tmp_path / file_of(str(CASE))
         stored = path.read_bytes()
