@@ -7,6 +7,7 @@ A tensor that did not fit into the budget of bytes has a row with the reason in 
 offsets count elements, sizes are bytes.
 """
 
+import importlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -111,12 +112,11 @@ class RankValues:
 def safetensors_module() -> Any:
     """The package safetensors. Raises RequestError where it is not installed."""
     try:
-        import safetensors  # noqa: PLC0415  (an optional package)
-        import safetensors.torch  # noqa: PLC0415
+        importlib.import_module("safetensors.torch")
+        return importlib.import_module("safetensors")
     except ImportError:
         rule = "values are kept in files of the package safetensors, which is not installed"
         raise RequestError(f"values: {rule}; legal: pip install safetensors") from None
-    return safetensors
 
 
 def file_of_step(folder: Path, rank: int, step: int) -> Path:
