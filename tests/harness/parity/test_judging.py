@@ -13,6 +13,8 @@ from shardproof.harness.running.result import CaseResult
 from shardproof.harness.verdicts.facts import FailedCheck
 from tests.harness.parity.toy_launches import BATCH, Toy, initial_values
 
+pytest.importorskip("safetensors", reason="needs safetensors")
+
 LAYOUTS: Mapping[str, Mapping[str, Any]] = {
     "one": {},
     "dp": {"dp": 2},

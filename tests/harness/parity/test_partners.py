@@ -13,6 +13,8 @@ from shardproof.harness.parity.partners import Partners, find_partners
 from shardproof.harness.parity.recorded import Launch, read_launch
 from shardproof.harness.programs.values import ValueRow, append_values
 
+pytest.importorskip("safetensors", reason="needs safetensors")
+
 Local = tuple[Tensor, Mapping[str, Any]]
 """A rank's tensor, and what its row states."""
 

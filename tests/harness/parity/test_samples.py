@@ -12,6 +12,8 @@ from shardproof.harness.parity.recorded import Launch, read_launch
 from shardproof.harness.parity.samples import check_samples, describe_difference, samples_of
 from shardproof.harness.programs.values import ValueRow, append_values
 
+pytest.importorskip("safetensors", reason="needs safetensors")
+
 TOKENS = torch.randint(0, 50, (4, 8), generator=torch.Generator().manual_seed(1))
 Given = Sequence[Mapping[str, Tensor]]
 """Of one rank: what the outermost module is called with, micro-batch by micro-batch."""

@@ -19,6 +19,8 @@ from shardproof.harness.programs.tensors.layouts import split_of_master, split_v
 from shardproof.harness.programs.values import KINDS, RankValues, ValueRow, read_values
 from tests.harness.programs.launched import LIMIT_S, forked, ran
 
+pytest.importorskip("safetensors", reason="needs safetensors")
+
 SCRIPT = Path(__file__).with_name("valued.py")
 TIED, UNTIED = "plain", "checkpoint"
 TRUTHS = {"ddp": TIED, "fsdp1": UNTIED, "fsdp1-flat": UNTIED, "fsdp2": UNTIED, "tp": UNTIED}

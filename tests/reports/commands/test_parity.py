@@ -13,6 +13,8 @@ from shardproof.reports.commands import cli
 from shardproof.reports.stored.frames import load
 from tests import ROOT
 
+pytest.importorskip("safetensors", reason="needs safetensors")
+
 SCRIPT = ROOT / "tests" / "harness" / "parity" / "train_gpt.py"
 LIMIT_S = 240.0
 
