@@ -1,7 +1,7 @@
 """Whether anything was trained at all: what is dead on both sides agrees, and proves nothing.
 
 Dead are gradients that are zero everywhere or that no parameter receives, parameters that do not move, a loss that is
-0 or no number (a mask that leaves nothing), and targets that are all ignored.
+0 or no number (a mask that leaves nothing), targets that are all ignored, and data ranks that all train on one batch.
 """
 
 from collections.abc import Iterator
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from shardproof.harness.checking.finding import Finding
+from shardproof.harness.outcome.merging import bits_of
 from shardproof.harness.parity.recorded import Launch
 from shardproof.harness.verdicts.facts import Fact, state_fact
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
@@ -46,12 +47,38 @@ def _dead(launch: Launch) -> Iterator[tuple[Fact, str]]:
             yield state_fact("gradients_zero", step=step), f"grad/{gradients[0][0].name}"
     last = launch.steps - 1
     if last >= 0:
+        yield from _alike_data_ranks(launch)
         started = {(rank.rank, row.name, row.offsets): rank.tensor(row) for rank, row in launch.rows("param")}
         after = [(rank, row, rank.tensor(row)) for rank, row in launch.rows("param_after", last)]
         known = [(row, tensor, started[key]) for rank, row, tensor in after
                  if (key := (rank.rank, row.name, row.offsets)) in started]  # fmt: skip
         if known and all(torch.equal(tensor, before) for _, tensor, before in known):
             yield state_fact("nothing_moves", steps=launch.steps), f"param_after/{last}/{known[0][0].name}"
+
+
+def _alike_data_ranks(launch: Launch) -> Iterator[tuple[Fact, str]]:
+    """Ranks of one DistributedDataParallel, or FSDP over one axis, that were given the same batch and have one loss.
+
+    Ranks of another axis may be given the same batch too, and hold parts of its sequence: their losses differ.
+    """
+    places = {
+        rank.rank: row.axes
+        for rank, row in launch.rows("param")
+        if row.stated_by in ("ddp", "fsdp") and len(row.axes) == 1
+    }
+    seen: dict[object, tuple[int, tuple[tuple[str, int, int], ...]]] = {}
+    for rank in launch.ranks:
+        if rank.rank not in places:
+            continue
+        bits = [
+            tuple(bytes(bits_of(one.tensor(row)).numpy()) for one, row in launch.rows(kind, step) if one is rank)
+            for step in range(launch.steps)
+            for kind in ("sample", "loss")
+        ]
+        first, axes = seen.setdefault(tuple(bits), (rank.rank, places[rank.rank]))
+        if all(bits) and axes != places[rank.rank]:
+            fact = state_fact("data_ranks_alike", ranks=[first, rank.rank], axis=axes[0][0])
+            yield fact, f"sample/{launch.steps - 1}"
 
 
 def _dead_targets(launch: Launch, step: int) -> Iterator[tuple[Fact, str]]:

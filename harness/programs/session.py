@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TypedDict
 
@@ -127,6 +128,9 @@ def values_of(
         if given:
             raise RequestError(f"{given[0]}: is about values, which are not recorded; legal: --values {given[0]}")
         return None
+    if find_spec("safetensors") is None:
+        rule = "values are kept in files of the package safetensors, which is not installed"
+        raise RequestError(f"values: {rule}; legal: pip install safetensors")
     if dtype not in (None, "float64"):
         raise RequestError(f"dtype={dtype}: must be float64, or left out for the program's own; legal: --dtype float64")
     gib = 0.0

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from shardproof.harness.parity.alive import check_alive
 from shardproof.harness.parity.judging import Further, judge_launches
-from shardproof.harness.parity.recorded import read_launch
+from shardproof.harness.parity.recorded import Launch, read_launch
 from shardproof.harness.running.result import CaseResult
 from shardproof.harness.verdicts.facts import FailedCheck
-from tests.harness.parity.toy_launches import BATCH, Toy, initial_values
+from tests.harness.parity.toy_launches import BATCH, Rank, Toy, initial_values
 
 pytest.importorskip("safetensors", reason="needs safetensors")
 
@@ -176,6 +177,31 @@ def test_launches_that_are_dead_alike_do_not_pass(what: str, tmp_path: Path) -> 
     edits, words = DEAD[what]
     result = judged(tmp_path, Toy(edits=edits), Toy(edits=edits, dp=2))
     assert words in statements(result, "fail")["alive"]
+
+
+def test_data_ranks_that_train_on_one_batch_are_named_and_ranks_of_another_axis_are_not(tmp_path: Path) -> None:
+    x, w = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)), torch.ones(3)
+
+    def launch(name: str, axes: list[tuple[str, int, int]], losses: list[float]) -> Launch:
+        for number, (axis, loss) in enumerate(zip(axes, losses, strict=True)):
+            rank = Rank(number)
+            rank.add("param", 0, "w", w, stated_by="ddp" if axis[1] > 1 else "", axes=(axis,))
+            for kind, tensor in (("grad", w), ("param_after", w * 2)):
+                rank.add(kind, 0, "w", tensor)
+            rank.add("sample", 0, "args/0", x)
+            rank.add("loss", 0, "", torch.tensor(loss))
+            rank.write(tmp_path / name, len(axes))
+        return read_launch(tmp_path / name)
+
+    for folder in ("one", "data", "sequence", "tensor"):
+        (tmp_path / folder).mkdir()
+    one = launch("one", [("ddp", 1, 0)], [0.5])
+    dead = check_alive(one, launch("data", [("ddp", 2, 0), ("ddp", 2, 1)], [0.5, 0.5]))
+    assert dead.verdict == "fail" and "ranks 0 1 share a data axis (ddp)" in dead.message
+    parts = launch("sequence", [("ddp", 2, 0), ("ddp", 2, 1)], [0.25, 0.75])
+    assert check_alive(one, parts).verdict == "pass", "each has a part of the sequence"
+    peers = launch("tensor", [("ddp", 2, 0), ("ddp", 2, 0)], [0.5, 0.5])
+    assert check_alive(one, peers).verdict == "pass", "of one place in two groups"
 
 
 def test_what_forward_draws_makes_numbers_undecided(tmp_path: Path) -> None:
