@@ -34,10 +34,9 @@ def train(case, model, dp_ranks, group=None):
         for micro, dp_rank in ((micro, dp_rank) for micro in range(case.micro) for dp_rank in dp_ranks):
             draws = torch.Generator().manual_seed(case.samples(step, micro, dp_rank, 5).start)
             x = torch.randn(5, case.width, generator=draws, dtype=torch.float64).to(total.dtype)
-            # Over the samples of this rank: FSDP2 averages the gradients of the data ranks.
             (loss := (model(x) - x.roll(1, 0)).square().mean() / (case.micro * len(dp_ranks))).backward()
             total += loss.detach()
-        if group:
+        if group:  # FSDP2 averages the gradients of the data ranks
             dist.all_reduce(total, group=group)
             total /= case.dp
         outcome |= {f"grad/{name}": w.grad.clone() for name, w in model.named_parameters() if step == 0}
@@ -47,8 +46,8 @@ def train(case, model, dp_ranks, group=None):
 
 def subject(case, device):
     mesh, model = dist.init_device_mesh("cpu", (case.dp, case.tp), mesh_dim_names=("dp", "tp")), dense(case)
+    plan = {"0": parallel.ColwiseParallel(), "2": parallel.RowwiseParallel()}
     if case.tp > 1:
-        plan = {"0": parallel.ColwiseParallel(), "2": parallel.RowwiseParallel()}
         parallel.parallelize_module(model, mesh["tp"], plan, src_data_rank=None)
     if case.dp > 1:
         fully_shard(model, mesh=mesh["dp"])
