@@ -93,7 +93,7 @@ def test_a_comparison_is_one_page_and_one_comment(
     bars = {line.split()[0]: line.count("#") for line in out.splitlines() if line.strip().startswith(("tp b", "now"))}
     assert bars == {"tp": 15, "now": 30}, "backward: half of what it is now"
     assert "| new | backward | layers.1 | all_gather of float32 8x16 | " in out
-    assert "times show nothing: " in out
+    assert "times show nothing: " in out or "interval: 99.9%" in out, "two runs of one machine may differ in time"
     for words in (("-o", "x.html"), ("--markdown",)):
         assert f"legal: shardproof page {sides[0]}" in shardproof.refused("compare", sides[0], *words)
     assert "cannot be written" in shardproof.refused("compare", *sides, "-o", str(tmp_path))
