@@ -276,7 +276,8 @@ def test_the_command_says_what_and_where_in_words_and_json_and_ends_with_one(
     status, out, _ = shardproof("compare", "main", str(runs["again"]))
     assert (status, "no limit is broken: events:0" in out) == (0, True)
     assert out.startswith("tp: no event differs: 24 calls, 6 KiB on a rank\n")
-    assert "times show nothing: no phase is slower or faster" in out and "Time of a micro-batch" not in out
+    # Two runs of one machine may differ in time, and then the table says how.
+    assert ("times show nothing: no phase is slower or faster" in out) is ("Time of a micro-batch" not in out)
     status, out, _ = shardproof("compare", "main", str(runs["wider"]), "--json")
     found = json.loads(out)
     assert status == 1
