@@ -15,7 +15,6 @@ from shardproof.harness.parity.recorded import Launch
 from shardproof.harness.programs.session import ValueOptions
 from shardproof.harness.running.result import CaseResult
 
-
 SCRIPT = Path(__file__).with_name("train_gpt.py")
 LIMIT_S = 240.0
 EDITS: Mapping[str, tuple[str, str, str, str]] = {
