@@ -46,7 +46,7 @@ LISTED = 5
 
 
 @dataclass(slots=True, kw_only=True)
-class Comparison:
+class LaunchComparison:
     """What is known of two launches while they are judged."""
 
     first: Launch
@@ -63,7 +63,7 @@ class Comparison:
     control_tensors: list[dict[str, Tensor]] = field(default_factory=list)
 
 
-def prepare_comparison(first: Launch, second: Launch) -> Comparison:
+def prepare_comparison(first: Launch, second: Launch) -> LaunchComparison:
     """Both launches, as far as their recordings show how they belong together."""
     count = min(first.steps, second.steps)
     found = [samples_of(first, second, step) for step in range(count)]
@@ -75,7 +75,7 @@ def prepare_comparison(first: Launch, second: Launch) -> Comparison:
     partners = find_partners(initial, first.aliases, second)
     flat = flat_parameters(second, partners, initial)
     case = ParityCase(name=NAME, world_size=second.world_size, axes=axes, steps=max(count, 1), dtype=first.dtype)
-    return Comparison(
+    return LaunchComparison(
         first=first,
         second=second,
         partners=partners,
@@ -89,7 +89,7 @@ def prepare_comparison(first: Launch, second: Launch) -> Comparison:
     )
 
 
-def comparison_from(seen: Comparison, step: int) -> Comparison:
+def comparison_from(seen: LaunchComparison, step: int) -> LaunchComparison:
     """The same launches from a step on, with the partners and axes that are known of them."""
     first, second = seen.first.from_step(step), seen.second.from_step(step)
     tensors, flaws = full_tensors(first, seen.reading)
@@ -109,7 +109,7 @@ def comparison_from(seen: Comparison, step: int) -> Comparison:
     return later
 
 
-def judge_numbers(seen: Comparison) -> tuple[Evidence, dict[str, Finding]]:
+def judge_numbers(seen: LaunchComparison) -> tuple[Evidence, dict[str, Finding]]:
     """The evidence, and what the checks of numbers find in it."""
     outcomes = outcomes_of(seen.second, seen.partners, seen.axes, seen.reading)
     known = {name for outcome in outcomes for name in outcome}
@@ -128,13 +128,13 @@ def judge_numbers(seen: Comparison) -> tuple[Evidence, dict[str, Finding]]:
     return evidence, run_checks(evidence, CHECKS)
 
 
-def add_control(seen: Comparison, launch: Launch) -> None:
+def add_control(seen: LaunchComparison, launch: Launch) -> None:
     """Take a further run of the first launch into the limits."""
     seen.controls.append(launch)
     seen.control_tensors.append(control_tensors(launch, seen.flat, seen.reading))
 
 
-def wrong_starts(seen: Comparison, findings: Mapping[str, Finding]) -> list[str]:
+def wrong_starts(seen: LaunchComparison, findings: Mapping[str, Finding]) -> list[str]:
     """The parameters that begin with other values than in the first launch."""
     wrong = {name for finding in findings.values() if finding.verdict == FAIL for name in finding.names}
     return [name.removeprefix("init/") for name in seen.tensors if name in wrong and kind_of(name) == "init"]

@@ -13,7 +13,7 @@ from shardproof.harness.checking.records import Evidence
 from shardproof.harness.diagnosing.causes.proofs import is_explained_by
 from shardproof.harness.diagnosing.diagnosis import Diagnosis
 from shardproof.harness.parity import samples
-from shardproof.harness.parity.comparison import Comparison, comparison_from, judge_numbers, wrong_starts
+from shardproof.harness.parity.comparison import LaunchComparison, comparison_from, judge_numbers, wrong_starts
 from shardproof.harness.parity.modules import Compared, find_wrong_module
 from shardproof.harness.parity.quantities import full_tensors, with_flat
 from shardproof.harness.running.explaining import diagnose_findings
@@ -24,7 +24,9 @@ from shardproof.harness.verdicts.verdict import FAIL
 _DENSE, _FIRST = "the dense model", "the first launch"
 
 
-def explain_findings(seen: Comparison, evidence: Evidence, findings: dict[str, Finding], repeat: str) -> CaseResult:
+def explain_findings(
+    seen: LaunchComparison, evidence: Evidence, findings: dict[str, Finding], repeat: str
+) -> CaseResult:
     """The verdicts, those of failed checks with their first place and causes; `repeat` compares the launches again."""
     text, failures = str(seen.case), dict[str, FailedCheck]()
     diagnoses: Mapping[str, Diagnosis] = {}
@@ -55,7 +57,7 @@ def _wrong_names(findings: Mapping[str, Finding]) -> set[str]:
     return {name for finding in findings.values() if finding.verdict == FAIL for name in finding.names}
 
 
-def _in_its_own_step(seen: Comparison, findings: Mapping[str, Finding]) -> FailedCheck | None:
+def _in_its_own_step(seen: LaunchComparison, findings: Mapping[str, Finding]) -> FailedCheck | None:
     """The first failure of the first wrong step, judged as if the launches had begun there; None for the first step."""
     wrong = _wrong_names(findings)
     step = min((max(step_of(name), 0) for name in seen.tensors if name in wrong), default=0)
@@ -72,7 +74,7 @@ def _in_its_own_step(seen: Comparison, findings: Mapping[str, Finding]) -> Faile
 
 
 def _stale_gradients(
-    seen: Comparison, evidence: Evidence, found: Mapping[str, Finding], step: int
+    seen: LaunchComparison, evidence: Evidence, found: Mapping[str, Finding], step: int
 ) -> tuple[LikelyCause, ...]:
     """The cause of wrong gradients that all hold those of the step before too."""
     wrong = [name for name in evidence.truth.tensors if kind_of(name) == "grad" and name in _wrong_names(found)]
@@ -87,7 +89,7 @@ def _stale_gradients(
     return ()
 
 
-def _with_search(seen: Comparison, evidence: Evidence, findings: Mapping[str, Finding]) -> Evidence:
+def _with_search(seen: LaunchComparison, evidence: Evidence, findings: Mapping[str, Finding]) -> Evidence:
     """The evidence with what stands before the first wrong number: samples, initial values, the first wrong module."""
     if samples.CHECK in findings and findings[samples.CHECK].verdict == FAIL:
         how = next(filter(None, map(samples.describe_difference, seen.steps)))
@@ -110,7 +112,7 @@ def _with_search(seen: Comparison, evidence: Evidence, findings: Mapping[str, Fi
     return evidence.with_found(located=find_wrong_module(both, forward="loss/0" in wrong, backward=backward))
 
 
-def _start_of(seen: Comparison, names: Sequence[str]) -> Fact:
+def _start_of(seen: LaunchComparison, names: Sequence[str]) -> Fact:
     """Which initial values differ, and the ranks whose values alone do."""
     placements = seen.partners.placements.items()
     apart = sorted({rank for (rank, _), one in placements if not one.known and {*one.names} & {*names}})

@@ -15,7 +15,7 @@ from shardproof.harness.diagnosing.causes.places import order_by_time
 from shardproof.harness.parity import alive, samples
 from shardproof.harness.parity.comparison import (
     LISTED,
-    Comparison,
+    LaunchComparison,
     add_control,
     judge_numbers,
     prepare_comparison,
@@ -76,7 +76,7 @@ def judge_launches(first: Launch, second: Launch, *, repeat: str = "", further: 
 
 
 def _with_limits(
-    seen: Comparison, evidence: Evidence, findings: dict[str, Finding], further: Further
+    seen: LaunchComparison, evidence: Evidence, findings: dict[str, Finding], further: Further
 ) -> tuple[Evidence, dict[str, Finding]]:
     """Evidence and findings by the limits that perturbed runs of the first launch show, as many as it takes."""
     for number in range(1, _MOST_RUNS + 1):
@@ -89,7 +89,7 @@ def _with_limits(
     return judge_numbers(seen) if 0 < len(seen.controls) < _RUNS else (evidence, findings)
 
 
-def _may_be_rounding(seen: Comparison, findings: Mapping[str, Finding]) -> bool:
+def _may_be_rounding(seen: LaunchComparison, findings: Mapping[str, Finding]) -> bool:
     """Whether rounding may explain what is wrong first: in float64 only errors as small as noise can be."""
     errors = {one.name: one.error for finding in findings.values() for one in finding.wrong}
     torn = findings["replicas"].names if "replicas" in findings else ()
@@ -105,7 +105,7 @@ def furthest_ratio(findings: Mapping[str, Finding]) -> float:
 
 
 def _with_reading(
-    seen: Comparison, evidence: Evidence, findings: dict[str, Finding]
+    seen: LaunchComparison, evidence: Evidence, findings: dict[str, Finding]
 ) -> tuple[Evidence, dict[str, Finding]]:
     """Another reading of the losses where only the losses are wrong, and it is right.
 
@@ -124,7 +124,7 @@ def _with_reading(
     return evidence, findings
 
 
-def check_partners(seen: Comparison, evidence: Evidence) -> Finding:
+def check_partners(seen: LaunchComparison, evidence: Evidence) -> Finding:
     """Whether there is something to compare, and what of both launches is not."""
     parameters = [name.removeprefix("init/") for name in seen.tensors if name.startswith("init/")]
     placed = {name for placement in seen.partners.placements.values() for name in placement.names}
@@ -172,7 +172,7 @@ def _is_part_of(name: str, parameters: Sequence[str]) -> bool:
     return any(name.endswith(f"/{parameter.rpartition('/')[2]}") for parameter in parameters)
 
 
-def _list_remarks(seen: Comparison) -> list[str]:
+def _list_remarks(seen: LaunchComparison) -> list[str]:
     """What stayed in a narrower dtype, or kept initial values of its own, though the user asked for other ones."""
     found: list[str] = []
     for rank in (*seen.first.ranks, *seen.second.ranks):

@@ -34,7 +34,7 @@ _OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recorder:
+class LaunchRecorder:
     """How launches are recorded: the first `steps`, below `folder`, each for `timeout_s` at most.
 
     `values` are the options of recording that all launches have. `heard` is called as every launch begins.

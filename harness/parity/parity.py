@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shardproof.harness.parity.comparison import NAME
 from shardproof.harness.parity.judging import Further, judge_launches
-from shardproof.harness.parity.launching import Recorder
+from shardproof.harness.parity.launching import LaunchRecorder
 from shardproof.harness.parity.recorded import Launch, read_launch
 from shardproof.harness.programs.session import ValueOptions
 from shardproof.harness.running.result import CaseResult, stored_part
@@ -20,7 +20,7 @@ from shardproof.harness.verdicts.verdict import PASS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class ParityRequest:
     """Two commands to launch, and how. `values` are the options of recording, `command` is what the user asked for."""
 
     first: tuple[str, ...]
@@ -33,7 +33,7 @@ class Request:
     command: tuple[str, ...]
 
 
-def prove_parity(request: Request, heard: Callable[[str], object] = str) -> RunResult:
+def prove_parity(request: ParityRequest, heard: Callable[[str], object] = str) -> RunResult:
     """Record both launches, further runs of the first one where they are needed, and judge them.
 
     Raises what a launch raises that does not come to its last step.
@@ -42,7 +42,7 @@ def prove_parity(request: Request, heard: Callable[[str], object] = str) -> RunR
     about |= {"timeout_s": request.timeout_s, "steps": request.steps, "cases": 1}
     store = Store(request.out, NAME, environment(request.command, about))
     seconds: dict[str, float] = {}
-    recorder = Recorder(
+    recorder = LaunchRecorder(
         folder=store.path, steps=request.steps, timeout_s=request.timeout_s, values=request.values, heard=heard
     )
     with _time_part(seconds, "truth"):

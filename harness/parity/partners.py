@@ -24,7 +24,7 @@ _MOST_SLICES = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class ParameterSlice:
     """A run of slices of a local tensor, `start` to `start + length`, and where it lies in a parameter of the first
     launch, `name`, of shape `full`: at `offset` along the dim of the placement.
     """
@@ -37,7 +37,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class SlicePlacement:
     """Where a rank's parameter lies in those of the first launch: pieces along `dim`, or by the row's own offsets.
 
     `stated` is the name of the parameter whose part the program states, then there are no pieces. `known` says that
@@ -45,7 +45,7 @@ class Placement:
     """
 
     dim: int = 0
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[ParameterSlice, ...] = ()
     stated: str = ""
     known: bool = True
 
@@ -73,7 +73,7 @@ class Partners:
     `modules`: by rank, paths of modules that have another path in the first launch -> that path.
     """
 
-    placements: Mapping[tuple[int, str], Placement]
+    placements: Mapping[tuple[int, str], SlicePlacement]
     unplaced: tuple[tuple[int, str], ...] = ()
     modules: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
 
@@ -88,7 +88,7 @@ def find_partners(initial: Mapping[str, Tensor], aliases: Mapping[str, str], sec
     `aliases`: further names of the first launch's parameters -> the name in `initial`.
     """
     index = _Index(initial, aliases)
-    placements: dict[tuple[int, str], Placement] = {}
+    placements: dict[tuple[int, str], SlicePlacement] = {}
     open_rows: list[tuple[int, ValueRow, Tensor]] = []
     for rank, row in second.rows("param"):
         local = rank.tensor(row)
@@ -124,7 +124,7 @@ class _Index:
         name = self._aliases.get(name, name)
         return name if name in self.initial else ""
 
-    def by_values(self, row: ValueRow, local: Tensor) -> Placement | None:
+    def by_values(self, row: ValueRow, local: Tensor) -> SlicePlacement | None:
         """The placement that its numbers show; None where they show none."""
         if not _is_telling(local):
             return None
@@ -144,7 +144,7 @@ class _Index:
                 return found
         return None
 
-    def _find_stated(self, row: ValueRow, local: Tensor, name: str) -> Placement | None:
+    def _find_stated(self, row: ValueRow, local: Tensor, name: str) -> SlicePlacement | None:
         block = Block(local=local, offsets=row.offsets or (), global_shape=row.global_shape or ())
         names = [name] if name else []
         names += [other for other in self.initial if other != name]
@@ -153,10 +153,10 @@ class _Index:
             if is_flat(row, full):
                 full = full.flatten()
             if tuple(full.shape) == block.global_shape and _equal(block.part_of(full), local):
-                return Placement(stated=other)
+                return SlicePlacement(stated=other)
         return None
 
-    def _in_one(self, local: Tensor, name: str) -> Placement | None:
+    def _in_one(self, local: Tensor, name: str) -> SlicePlacement | None:
         """Its place in the parameter of this name."""
         full = self.initial[name]
         if full.shape == local.shape:
@@ -166,7 +166,7 @@ class _Index:
             return None
         return self._along(local, dims[0], name)
 
-    def _along(self, local: Tensor, dim: int, name: str | None) -> Placement | None:
+    def _along(self, local: Tensor, dim: int, name: str | None) -> SlicePlacement | None:
         """The places of its slices along a dim, in one parameter or in any; None where one of them is nowhere.
 
         Slices at the end that are nowhere may be padding, where the parameter of its name has fewer slices in all.
@@ -197,9 +197,9 @@ class _Index:
             if end == len(places) or places[end] != (places[end - 1][0], places[end - 1][1] + 1):
                 other, offset = places[start]
                 shape = tuple(self.initial[other].shape)
-                pieces.append(Piece(start=start, length=end - start, name=other, full=shape, offset=offset))
+                pieces.append(ParameterSlice(start=start, length=end - start, name=other, full=shape, offset=offset))
                 start = end
-        return Placement(dim=dim, pieces=tuple(pieces)) if pieces else None
+        return SlicePlacement(dim=dim, pieces=tuple(pieces)) if pieces else None
 
 
 def is_flat(row: ValueRow, full: Tensor) -> bool:
@@ -225,13 +225,13 @@ def _slices(tensor: Tensor, dim: int) -> Iterator[bytes]:
     yield from (row.tobytes() for row in rows)
 
 
-def _whole(name: str, local: Tensor, *, known: bool = True) -> Placement:
+def _whole(name: str, local: Tensor, *, known: bool = True) -> SlicePlacement:
     length = local.shape[0] if local.dim() else 1
-    piece = Piece(start=0, length=length, name=name, full=tuple(local.shape), offset=0)
-    return Placement(pieces=(piece,), known=known)
+    piece = ParameterSlice(start=0, length=length, name=name, full=tuple(local.shape), offset=0)
+    return SlicePlacement(pieces=(piece,), known=known)
 
 
-def _renames_of(rank: int, placements: Mapping[tuple[int, str], Placement]) -> dict[str, str]:
+def _renames_of(rank: int, placements: Mapping[tuple[int, str], SlicePlacement]) -> dict[str, str]:
     """Beginnings of paths that are others in the first launch, as this rank's parameters show it."""
     votes: dict[str, Counter[str]] = {}
     for (own, name), placement in placements.items():
@@ -255,8 +255,13 @@ def _rename(path: str, renames: Mapping[str, str]) -> str:
 
 
 def _beside(
-    rank: int, row: ValueRow, local: Tensor, name: str, index: _Index, placements: Mapping[tuple[int, str], Placement]
-) -> Placement | None:
+    rank: int,
+    row: ValueRow,
+    local: Tensor,
+    name: str,
+    index: _Index,
+    placements: Mapping[tuple[int, str], SlicePlacement],
+) -> SlicePlacement | None:
     """A vector without telling numbers lies as the rows of the matrix of its module do."""
     module, _, leaf = row.name.rpartition(".")
     if row.global_shape is not None or local.dim() != 1 or (name and index.initial[name].shape == local.shape):
@@ -272,14 +277,16 @@ def _beside(
             beside = index.known_name(".".join([*piece.name.split(".")[:-1], leaf]))
             full = tuple(index.initial[beside].shape) if beside else ()
             if full == piece.full[:1]:
-                moved = Piece(start=piece.start, length=piece.length, name=beside, full=full, offset=piece.offset)
+                moved = ParameterSlice(
+                    start=piece.start, length=piece.length, name=beside, full=full, offset=piece.offset
+                )
                 pieces.append(moved)
         if len(pieces) == len(placement.pieces):
-            return Placement(pieces=tuple(pieces), known=_holds(pieces, local, index))
+            return SlicePlacement(pieces=tuple(pieces), known=_holds(pieces, local, index))
     return None
 
 
-def _holds(pieces: Sequence[Piece], local: Tensor, index: _Index, dim: int = 0) -> bool:
+def _holds(pieces: Sequence[ParameterSlice], local: Tensor, index: _Index, dim: int = 0) -> bool:
     """Whether these pieces of a tensor have the first launch's numbers."""
     return all(
         _equal(
@@ -304,9 +311,9 @@ def _by_shape(
     local: Tensor,
     name: str,
     index: _Index,
-    placements: Mapping[tuple[int, str], Placement],
+    placements: Mapping[tuple[int, str], SlicePlacement],
     shapes: Mapping[str, Mapping[int, tuple[int, ...]]],
-) -> Placement | None:
+) -> SlicePlacement | None:
     """The placement of a parameter whose numbers show none: as stated, whole, or a part by the rank's place."""
     if not name:
         return None
@@ -316,7 +323,7 @@ def _by_shape(
         if tuple(full.shape) != row.global_shape:
             return None
         block = Block(local=local, offsets=row.offsets, global_shape=row.global_shape)
-        return Placement(stated=name, known=_equal(block.part_of(full), local))
+        return SlicePlacement(stated=name, known=_equal(block.part_of(full), local))
     if full.shape == local.shape:
         return _whole(name, local, known=_equal(full, local))
     dims = [dim for dim, (a, b) in enumerate(zip(full.shape, local.shape, strict=False)) if a != b]
@@ -327,11 +334,11 @@ def _by_shape(
     at = _place_of_rank(rank, parts, placements)
     if at is None:
         at = sorted(shapes[row.name]).index(rank) % parts
-    piece = Piece(start=0, length=length, name=name, full=tuple(full.shape), offset=at * length)
-    return Placement(dim=dim, pieces=(piece,), known=_holds([piece], local, index, dim))
+    piece = ParameterSlice(start=0, length=length, name=name, full=tuple(full.shape), offset=at * length)
+    return SlicePlacement(dim=dim, pieces=(piece,), known=_holds([piece], local, index, dim))
 
 
-def _place_of_rank(rank: int, parts: int, placements: Mapping[tuple[int, str], Placement]) -> int | None:
+def _place_of_rank(rank: int, parts: int, placements: Mapping[tuple[int, str], SlicePlacement]) -> int | None:
     """Which of so many parts the rank holds of parameters whose numbers show it; None where none does."""
     for (own, _), placement in placements.items():
         if own == rank and placement.known and len(placement.pieces) == 1:

@@ -9,14 +9,14 @@ from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.spreads import run_spreads
 from shardproof.harness.outcome.blocks import localize
 from shardproof.harness.parity import samples
-from shardproof.harness.parity.comparison import NUMERIC, Comparison
+from shardproof.harness.parity.comparison import NUMERIC, LaunchComparison
 from shardproof.harness.parity.quantities import control_tensors
 from shardproof.harness.parity.recorded import Launch
 from shardproof.harness.verdicts.facts import Fact, notes_about, state_fact
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 
 
-def spreads_of(seen: Comparison, again: Launch) -> dict[str, float]:
+def spreads_of(seen: LaunchComparison, again: Launch) -> dict[str, float]:
     """Name -> how far two runs of the first launch are apart, of those tensors that are."""
     second = {
         name: tensor for name, tensor in control_tensors(again, seen.flat, seen.reading).items() if name in seen.tensors
@@ -25,7 +25,7 @@ def spreads_of(seen: Comparison, again: Launch) -> dict[str, float]:
     return run_spreads([localize(seen.tensors)], [localize({**second, **absent})])
 
 
-def check_determinism(seen: Comparison, again: Launch) -> Finding:
+def check_determinism(seen: LaunchComparison, again: Launch) -> Finding:
     """Whether the first launch repeats itself. What differs by more than rounding cannot be judged."""
     spreads = spreads_of(seen, again)
     limit = torch.finfo(getattr(torch, seen.case.dtype)).eps ** 0.5
@@ -39,7 +39,7 @@ def check_determinism(seen: Comparison, again: Launch) -> Finding:
     return Finding(verdict=PASS, facts=(state_fact("launch_repeats", tensors=len(spreads)),))
 
 
-def undecided_by_chance(seen: Comparison, findings: dict[str, Finding]) -> dict[str, Finding]:
+def undecided_by_chance(seen: LaunchComparison, findings: dict[str, Finding]) -> dict[str, Finding]:
     """Findings that are unknown, not failed, since the first launch does not repeat itself."""
     repeated = findings.get("determinism")
     if repeated is None or repeated.verdict == PASS:
@@ -47,7 +47,7 @@ def undecided_by_chance(seen: Comparison, findings: dict[str, Finding]) -> dict[
     return _as_unknown(findings, (samples.CHECK, "replicas", *NUMERIC), state_fact("runs_apart"))
 
 
-def undecided_by_draws(seen: Comparison, findings: dict[str, Finding]) -> dict[str, Finding]:
+def undecided_by_draws(seen: LaunchComparison, findings: dict[str, Finding]) -> dict[str, Finding]:
     """Findings of numbers that are unknown, not failed, since forward draws numbers (dropout)."""
     drawn = [str(one) for launch in (seen.first, seen.second) for rank in launch.ranks
              for one in rank.about.get("drawn", ())]  # fmt: skip
@@ -57,7 +57,7 @@ def undecided_by_draws(seen: Comparison, findings: dict[str, Finding]) -> dict[s
     return _as_unknown(findings, ("replicas", *NUMERIC[1:]), why)
 
 
-def undecided_without_controls(seen: Comparison, findings: dict[str, Finding]) -> dict[str, Finding]:
+def undecided_without_controls(seen: LaunchComparison, findings: dict[str, Finding]) -> dict[str, Finding]:
     """Findings of numbers that are unknown, not failed: rounding may be behind them, and no run shows how much.
 
     Half of the digits of a dtype is more than rounding comes to in a few steps, but for chaotic training.

@@ -8,7 +8,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from shardproof.harness.parity.parity import Request, compare_recordings, prove_parity
+from shardproof.harness.parity.parity import ParityRequest, compare_recordings, prove_parity
 from shardproof.harness.running.run_result import RunResult
 from shardproof.reports.commands.result import show_result, write_page
 from shardproof.reports.options.launches import count_of_steps, folder_of_values
@@ -19,7 +19,7 @@ from shardproof.reports.stored.frames import load
 def main(arguments: argparse.Namespace) -> int:
     """Record both launches and judge them."""
     first, second = arguments.commands
-    request = Request(
+    request = ParityRequest(
         first=first,
         second=second,
         steps=count_of_steps(arguments.steps),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardproof.harness.parity.judging import Further, judge_launches
-from shardproof.harness.parity.launching import Recorder
+from shardproof.harness.parity.launching import LaunchRecorder
 from shardproof.harness.parity.recorded import Launch
 from shardproof.harness.programs.session import ValueOptions
 from shardproof.harness.running.result import CaseResult
@@ -37,7 +37,7 @@ class Launches:
 
     def __init__(self, folder: Path, dtype: str, *words: str) -> None:
         values = ValueOptions(dtype=dtype)
-        self._recorder = Recorder(folder=folder, steps=2, timeout_s=LIMIT_S, values=values)
+        self._recorder = LaunchRecorder(folder=folder, steps=2, timeout_s=LIMIT_S, values=values)
         self._words = words
         self._known: dict[str, Launch] = {}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardproof.harness.parity.launching import OUTPUT, Recorder, is_recorded
+from shardproof.harness.parity.launching import OUTPUT, LaunchRecorder, is_recorded
 from shardproof.harness.programs.session import ValueOptions
 from shardproof.reports.commands import cli
 from shardproof.reports.stored.frames import load
@@ -43,7 +43,7 @@ def test_a_script_is_held_against_itself_on_one_rank(
     assert {path.name for path in run.path.iterdir() if path.is_dir()} == {"first", "second"}
 
     values = ValueOptions(dtype="float64")
-    recorder = Recorder(folder=tmp_path / "edited", steps=2, timeout_s=LIMIT_S, values=values)
+    recorder = LaunchRecorder(folder=tmp_path / "edited", steps=2, timeout_s=LIMIT_S, values=values)
     edited = recorder.record("second", trained("--mode", "ddp", "--edit", "loss_count", ranks=2))
     assert cli.main(["compare", "runs/latest/first", str(edited.folder), "--values"]) == 1
     told = capsys.readouterr().out
