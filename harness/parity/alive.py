@@ -5,6 +5,7 @@ Dead are gradients that are zero everywhere or that no parameter receives, param
 """
 
 from collections.abc import Iterator
+from hashlib import sha256
 
 import torch
 
@@ -57,9 +58,10 @@ def _dead(launch: Launch) -> Iterator[tuple[Fact, str]]:
 
 
 def _alike_data_ranks(launch: Launch) -> Iterator[tuple[Fact, str]]:
-    """Ranks of one DistributedDataParallel, or FSDP over one axis, that were given the same batch and have one loss.
+    """Ranks of one DistributedDataParallel, or FSDP over one axis, that were given the same batch and compute the same.
 
-    Ranks of another axis may be given the same batch too, and hold parts of its sequence: their losses differ.
+    Ranks of another axis may be given the same batch too, and work on parts of its sequence: modules return other bits
+    there, even where the loss is the mean of all.
     """
     places = {
         rank.rank: row.axes
@@ -71,9 +73,13 @@ def _alike_data_ranks(launch: Launch) -> Iterator[tuple[Fact, str]]:
         if rank.rank not in places:
             continue
         bits = [
-            tuple(bytes(bits_of(one.tensor(row)).numpy()) for one, row in launch.rows(kind, step) if one is rank)
+            tuple(
+                sha256(bits_of(one.tensor(row)).numpy().tobytes()).digest()
+                for one, row in launch.rows(kind, step)
+                if one is rank
+            )
             for step in range(launch.steps)
-            for kind in ("sample", "loss")
+            for kind in ("sample", "output", "loss")
         ]
         first, axes = seen.setdefault(tuple(bits), (rank.rank, places[rank.rank]))
         if all(bits) and axes != places[rank.rank]:

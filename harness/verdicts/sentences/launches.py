@@ -54,8 +54,8 @@ def _other_begin(names: Sequence[str], parameters: int, ranks: Sequence[int]) ->
 FROM_LAUNCHES: Mapping[str, str | Callable[..., str]] = {
     # samples
     "no_samples": "samples cannot be compared: {why:fact}",
-    "data_ranks_alike": "ranks {ranks:ranks} share a data axis ({axis}), were given the same batch and have one loss: "
-    "each of them computes what the other one does",
+    "data_ranks_alike": "ranks {ranks:ranks} share a data axis ({axis}), were given the same batch and compute the "
+    "same from it",
     "no_whole_step": "no step was recorded whole",
     "nothing_received": "the first modules receive nothing that is recorded",
     "no_rows_alike": "what the first modules are called with has no rows alike: {mine:all} in the first launch, "

@@ -182,14 +182,15 @@ def test_launches_that_are_dead_alike_do_not_pass(what: str, tmp_path: Path) -> 
 def test_data_ranks_that_train_on_one_batch_are_named_and_ranks_of_another_axis_are_not(tmp_path: Path) -> None:
     x, w = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)), torch.ones(3)
 
-    def launch(name: str, axes: list[tuple[str, int, int]], losses: list[float]) -> Launch:
-        for number, (axis, loss) in enumerate(zip(axes, losses, strict=True)):
+    def launch(name: str, axes: list[tuple[str, int, int]], outputs: list[float]) -> Launch:
+        for number, (axis, output) in enumerate(zip(axes, outputs, strict=True)):
             rank = Rank(number)
             rank.add("param", 0, "w", w, stated_by="ddp" if axis[1] > 1 else "", axes=(axis,))
             for kind, tensor in (("grad", w), ("param_after", w * 2)):
                 rank.add(kind, 0, "w", tensor)
             rank.add("sample", 0, "args/0", x)
-            rank.add("loss", 0, "", torch.tensor(loss))
+            rank.add("output", 0, "layer", x * output)
+            rank.add("loss", 0, "", torch.tensor(0.5))
             rank.write(tmp_path / name, len(axes))
         return read_launch(tmp_path / name)
 
