@@ -22,22 +22,22 @@ _INSIDE = "module"
 """The name of what DDP and engines wrap; a wrapper has nothing else."""
 
 
-class Place(NamedTuple):
+class ModulePath(NamedTuple):
     """Path of a module or parameter without the names of wrappers, and with them."""
 
     name: str
     wrapped: str
 
-    def at(self, key: str, *, hidden: bool = False) -> "Place":
+    def at(self, key: str, *, hidden: bool = False) -> "ModulePath":
         """The path of what is called `key` in here; `hidden`: the name is a wrapper's."""
-        return Place(self.name if hidden else _join_path(self.name, key), _join_path(self.wrapped, key))
+        return ModulePath(self.name if hidden else _join_path(self.name, key), _join_path(self.wrapped, key))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedParameter:
     """A parameter or buffer; `alias_of` is the name under which it was met before, "" for the first."""
 
-    place: Place
+    place: ModulePath
     tensor: Tensor
     split: Split
     alias_of: str = ""
@@ -82,7 +82,7 @@ class Names:
     """
 
     roots: dict[int, tuple[nn.Module, str]] = field(default_factory=dict)
-    modules: dict[int, Place | None] = field(default_factory=dict)
+    modules: dict[int, ModulePath | None] = field(default_factory=dict)
     parameters: dict[int, NamedParameter] = field(default_factory=dict)
     listed: list[NamedParameter] = field(default_factory=list)
     wrappers: set[str] = field(default_factory=set)
@@ -102,7 +102,7 @@ class Names:
         self.roots[id(root)] = root, prefix
         parameters: list[NamedParameter] = []
         buffers: list[NamedParameter] = []
-        self._walk(root, Place(prefix, ""), _Around(), parameters, buffers)
+        self._walk(root, ModulePath(prefix, ""), _Around(), parameters, buffers)
         self.listed += [named for named in parameters if not named.alias_of]
         return parameters, buffers
 
@@ -114,7 +114,7 @@ class Names:
     def _walk(
         self,
         module: nn.Module,
-        place: Place,
+        place: ModulePath,
         around: _Around,
         parameters: list[NamedParameter],
         buffers: list[NamedParameter],
@@ -135,7 +135,9 @@ class Names:
         for key, child in module.named_children():
             self._walk(child, place.at(key, hidden=key == hidden), around, parameters, buffers)
 
-    def _enter(self, module: nn.Module, place: Place, around: _Around, parameters: list[NamedParameter]) -> _Around:
+    def _enter(
+        self, module: nn.Module, place: ModulePath, around: _Around, parameters: list[NamedParameter]
+    ) -> _Around:
         """What encloses the parameters of a module; the flat parameter of FSDP1 is named here."""
         if (found := flat_parameter(module)) is not None:
             flat, pieces = found
@@ -153,7 +155,7 @@ class Names:
         fsdp: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
         return _Around(wrapper=module) if fsdp is not None and isinstance(module, fsdp) else around
 
-    def _name_parameter(self, place: Place, parameter: Tensor, around: _Around) -> NamedParameter:
+    def _name_parameter(self, place: ModulePath, parameter: Tensor, around: _Around) -> NamedParameter:
         first = self.parameters.get(id(parameter))
         if first is not None:
             return NamedParameter(place=place, tensor=parameter, split=first.split, alias_of=first.place.name)

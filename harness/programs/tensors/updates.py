@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardproof.harness.programs.tensors.layouts import Split, find_place_in, split_of_master, split_value, tensors_in
-from shardproof.harness.programs.tensors.names import NamedParameter, Names, Place
+from shardproof.harness.programs.tensors.names import ModulePath, NamedParameter, Names
 from shardproof.harness.programs.tensors.store import StepValues
 from shardproof.harness.programs.values import ValueRow
 
@@ -23,7 +23,7 @@ from shardproof.harness.programs.values import ValueRow
 class _Held(NamedTuple):
     """A tensor of an optimizer: its name, how what has its shape is cut, and the parameter of a module that it is."""
 
-    place: Place
+    place: ModulePath
     split: Split
     named: NamedParameter | None
     tensor: Tensor
@@ -53,7 +53,7 @@ class UpdateValues:
         for _place, tensor in tensors_in(tensors):
             if tensor.numel() != 1:
                 continue
-            self.store.add(self._row("loss", Place("", ""), call=self._losses), tensor)
+            self.store.add(self._row("loss", ModulePath("", ""), call=self._losses), tensor)
             self._losses += 1
 
     def take_gradients(self, parameters: Iterable[Tensor]) -> None:
@@ -66,7 +66,7 @@ class UpdateValues:
         if isinstance(norm, float | int):
             norm = torch.tensor(float(norm), dtype=torch.float64)
         for _place, tensor in tensors_in(norm):
-            self.store.add(self._row("norm", Place("", ""), call=self._norms), tensor)
+            self.store.add(self._row("norm", ModulePath("", ""), call=self._norms), tensor)
         self._norms += 1
 
     def take_received(self, optimizer: Any) -> None:
@@ -113,7 +113,7 @@ class UpdateValues:
                 elif (master := self._find_master(tensor)) is not None:
                     yield _Held(master.place, split_of_master(master.tensor, tensor, master.split), master, tensor)
                 else:
-                    yield _Held(Place("", f"optimizer/{number}/{at}"), split_value, None, tensor)
+                    yield _Held(ModulePath("", f"optimizer/{number}/{at}"), split_value, None, tensor)
 
     def _find_master(self, tensor: Tensor) -> NamedParameter | None:
         """The parameter of a module whose master copy this is, or in whose memory it lies."""
@@ -125,7 +125,7 @@ class UpdateValues:
         known = self.names.parameters.values()
         return next((named for named in known if find_place_in(named.tensor, tensor) is not None), None)
 
-    def _row(self, kind: str, place: Place, *, call: int = 0, leaf: str = "") -> ValueRow:
+    def _row(self, kind: str, place: ModulePath, *, call: int = 0, leaf: str = "") -> ValueRow:
         wrapped = "" if place.wrapped == place.name else place.wrapped
         step = self.store.step
         return ValueRow(
