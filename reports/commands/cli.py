@@ -20,6 +20,7 @@ from shardproof.harness.errors import ShardproofError
 from shardproof.harness.interpreter import interrupted_after, without_garbage_collection
 from shardproof.harness.run_folder import DISK_FAILED
 from shardproof.harness.running.engines import ENGINES
+from shardproof.reports.options.command_options import add_others
 from shardproof.reports.printing.printable import printable
 
 _TRUTH = "the dense model to compare with, or alone: the subject on one rank (default: subject.truth, else our decoder)"
@@ -156,8 +157,6 @@ def _build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     add = functools.partial(commands.add_parser, allow_abbrev=False)
     _add_run(add("run", help="run cases, compare them with the dense model, record, report"))
     if list(words[:1]) != ["run"]:
-        from shardproof.reports.options.command_options import add_others
-
         add_others(add, _TRUTH, _TIMEOUT)
     return parser
 

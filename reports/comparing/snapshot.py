@@ -188,7 +188,7 @@ def read_side(name: str, folder: str = FOLDER) -> Snapshot:
 
 def _of_trace(name: str) -> Snapshot:
     from shardproof.harness.programs.traced import write_folder  # noqa: PLC0415  (torch, for traces alone)
-    from shardproof.harness.traces.reading import read_traces  # noqa: PLC0415
+    from shardproof.harness.traces.reading import read_traces  # noqa: PLC0415  (as above)
 
     with tempfile.TemporaryDirectory() as folder:
         made = write_folder(read_traces([name]), Path(folder), Path(name).name, ["read", name], {})

@@ -13,7 +13,9 @@ _MOST = 64
 
 
 def expert_tables(folder: Path) -> list[Table]:
-    """Table of experts, a row for every case and module."""
+    """Table of experts, a row for every case and module; none where no case of the run has any."""
+    if not (folder / "experts.csv").is_file():
+        return []
     rows = csv_table(folder / "experts.csv", _TYPES, tuple(_TYPES), [])
     places = rows.groupby(["case", "module"], sort=False)
     frame = pd.DataFrame(

@@ -79,11 +79,6 @@ def run_folder(name: str | Path, *, matrix: bool = True) -> Path:
     return path
 
 
-def is_profiled(folder: Path) -> bool:
-    """Whether witnesses saw the run."""
-    return any((folder / name).exists() for name in ("witnesses.csv", "collectives.csv", "sessions.csv"))
-
-
 def is_matrix(folder: Path) -> bool:
     """Whether `shardproof faults` wrote this folder, which has no cases of its own."""
     return (folder / MATRIX).is_file() and not (folder / "cases.jsonl").is_file()
