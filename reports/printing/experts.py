@@ -5,7 +5,7 @@ from pathlib import Path
 import pandas as pd
 
 from shardproof.reports.printing.text_tables import Table, count, table, three
-from shardproof.reports.stored.files import csv_table
+from shardproof.reports.stored.tables import csv_table
 
 _TYPES = {"case": "str", "step": "int64", "module": "str", "expert": "int64", "rows": "int64"}
 _MOST = 64
