@@ -143,9 +143,9 @@ def _apart(every: Sequence[set[Asked]]) -> Fact | None:
     Ranks of a group lie side by side, by the layout of the case that gave them their samples.
     """
     sizes = sorted({one[-1] for asked in every for one in asked})
-    for size, first in ((size, first) for size in sizes for first in range(0, len(every), size)):
-        ranks = [{one for one in asked if one[-1] == size} for asked in every]
-        for one, other in combinations(range(first, first + size), 2):
+    for tp, first in [(size, first) for size in sizes for first in range(0, len(every), size)]:
+        ranks = [{one for one in asked if one[-1] == tp} for asked in every]
+        for one, other in combinations(range(first, first + tp), 2):
             for step in sorted({step for step, *_ in ranks[one]} & {step for step, *_ in ranks[other]}):
                 mine, theirs = _numbers(ranks[one], step), _numbers(ranks[other], step)
                 often = Counter(number for asked in ranks for number in _numbers(asked, step))
