@@ -106,7 +106,8 @@ def subject(case, device):
 
 def refuses(case):
     fits = case.world_size == case.pp * case.dp and case.pp > 1 and not case.layers % (2 * case.pp)
-    return "" if fits and case.micro >= 2 * case.pp else "needs 2 pp stages of layers, micro >= 2 pp, and dp alone beside"
+    fits = fits and case.micro >= 2 * case.pp
+    return "" if fits else "needs pp, 2 pp stages of layers, micro >= 2 pp, and dp alone beside it"
 
 
 subject.truth, subject.refuses = truth, refuses
