@@ -68,9 +68,12 @@ def check_regrouping(run: RecordedRun, truth: Truth, claims: Claims, regroupings
 
 
 def _by_design(run: RecordedRun, claims: Claims) -> dict[str, str]:
-    """The names that deviate as the subject states, each with its sentence."""
+    """The names that deviate as the subject states, each with its sentence.
+
+    Also where the truth applies the deviation: what is counted or rounded by rank is another number in other groups.
+    """
     stated = claims.known_differences
-    return {name: stated.sentence(name) for name in run.tensors if stated.deviates_unapplied(name)} if stated else {}
+    return {name: sentence for name in run.tensors if (sentence := stated.sentence(name))} if stated else {}
 
 
 def _compare_groupings(
