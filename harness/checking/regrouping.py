@@ -51,7 +51,8 @@ def check_regrouping(run: RecordedRun, truth: Truth, claims: Claims, regroupings
         if wrong:
             return _report_breach(run, other, wrong, settled)
         settled |= {} if other.problem else other.sizes
-    by_design = _by_design(run, claims)
+    by_design, stated = _by_design(run, claims), claims.known_differences
+    applied = {name for name in by_design if stated and not stated.deviates_unapplied(name)}
     same = [other.words for other in regroupings.runs if not other.problem]
     return Finding(
         verdict=PASS,
@@ -62,7 +63,8 @@ def check_regrouping(run: RecordedRun, truth: Truth, claims: Claims, regroupings
                 for other in regroupings.runs
                 if other.problem
             ),
-            *notes_on(NoteKind.DEVIATES, by_design, by_design),
+            *notes_on(NoteKind.DEVIATES, by_design, by_design.keys() - applied),
+            *notes_on(NoteKind.DEVIATION_APPLIED, by_design, applied),
         ),
     )
 
