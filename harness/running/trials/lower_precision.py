@@ -32,9 +32,8 @@ from shardproof.harness.outcome.merging import Outcomes
 from shardproof.harness.protocols import CaseLike, Value
 from shardproof.harness.recording.capturing.operator_probes import Island, NarrowProbe, Probed, narrower
 from shardproof.harness.running.trials.trial import Trial
-from shardproof.harness.running.truth.own import one_rank
 from shardproof.harness.running.truth.random_rounding import RandomRounding
-from shardproof.harness.subject import NamedSubject, call_subject, lower_dtypes, refusal, truth_of
+from shardproof.harness.subject import NamedSubject, OnRanks, call_subject, lower_dtypes, one_rank, refusal, truth_of
 from shardproof.harness.verdicts.facts import Note, NoteKind, state_fact
 from shardproof.harness.verdicts.verdict import PASS, UNKNOWN
 
@@ -283,7 +282,7 @@ def _islands(trial: Trial, case: CaseLike, constants: bool) -> list[Island]:
 def _same_constants(trial: Trial) -> bool:
     """Whether the truth has constants of a lower precision too: the subject's own code, or a model that uses some."""
     dense = truth_of(trial.subject)
-    if dense is None or isinstance(dense, str):
+    if dense is None or isinstance(dense, OnRanks):
         return dense is not None
     with NarrowProbe(trial.case.dtype) as probe:
         trial.compute_anew(trial.reference.truth)
