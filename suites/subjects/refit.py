@@ -90,7 +90,13 @@ def refuses(case):
     return "" if fits else "serve divides the ranks, and divides kv or is divided by it"
 
 
+def axes(case):
+    world, serve = case.world_size, case.serve
+    lists = [range(first, first + serve) for first in range(0, world, serve)]
+    return {"serve": lists, "replica": [range(first, world, serve) for first in range(serve)]}
+
+
 subject.truth = "shardproof.suites.subjects.refit_trainer:subject tp={kv}"
 subject.words = {"width": 10, "kv": 2, "micro": 2, "serve": 2}
 subject.cases = ("tp=2 dp=3 serve=6", "tp=3 dp=2 kv=6 serve=3", "tp=2 dp=2 serve=4 dtype=float32")
-subject.refuses = refuses
+subject.refuses, subject.axes = refuses, axes
