@@ -45,14 +45,12 @@ from shardproof.harness.subject.claims import (
     left_out,
     lower_dtypes,
     own_cases,
-    refusal,
     stated_deviations,
     vocabulary,
 )
-from shardproof.harness.subject.truths import ALONE, DenseFunction, OnRanks, compared_with, one_rank, truth_of
+from shardproof.harness.subject.truths import DenseFunction, OnRanks, compared_with, one_rank, refusal, truth_of
 
 __all__ = [
-    "ALONE",
     "ClaimedModes",
     "DenseFunction",
     "Deviation",

@@ -116,7 +116,7 @@ class ClaimedModes:
         return named
 
 
-def refusal(case: CaseLike, subject: NamedSubject) -> str:
+def own_refusal(case: CaseLike, subject: NamedSubject) -> str:
     """Why the subject does not take this case, "" when it does. Raises RequestError when its own words fail."""
     modes = claimed_modes(subject)
     if modes is not None and case.mode not in modes:

@@ -13,11 +13,11 @@ from typing import Any, Final
 from shardproof.harness.dense_model import in_own_words
 from shardproof.harness.errors import RequestError
 from shardproof.harness.mesh_axes import AXES, EXPERT_AXES
-from shardproof.harness.plain_case import PlainCase, WordError
+from shardproof.harness.plain_case import PlainCase
 from shardproof.harness.protocols import CaseLike, Value, case_text
 from shardproof.harness.resolve import resolve
 from shardproof.harness.subject.call import NamedSubject, answer_question, offers, resolve_subject
-from shardproof.harness.subject.claims import refusal, stated_deviations, vocabulary
+from shardproof.harness.subject.claims import own_refusal, stated_deviations, vocabulary
 
 ALONE: Final = "alone"
 """The truth of a subject that is compared with itself, on one rank."""
@@ -41,18 +41,33 @@ class OnRanks:
         """Its case beside this one. Raises RequestError where it has none."""
         if not in_own_words(case) or self.itself:
             return one_rank(case, self.subject)
+        made, why = self._made(case)
+        if why:
+            raise RequestError(f"case {case_text(case)!r}: {why}; legal: other words behind MODULE:OBJECT")
+        return made
+
+    def refusal(self, case: CaseLike) -> str:
+        """Why it has no case beside this one, "" when it has. Raises RequestError for words that no case can have."""
+        return self._made(case)[1] if in_own_words(case) and not self.itself else ""
+
+    def _made(self, case: PlainCase) -> tuple[PlainCase, str]:
+        """Its case, and why it is none."""
         try:
             made = self._in_its_words(case)
         except (ValueError, KeyError) as problem:
             why = f"the case has no word {problem}" if isinstance(problem, KeyError) else problem
             rule = f"its truth {self.subject.name} has no case {self.words!r} ({why})"
-            raise RequestError(
-                f"case {case_text(case)!r}: {rule}; legal: other words behind MODULE:OBJECT"
-            ) from problem
-        if why := refusal(made, self.subject):
-            rule = f"its truth {self.subject.name} refuses {case_text(made)!r}: {why}"
-            raise RequestError(f"case {case_text(case)!r}: {rule}; legal: other words behind MODULE:OBJECT")
-        return made
+            legal = "legal: other words behind MODULE:OBJECT"
+            raise RequestError(f"case {case_text(case)!r}: {rule}; {legal}") from problem
+        batches, dp = case.micro * case.axis_sizes["dp"], made.axis_sizes["dp"]
+        if any(word.startswith("micro=") for word in self.words.split()):
+            pass
+        elif batches % dp:
+            return made, f"dp={dp} of its truth {self.subject.name} must divide the {batches} micro-batches of a step"
+        else:
+            made = made.but(micro=batches // dp)
+        why = own_refusal(made, self.subject)
+        return made, why and f"its truth {self.subject.name} refuses {case_text(made)!r}: {why}"
 
     def _in_its_words(self, case: PlainCase) -> PlainCase:
         known = vocabulary(self.subject)
@@ -60,14 +75,18 @@ class OnRanks:
             raise ValueError("it has cases of shardproof's decoder, which has a dense model")
         shared = {key: value for key, value in case.words().items() if key in dict(known.words)}
         shared |= {axis: 1 for axis in (*AXES, *EXPERT_AXES) if axis in dict(known.words)}
-        made = known.parse(self.words.format_map(case.text_by_word), shared)
-        if any(word.startswith("micro=") for word in self.words.split()):
-            return made
-        micro, left = divmod(case.micro * case.axis_sizes["dp"], made.axis_sizes["dp"])
-        if left:
-            of = case.micro * case.axis_sizes["dp"]
-            raise WordError("dp", made.axis_sizes["dp"], f"must divide the {of} micro-batches of a step", "dp=1")
-        return made.but(micro=micro)
+        return known.parse(self.words.format_map(case.text_by_word), shared)
+
+
+def refusal(case: CaseLike, subject: NamedSubject) -> str:
+    """Why the subject, or the subject that is its truth, does not take this case; "" when both do.
+
+    Raises RequestError when their own words fail.
+    """
+    if why := own_refusal(case, subject):
+        return why
+    truth = truth_of(subject) if subject.truth or offers(subject.call, "truth") else None
+    return truth.refusal(case) if isinstance(truth, OnRanks) else ""
 
 
 def one_rank(case: CaseLike, subject: NamedSubject) -> CaseLike:
