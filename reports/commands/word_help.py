@@ -156,6 +156,7 @@ LIKE: Mapping[str, str] = {
     "lora-peft": "peft's LoRA on a Hugging Face model under FSDP2 or DDP",
     "mixer": "a gated delta rule on packed rows over tp and context ranks",
     "policy": "losses of reinforcement learning over tp, context and data ranks",
+    "refit": "a trainer and an inference layout with fused weights, as two programs",
     "hf": "a Hugging Face model under its own tp plan",
     "deepspeed": "DeepSpeed's ZeRO",
     "megatron": "Megatron-Core's GPTModel",
