@@ -25,8 +25,8 @@ from shardproof.harness.plain_case import PlainCase, Word
 from shardproof.harness.protocols import Value
 from shardproof.harness.recording.capturing.drawn_values import STARTED, FirstValues, first_blocks
 from shardproof.harness.running.trials.trial import Trial
-from shardproof.harness.running.truth.own import EXACT, OwnTruth, one_rank
-from shardproof.harness.subject import ALONE, NamedSubject, call_subject
+from shardproof.harness.running.truth.own import EXACT, OwnTruth
+from shardproof.harness.subject import NamedSubject, OnRanks, call_subject
 from shardproof.harness.verdicts.facts import Fact, state_fact
 
 Asked = tuple[int, int, int, int, int]
@@ -129,9 +129,9 @@ def _find_asked_samples(outcome: Mapping[str, Sequence[Block]]) -> set[Asked]:
 
 def _asked_by_truth(trial: Trial, own: OwnTruth, case: PlainCase) -> set[Asked]:
     """The samples that the truth takes; none where a dense model makes its data otherwise."""
-    if own.dense == ALONE:
-        alone = one_rank(case, trial.subject).but(dtype=EXACT)
-        return _find_asked_samples(*trial.run(_Asking(trial.subject), alone).outcomes)
+    if isinstance(own.dense, OnRanks):
+        run = trial.run(_Asking(own.dense.subject), own.dense.case_of(case).but(dtype=EXACT))
+        return set().union(*map(_find_asked_samples, run.outcomes))
     noted: list[Asked] = []
     own(_watch_case(case, noted), torch.device(trial.device), given=trial.given or None)
     return set(noted)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shardproof.harness.checking.checks import CHECKS, Check, run_checks, select_checks_by_need
+from shardproof.harness.checking.coverage import ROUTING
 from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.kinds import kind_of, select_comparable
 from shardproof.harness.checking.measures.stated_deviations import Deviations
@@ -108,10 +109,10 @@ def _with_repeats(trial: Trial, evidence: Evidence, repeat: bool) -> Evidence:
 
 
 def _kinds(trial: Trial) -> tuple[str, ...]:
-    """The kinds of tensors that the truth takes from the outcome of the ranks, such as masks of dropout."""
+    """The kinds of tensors that the truth takes from the outcome of the ranks: masks of dropout, choices of experts."""
     own, model = trial.reference.own, trial.reference.model
-    if own and own.takes_given:
-        return GIVEN
+    if own:
+        return (*(GIVEN if own.takes_given else ()), *((ROUTING,) if own.takes_routing else ()))
     return model.list_given_kinds(trial.case) if model else ()
 
 
