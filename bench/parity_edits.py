@@ -1,15 +1,11 @@
-"""Training programs of others for bench.parity_programs: what is changed so that they run here, and mistakes to plant.
+"""Mistakes that bench.parity_programs plants in training programs of others: substitutions in their scripts.
 
-Changes are of devices, of what the network would give, and of sizes. SEED in a change is the number of a run.
+Each program has those of eight kinds that apply to it: samples by rank, a missing average or sum, a loss over a wrong
+count, a norm of too few gradients, a wrong slice of a head, a clip before the reduction, a stale gradient, a replicated
+factor that is not summed.
 """
 
-import json
-import random
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-
-import numpy as np
+from dataclasses import dataclass
 
 Substitution = tuple[str, str, str]
 """A file, what it holds, and what stands there instead, everywhere in it."""
@@ -19,254 +15,383 @@ Substitution = tuple[str, str, str]
 class Edit:
     """A mistake in a layout of a program: substitutions, where it shows first, and words that a right cause has one of.
 
-    `place` is a pattern of the whole name.
+    `place` is a pattern of the step, the phase, the module and the name of the first place.
     """
 
     name: str
     layout: str
     substitutions: tuple[Substitution, ...]
-    phase: str
     place: str
-    causes: tuple[str, ...]
+    causes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
-    """A program: its folder in the sources, its script, files that are added, and its commands, "RANKS options"."""
+_DATA, _LOSS = "0 data .* sample/0", "0 loss .* loss/0"
+_OWN = ("never averaged", "each rank's is its own", "add up to the truth")
 
-    name: str
-    folder: str
-    script: str
-    changes: tuple[Substitution, ...] = ()
-    files: Mapping[str, str] = field(default_factory=dict)
-    prepare: tuple[Callable[[Path], object], ...] = ()
-    first: str
-    layouts: Mapping[str, str]
-    same_init: bool = False
-    dropout: bool = True
-    edits: tuple[Edit, ...] = ()
-
-
-_EXAMPLES_ON_CPUS: tuple[Substitution, ...] = (
-    ("log_utils.py", "return has_gpu and gpu_count >= min_gpus", "return True"),
-)
-
-
-def _example(script: str, *changes: Substitution, edits: tuple[Edit, ...] = ()) -> Program:
-    device = (script, "torch.accelerator.current_accelerator().type", '"cpu"')
-    return Program(
-        name=f"examples/{script.removesuffix('.py')}",
-        folder="examples/distributed/tensor_parallelism",
-        script=script,
-        changes=(*_EXAMPLES_ON_CPUS, device, *changes),
-        first="1",
-        layouts={"tp2": "2", "tp4": "4"},
-        same_init=True,
-        edits=edits,
-    )
-
-
-TENSOR_PARALLEL = _example(
-    "tensor_parallel_example.py", ("tensor_parallel_example.py", "_world_size % 2 == 0", "True")
-)
-SEQUENCE_PARALLEL = _example("sequence_parallel_example.py")
-FSDP_TENSOR_PARALLEL = _example(
-    "fsdp_tp_example.py",
-    ("fsdp_tp_example.py", "tp_size = 2", 'tp_size = int(os.environ["WORLD_SIZE"])'),
-    ("fsdp_tp_example.py", "dim=256, n_layers=2, n_heads=16, vocab_size=32000", "dim=32, n_layers=2, n_heads=4, vocab_size=64"),
-    ("fsdp_tp_example.py", "torch.randint(32000, (8, 256)", "torch.randint(64, (2, 16)"),
-    ("llama2_model.py", "multiple_of: int = 256", "multiple_of: int = 16"),
-)
-
-MINGPT = Program(
-    name="examples/minGPT-ddp",
-    folder="examples/distributed/minGPT-ddp/mingpt",
-    script="main.py",
-    changes=(
-        ("main.py", "return has_gpu and gpu_count >= min_gpus", "return True"),
-        ("main.py", "acc = torch.accelerator.current_accelerator()", 'acc = "cpu"; torch.manual_seed(SEED)'),
-        ("main.py", 'torch.device(f"{acc}:{rank}")', "torch.device(acc)"),
-        ("main.py", "torch.accelerator.set_device_index(rank)", "pass"),
-        ("trainer.py", 'torch.device(f"{self.acc}:{self.local_rank}")', 'torch.device("cpu")'),
-        ("trainer.py", ".to(self.local_rank)", ".to(self.device)"),
-        ("trainer.py", ", device_ids=[self.local_rank]", ""),
+FSDP_EDITS = (
+    Edit(
+        name="samples by rank",
+        layout="tp2",
+        substitutions=(("fsdp_tp_example.py", "torch.manual_seed(i + dp_rank)", "torch.manual_seed(i + _rank)"),),
+        place=_DATA,
+        causes=("row 0 of micro-batch 0",),
     ),
-    files={"text.txt": "".join(random.Random(3).choices("abcdefghijklmnop", k=400))},
-    first="1 data_config.path=text.txt data_config.truncate=1.0 data_config.block_size=16 gpt_config.n_layer=2 "
-    "gpt_config.n_head=2 gpt_config.n_embd=16 trainer_config.max_epochs=1 trainer_config.batch_size=4 "
-    "trainer_config.data_loader_workers=0 trainer_config.use_amp=False",
-    layouts={},
-    dropout=False,
-)
-MINGPT = Program(
-    **{name: getattr(MINGPT, name) for name in MINGPT.__slots__ if name != "layouts"},
-    layouts={
-        "ddp2": MINGPT.first.replace("1 ", "2 ", 1).replace("batch_size=4", "batch_size=2"),
-        "ddp4": MINGPT.first.replace("1 ", "4 ", 1).replace("batch_size=4", "batch_size=1"),
-    },
-)
-
-
-def _write_tokens(folder: Path) -> None:
-    """Shards of tokens as build-nanogpt's fineweb.py writes them."""
-    (folder / "edu_fineweb10B").mkdir()
-    for seed, split in enumerate(("train", "val")):
-        drawn = np.random.default_rng(seed).integers(0, 64, 4096).astype(np.uint16)
-        np.save(folder / "edu_fineweb10B" / f"edufineweb_{split}_000000.npy", drawn)
-
-
-NANOGPT = Program(
-    name="build-nanogpt",
-    folder="build-nanogpt",
-    script="train_gpt2.py",
-    changes=tuple(
-        ("train_gpt2.py", old, new)
-        for old, new in (
-            ('assert torch.cuda.is_available(), "for now i think we need CUDA for DDP"', "pass"),
-            ("backend='nccl'", "backend='gloo'"),
-            ("device = f'cuda:{ddp_local_rank}'", "device = 'cpu'"),
-            ("    torch.cuda.set_device(device)\n", ""),
-            (", device_ids=[ddp_local_rank]", ""),
-            ("op=dist.ReduceOp.AVG", "op=dist.ReduceOp.SUM"),
-            ('tiktoken.get_encoding("gpt2")', "None"),
-            ("if (step % 250 == 0 or last_step) and (not use_compile):", "if False:"),
-            ("torch.manual_seed(1337)", "torch.manual_seed(1337 + SEED)"),
-            ("total_batch_size = 524288", "total_batch_size = 128"),
-            ("B = 64", "B = 2"),
-            ("T = 1024", "T = 16"),
-            ("block_size: int = 1024", "block_size: int = 16"),
-            ("n_layer: int = 12", "n_layer: int = 2"),
-            ("n_head: int = 12", "n_head: int = 2"),
-            ("n_embd: int = 768", "n_embd: int = 32"),
-            ("GPTConfig(vocab_size=50304)", "GPTConfig(vocab_size=64)"),
-        )
-    )
-    + (("hellaswag.py", 'tiktoken.get_encoding("gpt2")', "None"),),
-    prepare=(_write_tokens,),
-    first="0",
-    layouts={"ddp2": "2", "ddp4": "4"},
-)
-
-_WORDS = [f"w{number}" for number in range(62)]
-_TOKENIZER = {
-    "version": "1.0",
-    "truncation": None,
-    "padding": None,
-    "added_tokens": [],
-    "normalizer": None,
-    "pre_tokenizer": {"type": "WhitespaceSplit"},
-    "post_processor": None,
-    "decoder": None,
-    "model": {"type": "WordLevel", "vocab": {w: n for n, w in enumerate(["<unk>", "<pad>", *_WORDS])}, "unk_token": "<unk>"},
-}
-_LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "vocab_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-}
-_FLASH = {
-    "flash_attn/__init__.py": "",
-    "flash_attn/layers/__init__.py": "",
-    "flash_attn/ops/__init__.py": "",
-    "flash_attn/ops/triton/__init__.py": "",
-    "flash_attn/flash_attn_interface.py": """import torch.nn.functional as F
-def flash_attn_func(q, k, v, causal):
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
-""",
-    "flash_attn/layers/rotary.py": """import torch
-def apply_rotary_emb(x, cos, sin, interleaved):
-    cos, sin = cos[None, :, None].to(x.dtype), sin[None, :, None].to(x.dtype)
-    a, b = x.chunk(2, -1)
-    return torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
-""",
-    "flash_attn/ops/triton/layer_norm.py": """import torch.nn.functional as F
-def layer_norm_fn(x, weight, bias, residual=None, eps=1e-5, is_rms_norm=True, **words):
-    return F.rms_norm(x, (x.shape[-1],), weight, eps)
-""",
-}
-"""Stand-ins on a CPU for the functions of flash_attn that picotron calls."""
-_PICOTRON_FILES = {
-    **_FLASH,
-    "wandb.py": "",
-    "lovely_tensors.py": "def monkey_patch(): pass\n",
-    "tiny/config.json": json.dumps(_LLAMA),
-    "tiny/tokenizer.json": json.dumps(_TOKENIZER),
-    "tiny/tokenizer_config.json": json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>"}),
-    "stories/train.jsonl": "\n".join(
-        json.dumps({"text": " ".join(random.Random(number).choices(_WORDS, k=17))}) for number in range(40)
+    Edit(
+        name="loss over a wrong count",
+        layout="tp2",
+        substitutions=(("fsdp_tp_example.py", "output.sum().backward()", "(output.sum() / tp_size).backward()"),),
+        place=_LOSS,
+        causes=("1 / tp=2",),
     ),
-}
-_PICOTRON_CHANGES: tuple[Substitution, ...] = (
-    ("train.py", 'backend = "nccl"', 'backend = "gloo"'),
-    ("train.py", "torch.cuda.set_device(local_rank)", ""),
-    ("train.py", 'torch.device("cuda", local_rank)', 'torch.device("cpu")'),
-    ("train.py", "dtype = torch.bfloat16", "dtype = torch.float32"),
-    ("train.py", "torch.cuda.memory_reserved()", "0"),
-    ("train.py", "op=dist.ReduceOp.AVG", "op=dist.ReduceOp.SUM"),
-    ("model.py", "torch.device('cuda')", "torch.device('cpu')"),
-    ("model.py", "dtype = torch.bfloat16", "dtype = torch.float32"),
-    ("model.py", "config.rope_theta", "10000.0"),
-    ("data_parallel.py", "device='cuda'", "device='cpu'"),
-    ("pipeline_parallel.py", "torch.cuda.synchronize()", ""),
-    ("dataloader.py", "tokenizer.batch_encode_plus(", "tokenizer("),
+    Edit(
+        name="wrong slice of a head",
+        layout="tp2",
+        substitutions=(
+            (
+                "llama2_model.py",
+                "xv = xv.view(bsz, seqlen, self.n_kv_heads, self.head_dim)",
+                "xv = xv.view(bsz, seqlen, self.n_kv_heads, self.head_dim).roll(1, 2)",
+            ),
+        ),
+        place=r"0 forward layers\.0\.attention.* loss/0",
+        causes=("wrong parts", "shifted", "another order"),
+    ),
+    Edit(
+        name="gradients of one step alone",
+        layout="tp2",
+        substitutions=(("fsdp_tp_example.py", "optimizer.step()", "optimizer.step(); optimizer.zero_grad()"),),
+        place="1 (backward|grad_sync) .* grad/.*",
+        causes=("hold",),
+    ),
+    Edit(
+        name="a replicated factor not summed",
+        layout="tp2",
+        substitutions=(("fsdp_tp_example.py", '        "ffn_norm": SequenceParallel(),\n', ""),),
+        place=r"0 (backward|grad_sync) layers\.[01]\.ffn_norm grad/layers\.[01]\.ffn_norm\.weight",
+        causes=_OWN,
+    ),
 )
-_PICOTRON = (
-    "--model_name tiny --dataset_name stories --num_hidden_layers 2 --num_attention_heads 4 --num_key_value_heads 4 "
-    "--num_workers 0 --num_proc 1 --seq_len 16 --max_tokens 256 --seed 42"
+_MINGPT_CLIP = (
+    "torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_norm_clip)\n"
+    "                self.optimizer"
 )
-
-
-def _picotron(name: str, layouts: Mapping[str, str], *, same_init: bool, edits: tuple[Edit, ...] = ()) -> Program:
-    return Program(
-        name=f"picotron_tutorial/{name}",
-        folder="picotron_tutorial/step8_pipeline_parallel_1f1b",
-        script="train.py",
-        changes=_PICOTRON_CHANGES,
-        files=_PICOTRON_FILES,
-        first=f"1 {_PICOTRON} --micro_batch_size 4",
-        layouts={
-            layout: f"{words.partition(' ')[0]} {_PICOTRON} {words.partition(' ')[2]}" for layout, words in layouts.items()
-        },
-        same_init=same_init,
-        edits=edits,
-    )
-
-
-PICOTRON_TP = _picotron(
-    "tp",
-    {"tp2": "2 --tp_size 2 --micro_batch_size 4", "tp2dp2": "4 --tp_size 2 --dp_size 2 --micro_batch_size 2"},
-    same_init=True,
+_MINGPT_CALL = ("trainer.py", "_, loss = self.model(source, targets)", "_, loss = self.model.module(source, targets)")
+MINGPT_EDITS = (
+    Edit(
+        name="sampler's seed by rank",
+        layout="ddp2",
+        substitutions=(
+            ("trainer.py", "DistributedSampler(dataset)", "DistributedSampler(dataset, seed=self.global_rank)"),
+        ),
+        place=_DATA,
+        causes=("row ",),
+    ),
+    Edit(
+        name="missing average",
+        layout="ddp2",
+        substitutions=(_MINGPT_CALL,),
+        place="0 grad_sync .* grad/.*",
+        causes=("never averaged over dp",),
+    ),
+    Edit(
+        name="loss over a wrong count",
+        layout="ddp2",
+        substitutions=(
+            (
+                "trainer.py",
+                "                loss.backward()",
+                "                (loss / torch.distributed.get_world_size()).backward()",
+            ),
+        ),
+        place=_LOSS,
+        causes=("1 / dp=2",),
+    ),
+    Edit(
+        name="a norm without one parameter",
+        layout="ddp2",
+        substitutions=(
+            (
+                "trainer.py",
+                _MINGPT_CLIP,
+                _MINGPT_CLIP.replace("self.model.parameters()", "[*self.model.parameters()][:-1]"),
+            ),
+        ),
+        place="0 grad_sync .* grad_norm/0",
+        causes=("leaves out", "left out"),
+    ),
+    Edit(
+        name="clip before the reduction",
+        layout="ddp2",
+        substitutions=(
+            _MINGPT_CALL,
+            (
+                "trainer.py",
+                _MINGPT_CLIP,
+                _MINGPT_CLIP.replace(
+                    "self.optimizer",
+                    "[torch.distributed.all_reduce(p.grad.div_(torch.distributed.get_world_size()))\n"
+                    "                 for p in self.model.parameters()]\n                self.optimizer",
+                ),
+            ),
+        ),
+        place="0 grad_sync .* (grad/.*|grad_norm/0)",
+        causes=("never averaged over dp", "before they are summed"),
+    ),
+    Edit(
+        name="stale gradient",
+        layout="ddp2",
+        substitutions=(("trainer.py", "self.optimizer.zero_grad(set_to_none=True)", "pass"),),
+        place="1 (backward|grad_sync) .* grad/.*",
+        causes=("gradients of step 0 too",),
+    ),
+    Edit(
+        name="a replicated factor not summed",
+        layout="ddp2",
+        substitutions=(
+            (
+                "trainer.py",
+                "self.model = DDP(self.model)",
+                "DDP._set_params_and_buffers_to_ignore_for_model(self.model, ['emb_stem.pos_emb']); "
+                "self.model = DDP(self.model)",
+            ),
+        ),
+        place=r"0 grad_sync .* grad/emb_stem\.pos_emb",
+        causes=("never averaged over dp",),
+    ),
 )
-PICOTRON_DP = _picotron(
-    "dp",
-    {
-        "dp2": "2 --dp_size 2 --micro_batch_size 2",
-        "dp2 accumulated": "2 --dp_size 2 --micro_batch_size 1 --gradient_accumulation_steps 2",
-    },
-    same_init=False,
+_NANOGPT_SYNC = (
+    "train_gpt2.py",
+    "model.require_backward_grad_sync = (micro_step == grad_accum_steps - 1)",
+    "model.require_backward_grad_sync = False",
 )
-PICOTRON_PP = _picotron(
-    "pp",
-    {
-        "afab": "2 --pp_size 2 --micro_batch_size 4",
-        "1f1b": "2 --pp_size 2 --micro_batch_size 4 --pp_engine 1f1b",
-        "dp2pp2": "4 --pp_size 2 --dp_size 2 --micro_batch_size 2 --pp_engine 1f1b",
-    },
-    same_init=False,
+_NANOGPT_CLIP = "norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+NANOGPT_EDITS = (
+    Edit(
+        name="samples from another place",
+        layout="ddp2",
+        substitutions=(
+            (
+                "train_gpt2.py",
+                "self.current_position = self.B * self.T * self.process_rank",
+                "self.current_position = (self.B * self.T + 7) * self.process_rank",
+            ),
+        ),
+        place=_DATA,
+        causes=("row ",),
+    ),
+    Edit(
+        name="missing average",
+        layout="ddp2",
+        substitutions=(_NANOGPT_SYNC,),
+        place="0 grad_sync .* grad/.*",
+        causes=("never averaged over dp",),
+    ),
+    Edit(
+        name="loss over a wrong count",
+        layout="ddp2",
+        substitutions=(
+            ("train_gpt2.py", "loss = loss / grad_accum_steps", "loss = loss / grad_accum_steps / ddp_world_size"),
+        ),
+        place=_LOSS,
+        causes=("1 / dp=2",),
+    ),
+    Edit(
+        name="a norm without one parameter",
+        layout="ddp2",
+        substitutions=(
+            ("train_gpt2.py", _NANOGPT_CLIP, _NANOGPT_CLIP.replace("model.parameters()", "[*model.parameters()][:-1]")),
+        ),
+        place="0 grad_sync .* grad_norm/0",
+        causes=("leaves out", "left out"),
+    ),
+    Edit(
+        name="clip before the reduction",
+        layout="ddp2",
+        substitutions=(
+            _NANOGPT_SYNC,
+            (
+                "train_gpt2.py",
+                _NANOGPT_CLIP,
+                _NANOGPT_CLIP + "; [dist.all_reduce(p.grad.div_(ddp_world_size)) for p in model.parameters()]",
+            ),
+        ),
+        place="0 grad_sync .* (grad/.*|grad_norm/0)",
+        causes=("never averaged over dp", "before they are summed"),
+    ),
+    Edit(
+        name="stale gradient",
+        layout="ddp2",
+        substitutions=(("train_gpt2.py", "    optimizer.zero_grad()", "    pass"),),
+        place="1 (backward|grad_sync) .* grad/.*",
+        causes=("gradients of step 0 too",),
+    ),
+    Edit(
+        name="a replicated factor not summed",
+        layout="ddp2",
+        substitutions=(
+            (
+                "train_gpt2.py",
+                "    model = DDP(model)",
+                "    DDP._set_params_and_buffers_to_ignore_for_model(model, ['transformer.wpe.weight'])\n"
+                "    model = DDP(model)",
+            ),
+        ),
+        place=r"0 grad_sync .* grad/transformer\.wpe\.weight",
+        causes=("never averaged over dp",),
+    ),
 )
-
-PROGRAMS = (
-    TENSOR_PARALLEL,
-    SEQUENCE_PARALLEL,
-    FSDP_TENSOR_PARALLEL,
-    MINGPT,
-    NANOGPT,
-    PICOTRON_TP,
-    PICOTRON_DP,
-    PICOTRON_PP,
+_PGM = "pgm.process_group_manager"
+_MEAN = "F.cross_entropy(outputs, target_ids, reduction='mean') / dataloader.grad_acc_steps"
+PICOTRON_TP_EDITS = (
+    Edit(
+        name="samples by tensor rank",
+        layout="tp2",
+        substitutions=(
+            ("dataloader.py", f"num_replicas={_PGM}.dp_world_size", f"num_replicas={_PGM}.tp_world_size"),
+            ("dataloader.py", f"rank={_PGM}.dp_rank", f"rank={_PGM}.tp_rank"),
+        ),
+        place=_DATA,
+        causes=("row ",),
+    ),
+    Edit(
+        name="missing sum",
+        layout="tp2",
+        substitutions=(
+            (
+                "tensor_parallel.py",
+                "output = Reduce.apply(output_parallel)\n        return output if",
+                "output = output_parallel\n        return output if",
+            ),
+        ),
+        place=r"0 forward decoder_layers\.0\.attention\.out_proj loss/0",
+        causes=("add up to the", "partial sum"),
+    ),
+    Edit(
+        name="loss over a wrong count",
+        layout="tp2",
+        substitutions=(("train.py", _MEAN, f"{_MEAN} / {_PGM}.tp_world_size"),),
+        place=_LOSS,
+        causes=("1 / tp=2",),
+    ),
+    Edit(
+        name="wrong slice of the logits",
+        layout="tp2",
+        substitutions=(
+            (
+                "tensor_parallel.py",
+                "torch.cat(tensor_list, dim=last_dim)",
+                "torch.cat(tensor_list[::-1], dim=last_dim)",
+            ),
+        ),
+        place="0 forward final_proj loss/0",
+        causes=("shifted", "another order", "wrong parts"),
+    ),
+    Edit(
+        name="wrong slice of a head",
+        layout="tp2",
+        substitutions=(
+            (
+                "model.py",
+                "k = k.view(batch_size, seq_length, self.num_local_kv_heads, self.head_dim)",
+                "k = k.view(batch_size, seq_length, self.num_local_kv_heads, self.head_dim).roll(1, 2)",
+            ),
+        ),
+        place=r"0 forward decoder_layers\.0\.attention.* loss/0",
+        causes=("wrong parts", "another order"),
+    ),
+    Edit(
+        name="stale gradient",
+        layout="tp2",
+        substitutions=(("train.py", "optimizer.zero_grad()", "pass"),),
+        place="1 (backward|grad_sync) .* grad/.*",
+        causes=("gradients of step 0 too",),
+    ),
+    Edit(
+        name="a replicated factor not summed",
+        layout="tp2",
+        substitutions=(
+            (
+                "tensor_parallel.py",
+                "input_parallel = Copy.apply(input)",
+                "input_parallel = input if self.gather_output else Copy.apply(input)",
+            ),
+        ),
+        place=r"0 backward final_(proj|norm) grad/.*",
+        causes=("add up to the", "partial sum"),
+    ),
+)
+PICOTRON_DP_EDITS = (
+    Edit(
+        name="same batch",
+        layout="dp2",
+        substitutions=(("dataloader.py", f"rank={_PGM}.dp_rank", "rank=0"),),
+        place=_DATA,
+        causes=("read the same batch",),
+    ),
+    Edit(
+        name="missing average",
+        layout="dp2",
+        substitutions=(("data_parallel.py", "self.grad_data /= self.process_group_size", "pass"),),
+        place="0 grad_sync .* grad/.*",
+        causes=("dp=2",),
+    ),
+    Edit(
+        name="loss over a wrong count",
+        layout="dp2",
+        substitutions=(("train.py", _MEAN, f"{_MEAN} / {_PGM}.dp_world_size"),),
+        place=_LOSS,
+        causes=("1 / dp=2",),
+    ),
+    Edit(
+        name="stale gradient",
+        layout="dp2",
+        substitutions=(
+            ("train.py", "            model.reset()", "            pass"),
+            ("data_parallel.py", "assert self.handle is None", "pass"),
+        ),
+        place="1 (backward|grad_sync) .* grad/.*",
+        causes=("gradients of step 0 too",),
+    ),
+    Edit(
+        name="a replicated factor not summed",
+        layout="dp2",
+        substitutions=(
+            (
+                "data_parallel.py",
+                "dist.all_reduce(self.grad_data, group",
+                "dist.all_reduce(self.grad_data[:2048], group",
+            ),
+        ),
+        place=r"0 grad_sync .* grad/.*",
+        causes=("never averaged over dp", "each rank's is its own"),
+    ),
+)
+PICOTRON_PP_EDITS = (
+    Edit(
+        name="loss over a wrong count",
+        layout="1f1b",
+        substitutions=(("pipeline_parallel.py", "reduction='mean')", f"reduction='mean') / {_PGM}.pp_world_size"),),
+        place=_LOSS,
+        causes=("1 / pp=2",),
+    ),
+    Edit(
+        name="wrong layer",
+        layout="1f1b",
+        substitutions=(
+            (
+                "pipeline_parallel.py",
+                "model.decoder_layers[i] for i",
+                f"model.decoder_layers[i - {_PGM}.pp_rank] for i",
+            ),
+        ),
+        place=r"0 forward decoder_layers\.1.* (init/decoder_layers\.1.*|loss/0)",
+        causes=(),
+    ),
+    Edit(
+        name="stale gradient",
+        layout="1f1b",
+        substitutions=(("train.py", "optimizer.zero_grad()", "pass"),),
+        place="1 (backward|grad_sync) .* grad/.*",
+        causes=("gradients of step 0 too",),
+    ),
 )

@@ -1,6 +1,6 @@
 """Parity of training programs of others, and of mistakes planted in them: `python -m bench.parity_programs SOURCES`.
 
-SOURCES is a folder with the checked-out repositories that bench.parity_edits names (examples, picotron_tutorial,
+SOURCES is a folder with the checked-out repositories that bench.parity_sources names (examples, picotron_tutorial,
 build-nanogpt). Each program is copied, changed in sizes and devices alone, and launched on one rank and in its layouts.
 An edit is a substitution in the copy. Packages that a program imports must be installed, but for those that need a GPU.
 """
@@ -12,10 +12,10 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
-from bench.parity_edits import PROGRAMS, Edit, Program, Substitution
+from bench.parity_edits import Edit, Substitution
+from bench.parity_sources import PROGRAMS, Program
 from shardproof.harness.errors import ShardproofError
 from shardproof.harness.parity.judging import Further, judge_launches
 from shardproof.harness.parity.launching import LaunchRecorder
@@ -39,7 +39,7 @@ class Launches:
         self._copy = self.copied("untouched", ())
 
     def copied(self, name: str, edits: Sequence[Substitution]) -> Path:
-        """A copy of the sources with these substitutions beside those of the program. Raises ValueError without an anchor."""
+        """A copy of the sources with the program's changes and these. Raises ValueError where an anchor is missing."""
         copy = self.folder / name
         shutil.copytree(self._sources, copy)
         for file, text in self.program.files.items():
@@ -48,7 +48,7 @@ class Launches:
         for file, old, new in (*self.program.changes, *edits):
             before = (copy / file).read_text(encoding="utf-8")
             if old not in before:
-                raise ValueError(f"{self.program.name}: {file} has no {old!r}; legal: the sources that the edits were written for")
+                raise ValueError(f"{self.program.name}: {file} has no {old!r}; legal: the sources of the edits")
             (copy / file).write_text(before.replace(old, new.replace("SEED", str(self._seed))), encoding="utf-8")
         for word in self.program.prepare:
             word(copy)
@@ -58,9 +58,8 @@ class Launches:
         """The verdicts on a layout, with an edit or without. Raises what a launch raises."""
         name = "untouched" if edit is None else edit.name
         copy = self._copy if edit is None else self.copied(f"{name}-{layout}", edit.substitutions)
-        start = str((self._folders / "first").resolve()) if self.program.same_init else ""
         first = self._alone("first")
-        second = self._record(f"{layout}-{name}", copy, self.program.layouts[layout], same_init=start)
+        second = self._record(f"{layout}-{name}", copy, self.program.layouts[layout])
         further = Further(
             again=lambda: self._alone("again"), perturbed=lambda seed: self._alone(f"perturbed-{seed}", perturb=seed)
         )
@@ -71,11 +70,14 @@ class Launches:
             self._known[name] = self._record(name, self._copy, self.program.first, **options)
         return self._known[name]
 
-    def _record(self, name: str, copy: Path, words: str, **options: str | int) -> Launch:
+    def _record(self, name: str, copy: Path, words: str, **options: int) -> Launch:
         before = Path.cwd()
         os.chdir(copy)
         try:
-            return self._recorder.record(name, _command_of(words, self.program.script), **options)
+            command = _command_of(words, self.program.script)
+            if self.program.same_init and words != self.program.first:
+                return self._recorder.record_same_init(name, command, str((self._folders / "first").resolve()))
+            return self._recorder.record(name, command, **options)
         finally:
             os.chdir(before)
 
@@ -104,28 +106,29 @@ def judge_edit(edit: Edit, result: CaseResult) -> Mapping[str, bool]:
     if not failed:
         return {"found": False, "place": False, "cause": False, "misleading": False}
     first = failed[0]
-    place = first.first.phase == edit.phase and re.fullmatch(edit.place, first.first.name) is not None
+    at = first.first
+    place = re.fullmatch(edit.place, f"{at.step} {at.phase} {at.region} {at.name}") is not None
     told = first.causes[0].fact.text if first.causes else ""
     right = any(words in told for words in edit.causes)
     return {"found": True, "place": place, "cause": right, "misleading": bool(told) and not right}
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Print the verdict of every layout and edit, and a table. Exit status 1 where an untouched program does not pass."""
+    """Print the verdict of every layout and edit, and counts. Exit status 1: an untouched program does not pass."""
     parser = argparse.ArgumentParser(prog="python -m bench.parity_programs", description=__doc__)
     parser.add_argument("sources", type=Path)
-    parser.add_argument("--program", default="", help="a part of a program's name")
-    parser.add_argument("--edit", help="a part of an edit's name; without it all, with '-' none")
+    parser.add_argument("--program", default="", help="a pattern of programs' names")
+    parser.add_argument("--edit", help="a part of an edit's name, for these edits alone; '-' for none")
     parser.add_argument("--dtype", default="float64", choices=("", "float64"))
     parser.add_argument("--seeds", type=int, default=1)
     arguments = parser.parse_args(words)
     table: list[tuple[str, Mapping[str, bool]]] = []
     alarms = 0
-    for program in (one for one in PROGRAMS if arguments.program in one.name):
+    for program in (one for one in PROGRAMS if re.search(arguments.program, one.name)):
         with tempfile.TemporaryDirectory() as folder:
             for seed in range(arguments.seeds):
                 launches = Launches(program, arguments.sources, Path(folder) / str(seed), arguments.dtype, seed)
-                for layout in program.layouts:
+                for layout in program.layouts if arguments.edit in (None, "-") else ():
                     alarms += _show(f"{program.name}, {layout}, seed {seed}", launches, layout)
                 chosen = [edit for edit in program.edits if not seed and (arguments.edit or "") in edit.name]
                 for edit in chosen if arguments.edit != "-" else ():

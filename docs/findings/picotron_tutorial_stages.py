@@ -1,6 +1,6 @@
 """picotron_tutorial 8c14c92: gradients of a pipeline are grad_acc_steps times those without one.
 
-PICOTRON_TUTORIAL=checkout python docs/findings/picotron_tutorial_stages.py        exit status 1 while the defect is there
+PICOTRON_TUTORIAL=checkout python docs/findings/picotron_tutorial_stages.py    exit status 1 while the defect is there
 """
 
 import os

@@ -261,3 +261,10 @@ def test_what_a_recorder_says_of_its_work_is_told(tmp_path: Path) -> None:
     notes = [note.reason for one in result.verdicts for note in one.notes]
     assert "below float64: rope (float32)" in notes
     assert "without the first launch's initial values: head.weight (no layout)" in notes
+
+
+def test_weights_that_a_parameter_did_not_get_are_unknown_and_no_failure(tmp_path: Path) -> None:
+    about = {"same_init": {"head.weight": "no one cut of (13, 8) gives (13, 4)"}}
+    result = judged(tmp_path, Toy(), Toy(dp=2, seed=3, about=about))
+    assert result.verdict == "unknown"
+    assert "head.weight did not get the first launch's initial value" in statements(result, "unknown")["forward"]
