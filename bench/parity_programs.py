@@ -41,10 +41,11 @@ class Launches:
     def copied(self, name: str, edits: Sequence[Substitution]) -> Path:
         """A copy of the sources with the program's changes and these. Raises ValueError where an anchor is missing."""
         copy = self.folder / name
-        shutil.copytree(self._sources, copy)
+        if self.program.folder:
+            shutil.copytree(self._sources, copy)
         for file, text in self.program.files.items():
             (copy / file).parent.mkdir(parents=True, exist_ok=True)
-            (copy / file).write_text(text, encoding="utf-8")
+            (copy / file).write_text(text.replace("SEED", str(self._seed)), encoding="utf-8")
         for file, old, new in (*self.program.changes, *edits):
             before = (copy / file).read_text(encoding="utf-8")
             if old not in before:
@@ -83,8 +84,12 @@ class Launches:
 
 
 def _command_of(words: str, script: str) -> list[str]:
-    """The command of "RANKS options": by torchrun, but for 0 ranks."""
+    """The command of "RANKS options": by torchrun, but for 0 ranks and for "accelerate:RANKS"."""
     ranks, *options = words.split()
+    if ranks.startswith("accelerate:"):
+        launcher = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", ranks.partition(":")[2]]
+        launcher += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+        return [sys.executable, *launcher, script, *options]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks] if ranks != "0" else []
     return [sys.executable, *launcher, script, *options]
 

@@ -8,9 +8,11 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from bench import parity_trainers
 from bench.parity_edits import (
     FSDP_EDITS,
     MINGPT_EDITS,
@@ -25,10 +27,10 @@ from bench.parity_edits import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """A program: its folder in the sources, its script, files that are added, and its commands, "RANKS options"."""
+    """A program: its folder in the sources ("": none), its script, added files, and its commands, "RANKS options"."""
 
     name: str
-    folder: str
+    folder: str = ""
     script: str
     changes: tuple[Substitution, ...] = ()
     files: Mapping[str, str] = field(default_factory=dict)
@@ -196,13 +198,18 @@ def layer_norm_fn(x, weight, bias, residual=None, eps=1e-5, is_rms_norm=True, **
 """,
 }
 """Stand-ins on a CPU for the functions of flash_attn that picotron calls."""
+_TINY = {
+    "tiny/config.json": json.dumps(_LLAMA),
+    "tiny/tokenizer.json": json.dumps(_TOKENIZER),
+    "tiny/tokenizer_config.json": json.dumps(
+        {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>", "pad_token": "<pad>", "eos_token": "w0"}
+    ),
+}
 _PICOTRON_FILES = {
     **_FLASH,
     "wandb.py": "",
     "lovely_tensors.py": "def monkey_patch(): pass\n",
-    "tiny/config.json": json.dumps(_LLAMA),
-    "tiny/tokenizer.json": json.dumps(_TOKENIZER),
-    "tiny/tokenizer_config.json": json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>"}),
+    **_TINY,
     "stories/train.jsonl": "\n".join(
         json.dumps({"text": " ".join(random.Random(number).choices(_WORDS, k=17))}) for number in range(40)
     ),
@@ -270,4 +277,34 @@ PICOTRON_PP = _picotron(
     edits=PICOTRON_PP_EDITS,
 )
 
-PROGRAMS = (TENSOR_PARALLEL, FSDP_TENSOR_PARALLEL, MINGPT, NANOGPT, PICOTRON_TP, PICOTRON_DP, PICOTRON_PP)
+
+def _library(name: str, script: str, launcher: str = "", **more: Any) -> Program:
+    """A script of bench.parity_trainers, whose words are the rows of a rank and how many batches are accumulated."""
+    return Program(
+        name=name,
+        script="train.py",
+        files={**_TINY, "train.py": script},
+        first=f"{launcher}1 4 1",
+        layouts={"ddp2": f"{launcher}2 2 1", "ddp2 accumulated": f"{launcher}2 1 2"},
+        **more,
+    )
+
+
+TRAINER = _library("transformers.Trainer", parity_trainers.TRAINER)
+PEFT = _library("peft", parity_trainers.PEFT)
+ACCELERATE = _library("accelerate", parity_trainers.ACCELERATE, "accelerate:")
+TRL = _library("trl.SFTTrainer", parity_trainers.TRL)
+
+PROGRAMS = (
+    TENSOR_PARALLEL,
+    FSDP_TENSOR_PARALLEL,
+    MINGPT,
+    NANOGPT,
+    PICOTRON_TP,
+    PICOTRON_DP,
+    PICOTRON_PP,
+    TRAINER,
+    PEFT,
+    ACCELERATE,
+    TRL,
+)
