@@ -152,7 +152,7 @@ NANOGPT = Program(
 )
 
 _WORDS = [f"w{number}" for number in range(62)]
-_TOKENIZER = {
+_TOKENIZER: Mapping[str, object] = {
     "version": "1.0",
     "truncation": None,
     "padding": None,
@@ -279,13 +279,16 @@ PICOTRON_PP = _picotron(
 
 
 def _library(name: str, script: str, launcher: str = "", **more: Any) -> Program:
-    """A script of bench.parity_trainers, whose words are the rows of a rank and how many batches are accumulated."""
+    """A script of bench.parity_trainers, whose words are the rows of a rank and how many batches are accumulated.
+
+    `launcher` is that of the first launch: that of accelerate launches no two processes without a GPU or MPI.
+    """
     return Program(
         name=name,
         script="train.py",
         files={**_TINY, "train.py": script},
         first=f"{launcher}1 4 1",
-        layouts={"ddp2": f"{launcher}2 2 1", "ddp2 accumulated": f"{launcher}2 1 2"},
+        layouts={"ddp2": "2 2 1", "ddp2 accumulated": "2 1 2"},
         **more,
     )
 
