@@ -23,7 +23,7 @@ from shardproof.harness.running.engines import ENGINES
 from shardproof.reports.options.command_options import add_others
 from shardproof.reports.printing.printable import printable
 
-_TRUTH = "the dense model to compare with, or alone: the subject on one rank (default: subject.truth, else our decoder)"
+_TRUTH = 'the dense model to compare with; alone: the subject on one rank; "M:O tp=2": another subject on its ranks'
 _TIMEOUT = "longest time of one run of a case, and of its dense model (60); a case may take several runs"
 COMMANDS = {
     "run": "commands.run:main",
