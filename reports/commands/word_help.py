@@ -159,6 +159,7 @@ LIKE: Mapping[str, str] = {
     "resume": "a run that torch's DCP saves and that goes on at another layout",
     "split-backward": "zero-bubble schedules of torch with a tied table and data ranks",
     "quantised": "gradients as int8 and weights as fp8 on the wire, with scales",
+    "refit": "a trainer and an inference layout with fused weights, as two programs",
     "hf": "a Hugging Face model under its own tp plan",
     "deepspeed": "DeepSpeed's ZeRO",
     "megatron": "Megatron-Core's GPTModel",

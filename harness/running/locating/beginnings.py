@@ -23,10 +23,10 @@ from shardproof.harness.outcome.blocks import Block
 from shardproof.harness.outcome.merging import Outcomes
 from shardproof.harness.plain_case import PlainCase, Word
 from shardproof.harness.protocols import Value
-from shardproof.harness.recording.capturing.drawn_values import STARTED, FirstValues, first_values
+from shardproof.harness.recording.capturing.drawn_values import STARTED, FirstValues, first_blocks
 from shardproof.harness.running.trials.trial import Trial
-from shardproof.harness.running.truth.own import EXACT, OwnTruth, one_rank
-from shardproof.harness.subject import ALONE, NamedSubject, call_subject
+from shardproof.harness.running.truth.own import EXACT, OwnTruth
+from shardproof.harness.subject import NamedSubject, OnRanks, call_subject
 from shardproof.harness.verdicts.facts import Fact, state_fact
 
 Asked = tuple[int, int, int, int, int]
@@ -129,9 +129,9 @@ def _find_asked_samples(outcome: Mapping[str, Sequence[Block]]) -> set[Asked]:
 
 def _asked_by_truth(trial: Trial, own: OwnTruth, case: PlainCase) -> set[Asked]:
     """The samples that the truth takes; none where a dense model makes its data otherwise."""
-    if own.dense == ALONE:
-        alone = one_rank(case, trial.subject).but(dtype=EXACT)
-        return _find_asked_samples(*trial.run(_Asking(trial.subject), alone).outcomes)
+    if isinstance(own.dense, OnRanks):
+        run = trial.run(_Asking(own.dense.subject), own.dense.case_of(case).but(dtype=EXACT))
+        return set().union(*map(_find_asked_samples, run.outcomes))
     noted: list[Asked] = []
     own(_watch_case(case, noted), torch.device(trial.device), given=trial.given or None)
     return set(noted)
@@ -176,14 +176,13 @@ def _numbers(asked: set[Asked], step: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """A parameter's likely first value on a rank, and where the part that the rank returns of it lies.
+    """A parameter's likely first value on a rank, at the place of the part that the rank returns of it.
 
     `every` are the first values of all parameters of the rank.
     """
 
     rank: int
     name: str
-    local: Tensor
     block: Block
     every: tuple[Tensor, ...]
 
@@ -202,17 +201,19 @@ def _other_start(ranks: Outcomes, truth: Truth) -> Fact | None:
         one
         for one in known
         if one.lacks(initial)
-        and not any(rank == one.rank and name != one.name and _equal(one.local, true) for rank, name, true in right)
+        and not any(
+            rank == one.rank and name != one.name and _equal(one.block.local, true) for rank, name, true in right
+        )
     ]
     for one in wrong:
         parts = (begun for begun in known if begun.name == one.name)
-        other = next((p for p in parts if _equal(one.local, p.block.part_of(initial[one.name]))), None)
+        other = next((p for p in parts if _equal(one.block.local, p.block.part_of(initial[one.name]))), None)
         if other:
             places = {"at": other.block.offsets, "returned": one.block.offsets}
             return state_fact("starts_as_other", rank=one.rank, name=one.name, other=other.rank, **places)
     for one in wrong:
         true = one.block.part_of(initial[one.name])
-        if float((one.local.double() - true.double()).norm()) > _FAR * float(true.double().norm()):
+        if float((as_float64(one.block.local) - as_float64(true)).norm()) > _FAR * float(as_float64(true).norm()):
             return state_fact("starts_otherwise", rank=one.rank, name=one.name)
     return None
 
@@ -220,13 +221,10 @@ def _other_start(ranks: Outcomes, truth: Truth) -> Fact | None:
 def _find_first_values(ranks: Outcomes) -> Iterator[_Begun]:
     """The first values of parameters of which a rank returns one part."""
     for rank, outcome in enumerate(ranks):
-        single = {name: blocks[0] for name, blocks in outcome.items() if len(blocks) == 1}
-        _, starts = first_values({name: block.local for name, block in single.items()})
-        every = tuple(block.local for name, block in single.items() if name.startswith(STARTED))
-        for name, local in starts.items():
-            block = single.get(f"param_after/0/{name}", single.get(f"param/{name}"))
-            if block is not None and local.numel() >= _FEWEST:
-                yield _Begun(rank, name, local, block, every)
+        every = tuple(blocks[0].local for name, blocks in outcome.items() if name.startswith(STARTED))
+        for name, block in first_blocks(outcome).items():
+            if block.local.numel() >= _FEWEST:
+                yield _Begun(rank, name, block, every)
 
 
 def _equal(local: Tensor, true: Tensor) -> bool:
@@ -234,4 +232,4 @@ def _equal(local: Tensor, true: Tensor) -> bool:
     if local.shape != true.shape:
         return False
     share = max(last_bits(local), torch.finfo(local.dtype).eps)
-    return float((local.double() - true.double()).abs().max()) <= share * float(true.double().abs().max())
+    return float((as_float64(local) - as_float64(true)).abs().max()) <= share * float(as_float64(true).abs().max())
