@@ -24,6 +24,8 @@ QUICK = (
     "taps-cross-borders",
     "whitened-by-rank",
     "refit-copies-updated",
+    "scales-of-the-receiver",
+    "tied-table-averaged",
 )
 """One of each tutorial."""
 OTHERS = deep("two CPU minutes in all", *(name for name in BUGS if name not in QUICK))
