@@ -51,7 +51,8 @@ def check_regrouping(run: RecordedRun, truth: Truth, claims: Claims, regroupings
         if wrong:
             return _report_breach(run, other, wrong, settled)
         settled |= {} if other.problem else other.sizes
-    by_design = _by_design(run, claims)
+    by_design, stated = _by_design(run, claims), claims.known_differences
+    applied = {name for name in by_design if stated and not stated.deviates_unapplied(name)}
     same = [other.words for other in regroupings.runs if not other.problem]
     return Finding(
         verdict=PASS,
@@ -62,15 +63,19 @@ def check_regrouping(run: RecordedRun, truth: Truth, claims: Claims, regroupings
                 for other in regroupings.runs
                 if other.problem
             ),
-            *notes_on(NoteKind.DEVIATES, by_design, by_design),
+            *notes_on(NoteKind.DEVIATES, by_design, by_design.keys() - applied),
+            *notes_on(NoteKind.DEVIATION_APPLIED, by_design, applied),
         ),
     )
 
 
 def _by_design(run: RecordedRun, claims: Claims) -> dict[str, str]:
-    """The names that deviate as the subject states, each with its sentence."""
+    """The names that deviate as the subject states, each with its sentence.
+
+    Also where the truth applies the deviation: what is counted or rounded by rank is another number in other groups.
+    """
     stated = claims.known_differences
-    return {name: stated.sentence(name) for name in run.tensors if stated.deviates_unapplied(name)} if stated else {}
+    return {name: sentence for name in run.tensors if (sentence := stated.sentence(name))} if stated else {}
 
 
 def _compare_groupings(

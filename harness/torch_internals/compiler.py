@@ -24,7 +24,8 @@ _INSTEAD = "__dynamo_disable"
 """Where torch keeps what it calls in place of a function that is never to be compiled."""
 _STEP = "_use_grad"
 """The name of the function that torch wraps around the step of its optimizers."""
-_CALLED_BACK = tuple(f"harness.{part}." for part in ("engines", "recording", "running", "torch_internals"))
+_HARNESS = __name__.rsplit(".", 2)[0]
+_CALLED_BACK = tuple(f"{_HARNESS}.{part}." for part in ("engines", "recording", "running", "torch_internals"))
 """Modules of this package that torch calls back, by the beginnings of their names."""
 _SHARED = 1024
 """Ranks and runs of a process that may compile a function each for themselves."""

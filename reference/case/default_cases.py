@@ -202,7 +202,8 @@ def _in_order(cases: Iterable[Case], price: Callable[[Case], int] = lambda case:
             missing[number] |= bits[case]
 
     def more(case: Case) -> int:
-        return sum((missing[number] & bits[case]).bit_count() for number in levels[case])
+        own = bits[case]
+        return sum((missing[number] & own).bit_count() for number in levels[case])
 
     left = [(-more(case) / price(case), number, case) for number, case in enumerate(levels)]
     heapify(left)
@@ -213,5 +214,6 @@ def _in_order(cases: Iterable[Case], price: Callable[[Case], int] = lambda case:
             heappush(left, (-now / price(case), number, case))
             continue
         yield case, now
+        others = ~bits[case]
         for level in levels[case]:
-            missing[level] &= ~bits[case]
+            missing[level] &= others

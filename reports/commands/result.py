@@ -27,9 +27,9 @@ from shardproof.reports.printing.text import (
     show_table,
     show_words,
 )
+from shardproof.reports.printing.witnesses import witness_tables
 from shardproof.reports.stored import summary
-from shardproof.reports.stored.failures import bugs_of_run, simplest_first
-from shardproof.reports.stored.files import is_profiled
+from shardproof.reports.stored.failures import bugs_of_run, find_first_caller, simplest_first
 from shardproof.reports.stored.frames import Run
 from shardproof.reports.stored.unchecked import unchecked_notes
 
@@ -62,11 +62,8 @@ def show_result(result: RunResult, run: Run, *, as_json: bool, interrupted: bool
         return
     if len(rows):
         show_table(headline, sys.stdout)
-    if is_profiled(result.path):
-        from shardproof.reports.printing.witnesses import witness_tables  # noqa: PLC0415
-
-        for table in witness_tables(result.path):
-            show_table(table, sys.stdout)
+    for table in witness_tables(result.path):
+        show_table(table, sys.stdout)
     show_failures(run, sys.stdout)
     for note in notes:
         show_note(note, sys.stdout)
@@ -78,8 +75,6 @@ def show_result(result: RunResult, run: Run, *, as_json: bool, interrupted: bool
 def _list_failures(run: Run) -> Iterator[Failure]:
     """Every first wrong place: where its first call is, or else the subject, the check and its case, and the lines."""
     if (run.verdicts["verdict"] == FAIL).any():
-        from shardproof.reports.stored.failures import bugs_of_run, find_first_caller, simplest_first  # noqa: PLC0415
-
         for bug in bugs_of_run(simplest_first(run)):
             one = bug.verdict
             calls = run.ledger[run.ledger["case"] == one.case]

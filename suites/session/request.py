@@ -13,7 +13,7 @@ import pytest
 
 from shardproof.harness.dense_model import SUBJECT, check_modes, read_case
 from shardproof.harness.errors import RequestError
-from shardproof.harness.running.engines import known_engine
+from shardproof.harness.running.engines import check_engine
 from shardproof.harness.running.ranks.capacity import admit
 from shardproof.harness.running.request import seconds
 from shardproof.harness.subject import NamedSubject, case_of, claims, resolve_subject, truth_of
@@ -26,7 +26,7 @@ def check(config: pytest.Config) -> None:
     try:
         for option in OPTIONS:
             option_value(config, option.name)
-        known_engine(option_value(config, "engine"))
+        check_engine(option_value(config, "engine"))
         world_sizes(option_value(config, "worlds"))
         seconds(option_value(config, "case_timeout"), "case-timeout")
         _check_device(option_value(config, "device"), faults=bool(option_value(config, "faults")))

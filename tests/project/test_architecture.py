@@ -66,6 +66,8 @@ OF_OTHERS = {
     "shardproof.harness.reproducing.repro_script": "a subject, in a script that stands alone",
     "shardproof.harness.resolve": "a subject or another object that is named module:object",
     "shardproof.reference.checkpoints.torch_format": "a class that a checkpoint of torch names",
+    "shardproof.harness.running.engines": "engines, at their first use",
+    "shardproof.reports.commands.cli": "commands, at their first use",
     "shardproof.reports.commands.doctor": "packages that may be missing",
     "shardproof": "public names, at their first use",
 }

@@ -29,8 +29,8 @@ from shardproof.harness.running.truth.of_dtype import (
     differing_operator,
     steps_of,
 )
-from shardproof.harness.running.truth.own import OwnTruth, one_rank
-from shardproof.harness.subject import NamedSubject, offers, own_cases, refusal
+from shardproof.harness.running.truth.own import OwnTruth
+from shardproof.harness.subject import NamedSubject, OnRanks, offers, own_cases, refusal
 
 _GROUPINGS = 2
 _LARGEST = 8
@@ -180,10 +180,10 @@ def with_first_forward(trial: Trial, truth: Truth) -> Truth:
 def _forward(trial: Trial, own: OwnTruth, dtype: str) -> Sequence[OperatorStep]:
     """The operators of the dense model's first forward in this dtype."""
     case = trial.case.but(dtype=dtype, **without_saving(trial.case))
-    if isinstance(own.dense, str):
-        subject = replace(own.subject, call=own.with_masks(trial.given or None), address="")
+    if isinstance(own.dense, OnRanks):
+        subject = replace(own.dense.subject, call=own.with_masks(trial.given or None), address="")
         with trial.time_part("control"):
-            return steps_of(trial.run(ForwardWatched(subject), one_rank(case, subject)).outcomes[0])
+            return steps_of(trial.run(ForwardWatched(subject), own.dense.case_of(case)).outcomes[0])
     forward = Forward()
     trial.compute_anew(replace(own, control=True, around=lambda: forward), case, part="control", parts=1)
     return forward.steps

@@ -8,18 +8,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from shardproof.harness.checking.checks import CHECKS, Check, run_checks, select_checks_by_need
+from shardproof.harness.checking.coverage import ROUTING
 from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.kinds import kind_of, select_comparable
 from shardproof.harness.checking.measures.stated_deviations import Deviations
+from shardproof.harness.checking.measuring import MOVED
 from shardproof.harness.checking.records import Calls, Claims, Evidence, RecordedRun, Repeats, Truth, merged_outcomes
 from shardproof.harness.checking.repeats import same_outcomes
-from shardproof.harness.errors import ShardproofError
-from shardproof.harness.outcome.merging import Merged, Outcomes, held_once, match_truth
+from shardproof.harness.errors import MachineError, ProgramError, ShardproofError
+from shardproof.harness.outcome.merging import Merged, Outcomes, held_once, match_truth, merge_outcomes
 from shardproof.harness.protocols import Axes, TermLike
-from shardproof.harness.recording.capturing.drawn_values import WithMasks
+from shardproof.harness.recording.capturing.drawn_values import WithFirstValues, WithMasks, first_blocks
 from shardproof.harness.running.trials.rounding import recheck
 from shardproof.harness.running.trials.trial import Trial
 from shardproof.harness.running.truth.joint_masks import masks_of
@@ -28,6 +31,7 @@ from shardproof.harness.torch_internals.autograd import give_back
 
 if TYPE_CHECKING:
     from shardproof.harness.checking.measures.stated_deviations import Deviations
+    from shardproof.harness.running.truth.own import OwnTruth
 
 T = TypeVar("T")
 
@@ -105,10 +109,10 @@ def _with_repeats(trial: Trial, evidence: Evidence, repeat: bool) -> Evidence:
 
 
 def _kinds(trial: Trial) -> tuple[str, ...]:
-    """The kinds of tensors that the truth takes from the outcome of the ranks, such as masks of dropout."""
+    """The kinds of tensors that the truth takes from the outcome of the ranks: masks of dropout, choices of experts."""
     own, model = trial.reference.own, trial.reference.model
-    if own and own.takes_given:
-        return GIVEN
+    if own:
+        return (*(GIVEN if own.takes_given else ()), *((ROUTING,) if own.takes_routing else ()))
     return model.list_given_kinds(trial.case) if model else ()
 
 
@@ -159,7 +163,7 @@ def _record(trial: Trial, truth: Mapping[str, Tensor], kinds: Sequence[str], *, 
         run=RecordedRun(calls=calls, merged=merged, outcomes=outcomes, captured=captured, mask_draws=drawn),
         truth=Truth(
             tensors=compared,
-            initial=trial.initial(compared),
+            initial=trial.initial(compared) or _first_values_of_ranks(trial, own, compared),
             unread=model.unread_rows(case) if model and compare else (),
             from_ranks=tuple(trial.given),
             unmergeable=torn,
@@ -169,6 +173,24 @@ def _record(trial: Trial, truth: Mapping[str, Tensor], kinds: Sequence[str], *, 
             axes=axes, expectation=expectation, declared=declared, known_differences=_known_differences(trial)
         ),
     )
+
+
+def _first_values_of_ranks(trial: Trial, own: "OwnTruth | None", truth: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """The values with which the ranks' parameters begin, for a truth of the subject's own that shows none of its own.
+
+    That is one written in numpy, or whose parameters are no leaves of autograd. It begins with numbers that are not
+    rounded to the case's dtype, which in 16 bits is more than a step.
+    """
+    narrow = getattr(torch, trial.case.dtype).itemsize <= 2
+    if own is None or narrow or not any(kind_of(name) in MOVED for name in truth):
+        return {}
+    try:
+        with trial.time_part("again"):
+            ranks = trial.run(WithFirstValues(trial.subject)).outcomes
+    except (ProgramError, MachineError):  # a program that a dispatch mode disturbs
+        return {}
+    starts = [{name: (block,) for name, block in first_blocks(outcome).items()} for outcome in ranks]
+    return merge_outcomes(starts).tensors
 
 
 def _add_masks(captured: Outcomes, masks: Outcomes, own: Mapping[str, Tensor] | None) -> Outcomes:
