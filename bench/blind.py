@@ -124,11 +124,13 @@ COLUMNS = "name killed case checks place_right first cause_right causes when_rig
 
 
 def in_order(checkpoint: str) -> list[Case]:
-    """The default cases, the simplest first; one that loads a checkpoint follows the one that saves it."""
+    """The default cases, the simplest first; those that load a checkpoint follow the one that saves it."""
     cases = default_cases(checkpoint=checkpoint)
-    saves = next(case for case in cases if case.save)
-    simple = {case: Failed(case=saves if case.load else case, verdicts=()).size for case in cases}
-    return sorted(cases, key=lambda case: (simple[case], bool(case.load)))
+    size, first = dict[Case, tuple[object, ...]](), Case()
+    for case in cases:  # what loads stands behind what saves
+        first = first if case.load else case
+        size[case] = Failed(case=first, verdicts=()).size
+    return sorted(cases, key=size.__getitem__)
 
 
 def measure_bug(bug: Mutant, engine: InprocEngine) -> dict[str, object]:
