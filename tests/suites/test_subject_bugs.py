@@ -18,7 +18,10 @@ from tests.harness.proofs import contradicted
 from tests.harness.running.locating.planting import bugs_of, place
 
 BUGS = bugs_of("subjects")
-QUICK = ("muon-stale-heads", "lora-replicated-factor-not-summed", "taps-cross-borders", "whitened-by-rank", "refit-copies-updated")
+QUICK = (
+    *("muon-stale-heads", "lora-replicated-factor-not-summed", "taps-cross-borders", "whitened-by-rank"),
+    "refit-copies-updated",
+)
 """One of each tutorial."""
 OTHERS = deep("two CPU minutes in all", *(name for name in BUGS if name not in QUICK))
 
