@@ -157,6 +157,8 @@ LIKE: Mapping[str, str] = {
     "mixer": "a gated delta rule on packed rows over tp and context ranks",
     "policy": "losses of reinforcement learning over tp, context and data ranks",
     "refit": "a trainer and an inference layout with fused weights, as two programs",
+    "compiled": "torch.compile under tp, DDP and FSDP2",
+    "trainer": "TrainingArguments and a Trainer of Hugging Face",
     "hf": "a Hugging Face model under its own tp plan",
     "deepspeed": "DeepSpeed's ZeRO",
     "megatron": "Megatron-Core's GPTModel",
@@ -166,6 +168,7 @@ LIKE: Mapping[str, str] = {
 """Subjects that can be written -> what each shows."""
 _NEEDS = {
     "lora-peft": ("peft", "peft"),
+    "trainer": ("accelerate", "accelerate"),
     "hf": ("transformers", "transformers"),
     "deepspeed": ("deepspeed", "deepspeed"),
     "megatron": ("megatron", "megatron-core"),

@@ -3,8 +3,8 @@
 shardproof run "dp=3 clip=0.5" --subject shardproof.suites.subjects.trainer:subject
 
 `recipe` is the team's own: what it says of accumulation, tokens, clipping and decay is what is proved. `subject` adds
-callbacks that read, and nothing else. Batches come from accelerate, which deals them out to data ranks in turn, so that
-the samples of a step are those of `case.samples`. The truth is a loop in plain torch over all batches of a step.
+callbacks that read, and nothing else. accelerate deals batches out to data ranks in turn, so that the samples of a step
+are those of `case.samples`. The truth is a loop in plain torch over all batches of a step.
 """
 
 import tempfile
@@ -51,8 +51,7 @@ def recipe(case, folder, callbacks):
     quiet = {"logging_strategy": "no", "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
     arguments = transformers.TrainingArguments(
         **{"output_dir": folder, "use_cpu": True, "seed": case.seed, **batches, **quiet},
-        learning_rate=0.01,
-        lr_scheduler_type="constant",
+        **{"learning_rate": 0.01, "lr_scheduler_type": "constant"},
         weight_decay=0.1,
         max_grad_norm=case.clip,
         average_tokens_across_devices=True,
@@ -63,16 +62,15 @@ def recipe(case, folder, callbacks):
     return transformers.Trainer(model_of(case), arguments, **given)
 
 
-class Read(transformers.TrainerCallback):  # what a step computes, before the optimizer takes it
+class Read(transformers.TrainerCallback):  # what the optimizer is given in step 0, and what it leaves
     def __init__(self):
-        self.outcome = {}
+        self.outcome, self.losses = {}, []
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **more):
-        if state.global_step == 0:
-            self.outcome |= {f"clipped/{name}": weight.grad.clone() for name, weight in named(model)}
+        self.outcome |= {f"clipped/{n}": w.grad.clone() for n, w in named(model) if state.global_step == 0}
 
     def on_train_end(self, args, state, control, model=None, **more):
-        self.outcome |= {f"param/{name}": weight.detach() for name, weight in named(model)}
+        self.outcome |= {f"param/{n}": w.detach() for n, w in named(model)}
 
 
 def named(model):  # DDP is around it
@@ -80,27 +78,27 @@ def named(model):  # DDP is around it
 
 
 def subject(case, device):
-    read, losses = Read(), []
+    read = Read()
     with tempfile.TemporaryDirectory() as folder:
         trainer = recipe(case, folder, [read])
-        trainer.accelerator.backward = noting(trainer.accelerator.backward, losses)
+        backward = trainer.accelerator.backward
+
+        def note(loss, **more):  # DDP averages gradients, so the Trainer's losses are dp times as large
+            backward(loss, **more)
+            read.losses.append(loss.detach() / case.dp)
+            if len(read.losses) == case.micro:
+                read.outcome |= {f"grad/{name}": weight.grad.clone() for name, weight in named(trainer.model)}
+
+        trainer.accelerator.backward = note
         trainer.train()
-    for step, part in enumerate(torch.stack(losses).unflatten(0, (case.steps, case.micro))):
-        dist.all_reduce(total := part.sum() / case.dp)  # DDP averages gradients, so the Trainer's losses are dp times
-        read.outcome[f"loss/{step}"] = total
-    return read.outcome
-
-
-def noting(backward, losses):
-    return lambda loss, **more: (losses.append(loss.detach()), backward(loss, **more))[1]
+    dist.all_reduce(totals := torch.stack(read.losses).unflatten(0, (case.steps, case.micro)).sum(1))
+    return read.outcome | {f"loss/{step}": total for step, total in enumerate(totals)}
 
 
 def truth(case, device):
     model, rows, outcome = model_of(case), Rows(case), {}
-    decayed = [weight for name, weight in model.named_parameters() if "norm" not in name]
-    others = [weight for name, weight in model.named_parameters() if "norm" in name]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=0.01)
+    plain, norms = ([w for name, w in named(model) if ("norm" in name) == bare] for bare in (False, True))
+    optimizer = torch.optim.AdamW([{"params": plain}, {"params": norms, "weight_decay": 0.0}], 0.01, weight_decay=0.1)
     for step in range(case.steps):
         parts = [case.samples(step, micro, rank, ROWS) for micro in range(case.micro) for rank in range(case.dp)]
         batches = [[rows[number] for number in part] for part in parts]
@@ -108,15 +106,14 @@ def truth(case, device):
         optimizer.zero_grad()
         loss = loss_of(model(tokens), labels, (labels[:, 1:] != -100).sum())
         loss.backward()
-        if case.clip:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
-        outcome |= {f"clipped/{name}": weight.grad.clone() for name, weight in model.named_parameters() if step == 0}
+        outcome |= {f"grad/{name}": weight.grad.clone() for name, weight in named(model) if step == 0}
+        torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip or torch.inf)
+        outcome |= {f"clipped/{name}": weight.grad.clone() for name, weight in named(model) if step == 0}
         outcome[f"loss/{step}"] = loss.detach()
         optimizer.step()
-    return outcome | {f"param/{name}": weight.detach() for name, weight in model.named_parameters()}
+    return outcome | {f"param/{name}": weight.detach() for name, weight in named(model)}
 
 
 subject.truth, subject.per_rank = truth, ("accelerate.state",)
-subject.words = {"micro": 2, "clip": 0.0}
-subject.cases = ("dp=3", "dp=2 clip=0.5", "dp=4 dtype=float32")
+subject.words, subject.cases = {"micro": 2, "clip": 0.0}, ("dp=3", "dp=2 clip=0.5", "dp=4 dtype=float32")
 subject.refuses = lambda case: "data-parallel alone" if case.world_size > case.dp else ""
