@@ -192,7 +192,7 @@ def movement_of(run: RecordedRun, truth: Truth, name: str) -> Movement | None:
     unit = epsilon(stored_dtype(run, values.get(name, true))) * _count_steps(run, truth, name)
     slack = compute(partial(_storing_error, unit), true, moved, *controls)
     if own is not None and not _returns_each_step(run, truth, name):  # ranks may begin in the case's dtype
-        slack = compute(partial(_with_error_of_start, getattr(torch, run.case.dtype)), slack, own)
+        slack = compute(partial(_with_error_of_start, run.case.dtype), slack, own)
     return Movement(
         truth=moved,
         value=compute(_subtract, values[name], own) if name in values and own is not None else None,
@@ -211,10 +211,15 @@ def _storing_error(unit: float, true: Tensor, *moved: Tensor) -> Tensor:
     return as_float64(true).abs() * ~torch.stack(moved).eq(0).all(0) * unit
 
 
-def _with_error_of_start(dtype: torch.dtype, slack: Tensor, start: Tensor) -> Tensor:
+def _with_error_of_start(dtype: str, slack: Tensor, start: Tensor) -> Tensor:
     """The error of storing, and what rounding the first value to this dtype adds."""
-    narrow = start if start.is_complex() else start.to(dtype)
-    return slack + _subtract(start, narrow).abs()
+    return slack + (as_float64(start) - _rounded(start, dtype)).abs()
+
+
+def _rounded(tensor: Tensor, dtype: str) -> Tensor:
+    """Its numbers as this dtype holds them; there are no complex ones narrower than float32."""
+    kind = getattr(torch, dtype)
+    return as_float64(tensor).to(torch.promote_types(kind, torch.float32) if tensor.is_complex() else kind).double()
 
 
 def _is_moved(run: RecordedRun, truth: Truth, name: str) -> bool:
@@ -239,6 +244,7 @@ def sizes_of(run: RecordedRun, truth: Truth, names: Iterable[str] | None = None)
 
 def stored_dtype(run: RecordedRun, tensor: Tensor) -> str:
     """The dtype in which a returned tensor was kept: its own, or the case's where that holds each of its numbers."""
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     own, case = str(tensor.dtype).removeprefix("torch."), run.case.dtype
     if not tensor.is_floating_point() or tensor.dtype.itemsize <= getattr(torch, case).itemsize:
         return case
@@ -303,5 +309,5 @@ def _likely_start(control: Tensor | None, true: Tensor | None, dtype: str) -> Te
 
 def _find_rounded_start(control: Tensor | None, before: Tensor | None, dtype: str) -> Tensor | None:
     """The value with which a control run began, where it is one of the case's dtype: ranks begin with the same."""
-    kept = control is not None and torch.equal(control.to(getattr(torch, dtype)).to(control.dtype), control)
+    kept = control is not None and torch.equal(_rounded(control, dtype), as_float64(control))
     return control if kept else before

@@ -7,6 +7,7 @@ to `output.txt` there. A launch is over when every rank has recorded all steps, 
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import time
@@ -20,6 +21,7 @@ from shardproof.harness.errors import MachineError, ProgramError, RequestError, 
 from shardproof.harness.parity.recorded import Launch, read_launch
 from shardproof.harness.programs.launch import environment_of
 from shardproof.harness.programs.session import ProgramSession, ValueOptions, boot_id
+from shardproof.harness.programs.tensors.initial_values import NO_CUT
 from shardproof.harness.programs.values import FOLDER
 from shardproof.harness.run_folder import guard_writing
 
@@ -83,6 +85,21 @@ class LaunchRecorder:
             rule = "nothing was recorded: no module of torch was called and no optimizer took a step"
             raise RequestError(f"{what}: {rule}; {_last_lines(folder)}")
         return read_launch(folder)
+
+    def record_same_init(self, name: str, command: Sequence[str], start: str) -> Launch:
+        """The same with the initial weights of another recording, a folder.
+
+        Where the groups of ranks leave a cut open, it is recorded once more: what ranks drew themselves in the first of
+        these recordings shows who holds the same part. Raises what `record` raises.
+        """
+        launch = self.record(name, command, same_init=start)
+        lacking = [str(why) for rank in launch.ranks for why in dict(rank.about.get("same_init") or {}).values()]
+        if not any(why.startswith(NO_CUT) for why in lacking):
+            return launch
+        parts = (self.folder / name).rename(self.folder / f"{name}-parts")
+        found = self.record(name, command, same_init=start, parts_of=str(parts.resolve()))
+        shutil.rmtree(parts, ignore_errors=True)
+        return found
 
     def _run(self, folder: Path, command: Sequence[str], session: ProgramSession) -> int | None:
         """The exit status of a launch, 0 where it was ended since all is recorded, None where the time was up."""

@@ -7,7 +7,7 @@ makes otherwise, of `torch.rand` or inside a fused kernel of attention, are not 
 A parameter is a leaf that takes a gradient. Code makes, casts and sets it, mostly outside of autograd, and then only
 the optimizer writes to it. So training begins with the value that an operator reads first while autograd records, or
 that stands when there first is a gradient. A dispatch mode sees that. Of functional programs, whose parameters are no
-leaves, nothing is seen.
+leaves, nothing is seen; then the ranks' first values stand for those of the truth.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -210,12 +210,21 @@ def first_values(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict
     return own, {name: value for name, value in nearest.items() if value is not None}
 
 
+def first_blocks(outcome: Mapping[str, Sequence[Block]]) -> dict[str, Block]:
+    """Parameter -> the block of its value before the first step, of those of which a rank returns one part."""
+    single = {name: found[0] for name, found in outcome.items() if len(found) == 1}
+    _, values = first_values({name: block.local for name, block in single.items()})
+    parts = {name: single.get(f"param_after/0/{name}", single.get(f"param/{name}")) for name in values}
+    return {name: replace(part, local=values[name]) for name, part in parts.items() if part is not None}
+
+
 def _nearest(after: Tensor, values: Sequence[Tensor]) -> Tensor | None:
     """The value that is nearest by far; None without one."""
-    alike = [value for value in values if value.shape == after.shape and value.is_floating_point()]
-    if not alike or not after.is_floating_point():
+    alike = [value for value in values if value.shape == after.shape and value.is_complex() == after.is_complex()]
+    if not alike or not (after.is_floating_point() or after.is_complex()):
         return None
-    gaps = [float((value.double() - after.double()).norm()) for value in alike]
+    wide = torch.promote_types(after.dtype, torch.float64)
+    gaps = [float((value.to(wide) - after.to(wide)).norm()) for value in alike]
     first = min(range(len(alike)), key=gaps.__getitem__)
     others = [gap for gap, value in zip(gaps, alike, strict=True) if not torch.equal(value, alike[first])]
     return alike[first] if all(gaps[first] <= _NEARER * other for other in others) else None

@@ -23,14 +23,14 @@ from shardproof.harness.outcome.blocks import Block
 from shardproof.harness.outcome.merging import Outcomes
 from shardproof.harness.plain_case import PlainCase, Word
 from shardproof.harness.protocols import Value
-from shardproof.harness.recording.capturing.drawn_values import STARTED, FirstValues, first_values
+from shardproof.harness.recording.capturing.drawn_values import STARTED, FirstValues, first_blocks
 from shardproof.harness.running.trials.trial import Trial
 from shardproof.harness.running.truth.own import EXACT, OwnTruth
 from shardproof.harness.subject import NamedSubject, OnRanks, call_subject
 from shardproof.harness.verdicts.facts import Fact, state_fact
 
-Asked = tuple[int, int, int, int]
-"""Step, micro-batch, first and past-the-last number of its samples."""
+Asked = tuple[int, int, int, int, int]
+"""Step, micro-batch, first and past-the-last number of its samples; tp of the case that was asked."""
 _ASKED = "asked "
 """Begin of the names under which requests travel in an outcome."""
 _SQUARES = "squares of gradients"
@@ -51,11 +51,11 @@ class _Watched(PlainCase):
     def samples(self, step: int, micro: int, dp_rank: int, batch: int) -> range:
         """The same, noted."""
         numbers = PlainCase.samples(self, step, micro, dp_rank, batch)
-        self.noted_samples.append((step, micro, numbers.start, numbers.stop))
+        self.noted_samples.append((step, micro, numbers.start, numbers.stop, int(self.axis_sizes[_TENSOR])))
         return numbers
 
     def but(self, **words: Word) -> "_Watched":
-        """The same, and its samples are noted as those of this case."""
+        """The same, and its samples are noted too: a subject may go on at another layout."""
         return _watch_case(PlainCase.but(self, **words), self.noted_samples)
 
 
@@ -114,7 +114,7 @@ def with_beginnings(trial: Trial, evidence: Evidence, wrong: Collection[str]) ->
             ranks = trial.run(_Asking(trial.subject), case).outcomes
             if own is not None and isinstance(case, PlainCase):
                 asked, truth = [_find_asked_samples(outcome) for outcome in ranks], _asked_by_truth(trial, own, case)
-                samples = _apart(asked, case) or _difference(set().union(*asked), truth, case.micro)
+                samples = _apart(asked) or _difference(set().union(*asked), truth, case.micro)
     except ShardproofError:  # a subject that takes no other case: its errors stand
         return evidence
     squares = tuple(outcome[_SQUARES][0].local for outcome in ranks)
@@ -124,7 +124,7 @@ def with_beginnings(trial: Trial, evidence: Evidence, wrong: Collection[str]) ->
 
 def _find_asked_samples(outcome: Mapping[str, Sequence[Block]]) -> set[Asked]:
     numbers = (name.removeprefix(_ASKED).split() for name in outcome if name.startswith(_ASKED))
-    return {(step, micro, start, stop) for step, micro, start, stop in (map(int, one) for one in numbers)}
+    return {(step, micro, start, stop, tp) for step, micro, start, stop, tp in (map(int, one) for one in numbers)}
 
 
 def _asked_by_truth(trial: Trial, own: OwnTruth, case: PlainCase) -> set[Asked]:
@@ -137,10 +137,15 @@ def _asked_by_truth(trial: Trial, own: OwnTruth, case: PlainCase) -> set[Asked]:
     return set(noted)
 
 
-def _apart(ranks: Sequence[set[Asked]], case: PlainCase) -> Fact | None:
-    """The first ranks of one tp group that take different samples of a step, which they do not share out."""
-    for group in case.axes[_TENSOR]:
-        for one, other in combinations(group, 2):
+def _apart(every: Sequence[set[Asked]]) -> Fact | None:
+    """The first ranks of one tp group that take different samples of a step, which they do not share out.
+
+    Ranks of a group lie side by side, by the layout of the case that gave them their samples.
+    """
+    sizes = sorted({one[-1] for asked in every for one in asked})
+    for tp, first in [(size, first) for size in sizes for first in range(0, len(every), size)]:
+        ranks = [{one for one in asked if one[-1] == tp} for asked in every]
+        for one, other in combinations(range(first, first + tp), 2):
             for step in sorted({step for step, *_ in ranks[one]} & {step for step, *_ in ranks[other]}):
                 mine, theirs = _numbers(ranks[one], step), _numbers(ranks[other], step)
                 often = Counter(number for asked in ranks for number in _numbers(asked, step))
@@ -166,19 +171,18 @@ def _difference(ranks: set[Asked], truth: set[Asked], micro: int) -> Fact | None
 
 def _numbers(asked: set[Asked], step: int) -> list[int]:
     """The numbers of the samples of a step, in their order."""
-    return sorted({number for of_step, _, start, stop in asked if of_step == step for number in range(start, stop)})
+    return sorted({number for of_step, _, start, stop, _ in asked if of_step == step for number in range(start, stop)})
 
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """A parameter's likely first value on a rank, and where the part that the rank returns of it lies.
+    """A parameter's likely first value on a rank, at the place of the part that the rank returns of it.
 
     `every` are the first values of all parameters of the rank.
     """
 
     rank: int
     name: str
-    local: Tensor
     block: Block
     every: tuple[Tensor, ...]
 
@@ -197,17 +201,19 @@ def _other_start(ranks: Outcomes, truth: Truth) -> Fact | None:
         one
         for one in known
         if one.lacks(initial)
-        and not any(rank == one.rank and name != one.name and _equal(one.local, true) for rank, name, true in right)
+        and not any(
+            rank == one.rank and name != one.name and _equal(one.block.local, true) for rank, name, true in right
+        )
     ]
     for one in wrong:
         parts = (begun for begun in known if begun.name == one.name)
-        other = next((p for p in parts if _equal(one.local, p.block.part_of(initial[one.name]))), None)
+        other = next((p for p in parts if _equal(one.block.local, p.block.part_of(initial[one.name]))), None)
         if other:
             places = {"at": other.block.offsets, "returned": one.block.offsets}
             return state_fact("starts_as_other", rank=one.rank, name=one.name, other=other.rank, **places)
     for one in wrong:
         true = one.block.part_of(initial[one.name])
-        if float((one.local.double() - true.double()).norm()) > _FAR * float(true.double().norm()):
+        if float((as_float64(one.block.local) - as_float64(true)).norm()) > _FAR * float(as_float64(true).norm()):
             return state_fact("starts_otherwise", rank=one.rank, name=one.name)
     return None
 
@@ -215,13 +221,10 @@ def _other_start(ranks: Outcomes, truth: Truth) -> Fact | None:
 def _find_first_values(ranks: Outcomes) -> Iterator[_Begun]:
     """The first values of parameters of which a rank returns one part."""
     for rank, outcome in enumerate(ranks):
-        single = {name: blocks[0] for name, blocks in outcome.items() if len(blocks) == 1}
-        _, starts = first_values({name: block.local for name, block in single.items()})
-        every = tuple(block.local for name, block in single.items() if name.startswith(STARTED))
-        for name, local in starts.items():
-            block = single.get(f"param_after/0/{name}", single.get(f"param/{name}"))
-            if block is not None and local.numel() >= _FEWEST:
-                yield _Begun(rank, name, local, block, every)
+        every = tuple(blocks[0].local for name, blocks in outcome.items() if name.startswith(STARTED))
+        for name, block in first_blocks(outcome).items():
+            if block.local.numel() >= _FEWEST:
+                yield _Begun(rank, name, block, every)
 
 
 def _equal(local: Tensor, true: Tensor) -> bool:
@@ -229,4 +232,4 @@ def _equal(local: Tensor, true: Tensor) -> bool:
     if local.shape != true.shape:
         return False
     share = max(last_bits(local), torch.finfo(local.dtype).eps)
-    return float((local.double() - true.double()).abs().max()) <= share * float(true.double().abs().max())
+    return float((as_float64(local) - as_float64(true)).abs().max()) <= share * float(as_float64(true).abs().max())

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from shardproof.harness.checking.checks import CHECKS, Check, run_checks, select_checks_by_need
@@ -15,20 +16,25 @@ from shardproof.harness.checking.coverage import ROUTING
 from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.kinds import kind_of, select_comparable
 from shardproof.harness.checking.measures.stated_deviations import Deviations
+from shardproof.harness.checking.measures.tolerance import FLOAT64_CEILING
+from shardproof.harness.checking.measuring import MOVED
 from shardproof.harness.checking.records import Calls, Claims, Evidence, RecordedRun, Repeats, Truth, merged_outcomes
 from shardproof.harness.checking.repeats import same_outcomes
-from shardproof.harness.errors import ShardproofError
-from shardproof.harness.outcome.merging import Merged, Outcomes, held_once, match_truth
+from shardproof.harness.errors import MachineError, ProgramError, ShardproofError
+from shardproof.harness.outcome.merging import Merged, Outcomes, held_once, match_truth, merge_outcomes
 from shardproof.harness.protocols import Axes, TermLike
-from shardproof.harness.recording.capturing.drawn_values import WithMasks
+from shardproof.harness.recording.capturing.drawn_values import WithFirstValues, WithMasks, first_blocks
 from shardproof.harness.running.trials.rounding import recheck
 from shardproof.harness.running.trials.trial import Trial
 from shardproof.harness.running.truth.joint_masks import masks_of
 from shardproof.harness.subject import Unanswered, deviations, left_out, orders, state_terms, stated_deviations
 from shardproof.harness.torch_internals.autograd import give_back
+from shardproof.harness.verdicts.facts import state_text
+from shardproof.harness.verdicts.verdict import UNKNOWN
 
 if TYPE_CHECKING:
     from shardproof.harness.checking.measures.stated_deviations import Deviations
+    from shardproof.harness.running.truth.own import OwnTruth
 
 T = TypeVar("T")
 
@@ -92,12 +98,15 @@ def repeat_plainly(trial: Trial, run: RecordedRun) -> Repeats:
 
     It must give the bits of the recorded run. It takes time, so it is made only when a check or a diagnosis needs it.
     """
-    with trial.time_part("plain"):
-        plain = trial.run(trial.subject.call, name=trial.subject.address)
-    if same_outcomes(run.outcomes, plain.outcomes):
-        return Repeats(runs=(run.outcomes,))  # rather than the same once more
-    with trial.time_part("again"):  # tells a subject that is not deterministic from a recording that disturbs it
-        again = trial.run(trial.subject.call, name=trial.subject.address)
+    try:
+        with trial.time_part("plain"):
+            plain = trial.run(trial.subject.call, name=trial.subject.address)
+        if same_outcomes(run.outcomes, plain.outcomes):
+            return Repeats(runs=(run.outcomes,))  # rather than the same once more
+        with trial.time_part("again"):  # tells a subject that is not deterministic from a recording that disturbs it
+            again = trial.run(trial.subject.call, name=trial.subject.address)
+    except MachineError as error:  # says nothing about the case, whose own run has ended
+        return Repeats(problem=error.cause)
     return Repeats(runs=(plain.outcomes, again.outcomes))
 
 
@@ -160,7 +169,7 @@ def _record(trial: Trial, truth: Mapping[str, Tensor], kinds: Sequence[str], *, 
         run=RecordedRun(calls=calls, merged=merged, outcomes=outcomes, captured=captured, mask_draws=drawn),
         truth=Truth(
             tensors=compared,
-            initial=trial.initial(compared),
+            initial=trial.initial(compared) or _first_values_of_ranks(trial, own, compared),
             unread=model.unread_rows(case) if model and compare else (),
             from_ranks=tuple(trial.given),
             unmergeable=torn,
@@ -170,6 +179,24 @@ def _record(trial: Trial, truth: Mapping[str, Tensor], kinds: Sequence[str], *, 
             axes=axes, expectation=expectation, declared=declared, known_differences=_known_differences(trial)
         ),
     )
+
+
+def _first_values_of_ranks(trial: Trial, own: "OwnTruth | None", truth: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """The values with which the ranks' parameters begin, for a truth of the subject's own that shows none of its own.
+
+    That is one written in numpy, or whose parameters are no leaves of autograd. It begins with numbers that are not
+    rounded to the case's dtype, which in 16 bits is more than a step.
+    """
+    narrow = getattr(torch, trial.case.dtype).itemsize <= 2
+    if own is None or narrow or not any(kind_of(name) in MOVED for name in truth):
+        return {}
+    try:
+        with trial.time_part("again"):
+            ranks = trial.run(WithFirstValues(trial.subject)).outcomes
+    except (ProgramError, MachineError):  # a program that a dispatch mode disturbs
+        return {}
+    starts = [{name: (block,) for name, block in first_blocks(outcome).items()} for outcome in ranks]
+    return merge_outcomes(starts).tensors
 
 
 def _add_masks(captured: Outcomes, masks: Outcomes, own: Mapping[str, Tensor] | None) -> Outcomes:
@@ -219,4 +246,16 @@ def judge_case(
         findings = run_checks(evidence, checks)
         if evidence.truth.unmergeable or not any(finding.wrong for finding in findings.values()):
             return evidence, findings
-    return recheck(trial, evidence, checks, findings)
+    try:
+        return recheck(trial, evidence, checks, findings)
+    except MachineError as error:
+        if findings is None:
+            raise
+        return evidence, {check: _without_controls(finding, error) for check, finding in findings.items()}
+
+
+def _without_controls(finding: Finding, error: MachineError) -> Finding:
+    """The finding where control runs did not end: unknown where rounding may explain all that is wrong."""
+    if not finding.wrong or any(measured.error >= FLOAT64_CEILING for measured in finding.wrong):
+        return finding
+    return Finding(verdict=UNKNOWN, facts=(*finding.facts, state_text(error.cause)), notes=finding.notes)

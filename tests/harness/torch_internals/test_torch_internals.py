@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardproof.harness.engines.threads.process_group import InprocGroup
 from shardproof.harness.errors import MachineError
 from shardproof.harness.torch_internals import autograd, compiler, dispatch, lookup, world
 from shardproof.harness.torch_internals.lookup import find_name
@@ -126,3 +127,12 @@ def test_fallbacks_do_what_they_stand_for(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy", None)
     with pytest.raises(TypeError):
         compiler.not_compiled(code)
+
+
+def test_the_compiler_starts_at_no_code_of_the_harness(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep, kept = compiler.not_compiled, list[Any]()
+    monkeypatch.setattr(compiler, "not_compiled", lambda code: (kept.append(code), keep(code)))
+    for known in (compiler._keep_uncompiled, compiler._keep_module_uncompiled):
+        known.cache_clear()
+    compiler.leave_uncompiled()
+    assert InprocGroup.broadcast.__code__ in kept
