@@ -69,15 +69,18 @@ class Vocabulary:
         """Whether a case may have this value of a word that it has."""
         return key not in self.closed or value in dict(self.words)[key]
 
-    def parse(self, text: str) -> "PlainCase":
-        """The case of a text of `word=value`; later words override earlier ones. Raises WordError."""
-        stated = {}
+    def parse(self, text: str, shared: Mapping[str, Word] | None = None) -> "PlainCase":
+        """The case of a text of `word=value`; later words override earlier ones. Raises WordError.
+
+        Words of another case that are `shared` have its values where the text does not state them, in any dtype.
+        """
+        stated = dict(shared or {})
         for word in text.split():
             key, equals, value = word.partition("=")
             if not equals:
                 raise WordError(word, "", "must be a word and its value", "tp=2")
             stated[key] = self._read_word(key, value)
-        return self.case(stated)
+        return self.case(stated, any_dtype=shared is not None)
 
     def case(self, stated: Mapping[str, Word], *, any_dtype: bool = False) -> "PlainCase":
         """The case with these words, and the defaults of all others; `any_dtype`: in a dtype that no word allows too.
@@ -235,6 +238,11 @@ class PlainCase:
     def words(self) -> dict[str, Word]:
         """Every word and its value."""
         return dict(self.values)
+
+    @property
+    def text_by_word(self) -> dict[str, str]:
+        """Every word and its value as a case has it in its text."""
+        return {key: _write_value(value) for key, value in self.values}
 
     def but(self, **words: Word) -> "PlainCase":
         """This case with some words changed. Raises WordError for a word or a value that no case of the subject has.

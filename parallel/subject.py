@@ -32,6 +32,7 @@ from shardproof.parallel.pipeline import CasePipeline
 from shardproof.parallel.registry import rows_of, strategy_of
 from shardproof.parallel.training import train
 from shardproof.reference.case import Case
+from shardproof.reference.case.variants import VARIANTS
 from shardproof.reference.features import FEATURES
 from shardproof.reference.language.core import MODES
 from shardproof.reference.language.words import declared_words
@@ -56,8 +57,6 @@ def _with_variant(variant: str) -> Any:
 
 @cache
 def _plant(variant: str) -> Any:
-    from shardproof.reference.case.variants import VARIANTS  # noqa: PLC0415  (reads the file of variants)
-
     return plant_subject(change_sources(variant, VARIANTS[variant].changes))
 
 

@@ -120,7 +120,7 @@ def check_masks(run: RecordedRun, truth: Truth, claims: Claims) -> Finding | Non
         (line, rank), *others = run.mask_draws.anew
         anew = state_fact("drawn_anew", line=line, rank=rank, others=len(others))
         return Finding(verdict=FAIL, facts=(anew,), ranks=tuple({rank: 0 for _, rank in run.mask_draws.anew}))
-    known = None if truth.from_ranks else _compared(run, truth, claims)
+    known = None if set(names) & set(truth.from_ranks) else _compared(run, truth, claims)
     if known is not None and known.verdict == FAIL:
         return known
     tests = [test for name in names for test in _of_one(run, name)] + list(_of_draws(run, claims, names))

@@ -1,7 +1,7 @@
 """The check of choices of experts (`routing/<step>/<module>`): maps [.., tokens, experts], exact, before any number.
 
     replicas    ranks that hold the same tokens choose the same experts for them, whether there is a truth or not
-    truth       where the dense model returns maps, every token goes where it goes there
+    truth       where the dense model returns maps, every token goes where it goes there, but where it took the ranks'
 
 A router decides by token, so copies of a token must not part. Otherwise each rank would send it elsewhere, and all
 numbers behind it would be of two models.
@@ -41,7 +41,8 @@ def check_routing(run: RecordedRun, truth: Truth, claims: Claims) -> Finding | N
         return Finding(verdict=FAIL, facts=facts, names=wrong, ranks=ranks)
     whole = [name for name in names if name in run.tensors]
     loads = _find_busiest(run, whole)
-    if any(kind_of(name) == KIND for name in truth.tensors):
+    given = bool(set(names) & set(truth.from_ranks))
+    if not given and any(kind_of(name) == KIND for name in truth.tensors):
         found = _compared(run, truth, claims)
         return found if found is None or found.verdict != PASS else replace(found, facts=(*found.facts, *loads))
     holders = [(n, b) for outcome in run.full_outcomes for n in names for b in outcome.get(n, ())]
@@ -51,7 +52,10 @@ def check_routing(run: RecordedRun, truth: Truth, claims: Claims) -> Finding | N
     if len(alone) == len(names):
         return Finding(verdict=UNKNOWN, facts=(state_fact("no_copies"),), notes=notes_about(undecided=alone))
     equal = state_fact("equal_maps", count=len(names) - len(alone))
-    notes = (*notes_about(undecided=alone), *note_unchecked("choices themselves: the truth has no maps"))
+    notes = (
+        *notes_about(undecided=alone),
+        *note_unchecked(f"choices themselves: the truth {'takes those of the ranks' if given else 'has no maps'}"),
+    )
     return Finding(verdict=PASS, facts=(equal, *loads), notes=notes)
 
 

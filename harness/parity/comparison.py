@@ -17,6 +17,7 @@ from shardproof.harness.checking.records import Calls, Claims, Controls, Evidenc
 from shardproof.harness.parity.adam import adam_bound
 from shardproof.harness.parity.axes import axes_of
 from shardproof.harness.parity.case import ParityCase
+from shardproof.harness.parity.modules import Compared
 from shardproof.harness.parity.partners import Partners, find_partners
 from shardproof.harness.parity.quantities import (
     Reading,
@@ -61,6 +62,26 @@ class LaunchComparison:
     reading: Reading
     controls: list[Launch] = field(default_factory=list)
     control_tensors: list[dict[str, Tensor]] = field(default_factory=list)
+
+    @property
+    def without_partner(self) -> list[str]:
+        """The parameters of the first launch of which no rank of the second one holds anything."""
+        placed = {name for placement in self.partners.placements.values() for name in placement.names}
+        names = (name.removeprefix("init/") for name in self.tensors if name.startswith("init/"))
+        return [name for name in names if name not in placed]
+
+
+def compare_modules(seen: LaunchComparison, step: int = 0) -> Compared:
+    """Both launches in a step, as modules and their gradients are looked at."""
+    return Compared(
+        first=seen.first.from_step(step) if step else seen.first,
+        second=seen.second.from_step(step) if step else seen.second,
+        partners=seen.partners,
+        samples=seen.steps[step],
+        axes=seen.axes,
+        dtype=seen.case.dtype,
+        controls=() if step else seen.controls,
+    )
 
 
 def prepare_comparison(first: Launch, second: Launch) -> LaunchComparison:

@@ -12,14 +12,22 @@ from shardproof.harness.checking.measures.kinds import kind_of, step_of
 from shardproof.harness.checking.records import Evidence
 from shardproof.harness.diagnosing.causes.proofs import is_explained_by
 from shardproof.harness.diagnosing.diagnosis import Diagnosis
+from shardproof.harness.mesh_axes import PIPELINE, place_of_rank
 from shardproof.harness.parity import samples
-from shardproof.harness.parity.comparison import LaunchComparison, comparison_from, judge_numbers, wrong_starts
-from shardproof.harness.parity.modules import Compared, find_wrong_module
+from shardproof.harness.parity.comparison import (
+    LaunchComparison,
+    compare_modules,
+    comparison_from,
+    judge_numbers,
+    wrong_starts,
+)
+from shardproof.harness.parity.denominators import find_own_counts
+from shardproof.harness.parity.modules import find_wrong_module
 from shardproof.harness.parity.quantities import full_tensors, with_flat
 from shardproof.harness.running.explaining import diagnose_findings
 from shardproof.harness.running.result import CaseResult, verdict_on
 from shardproof.harness.verdicts.facts import Fact, FailedCheck, First, LikelyCause, state_fact, state_text
-from shardproof.harness.verdicts.verdict import FAIL
+from shardproof.harness.verdicts.verdict import FAIL, PASS
 
 _DENSE, _FIRST = "the dense model", "the first launch"
 
@@ -34,12 +42,16 @@ def explain_findings(
         evidence = _with_search(seen, evidence, findings)
         diagnoses, failures = diagnose_findings(evidence, findings, {}, seen.case.name, "")
         begun = findings[samples.CHECK]
+        counted = _own_counts(seen, findings)
+        misplaced = None if begun.verdict == FAIL else _begun_twice(seen)
         later = None if begun.verdict == FAIL else _in_its_own_step(seen, findings)
         for check, failure in failures.items():
             first, causes = (later.first, later.causes) if later else (failure.first, failure.causes)
-            if begun.verdict == FAIL:
+            if misplaced is not None:
+                first, causes = misplaced
+            elif begun.verdict == FAIL:
                 first = First(phase="data", step=step_of(begun.names[0]), name=begun.names[0])
-            told = tuple(replace(cause, fact=_in_our_words(cause.fact)) for cause in causes)
+            told = tuple(replace(cause, fact=_in_our_words(cause.fact)) for cause in counted or causes)
             failures[check] = replace(failure, repeat=repeat or failure.repeat, causes=told, first=first)
     verdicts = tuple(
         verdict_on(replace(finding, facts=tuple(map(_in_our_words, finding.facts))), text, check, failures.get(check))
@@ -89,6 +101,39 @@ def _stale_gradients(
     return ()
 
 
+def _begun_twice(seen: LaunchComparison) -> tuple[First, tuple[LikelyCause, ...]] | None:
+    """Where a parameter begins that no rank begins with, since another one stands in its place too.
+
+    A parameter that the first launch ties to others may stand at several places.
+    """
+    alone, tied = seen.without_partner, {*seen.first.aliases.values()}
+    holders: dict[str, dict[tuple[int, str], int]] = {}
+    for (rank, name), placement in seen.partners.placements.items():
+        stage = place_of_rank(seen.axes, PIPELINE, rank)
+        for one in placement.names:
+            holders.setdefault(one, {}).setdefault((stage, name), rank)
+    twice = [(one, own) for one, own in holders.items() if len(own) > 1 and one not in tied]
+    if not alone or not twice:
+        return None
+    name, own = twice[0]
+    (_, held), rank = [*own.items()][-1]
+    fact = state_fact("begun_twice", names=alone, other=name, rank=rank, held=held)
+    first = First(phase="forward", step=0, region=alone[0].rpartition(".")[0], name=f"init/{alone[0]}")
+    return first, (LikelyCause(id="other_start", fact=fact),)
+
+
+def _own_counts(seen: LaunchComparison, findings: Mapping[str, Finding]) -> tuple[LikelyCause, ...]:
+    """The cause of a wrong first loss that is a mean of means over other counts of targets."""
+    if (
+        findings[samples.CHECK].verdict != PASS
+        or "loss/0" not in _wrong_names(findings)
+        or wrong_starts(seen, findings)
+    ):
+        return ()
+    fact = find_own_counts(compare_modules(seen))
+    return (LikelyCause(id="unequal_shares", fact=fact),) if fact else ()
+
+
 def _with_search(seen: LaunchComparison, evidence: Evidence, findings: Mapping[str, Finding]) -> Evidence:
     """The evidence with what stands before the first wrong number: samples, initial values, the first wrong module."""
     if samples.CHECK in findings and findings[samples.CHECK].verdict == FAIL:
@@ -99,17 +144,10 @@ def _with_search(seen: LaunchComparison, evidence: Evidence, findings: Mapping[s
     if not seen.steps:
         return evidence
     wrong = _wrong_names(findings)
-    both = Compared(
-        first=seen.first,
-        second=seen.second,
-        partners=seen.partners,
-        samples=seen.steps[0],
-        axes=seen.axes,
-        dtype=seen.case.dtype,
-        controls=seen.controls,
-    )
     backward = any(kind_of(name) == "grad" for name in wrong)
-    return evidence.with_found(located=find_wrong_module(both, forward="loss/0" in wrong, backward=backward))
+    return evidence.with_found(
+        located=find_wrong_module(compare_modules(seen), forward="loss/0" in wrong, backward=backward)
+    )
 
 
 def _start_of(seen: LaunchComparison, names: Sequence[str]) -> Fact:

@@ -4,7 +4,7 @@ Limits come from the first launch itself: further runs of it, with every operato
 control runs, and so is a second run of it as it is. They are made only where something is beyond the smallest limit.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardproof.harness.checking.finding import Finding
@@ -17,18 +17,21 @@ from shardproof.harness.parity.comparison import (
     LISTED,
     LaunchComparison,
     add_control,
+    compare_modules,
     judge_numbers,
     prepare_comparison,
     wrong_starts,
 )
+from shardproof.harness.parity.denominators import count_targets
 from shardproof.harness.parity.explaining import explain_findings
-from shardproof.harness.parity.quantities import READINGS
+from shardproof.harness.parity.quantities import READINGS, Reading
 from shardproof.harness.parity.recorded import Launch
 from shardproof.harness.parity.undecided import (
     check_determinism,
     spreads_of,
     undecided_by_chance,
     undecided_by_draws,
+    undecided_by_starts,
     undecided_without_controls,
 )
 from shardproof.harness.running.result import CaseResult
@@ -70,7 +73,7 @@ def judge_launches(first: Launch, second: Launch, *, repeat: str = "", further: 
             evidence, findings = _with_limits(seen, evidence, findings, further)
     evidence, findings = _with_reading(seen, evidence, findings)
     findings = {"partners": check_partners(seen, evidence), **stated, **findings}
-    for undecided in (undecided_by_draws, undecided_by_chance, undecided_without_controls):
+    for undecided in (undecided_by_starts, undecided_by_draws, undecided_by_chance, undecided_without_controls):
         findings = undecided(seen, findings)
     return explain_findings(seen, evidence, findings, repeat)
 
@@ -115,7 +118,7 @@ def _with_reading(
     if forward is None or forward.verdict != FAIL or gradients is None or gradients.verdict != PASS:
         return evidence, findings
     kept = seen.reading
-    for reading in READINGS:
+    for reading in (*READINGS, *_by_targets(seen)):
         seen.reading = replace(reading, received=kept.received)
         other, found = judge_numbers(seen)
         if found["forward"].verdict == PASS:
@@ -124,11 +127,23 @@ def _with_reading(
     return evidence, findings
 
 
+def _by_targets(seen: LaunchComparison) -> Iterator[Reading]:
+    """The reading that averages losses by the targets behind each of them, where these are known in every step."""
+    counts: dict[tuple[int, int], list[int]] = {}
+    for step in range(seen.case.steps if seen.steps else 0):
+        losses = {(rank.rank, row.number) for rank, row in seen.second.rows("loss", step)}
+        found = count_targets(compare_modules(seen, step), len(losses))
+        if not found:
+            return
+        counts |= {(step, rank): own for rank, own in found.items()}
+    yield Reading(calls="mean by targets", ranks="mean by targets", counts=counts)
+
+
 def check_partners(seen: LaunchComparison, evidence: Evidence) -> Finding:
     """Whether there is something to compare, and what of both launches is not."""
     parameters = [name.removeprefix("init/") for name in seen.tensors if name.startswith("init/")]
-    placed = {name for placement in seen.partners.placements.values() for name in placement.names}
-    alone = [name for name in parameters if name not in placed]
+    alone = seen.without_partner
+    common = len(parameters) > len(alone)
     strange = tuple(dict.fromkeys(name for _, name in seen.partners.unplaced))
     silent = sorted({*range(seen.second.world_size)} - {rank.rank for rank in seen.second.ranks})
     left = (*seen.first.left_out(), *seen.second.left_out())
@@ -152,9 +167,9 @@ def check_partners(seen: LaunchComparison, evidence: Evidence) -> Finding:
         if (problem := str(rank.about.get("failed") or "").strip())
     ]
     problems = [
-        *([state_fact("nothing_common")] if not placed else []),
-        *([state_fact("without_partner", names=alone)] if placed and alone else []),
-        *([state_fact("partner_of_none", names=strange)] if placed and strange else []),
+        *([state_fact("nothing_common")] if not common else []),
+        *([state_fact("without_partner", names=alone)] if common and alone else []),
+        *([state_fact("partner_of_none", names=strange)] if common and strange else []),
         *([state_fact("launch_without", launch="first", missing=missing)] if missing else []),
         *([state_fact("second_without", names=unseen)] if unseen else []),
         *([state_fact("silent_ranks", ranks=silent)] if silent else []),

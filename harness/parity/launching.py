@@ -7,6 +7,7 @@ to `output.txt` there. A launch is over when every rank has recorded all steps, 
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import time
@@ -20,17 +21,29 @@ from shardproof.harness.errors import MachineError, ProgramError, RequestError, 
 from shardproof.harness.parity.recorded import Launch, read_launch
 from shardproof.harness.programs.launch import environment_of
 from shardproof.harness.programs.session import ProgramSession, ValueOptions, boot_id
+from shardproof.harness.programs.tensors.initial_values import NO_CUT
 from shardproof.harness.programs.values import FOLDER
 from shardproof.harness.run_folder import guard_writing
 
 OUTPUT = "output.txt"
 _LAST = 12
 """Lines of a program's output that an error shows."""
+_SUMMARY = "torch/distributed/elastic/multiprocessing/api.py"
+"""A word of the line with which torchrun begins to say that a rank has failed; why it did stands before it."""
 _LOOK_S = 0.1
 _END_S = 10.0
 """How long processes have to end after a SIGTERM."""
 _OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 """Signals that a process gets from outside: the kernel without memory, a user, a batch system."""
+
+
+_NAMES = {
+    "first": "launch A",
+    "second": "launch B",
+    "again": "launch A again, as it is",
+    "perturbed": "launch A again, to see its rounding",
+}
+"""Folders of launches in words; those of rounding are numbered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,13 +59,16 @@ class LaunchRecorder:
     values: ValueOptions
     heard: Callable[[str], object] = str
 
-    def record(self, name: str, command: Sequence[str], **words: Any) -> Launch:
-        """Launch a command and read what it recorded; `words` are options of this recording alone.
+    def record(self, name: str, command: Sequence[str], **options: Any) -> Launch:
+        """Launch a command and read what it recorded; `options` are those of this recording alone.
 
         Raises ProgramError with its last lines when it fails before the last step, TimeLimit when the time is up,
         MachineError when a signal from outside ends it, RequestError when it records nothing.
         """
-        self.heard(f"recording the {name} launch: {shlex.join(command)}")
+        kind, _, number = name.partition("-")
+        words = f"{_NAMES[kind]}, run {number}" if number and kind in _NAMES else _NAMES.get(name, name)
+        what = f"{words} ({shlex.join(command)})"
+        self.heard(f"recording {what}")
         folder = self.folder / name
         with guard_writing(folder):
             (folder / "ranks").mkdir(parents=True)
@@ -65,10 +81,9 @@ class LaunchRecorder:
             origin_s=time.perf_counter(),
             boot=boot_id(),
             command=tuple(command),
-            values=replace(self.values, **words),
+            values=replace(self.values, **options),
         )
         status = self._run(folder, command, session)
-        what = f"the {name} launch ({shlex.join(command)})"
         if status is None:
             raise TimeLimit(
                 f"{what} did not record {self.steps} steps in {self.timeout_s:g} seconds; {_last_lines(folder)}; "
@@ -83,6 +98,21 @@ class LaunchRecorder:
             rule = "nothing was recorded: no module of torch was called and no optimizer took a step"
             raise RequestError(f"{what}: {rule}; {_last_lines(folder)}")
         return read_launch(folder)
+
+    def record_same_init(self, name: str, command: Sequence[str], start: str) -> Launch:
+        """The same with the initial weights of another recording, a folder.
+
+        Where the groups of ranks leave a cut open, it is recorded once more: what ranks drew themselves in the first of
+        these recordings shows who holds the same part. Raises what `record` raises.
+        """
+        launch = self.record(name, command, same_init=start)
+        lacking = [str(why) for rank in launch.ranks for why in dict(rank.about.get("same_init") or {}).values()]
+        if not any(why.startswith(NO_CUT) for why in lacking):
+            return launch
+        parts = (self.folder / name).rename(self.folder / f"{name}-parts")
+        found = self.record(name, command, same_init=start, parts_of=str(parts.resolve()))
+        shutil.rmtree(parts, ignore_errors=True)
+        return found
 
     def _run(self, folder: Path, command: Sequence[str], session: ProgramSession) -> int | None:
         """The exit status of a launch, 0 where it was ended since all is recorded, None where the time was up."""
@@ -136,5 +166,7 @@ def _end_group(process: "subprocess.Popen[bytes]") -> None:
 def _last_lines(folder: Path) -> str:
     """What a launch printed last, in words."""
     text = (folder / OUTPUT).read_text(encoding="utf-8", errors="replace")
-    lines = [line for line in text.splitlines() if line.strip()][-_LAST:]
+    lines = [line for line in text.splitlines() if line.strip()]
+    told = next((place for place, line in enumerate(lines) if _SUMMARY in line), 0)
+    lines = lines[: told or None][-_LAST:]
     return "its last lines:\n  " + "\n  ".join(lines) if lines else "it printed nothing"

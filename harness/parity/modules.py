@@ -89,7 +89,7 @@ def _calls_of_rank(both: Compared, rank: int) -> ModuleCalls:
     peers = peers_of(rank, both.axes, ("dp",))
     found: dict[str, Calls] = {}
     for kind in _KINDS:
-        tensors = {peer: _tensors_of_rank(both, kind, peer) for peer in peers}
+        tensors = {peer: tensors_of_rank(both, kind, peer) for peer in peers}
         paths = dict.fromkeys(path for own in tensors.values() for path in own)
         joined = {path: _in_order_of_first(both, {peer: own.get(path, []) for peer, own in tensors.items()})
                   for path in paths}  # fmt: skip
@@ -97,7 +97,7 @@ def _calls_of_rank(both: Compared, rank: int) -> ModuleCalls:
     return _as_calls(found)
 
 
-def _tensors_of_rank(both: Compared, kind: str, rank: int) -> Calls:
+def tensors_of_rank(both: Compared, kind: str, rank: int) -> Calls:
     """What a rank's modules returned, call by call; of a layout that the program states the full tensor."""
     parts: dict[tuple[str, int], list[Block]] = {}
     leaves: dict[tuple[str, int], str] = {}
@@ -128,7 +128,7 @@ def _find_sharing_ranks(rank: int, axes: Axes) -> set[int]:
 def _in_order_of_first(both: Compared, calls: Mapping[int, Sequence[Tensor]]) -> list[Tensor]:
     """The calls of a module on data ranks as those of the first launch; [] where rows cannot be told."""
     samples = both.samples
-    sources = {peer: _sources_of(both, peer) for peer in calls}
+    sources = {peer: sources_of(both, peer) for peer in calls}
     if any(not own or len(calls[peer]) % len(own) for peer, own in sources.items()) or not any(calls.values()):
         return []
     uses = {len(calls[peer]) // len(own) for peer, own in sources.items()}
@@ -140,7 +140,7 @@ def _in_order_of_first(both: Compared, calls: Mapping[int, Sequence[Tensor]]) ->
             filled: dict[int, Tensor] = {}
             for peer, own in sources.items():
                 for call, places in enumerate(own):
-                    parts = _rows_of_output(calls[peer][call * use + of_use], len(places))
+                    parts = rows_of_output(calls[peer][call * use + of_use], len(places))
                     if parts is None:
                         return []
                     for place, part in zip(places, parts, strict=True):
@@ -158,7 +158,7 @@ def _has_row_dim(calls: Mapping[int, Sequence[Tensor]], sources: Mapping[int, Se
     return calls[peer][0].shape[0] == len(sources[peer][0])
 
 
-def _rows_of_output(output: Tensor, rows: int) -> Sequence[Tensor] | None:
+def rows_of_output(output: Tensor, rows: int) -> Sequence[Tensor] | None:
     """An output by samples: its first dim has a place for each, or so many for each (flattened tokens)."""
     if not output.dim() or not rows or output.shape[0] % rows:
         return None
@@ -167,7 +167,7 @@ def _rows_of_output(output: Tensor, rows: int) -> Sequence[Tensor] | None:
     return list(output.unflatten(0, (rows, -1)).unbind(0))
 
 
-def _sources_of(both: Compared, rank: int) -> list[tuple[Source | None, ...]]:
+def sources_of(both: Compared, rank: int) -> list[tuple[Source | None, ...]]:
     """The first launch's rows of a rank's micro-batches; of a later stage those of the first one."""
     for group in both.axes.get(PIPELINE, ()):
         if rank in group:

@@ -48,8 +48,10 @@ def prove_parity(request: ParityRequest, heard: Callable[[str], object] = str) -
     with _time_part(seconds, "truth"):
         first = recorder.record("first", request.first)
     with _time_part(seconds, "recorded"):
-        start = str(first.folder.resolve()) if request.same_init else ""
-        second = recorder.record("second", request.second, same_init=start)
+        if request.same_init:
+            second = recorder.record_same_init("second", request.second, str(first.folder.resolve()))
+        else:
+            second = recorder.record("second", request.second)
 
     def again() -> Launch:
         with _time_part(seconds, "again"):

@@ -8,7 +8,7 @@ Those of the first launch are full tensors, those of the second one blocks by ra
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -34,11 +34,15 @@ DATA_AXES = ("dp", "cp")
 class Reading:
     """How losses make up the loss of a step: added up or averaged over the calls of backward of a rank, and over the
     ranks that have samples of their own. Gradients are those as backward left them, or as the optimizer received them.
+
+    `counts`: (step, rank) -> the targets of each of its calls. Where it is given, a loss of the second launch is a mean
+    over targets: those of calls and ranks are averaged by how many each has.
     """
 
     calls: str = "sum"
     ranks: str = "mean"
     received: bool = False
+    counts: Mapping[tuple[int, int], Sequence[int]] = field(default_factory=dict)
 
 
 READINGS = (Reading(), Reading(calls="mean"), Reading(ranks="sum"), Reading(calls="mean", ranks="sum"))
@@ -53,7 +57,7 @@ def full_tensors(launch: Launch, reading: Reading = READINGS[0]) -> tuple[dict[s
         if full and not row.alias_of:
             outcomes[rank.rank].setdefault(full, []).append(stated_block(row, rank.tensor(row)))
     everyone = {"dp": (tuple(rank.rank for rank in launch.ranks),)} if launch.world_size > 1 else {}
-    _add_numbers(outcomes, launch, everyone, reading)
+    _add_numbers(outcomes, launch, everyone, replace(reading, counts={}))
     alone = {name: own[0].local for name, own in outcomes[0].items() if launch.world_size == len(own) == 1}
     whole = {name: tensor for name, tensor in alone.items() if outcomes[0][name][0].global_shape == tuple(tensor.shape)}
     merged = merge_outcomes(list(outcomes.values()), whole)
@@ -177,8 +181,12 @@ def losses_of(launch: Launch, axes: Axes, step: int, reading: Reading) -> dict[i
     calls = {rank: _together(values, reading.calls) for rank, values in own.items()}
     found = {}
     for number in calls:
-        others = [calls[other] for other in peers_of(number, axes) if other in calls]
-        found[number] = _together(others, reading.ranks)
+        others = [other for other in peers_of(number, axes) if other in calls]
+        if reading.counts:
+            pairs = [pair for one in others for pair in zip(own[one], reading.counts[step, one], strict=True)]
+            found[number] = torch.stack([loss * count for loss, count in pairs]).sum() / sum(n for _, n in pairs)
+        else:
+            found[number] = _together([calls[other] for other in others], reading.ranks)
     return found
 
 

@@ -9,7 +9,7 @@ from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.spreads import run_spreads
 from shardproof.harness.outcome.blocks import localize
 from shardproof.harness.parity import samples
-from shardproof.harness.parity.comparison import NUMERIC, LaunchComparison
+from shardproof.harness.parity.comparison import NUMERIC, LaunchComparison, wrong_starts
 from shardproof.harness.parity.quantities import control_tensors
 from shardproof.harness.parity.recorded import Launch
 from shardproof.harness.verdicts.facts import Fact, notes_about, state_fact
@@ -45,6 +45,15 @@ def undecided_by_chance(seen: LaunchComparison, findings: dict[str, Finding]) ->
     if repeated is None or repeated.verdict == PASS:
         return findings
     return _as_unknown(findings, (samples.CHECK, "replicas", *NUMERIC), state_fact("runs_apart"))
+
+
+def undecided_by_starts(seen: LaunchComparison, findings: dict[str, Finding]) -> dict[str, Finding]:
+    """Findings that are unknown, not failed, since initial weights were asked for that some parameters did not get."""
+    lacking = {name: why for rank in seen.second.ranks for name, why in dict(rank.about.get("same_init") or {}).items()}
+    if not lacking or not wrong_starts(seen, findings):
+        return findings
+    name, why = next(iter(lacking.items()))
+    return _as_unknown(findings, ("replicas", *NUMERIC), state_fact("no_same_init", name=name, why=str(why)))
 
 
 def undecided_by_draws(seen: LaunchComparison, findings: dict[str, Finding]) -> dict[str, Finding]:

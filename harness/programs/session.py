@@ -38,7 +38,8 @@ _LOCK_S = 30.0
 class ValueOptions:
     """How values are recorded beside calls (harness.programs.values): the bytes of a rank and step, in GiB; what is
     changed of the program's numbers: `dtype` "float64", `dropout` off, the initial weights of `same_init` (a folder),
-    results moved by rounding with the seed `perturb` (0: not).
+    results moved by rounding with the seed `perturb` (0: not). `parts_of` is a recording of the same launch before
+    it, whose ranks show which of them hold the same part ("": there is none).
     """
 
     budget_gib: float = 2.0
@@ -46,6 +47,7 @@ class ValueOptions:
     dropout: bool = True
     same_init: str = ""
     perturb: int = 0
+    parts_of: str = ""
 
 
 class Options(TypedDict):

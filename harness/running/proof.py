@@ -18,6 +18,7 @@ from shardproof.harness.errors import MachineError, NoNumbers, NotComputed, Prog
 from shardproof.harness.protocols import CaseLike, Subject, case_text
 from shardproof.harness.running.ranks.capacity import admit_ranks
 from shardproof.harness.running.result import CaseResult, verdict_on
+from shardproof.harness.running.trials.document_runs import run_documents
 from shardproof.harness.running.trials.dry import check_dry_run
 from shardproof.harness.running.trials.law_runs import run_regroupings
 from shardproof.harness.running.trials.runs import judge_case, record_case
@@ -115,8 +116,6 @@ def _prove_trial(trial: Trial, checks: Mapping[str, Check], options: str, *, exp
         if select_checks_by_need(checks, Regroupings):
             evidence = replace(evidence, regroupings=run_regroupings(trial, evidence.truth))
         if evidence.run.calls.packed and select_checks_by_need(checks, Documents):
-            from shardproof.harness.running.trials.document_runs import run_documents  # noqa: PLC0415
-
             evidence = replace(evidence, documents=run_documents(trial))
         with trial.time_part("checks"):
             evidence, findings = judge_case(trial, evidence, checks)

@@ -2,7 +2,7 @@
 
     itself                  a callable, by its name or as it is         `resolve_subject`, `call_subject`
     words, cases, draws     cases in its own words, its default cases   `case_of`, `own_cases`, `draws`
-    truth                   a dense model of its own, or "alone"        `truth_of`
+    truth                   a dense model of its own, or a subject      `truth_of`
     session                 a context around its ranks and its truth    `session`
     modes, unchecked        what it claims and what it leaves out       `claims`, `claimed_modes`, `left_out`
     refuses                 cases that it does not support              `refusal`
@@ -33,33 +33,29 @@ from shardproof.harness.subject.call import (
     state_terms,
 )
 from shardproof.harness.subject.claims import (
-    ALONE,
     ClaimedModes,
-    DenseFunction,
     Deviation,
     case_of,
     cases_of,
     claimed_modes,
     claims,
-    compared_with,
     domains_of,
     draws,
     kept_per_rank,
     left_out,
     lower_dtypes,
     own_cases,
-    refusal,
     stated_deviations,
-    truth_of,
     vocabulary,
 )
+from shardproof.harness.subject.truths import DenseFunction, OnRanks, compared_with, one_rank, refusal, truth_of
 
 __all__ = [
-    "ALONE",
     "ClaimedModes",
     "DenseFunction",
     "Deviation",
     "NamedSubject",
+    "OnRanks",
     "Unanswered",
     "answer_question",
     "ask_subject",
@@ -79,6 +75,7 @@ __all__ = [
     "resolve_subject",
     "named_axes",
     "offers",
+    "one_rank",
     "orders",
     "own_cases",
     "refusal",

@@ -1,21 +1,18 @@
-"""What a subject claims: its words, cases and modes, what it refuses, its truth, and differences that it states.
+"""What a subject claims: its words, cases and modes, what it refuses, and differences that it states.
 
-The truth is a dense model of its own, itself on one rank, or the decoder of `reference`. Stated differences are lower
-dtypes in which it computes or sends, and known deviations. It may also state names that it leaves out on purpose, and
-modules whose state its ranks cannot share.
+Stated differences are lower dtypes in which it computes or sends, and known deviations. It may also state names that
+it leaves out on purpose, and modules whose state its ranks cannot share.
 """
 
-import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from typing import Any, Final
+from typing import Any
 
 from shardproof.harness.dense_model import check_modes, dense_model, in_own_words, read_case
 from shardproof.harness.errors import RequestError
 from shardproof.harness.mesh_axes import AXES
 from shardproof.harness.plain_case import Vocabulary
-from shardproof.harness.protocols import CaseLike, Subject, Value
+from shardproof.harness.protocols import CaseLike, Subject
 from shardproof.harness.resolve import resolve
 from shardproof.harness.subject.call import (
     NamedSubject,
@@ -119,7 +116,7 @@ class ClaimedModes:
         return named
 
 
-def refusal(case: CaseLike, subject: NamedSubject) -> str:
+def own_refusal(case: CaseLike, subject: NamedSubject) -> str:
     """Why the subject does not take this case, "" when it does. Raises RequestError when its own words fail."""
     modes = claimed_modes(subject)
     if modes is not None and case.mode not in modes:
@@ -178,21 +175,27 @@ _DTYPES = ("float64", "float32", "float16", "bfloat16")
 """From the finest to the coarsest."""
 
 
-def lower_dtypes(case: CaseLike, subject: NamedSubject) -> dict[str, str]:
+def lower_dtypes(case: CaseLike, subject: NamedSubject) -> dict[tuple[str, str], str]:
     """The dtypes of LOWER that the subject states for this case, without those that are no lower than the case's own.
 
+    Each by its attribute and the calls of which it is stated: "all_gather", "all_gather over dp"; "" are all of them.
     Raises RequestError for what is no dtype.
     """
-    stated = {}
+    stated: dict[tuple[str, str], str] = {}
     for name in LOWER:
         with ask_subject(name):
             found = _of_case(getattr(subject.call, name, None), case)
-            dtype = str(case.dtype if found in (None, "") else found).removeprefix("torch.")
-        if dtype not in _DTYPES:
+            by_call = found if isinstance(found, Mapping) and name == "wire_dtype" else {"": found}
+            dtypes = {(name, str(calls)): _dtype_word(case, one) for calls, one in by_call.items()}
+        if wrong := next((dtype for dtype in dtypes.values() if dtype not in _DTYPES), ""):
             rule = "must be a dtype's word, or a function of the case that returns one"
-            raise RequestError(f"subject={subject.name}: {name}={dtype} {rule}; legal: {name} = 'bfloat16'")
-        stated[name] = dtype
+            raise RequestError(f"subject={subject.name}: {name}={wrong} {rule}; legal: {name} = 'bfloat16'")
+        stated |= dtypes
     return {name: dtype for name, dtype in stated.items() if _DTYPES.index(dtype) > _DTYPES.index(case.dtype)}
+
+
+def _dtype_word(case: CaseLike, stated: object) -> str:
+    return str(case.dtype if stated in (None, "") else stated).removeprefix("torch.")
 
 
 def stated_deviations(case: CaseLike, subject: NamedSubject) -> "dict[str, Deviation]":
@@ -211,7 +214,8 @@ def stated_deviations(case: CaseLike, subject: NamedSubject) -> "dict[str, Devia
     stated = {pattern: one for pattern, one in found.items() if one is not None}
     if any(one.truth for one in stated.values()):
         own = subject.truth or getattr(subject.call, "truth", None)
-        if not callable(resolve(own) if isinstance(own, str) and ":" in own else own):
+        dense = resolve(own.partition(" ")[0]) if isinstance(own, str) and ":" in own else own
+        if not callable(dense) or offers(dense, "words"):
             rule = "names a truth that applies a deviation, and there is no dense model of the subject's own"
             raise RequestError(f"subject={subject.name}: deviates {rule}; legal: subject.truth = truth beside it")
     return stated
@@ -235,54 +239,3 @@ class Deviation:
 
 def _of_case(stated: Any, case: CaseLike) -> Any:
     return stated(case) if callable(stated) else stated
-
-
-ALONE: Final = "alone"
-"""The truth of a subject that is compared with itself, on one rank."""
-DenseFunction = Callable[..., Mapping[str, Value]]
-"""(case, device) -> outcome, in one process."""
-
-
-def truth_of(subject: NamedSubject) -> DenseFunction | str | None:
-    """The dense model that was requested (--truth) or that is the subject's attribute `truth`; "alone" for itself.
-
-    None: the decoder of `reference`. Raises RequestError for what is neither, and for a subject of own words without
-    one.
-    """
-    stated: Any = subject.truth or answer_question("truth", lambda: getattr(subject.call, "truth", None))
-    if stated is None and vocabulary(subject) is not None:
-        rule = "has words of its own, so the decoder of shardproof is not its truth"
-        legal = "--truth MODULE:OBJECT, --truth alone, or the attribute truth"
-        raise RequestError(f"subject={subject.name}: {rule}; legal: {legal}")
-    if stated is None:
-        return None
-    if stated == ALONE:
-        return ALONE
-    target: object = resolve(stated) if isinstance(stated, str) else stated
-    if not callable(target):
-        rule = f"must be callable as truth(case, device), not {type(target).__name__}"
-        raise RequestError(f"truth={stated}: {rule}; legal: --truth MODULE:OBJECT or --truth alone")
-    dense: DenseFunction = target
-    if getattr(subject.call, "deviates", None) is None:
-        return dense
-
-    @functools.wraps(dense)
-    def apply_deviations(case: CaseLike, device: Any, **given: Any) -> Mapping[str, Value]:
-        """The tensors of stated deviations as their own truths have them."""
-        outcome = dict(dense(case, device, **given))
-        for pattern, deviation in stated_deviations(case, subject).items():
-            if deviation.truth is not None:
-                other = deviation.truth(case, device)
-                outcome |= {name: other[name] for name in outcome if name in other and fnmatchcase(name, pattern)}
-        return outcome
-
-    return apply_deviations
-
-
-def compared_with(truth: DenseFunction | str | None) -> str:
-    """Words for a truth."""
-    if truth is None:
-        return "the dense model"
-    if truth == ALONE:
-        return "itself on one rank, in float64"
-    return f"its own dense model {getattr(truth, '__module__', '')}:{getattr(truth, '__qualname__', truth)}"

@@ -235,16 +235,16 @@ Maker = Callable[..., tuple[Any, Any]]
 """Makes (group, its store) from the arguments of torch's maker of groups."""
 
 
-def own_places(size: int) -> list[int]:
-    """This process's places in the groups of this size that it belongs to, each place once.
+def own_groups(size: int) -> list[tuple[int, ...]]:
+    """The ranks of the groups of this size that this process belongs to, in their order, each group once.
 
     Uses distributed_c10d._world.pg_group_ranks; where it is missing, there are none.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return []
     groups = getattr(c10d._world, "pg_group_ranks", {}).values()
-    places = {ranks[dist.get_rank()] for ranks in groups if len(ranks) == size and dist.get_rank() in ranks}
-    return sorted(places)
+    mine = (ranks for ranks in groups if len(ranks) == size and dist.get_rank() in ranks)
+    return sorted({tuple(sorted(ranks, key=ranks.__getitem__)) for ranks in mine})
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 import re
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,16 +10,14 @@ from shardproof.harness.errors import RequestError
 from shardproof.harness.traces.calls import FLIGHT_RECORDER, TORCH, Trace
 from shardproof.harness.traces.event_stream import open_trace
 from shardproof.harness.traces.fields import refuse_torn
+from shardproof.harness.traces.flight_recorder import read_flight_recorder
+from shardproof.harness.traces.kineto import read_kineto
+from shardproof.harness.traces.logged import with_log
+from shardproof.harness.traces.names import LEGAL, RANK, REPORTS, rank_pattern, trace_files
+from shardproof.harness.traces.nsys import read_nsys
+from shardproof.harness.traces.nsys_export import export_report, nsys_path
 
-RANK = r"rank[-_.]?(\d+)"
-"""Where the rank stands in the name of a file, unless the user says otherwise."""
 _HEAD_BYTES = 2**20
-REPORTS = (".nsys-rep", ".qdstrm")
-SUFFIXES = (".json", ".json.gz", ".pickle", ".pkl", ".sqlite", *REPORTS)
-"""Ends of the names of traces, by which they are found in a folder."""
-_DUMP = re.compile(r"[^.]*rank_?\d+")
-"""The name that the Flight Recorder gives its files, which has no suffix."""
-LEGAL = "a trace of torch.profiler, a dump of NCCL's Flight Recorder, or a report of nsys"
 
 
 def read_trace(path: Path) -> list[Trace]:
@@ -29,25 +27,16 @@ def read_trace(path: Path) -> list[Trace]:
     with refuse_torn("trace", path, LEGAL), open_trace(path) as file:
         head = file.read(_HEAD_BYTES)
     if head.startswith(b"SQLite format 3\0"):
-        from shardproof.harness.traces.nsys import read_nsys  # noqa: PLC0415  (sqlite3)
-
         return read_nsys(path)
     if head[:1] == b"\x80" or (b'"traceEvents"' not in head and b'"entries"' in head):
-        from shardproof.harness.traces.flight_recorder import read_flight_recorder  # noqa: PLC0415  (pickle)
-
         return [read_flight_recorder(path)]
     if head.lstrip()[:1] not in (b"{", b"["):
         raise RequestError(f"trace {path}: is of no known format; legal: {LEGAL}")
-    from shardproof.harness.traces.kineto import read_kineto  # noqa: PLC0415  (torch)
-
     return [read_kineto(path)]
 
 
 def _read_report(path: Path) -> list[Trace]:
     """The traces in a report that nsys has yet to export. Raises RequestError where there is no nsys."""
-    from shardproof.harness.traces.nsys import read_nsys  # noqa: PLC0415  (sqlite3)
-    from shardproof.harness.traces.nsys_export import export_report, nsys_path  # noqa: PLC0415
-
     nsys = nsys_path()
     if nsys is None:
         rule = "is a report, which the nsys that made it must export, and nsys is not on PATH"
@@ -65,10 +54,10 @@ def read_traces(names: Iterable[str], rank_regex: str = RANK) -> list[Trace]:
     A file that does not state its rank has it in its name, where the pattern's group 1 matches. Raises RequestError for
     what is no trace, a file without a rank, and two files of one rank.
     """
-    pattern = _pattern(rank_regex)
+    pattern = rank_pattern(rank_regex)
     found: dict[int, Trace] = {}
     for name in names:
-        for path in _files(Path(name)):
+        for path in trace_files(Path(name)):
             for trace in read_trace(path):
                 rank = _rank(trace, path, pattern)
                 if rank in found and {trace.format, found[rank].format} == {TORCH, FLIGHT_RECORDER}:
@@ -81,43 +70,10 @@ def read_traces(names: Iterable[str], rank_regex: str = RANK) -> list[Trace]:
     return [found[rank] for rank in sorted(found)]
 
 
-def check_names(names: Iterable[str], rank_regex: str = RANK) -> None:
-    """Raise RequestError for what is no file or folder of traces, or no pattern, before anything is read."""
-    _pattern(rank_regex)
-    for name in names:
-        list(_files(Path(name)))
-
-
 def _join_traces(one: Trace, other: Trace) -> Trace:
     """Two traces of one rank, by the torch profiler and the Flight Recorder, as one."""
-    from shardproof.harness.traces.logged import with_log  # noqa: PLC0415  (torch)
-
     profiled, logged = (one, other) if one.format == TORCH else (other, one)
     return replace(with_log(profiled, logged), rank=one.rank)
-
-
-def _pattern(text: str) -> re.Pattern[str]:
-    try:
-        pattern = re.compile(text)
-    except re.error as problem:
-        raise RequestError(f"rank-regex={text}: is no regular expression ({problem}); legal: {RANK}") from problem
-    if pattern.groups < 1:
-        raise RequestError(f"rank-regex={text}: has no group for the rank; legal: {RANK}")
-    return pattern
-
-
-def _files(path: Path) -> Iterator[Path]:
-    """The file, or those in a folder that are named as traces are."""
-    if path.is_dir():
-        named = (one for one in path.iterdir() if one.name.endswith(SUFFIXES) or _DUMP.fullmatch(one.name))
-        files = sorted(file for file in named if file.is_file())
-        if not files:
-            raise RequestError(f"trace {path}: the folder holds no {', '.join(SUFFIXES)}; legal: {LEGAL}")
-        yield from files
-    elif path.is_file():
-        yield path
-    else:
-        raise RequestError(f"trace {path}: no such file or folder; legal: {LEGAL}")
 
 
 def _rank(trace: Trace, path: Path, pattern: re.Pattern[str]) -> int:

@@ -3,5 +3,5 @@
     folder/.metadata             torch's: every tensor's global shape, its chunks, and where each lies; written last
     folder/__R_0.distcp          what rank R wrote, as torch names it
 
-Keys and what lies under them: `parallel.checkpoints.folder`. The page: docs/checkpoints.md.
+Keys and what lies under them: `parallel.checkpoints.state`. The page: docs/checkpoints.md.
 """

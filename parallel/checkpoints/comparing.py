@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shardproof.parallel.checkpoints.folder import RANKS, CheckpointError, Stored, Weights, dtype_word
+from shardproof.parallel.checkpoints.folder import Stored, Weights
+from shardproof.parallel.checkpoints.state import RANKS, CheckpointError, dtype_word
 from shardproof.reference.case import Case
 from shardproof.reference.checkpoints.foreign import Form, is_foreign, is_megatron, parameters
 from shardproof.reference.errors import CaseError

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from shardproof.parallel.checkpoints.folder import (
+from shardproof.parallel.checkpoints.state import (
     MOMENTS,
     RANKS,
     SCALE,
@@ -60,7 +60,7 @@ def save(rank: Rank, optimizer: torch.optim.Optimizer, folder: Path, *, steps: i
 
     Raises CheckpointError on every rank when one of them cannot write, or when their parts do not tile every tensor.
     """
-    from shardproof.parallel.checkpoints.folder import commit, write_part  # noqa: PLC0415  (takes a second to import)
+    from shardproof.parallel.checkpoints.folder import commit, write_part  # noqa: PLC0415  (DTensor)
 
     problem = ""
     try:
@@ -112,10 +112,10 @@ def load(rank: Rank, optimizer: torch.optim.Optimizer, folder: Path) -> int:
     Where the ranks lie as those that saved, the states of its streams of random numbers are replaced too. Raises
     CheckpointError for a checkpoint that is missing, torn, or of other model or training; nothing is changed then.
     """
-    from shardproof.parallel.checkpoints.folder import Stored  # noqa: PLC0415  (torch's checkpoints take a second to import)
+    from shardproof.parallel.checkpoints.folder import Stored, Weights  # noqa: PLC0415  (DTensor)
 
     foreign = is_foreign(folder)
-    stored = _weights(rank, folder) if foreign else Stored.open(folder)
+    stored = Weights(folder=folder, held=_weights(rank, folder)) if foreign else Stored.open(folder)
     tensors = stored.tensors
     has_states = any(key.startswith("optimizer.") for key in tensors)
     # Steps that were all skipped leave an optimizer without states; another system's weights come without any.
@@ -147,17 +147,14 @@ def load(rank: Rank, optimizer: torch.optim.Optimizer, folder: Path) -> int:
     return int(common[STEPS])
 
 
-def _weights(rank: Rank, folder: Path) -> "Weights":
-    """Another system's parameters, in the dtype of what the optimizer steps."""
-    from shardproof.parallel.checkpoints.folder import Weights  # noqa: PLC0415  (as above)
-
+def _weights(rank: Rank, folder: Path) -> dict[str, Tensor]:
+    """Another system's parameters by key, in the dtype of what the optimizer steps."""
     dtype = next(iter(rank.updated.values())).dtype
     try:
         stored = reference_stored(rank.case)
     except CaseError as problem:
         raise CheckpointError(folder, problem.rule, problem.legal) from problem
-    found = {key: tensor.to(dtype) if tensor.is_floating_point() else tensor for key, tensor in stored.items()}
-    return Weights(folder=folder, held=found)
+    return {key: tensor.to(dtype) if tensor.is_floating_point() else tensor for key, tensor in stored.items()}
 
 
 def _is_foreign_key(key: str) -> bool:

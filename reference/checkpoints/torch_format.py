@@ -234,16 +234,14 @@ def read_tensors(folder: str, word: str = "load") -> Mapping[str, Tensor]:
 
 @lru_cache(maxsize=2)
 def _read(folder: str, _written_ns: int, _inode: int) -> Mapping[str, Tensor]:
-    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner  # noqa: PLC0415  (takes a second)
-    from torch.distributed.checkpoint.filesystem import FileSystemReader  # noqa: PLC0415  (as above)
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata  # noqa: PLC0415  (as above)
+    from torch.distributed import checkpoint  # noqa: PLC0415  (DTensor)
 
-    reader, planner = FileSystemReader(folder), DefaultLoadPlanner(flatten_state_dict=False)
+    reader, planner = checkpoint.FileSystemReader(folder), checkpoint.DefaultLoadPlanner(flatten_state_dict=False)
     metadata = read_metadata(Path(folder))
     tensors = {
         key: _fill_with_nan(torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu"))
         for key, entry in metadata.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata) and not key.startswith("rng.")
+        if isinstance(entry, checkpoint.TensorStorageMetadata) and not key.startswith("rng.")
     }
     planner.set_up_planner(tensors, metadata, True)
     reader.set_up_storage_reader(metadata, True)

@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from importlib import metadata
+from importlib import import_module, metadata
 from typing import NoReturn
 
 from shardproof.harness.dense_model import SUBJECT
@@ -20,10 +20,33 @@ from shardproof.harness.errors import ShardproofError
 from shardproof.harness.interpreter import interrupted_after, without_garbage_collection
 from shardproof.harness.run_folder import DISK_FAILED
 from shardproof.harness.running.engines import ENGINES
+from shardproof.reports.options.command_options import add_others
 from shardproof.reports.printing.printable import printable
 
-_TRUTH = "the dense model to compare with, or alone: the subject on one rank (default: subject.truth, else our decoder)"
+_TRUTH = 'the dense model to compare with; alone: the subject on one rank; "M:O tp=2": another subject on its ranks'
 _TIMEOUT = "longest time of one run of a case, and of its dense model (60); a case may take several runs"
+COMMANDS = {
+    "run": "commands.run:main",
+    "record": "programs.command:main",
+    "parity": "commands.parity:main",
+    "read": "commands.read:main",
+    "hang": "programs.command:hang_main",
+    "show": "commands.show:main",
+    "compare": "commands.compare:main",
+    "page": "commands.show:page_main",
+    "trace": "commands.trace:main",
+    "predict": "commands.predict:main",
+    "slice": "commands.checkpoints:slice_main",
+    "checkpoint": "commands.checkpoints:main",
+    "faults": "commands.faults:main",
+    "expect": "commands.expect:main",
+    "names": "commands.names:main",
+    "new-subject": "commands.word_help:new_subject_main",
+    "bench": "commands.run:bench_main",
+    "doctor": "commands.doctor:main",
+    "help": "commands.word_help:main",
+}
+"""Command -> its function, below `shardproof.reports`."""
 _WRONG_REQUEST, _MACHINE, _INTERRUPTED, _NO_READER = 2, 3, 130, 141
 
 
@@ -58,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed.isolated = arguments is None  # the process is ours and has not used autograd, so that it can be forked
     try:
         with without_garbage_collection():
-            from shardproof.reports.options.request import read_request
+            from shardproof.reports.options.request import read_request  # noqa: PLC0415  (`--help` checks no option)
 
             parsed.request = read_request(parsed)
             with interrupted_after():  # torch and pandas: once interrupted, they break whatever comes then
@@ -91,55 +114,18 @@ def _drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _import_command(word: str) -> Callable[[argparse.Namespace], int]:  # noqa: PLR0912  (a command each)
+def _import_command(word: str) -> Callable[[argparse.Namespace], int]:
     """Function of this command, imported now: neither `--help` nor a wrong word waits for torch and pandas."""
-    match word:
-        case "run":
-            from shardproof.reports.commands.run import main
-        case "record":
-            from shardproof.reports.programs.command import main
-        case "hang":
-            from shardproof.reports.programs.command import hang_main as main
-        case "read":
-            from shardproof.reports.commands.read import main
-        case "show":
-            from shardproof.reports.commands.show import main
-        case "parity":
-            from shardproof.reports.commands.parity import main
-        case "compare":
-            from shardproof.reports.commands.compare import main
-        case "page":
-            from shardproof.reports.commands.show import page_main as main
-        case "trace":
-            from shardproof.reports.commands.trace import main
-        case "faults":
-            from shardproof.reports.commands.faults import main
-        case "bench":
-            from shardproof.reports.commands.run import bench_main as main
-        case "doctor":
-            from shardproof.reports.commands.doctor import main
-        case "predict":
-            from shardproof.reports.commands.predict import main
-        case "slice":
-            from shardproof.reports.commands.checkpoints import slice_main as main
-        case "checkpoint":
-            from shardproof.reports.commands.checkpoints import main
-        case "expect":
-            from shardproof.reports.commands.expect import main
-        case "names":
-            from shardproof.reports.commands.names import main
-        case "new-subject":
-            from shardproof.reports.commands.word_help import new_subject_main as main
-        case _:
-            from shardproof.reports.commands.word_help import main
-    return main
+    module, _, function = COMMANDS[word].partition(":")
+    found: Callable[[argparse.Namespace], int] = getattr(import_module(f"shardproof.reports.{module}"), function)
+    return found
 
 
 def _print_error(message: str) -> None:
     """Print what is wrong on stderr; rich, which folds it in a terminal, is loaded only there."""
     with suppress(OSError):  # its disk may be full, too: the exit status remains
         if sys.stderr.isatty():
-            from shardproof.reports.printing.text import show_words
+            from shardproof.reports.printing.text import show_words  # noqa: PLC0415  (rich)
 
             show_words(message, sys.stderr)
         else:
@@ -171,8 +157,6 @@ def _build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     add = functools.partial(commands.add_parser, allow_abbrev=False)
     _add_run(add("run", help="run cases, compare them with the dense model, record, report"))
     if list(words[:1]) != ["run"]:
-        from shardproof.reports.options.command_options import add_others
-
         add_others(add, _TRUTH, _TIMEOUT)
     return parser
 

@@ -19,6 +19,7 @@ from shardproof.reports.comparing.compared_tables import (
 )
 from shardproof.reports.comparing.comparison import Comparison, compare
 from shardproof.reports.comparing.snapshot import Snapshot, read_side, save_snapshot, snapshot
+from shardproof.reports.pages.comparison_page import render_comparison, render_comparison_comment
 from shardproof.reports.printing.annotations import Failure, annotate_failures
 from shardproof.reports.printing.modes import modes_table, side_by_side
 from shardproof.reports.printing.text import (
@@ -28,6 +29,7 @@ from shardproof.reports.printing.text import (
     show_note,
     show_table,
     show_words,
+    write_report,
 )
 from shardproof.reports.stored.frames import load
 
@@ -71,9 +73,6 @@ def _list_breaches(comparison: Comparison) -> Iterator[Failure]:
 
 def _write_report(comparison: Comparison, arguments: argparse.Namespace) -> None:
     """The page, or the comment on a pull request, in a file or printed. Raises RequestError where it cannot be."""
-    from shardproof.reports.commands.show import write_report  # noqa: PLC0415
-    from shardproof.reports.pages.comparison_page import render_comparison, render_comparison_comment  # noqa: PLC0415
-
     text = render_comparison_comment(comparison) if arguments.markdown else render_comparison(comparison)
     write_report(text, arguments.output or "")
 

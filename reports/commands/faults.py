@@ -34,7 +34,8 @@ from shardproof.reports.printing.text import (
     show_words,
 )
 from shardproof.reports.printing.text_tables import Table
-from shardproof.reports.stored.files import MATRIX, RunFolderError, csv_table, environment_of
+from shardproof.reports.stored.files import MATRIX, RunFolderError, environment_of
+from shardproof.reports.stored.tables import csv_table
 
 KILLING = "shardproof.suites.killing"
 _SCRIPTS = "shardproof.suites.killing:scripts"

@@ -21,8 +21,9 @@ from shardproof.harness.protocols import Axes
 from shardproof.harness.traces.calls import find_dtype
 from shardproof.harness.traces.intervals import minus, union
 from shardproof.harness.traces.unknown import UNKNOWN
-from shardproof.reports.stored.files import GROUP_TYPES, is_recording, join_ranks
+from shardproof.reports.stored.files import GROUP_TYPES, is_recording
 from shardproof.reports.stored.frames import Run
+from shardproof.reports.stored.tables import join_ranks
 
 _NAMES = {
     "all_reduce": "allreduce",

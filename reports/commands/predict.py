@@ -19,6 +19,7 @@ from shardproof.harness.ledger import COLUMNS
 from shardproof.harness.predicting.figures import DEPTHS
 from shardproof.harness.subject import resolve_subject
 from shardproof.reports.comparing.growth import break_even_table
+from shardproof.reports.pages import plots
 from shardproof.reports.predicting.loads import load_tables
 from shardproof.reports.predicting.pipelines import PARTS
 from shardproof.reports.predicting.prediction import Prediction, join_predictions, predict_text, step_words
@@ -165,8 +166,6 @@ def _write_predictions(out: Path, predictions: Sequence[Prediction]) -> Path:
 
 
 def _render_page(predictions: Sequence[Prediction]) -> str:
-    from shardproof.reports.pages import plots  # noqa: PLC0415  (matplotlib takes a second to import, and only a folder needs it)
-
     parts = ['<!doctype html><meta charset="utf-8"><title>shardproof predict</title>']
     for prediction in predictions:
         parts += [f"<p><b>{html.escape(prediction.answer)}</b></p>"]

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import TextIO
 
 import pandas as pd
@@ -15,6 +16,8 @@ from shardproof.harness.errors import ShardproofError
 from shardproof.harness.resolve import resolve
 from shardproof.harness.running.run_result import RunResult
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
+from shardproof.reports.commands.experiment import experiment_table
+from shardproof.reports.options.option_checks import real_size
 from shardproof.reports.pages import page
 from shardproof.reports.printing import text_tables
 from shardproof.reports.printing.annotations import Failure, annotate_failures
@@ -27,11 +30,17 @@ from shardproof.reports.printing.text import (
     show_table,
     show_words,
 )
+from shardproof.reports.printing.witnesses import witness_tables
 from shardproof.reports.stored import summary
-from shardproof.reports.stored.failures import bugs_of_run, simplest_first
-from shardproof.reports.stored.files import is_profiled
-from shardproof.reports.stored.frames import Run
+from shardproof.reports.stored.failures import bugs_of_run, find_first_caller, simplest_first
+from shardproof.reports.stored.frames import Run, load
 from shardproof.reports.stored.unchecked import unchecked_notes
+
+
+def load_with_page(folder: Path) -> tuple[Run, str]:
+    """A run folder as it was read, and why its page could not be written, "" where it was."""
+    run = load(folder)
+    return run, write_page(run)
 
 
 def write_page(run: Run) -> str:
@@ -62,11 +71,8 @@ def show_result(result: RunResult, run: Run, *, as_json: bool, interrupted: bool
         return
     if len(rows):
         show_table(headline, sys.stdout)
-    if is_profiled(result.path):
-        from shardproof.reports.printing.witnesses import witness_tables  # noqa: PLC0415
-
-        for table in witness_tables(result.path):
-            show_table(table, sys.stdout)
+    for table in witness_tables(result.path):
+        show_table(table, sys.stdout)
     show_failures(run, sys.stdout)
     for note in notes:
         show_note(note, sys.stdout)
@@ -75,11 +81,15 @@ def show_result(result: RunResult, run: Run, *, as_json: bool, interrupted: bool
     show_tally(run, every, sys.stdout)
 
 
+def show_experiment(run: Run, name: str) -> None:
+    """Print the table of a published run that was repeated."""
+    show_table(experiment_table(run, name), sys.stdout)
+    show_message(real_size(name), sys.stdout)
+
+
 def _list_failures(run: Run) -> Iterator[Failure]:
     """Every first wrong place: where its first call is, or else the subject, the check and its case, and the lines."""
     if (run.verdicts["verdict"] == FAIL).any():
-        from shardproof.reports.stored.failures import bugs_of_run, find_first_caller, simplest_first  # noqa: PLC0415
-
         for bug in bugs_of_run(simplest_first(run)):
             one = bug.verdict
             calls = run.ledger[run.ledger["case"] == one.case]

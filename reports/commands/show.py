@@ -2,19 +2,19 @@
 
 import argparse
 import sys
-from pathlib import Path
 from typing import TextIO
 
-from shardproof.harness.errors import RequestError
 from shardproof.reports.commands.faults import show_matrix
 from shardproof.reports.commands.result import show_failures, show_tally
 from shardproof.reports.comparing.growth import break_even_table, compare_modes
 from shardproof.reports.pages import page
 from shardproof.reports.pages.comment import render_comment
-from shardproof.reports.pages.opening import expert_tables
 from shardproof.reports.printing import text_tables
-from shardproof.reports.printing.text import show_busy, show_message, show_note, show_table
+from shardproof.reports.printing.experts import expert_tables
+from shardproof.reports.printing.text import show_busy, show_message, show_note, show_table, write_report
 from shardproof.reports.printing.witnesses import witness_tables
+from shardproof.reports.programs import figures
+from shardproof.reports.programs import program_tables as programs
 from shardproof.reports.stored import summary
 from shardproof.reports.stored.files import is_matrix, is_recording, run_folder
 from shardproof.reports.stored.frames import Run, load
@@ -44,20 +44,6 @@ def page_main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def write_report(text: str, target: str) -> None:
-    """Write a page or a comment into a file and print its path; print the text itself where no file is named.
-
-    Raises RequestError when the file cannot be written.
-    """
-    if target:
-        try:
-            Path(target).write_text(text, encoding="utf-8")
-        except OSError as problem:
-            reason = problem.strerror or str(problem)
-            raise RequestError(f"-o {target}: cannot be written ({reason}); legal: -o report.html") from problem
-    show_message(target or text, sys.stdout)
-
-
 def show_run(run: Run, stream: TextIO) -> None:
     """Headline, traffic beside its expectation, break-even when the run has one, failures, notes."""
     if is_recording(run.path):
@@ -73,7 +59,7 @@ def show_run(run: Run, stream: TextIO) -> None:
         show_table(break_even_table(crossings), stream)
     if len(pipelines := summary.measure_pipelines(run)):
         show_table(text_tables.pipeline_table(pipelines, summary.cores_of_machine(run)), stream)
-    for table in (*expert_tables(run), *witness_tables(run.path)):
+    for table in (*expert_tables(run.path), *witness_tables(run.path)):
         show_table(table, stream)
     show_failures(run, stream)
     for note in (*unchecked_notes(run), *run.notes):
@@ -83,9 +69,6 @@ def show_run(run: Run, stream: TextIO) -> None:
 
 def _show_program(run: Run, stream: TextIO) -> None:
     """A recorded program: what it did, what is worth knowing, notes."""
-    from shardproof.reports.programs import figures  # noqa: PLC0415
-    from shardproof.reports.programs import program_tables as programs  # noqa: PLC0415
-
     for table in (programs.overview_table(run), *programs.tables_of_program(run)):
         show_table(table, stream)
     for finding in figures.list_findings(run):

@@ -21,8 +21,9 @@ import pandas as pd
 
 from shardproof.harness.errors import RequestError
 from shardproof.reports.comparing.compared_sides import FOLDER, MARK, check_name, is_trace, side_folder
-from shardproof.reports.stored.files import RunFolderError, csv_table, is_recording, json_object, shorten_path
+from shardproof.reports.stored.files import RunFolderError, is_recording, json_object, shorten_path
 from shardproof.reports.stored.frames import Run, load
+from shardproof.reports.stored.tables import csv_table
 
 _PLACE = ("case", "mode", "phase", "region", "op")
 WHAT = ("axis", "group_size", "reduce_op", "dtype", "shape", "payload_bytes", "is_async")
@@ -187,12 +188,10 @@ def read_side(name: str, folder: str = FOLDER) -> Snapshot:
 
 
 def _of_trace(name: str) -> Snapshot:
-    from shardproof.harness.programs.traced import write_folder  # noqa: PLC0415  (torch, for traces alone)
-    from shardproof.harness.traces.reading import read_traces  # noqa: PLC0415
+    from shardproof.harness.programs.traced import read_into_folder  # noqa: PLC0415  (torch, for traces alone)
 
     with tempfile.TemporaryDirectory() as folder:
-        made = write_folder(read_traces([name]), Path(folder), Path(name).name, ["read", name], {})
-        return snapshot(load(made), name)
+        return snapshot(load(read_into_folder(name, Path(folder))), name)
 
 
 def save_snapshot(kept: Snapshot, name: str, folder: str = FOLDER) -> Path:

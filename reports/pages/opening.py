@@ -12,6 +12,8 @@ from shardproof.harness.verdicts import words
 from shardproof.harness.verdicts.facts import Note, NoteKind, WhenKind
 from shardproof.harness.verdicts.verdict import FAIL, PASS
 from shardproof.reports.printing.text_tables import NOTHING, Table, byte_size, count
+from shardproof.reports.programs.program_tables import parts_of_page
+from shardproof.reports.stored.failures import group_by_place, simplest_first
 from shardproof.reports.stored.files import is_recording
 from shardproof.reports.stored.frames import Run
 
@@ -137,8 +139,6 @@ def program_parts(run: Run) -> dict[str, Any]:
     """Overview, findings and traffic of a recorded program; nothing of any other run."""
     if not is_recording(run.path):
         return {}
-    from shardproof.reports.programs.program_tables import parts_of_page  # noqa: PLC0415
-
     return parts_of_page(run)
 
 
@@ -146,15 +146,4 @@ def group_failures(run: Run) -> Sequence[object]:
     """Failed checks by their first place, the simplest case first; none of a run without any."""
     if not (run.verdicts["verdict"] == "fail").any():
         return ()
-    from shardproof.reports.stored.failures import group_by_place, simplest_first  # noqa: PLC0415
-
     return group_by_place([one for one in simplest_first(run) if one.verdict == FAIL], run.path, run.ledger)
-
-
-def expert_tables(run: Run) -> list[Table]:
-    """The rows that experts get; none where no case of the run has any."""
-    if not (run.path / "experts.csv").is_file():
-        return []
-    from shardproof.reports.printing.experts import expert_tables  # noqa: PLC0415
-
-    return expert_tables(run.path)

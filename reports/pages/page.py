@@ -18,16 +18,20 @@ from markupsafe import Markup
 from shardproof.harness.dense_model import SUBJECT, read_case
 from shardproof.harness.resolve import resolve
 from shardproof.harness.verdicts.verdict import UNKNOWN
-from shardproof.reports.pages import drawings, opening
+from shardproof.reports.comparing.growth import break_even_table, compare_modes, find_crossings, growth_of_bytes
+from shardproof.reports.pages import drawings, opening, plots
 from shardproof.reports.pages.charts import chart_models
 from shardproof.reports.pages.drawings import Node, build_tree, by_module, draw_timeline, last_micro_batch
 from shardproof.reports.pages.templates import template_of
+from shardproof.reports.pages.trace_plots import draw_pictures
 from shardproof.reports.printing import text_tables
 from shardproof.reports.printing.calls import calls_table
+from shardproof.reports.printing.experts import expert_tables
 from shardproof.reports.printing.text_tables import Table
+from shardproof.reports.printing.witnesses import witness_tables
 from shardproof.reports.stored import summary
-from shardproof.reports.stored.files import csv_table, is_profiled
 from shardproof.reports.stored.frames import Run
+from shardproof.reports.stored.tables import csv_table
 from shardproof.reports.stored.unchecked import unchecked_notes
 
 _MOST_BYTES = 2_000_000
@@ -127,10 +131,10 @@ def _parts_of_template(run: Run) -> dict[str, object]:
         "command": _command_of_run(run.env),
         **_plot_growth(run),
         "pictures": _draw_traces(program.get("frames", {})),
-        "traffic": program["traffic"] if program else [*_traffic_tables(run), *_witness_tables(run)],
+        "traffic": program["traffic"] if program else [*_traffic_tables(run), *witness_tables(run.path)],
         "cases": [] if program else _case_tables(run),
         "stated": [] if program else _stated_calls(run),
-        "experts": opening.expert_tables(run),
+        "experts": expert_tables(run.path),
         "modules": _module_trees(run),
         "pipelines": _plot_pipelines(run),
         "pipeline_table": text_tables.pipeline_table(summary.measure_pipelines(run), summary.cores_of_machine(run)),
@@ -140,14 +144,6 @@ def _parts_of_template(run: Run) -> dict[str, object]:
         "runs": None if program else opening.tabulate_runs(run),
         "environment": Table(title="Environment", headers=("what", "value"), rows=tuple(_flatten_values("", run.env))),
     }
-
-
-def _witness_tables(run: Run) -> Iterator[Table]:
-    """Tables of witnesses in a profiled run."""
-    if is_profiled(run.path):
-        from shardproof.reports.printing.witnesses import witness_tables  # noqa: PLC0415
-
-        yield from witness_tables(run.path)
 
 
 def _about_run(env: dict[str, Any]) -> str:
@@ -161,14 +157,10 @@ def _plot_growth(run: Run) -> dict[str, object]:
     """Bytes against tokens, where a run has cases of several lengths."""
     if len(run.cases) < _FEWEST_OF_GROWTH:
         return {"plots": [], "break_even": None}
-    from shardproof.reports.comparing.growth import break_even_table, compare_modes, find_crossings, growth_of_bytes  # noqa: PLC0415
-
     sizes, crossed = growth_of_bytes(run), compare_modes(run)
     table = break_even_table(crossed) if len(crossed) else None
     if not len(sizes):
         return {"plots": [], "break_even": table}
-    from shardproof.reports.pages import plots  # noqa: PLC0415  (matplotlib takes half a second to import, and few runs need it)
-
     svg = plots.break_even(sizes, find_crossings(sizes), "Bytes against tokens")
     caption = "Wire bytes of one rank in the layers, a micro-batch; all-to-alls, embedding and head left out."
     return {"plots": [_Plot(svg=Markup(svg), caption=caption)], "break_even": table}
@@ -178,8 +170,6 @@ def _draw_traces(frames: dict[str, pd.DataFrame]) -> list[_Plot]:
     """The pictures of a job's traces."""
     if not frames:
         return []
-    from shardproof.reports.pages.trace_plots import draw_pictures  # noqa: PLC0415  (matplotlib takes half a second)
-
     return [_Plot(svg=Markup(one.svg), caption=f"{one.title}. {one.caption}") for one in draw_pictures(frames)]
 
 
@@ -188,8 +178,6 @@ def _plot_pipelines(run: Run) -> list[_Plot]:
     drawn = dict(itertools.islice(summary.last_steps(run).items(), _MOST_PIPELINES))
     if not drawn:
         return []
-    from shardproof.reports.pages import plots  # noqa: PLC0415  (matplotlib takes half a second)
-
     made = []
     for case, spans in drawn.items():
         shown = spans[spans["rank"].isin(sorted(spans["rank"].unique())[:_MOST_DRAWN])]

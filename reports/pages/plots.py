@@ -9,13 +9,14 @@ import re
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-import matplotlib as mpl
 import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 INK = "#010203"
 """Stands for the page's text colour while matplotlib draws; no line of a mode has it."""
@@ -66,7 +67,7 @@ def break_even(growth: pd.DataFrame, crossings: pd.DataFrame, title: str) -> str
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter(lambda value, _: f"{value:,.4g}")
             axis.set_minor_formatter(lambda value, _: f"{value:,.4g}")
-        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.minorticks_off()
         if len(growth):
             axes.legend(loc="upper left")
     return inline_svg(figure, title, "break-even")
@@ -121,21 +122,28 @@ def plot_pipeline(spans: pd.DataFrame, title: str) -> str:
     return inline_svg(figure, title, f"pipeline-{zlib.crc32(title.encode()):08x}")
 
 
+def _matplotlib() -> ModuleType:
+    import matplotlib.figure  # noqa: PLC0415  (half a second, and few pages draw)
+
+    return matplotlib
+
+
 @contextmanager
-def open_canvas(title: str, width_px: int, height_px: int) -> Iterator[tuple[Figure, Axes]]:
+def open_canvas(title: str, width_px: int, height_px: int) -> "Iterator[tuple[Figure, Axes]]":
     """A figure outside pyplot's global state, in the page's style."""
+    mpl = _matplotlib()
     with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(width_px / 72, height_px / 72), layout="constrained")
+        figure = mpl.figure.Figure(figsize=(width_px / 72, height_px / 72), layout="constrained")
         figure.patch.set_alpha(0.0)
         axes = figure.add_subplot()
         axes.patch.set_alpha(0.0)
         yield figure, axes
 
 
-def inline_svg(figure: Figure, title: str, name: str) -> str:
+def inline_svg(figure: "Figure", title: str, name: str) -> str:
     """The figure as an `<svg>` element: no prolog, no metadata, no name space, ids that are unique on the page."""
     buffer = io.StringIO()
-    with mpl.rc_context(_STYLE):
+    with _matplotlib().rc_context(_STYLE):
         figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :].replace(INK, "currentColor")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pandas as pd
 
 from shardproof.reports.printing.text_tables import Table, count, table, three
-from shardproof.reports.stored.files import csv_table
+from shardproof.reports.stored.tables import csv_table
 
 _TYPES = {"case": "str", "step": "int64", "module": "str", "expert": "int64", "rows": "int64"}
 _MOST = 64
@@ -13,7 +13,9 @@ _MOST = 64
 
 
 def expert_tables(folder: Path) -> list[Table]:
-    """Table of experts, a row for every case and module."""
+    """Table of experts, a row for every case and module; none where no case of the run has any."""
+    if not (folder / "experts.csv").is_file():
+        return []
     rows = csv_table(folder / "experts.csv", _TYPES, tuple(_TYPES), [])
     places = rows.groupby(["case", "module"], sort=False)
     frame = pd.DataFrame(

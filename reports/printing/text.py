@@ -22,6 +22,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as RichTable
 
+from shardproof.harness.errors import RequestError
 from shardproof.reports.printing.printable import in_one_line, printable
 
 if TYPE_CHECKING:
@@ -264,3 +265,17 @@ def shorten_text(text: str, length: int) -> str:
     if len(text) <= length:
         return text
     return text[: length - 3].rpartition(" ")[0] + " ..."
+
+
+def write_report(text: str, target: str) -> None:
+    """Write a page or a comment into a file and print its path; print the text itself where no file is named.
+
+    Raises RequestError when the file cannot be written.
+    """
+    if target:
+        try:
+            Path(target).write_text(text, encoding="utf-8")
+        except OSError as problem:
+            reason = problem.strerror or str(problem)
+            raise RequestError(f"-o {target}: cannot be written ({reason}); legal: -o report.html") from problem
+    show_message(target or text, sys.stdout)

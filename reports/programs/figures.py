@@ -15,8 +15,9 @@ from shardproof.harness.errors import ranks_text
 from shardproof.harness.ledger import Event
 from shardproof.reports.comparing.snapshot import format_span
 from shardproof.reports.programs.unlike import find_unlike_steps, median_over_steps
-from shardproof.reports.stored.files import DEVICE_TYPES, GROUP_TYPES, STEP_TYPES, about_ranks, ends_of, join_ranks
+from shardproof.reports.stored.files import DEVICE_TYPES, GROUP_TYPES, STEP_TYPES, about_ranks, ends_of
 from shardproof.reports.stored.frames import Run
+from shardproof.reports.stored.tables import join_ranks
 
 _MOST_LAWFUL = 100_000
 """Events over which the laws are looked at: whole steps from the first on."""

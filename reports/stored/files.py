@@ -5,19 +5,15 @@ Of a recorded program, each rank wrote a part, `ranks/<rank>/` (harness.programs
 out and counted, a rank without an orderly end is named once.
 """
 
-import io
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardproof.harness.errors import RequestError, ranks_text
 from shardproof.harness.run_folder import LAYOUT
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 _ENVIRONMENT = "env.json"
 MATRIX = "kill_matrix.csv"
@@ -79,11 +75,6 @@ def run_folder(name: str | Path, *, matrix: bool = True) -> Path:
     return path
 
 
-def is_profiled(folder: Path) -> bool:
-    """Whether witnesses saw the run."""
-    return any((folder / name).exists() for name in ("witnesses.csv", "collectives.csv", "sessions.csv"))
-
-
 def is_matrix(folder: Path) -> bool:
     """Whether `shardproof faults` wrote this folder, which has no cases of its own."""
     return (folder / MATRIX).is_file() and not (folder / "cases.jsonl").is_file()
@@ -119,7 +110,7 @@ def json_lines(path: Path, needed: Sequence[str], notes: list[str]) -> list[dict
         notes.append(f"{path.name} is missing: the run was stopped before it was written")
         return []
     rows = []
-    for number, line in enumerate(_whole_lines(path, notes).decode("utf-8").splitlines(), 1):
+    for number, line in enumerate(whole_lines(path, notes).decode("utf-8").splitlines(), 1):
         try:
             row = json.loads(line)
             missing = [key for key in needed if key not in row]
@@ -131,33 +122,7 @@ def json_lines(path: Path, needed: Sequence[str], notes: list[str]) -> list[dict
     return rows
 
 
-def csv_table(path: Path, types: dict[str, str], needed: Iterable[str], notes: list[str]) -> "pd.DataFrame":
-    """The rows of a CSV file; `types` by column, "str" where the file may hold anything; an empty file has no row.
-
-    Raises RunFolderError for a file that is cut, lacks a column, or holds a wrong value.
-    """
-    import pandas as pd  # noqa: PLC0415  (a wrong path is refused without it)
-
-    data = _whole_lines(path, notes)
-    header = data.split(b"\n", 1)[0].decode("utf-8").rstrip("\r").split(",")
-    if not data:
-        return pd.DataFrame({name: pd.Series(dtype=types[name]) for name in needed})
-    if missing := [name for name in needed if name not in header]:
-        raise RunFolderError(f"{path}: the column {missing[0]} is missing; it needs {','.join(needed)}")
-    nullable = ("Int64", "Float64", "boolean")
-    absent = {name: [""] for name in header if types.get(name) in nullable or not types}
-    try:
-        return pd.read_csv(
-            io.BytesIO(data),
-            dtype={name: kind for name, kind in types.items() if name in header},
-            keep_default_na=False,
-            na_values=absent,
-        )
-    except (ValueError, OverflowError) as error:
-        raise RunFolderError(f"{path}: not the table it should be ({' '.join(str(error).split())})") from error
-
-
-def _whole_lines(path: Path, notes: list[str]) -> bytes:
+def whole_lines(path: Path, notes: list[str]) -> bytes:
     """The file up to its last line end: a line that a killed writer left unfinished is dropped, with a note."""
     try:
         data = _unzip_readable(path, notes) if path.suffix == ".gz" else path.read_bytes()
@@ -201,25 +166,6 @@ def part_folders(run: Path) -> dict[int, Path]:
     return {rank: found[rank] for rank in sorted(found)}
 
 
-def join_ranks(run: Path, name: str, types: Mapping[str, str], notes: list[str]) -> "pd.DataFrame":
-    """A table of all ranks, with the column `rank`. Raises RunFolderError for a table that no recorder wrote."""
-    import pandas as pd  # noqa: PLC0415  (see csv_table)
-
-    frames, cut = [], []
-    for rank, path in part_folders(run).items():
-        if not (path / name).is_file():
-            continue
-        mended: list[str] = []
-        frame = csv_table(path / name, dict(types), types, mended)
-        cut += [rank] if mended else []
-        frames.append(frame if "rank" in types else frame.assign(rank=rank))
-    if cut:
-        notes.append(f"{name} of {_text_of_ranks(cut)}: the last line is cut and left out: {len(cut)} in all")
-    if frames := [frame for frame in frames if len(frame)]:
-        return pd.concat(frames, ignore_index=True)
-    return pd.DataFrame({column: pd.Series(dtype=kind) for column, kind in {**types, "rank": "int64"}.items()})
-
-
 def ends_of(run: Path) -> dict[int, dict[str, Any]]:
     """Rank -> what it wrote at its orderly end; ranks without one are left out."""
     return _by_rank(run, "end.json")
@@ -240,10 +186,10 @@ def note_unfinished_ranks(run: Path, world_size: int) -> list[str]:
     there, over = part_folders(run), ends_of(run)
     notes = []
     if missing := sorted(set(range(world_size)) - there.keys()):
-        notes.append(f"{_text_of_ranks(missing)} recorded nothing")
+        notes.append(f"{text_of_ranks(missing)} recorded nothing")
     if open_ := sorted(there.keys() - over.keys()):
         notes.append(
-            f"{_text_of_ranks(open_)} came to no orderly end (killed, or running still): shown is what was recorded"
+            f"{text_of_ranks(open_)} came to no orderly end (killed, or running still): shown is what was recorded"
         )
     for rank, end in over.items():
         if failed := str(end.get("failed") or "").strip():
@@ -266,5 +212,6 @@ def doubts_of(run: Path) -> list[str]:
     return [f"not certain: {doubt}" for doubt in doubts]
 
 
-def _text_of_ranks(numbers: list[int]) -> str:
+def text_of_ranks(numbers: list[int]) -> str:
+    """The ranks of a note: "ranks 0 2-3"."""
     return f"rank{'s' if len(numbers) > 1 else ''} {ranks_text(numbers)}"

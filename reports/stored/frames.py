@@ -24,16 +24,15 @@ from shardproof.harness.verdicts.verdict import UNKNOWN, Verdict, verdict_of
 from shardproof.harness.verdicts.words import notes_text
 from shardproof.reports.stored.files import (
     RunFolderError,
-    csv_table,
     doubts_of,
     environment_of,
     is_recording,
-    join_ranks,
     json_lines,
     note_unfinished_ranks,
     run_folder,
     unknown_of,
 )
+from shardproof.reports.stored.tables import csv_table, join_ranks
 
 MOST_RANKS = 2**20
 """A larger world is no run's."""

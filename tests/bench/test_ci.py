@@ -29,6 +29,15 @@ def test_the_releases_of_torch_are_what_is_said_to_be_tested() -> None:
     assert sorted([python, torch] for python, many in rows for torch in many.split(", ")) == sorted(pairs)
 
 
+def test_what_runs_without_the_peers_alone_names_none() -> None:
+    command = ["make", "--dry-run", "--always-make", "test", "EXTRAS=dev,peers"]
+    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    left_out = [ROOT / place for place in re.findall(r"--deselect=([^: ]+)", told)]
+    assert left_out
+    for path in (one for place in left_out for one in (place.rglob("*.py") if place.is_dir() else [place])):
+        assert not re.search(r"mark\.peers|importorskip|find_spec\(\"", path.read_text()), path
+
+
 PAGE = badges.read_pages()
 
 

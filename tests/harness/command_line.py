@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from shardproof.harness.running import engines as named_engines
+from shardproof.harness.running.engines import ENGINES
 from shardproof.reports.commands import cli
-from tests.harness.toy_subjects import LoopEngine
 
 TOY = "tests.harness.toy_subjects:"
 ONE = "mode=tp tp=1 layers=1 hidden=16 heads=2 vocab=24 seq=8 micro=1 steps=1"
@@ -40,7 +39,7 @@ class CommandLine:
 
 def command_line(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
     """A command line that stands in this folder."""
-    monkeypatch.setitem(named_engines.ENGINES, "inproc", LoopEngine)
+    monkeypatch.setitem(ENGINES, "inproc", "tests.harness.toy_subjects:LoopEngine")
     monkeypatch.setattr("os.cpu_count", lambda: 1)  # no second process, which would have the real engine
     for name in ("GITHUB_STEP_SUMMARY", "GITHUB_ACTIONS"):
         monkeypatch.delenv(name, raising=False)

@@ -55,7 +55,8 @@ def place_of(name: str, steps: int) -> Place:
         return Place(step=0, phase=phase, module=rest)
     if kind in ("init", "grad", "param"):
         return Place(step=steps - 1 if kind == "param" else 0, phase=phase, module=rest.rpartition(".")[0])
-    return Place(step=int(rest) if rest.isdigit() else 0, phase=phase, module="")
+    named = step_of(name)  # a number of another meaning, as of a layer, may be of no step
+    return Place(step=named if 0 <= named < steps else 0, phase=phase, module="")
 
 
 def order_by_time(names: Sequence[str], steps: int) -> list[str]:
@@ -77,7 +78,8 @@ def order_by_time(names: Sequence[str], steps: int) -> list[str]:
         order += reversed([name for name in names if is_state(name) and step_of(name) == step])
     order += reversed(of_kind.get("param", ()))
     placed = set(order)
-    return order + [name for name in names if name not in placed]
+    others = [name for name in names if name not in placed]  # of a subject's own kinds, those without a step last
+    return order + sorted(others, key=lambda name: step_of(name) if 0 <= step_of(name) < steps else steps)
 
 
 def update_in_doubt(run: RecordedRun, truth: Truth, name: str, wrong: Collection[str]) -> int:

@@ -2,9 +2,11 @@
 
 A full value is put together from the parts that all ranks of the other launch recorded. A parameter gets its part as
 its own layout says; where nothing is stated, as its shape says: the whole, or the only cut along one dim for which
-there is one group of that size.
+there is one group of that size. Of several groups it is the one whose ranks drew parts of their own in an earlier
+recording of the launch: replicas draw the same.
 """
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,23 +14,34 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from shardproof.harness.outcome.blocks import held_indices, is_dtensor
+from shardproof.harness.outcome.merging import bits_of
 from shardproof.harness.programs.tensors.names import NamedParameter
 from shardproof.harness.programs.values import RankValues, ValueRow, read_values
-from shardproof.harness.torch_internals.world import own_places
+from shardproof.harness.torch_internals.world import own_groups
 
+NO_CUT = "no one cut"
+"""How a reason begins that groups of ranks leave open: there are several of the size of a parameter's cut, or none."""
 _Parts = list[tuple[RankValues, ValueRow]]
 
 
 @dataclass(slots=True)
 class InitialValues:
-    """The initial values in `folder` ("": nothing is changed); `lacking`: what did not get one, and why."""
+    """The initial values in `folder` ("": nothing is changed); `lacking`: what did not get one, and why.
+
+    `drawn`: digests of what the program drew itself for parameters of which several ranks hold a part; `parts_of` is a
+    folder with those of all ranks ("": none).
+    """
 
     folder: str
+    parts_of: str = ""
+    drawn: dict[str, str] = field(default_factory=dict)
     lacking: dict[str, str] = field(default_factory=dict)
     _parts: dict[str, _Parts] = field(default_factory=dict)
+    _drawn_by: dict[int, dict[str, str]] = field(default_factory=dict)
 
     def overwrite(self, named: Sequence[NamedParameter]) -> None:
         """Give these parameters and buffers the other recording's values. Raises RequestError for another folder."""
@@ -39,6 +52,9 @@ class InitialValues:
                 for row in one.rows:
                     if row.kind in ("param", "buffer"):
                         self._parts.setdefault(row.name, []).append((one, row))
+            if self.parts_of:
+                earlier = read_values(Path(self.parts_of))
+                self._drawn_by = {one.rank: one.about.get("drawn_parts", {}) for one in earlier}
         for parameter in named:
             if not parameter.alias_of:
                 reason = self._overwrite(parameter)
@@ -62,44 +78,47 @@ class InitialValues:
                     full = full.index_select(dim, indices)
                 tensor.to_local().copy_(full)
                 return ""
-            return _write_parts(named, full)
+            return self._write_parts(named, full)
 
+    def _write_parts(self, named: NamedParameter, full: Tensor) -> str:
+        """Write a full value into a plain tensor, part by part. Returns why that is not possible, else ""."""
+        tensor = named.tensor.data
+        positions = torch.arange(tensor.numel()).reshape(tensor.shape)  # a part of these says where the part lies
+        flat = tensor.reshape(-1) if tensor.is_contiguous() else None
+        if flat is None:
+            return "it is not contiguous"
+        for part in named.split(positions):
+            shape, offsets = part.words.get("global_shape"), part.words.get("offsets")
+            source = full.reshape(shape) if shape is not None and math.prod(shape) == full.numel() else full
+            if shape is None or offsets is None:
+                offsets = self._find_offsets(named, tuple(part.local.shape), full)
+            elif tuple(source.shape) != tuple(shape):
+                return f"its full shape is {tuple(shape)}, that of the other recording {tuple(full.shape)}"
+            if offsets is None:
+                return f"{NO_CUT} of {tuple(full.shape)} gives {tuple(part.local.shape)}"
+            for dim, (offset, length) in enumerate(zip(offsets, part.local.shape, strict=True)):
+                source = source.narrow(dim, offset, length)
+            flat[part.local.reshape(-1).to(flat.device)] = source.reshape(-1).to(flat)
+        return ""
 
-def _write_parts(named: NamedParameter, full: Tensor) -> str:
-    """Write a full value into a plain tensor, part by part. Returns why that is not possible, else ""."""
-    tensor = named.tensor.data
-    positions = torch.arange(tensor.numel()).reshape(tensor.shape)  # a part of these says where the part lies
-    flat = tensor.reshape(-1) if tensor.is_contiguous() else None
-    if flat is None:
-        return "it is not contiguous"
-    for part in named.split(positions):
-        shape, offsets = part.words.get("global_shape"), part.words.get("offsets")
-        source = full.reshape(shape) if shape is not None and math.prod(shape) == full.numel() else full
-        if shape is None or offsets is None:
-            offsets = _find_offsets(tuple(part.local.shape), tuple(full.shape))
-        elif tuple(source.shape) != tuple(shape):
-            return f"its full shape is {tuple(shape)}, that of the other recording {tuple(full.shape)}"
-        if offsets is None:
-            return f"no one cut of {tuple(full.shape)} gives {tuple(part.local.shape)}"
-        for dim, (offset, length) in enumerate(zip(offsets, part.local.shape, strict=True)):
-            source = source.narrow(dim, offset, length)
-        flat[part.local.reshape(-1).to(flat.device)] = source.reshape(-1).to(flat)
-    return ""
-
-
-def _find_offsets(local: tuple[int, ...], full: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Where a rank's part begins by shape alone: None unless there is only one possibility."""
-    if local == full:
-        return (0,) * len(full)
-    if len(local) != len(full):
-        return None
-    cut = [dim for dim in range(len(full)) if local[dim] != full[dim]]
-    if len(cut) != 1 or not local[cut[0]] or full[cut[0]] % local[cut[0]]:
-        return None
-    places = own_places(full[cut[0]] // local[cut[0]])
-    return (
-        tuple(places[0] * local[dim] if dim == cut[0] else 0 for dim in range(len(full))) if len(places) == 1 else None
-    )
+    def _find_offsets(self, named: NamedParameter, local: tuple[int, ...], full: Tensor) -> tuple[int, ...] | None:
+        """Where a rank's part begins by shape, and by what ranks drew: None unless there is only one possibility."""
+        shape = tuple(full.shape)
+        if local == shape:
+            return (0,) * len(shape)
+        cut = [dim for dim in range(len(shape)) if local[dim] != shape[dim]] if len(local) == len(shape) else []
+        if len(cut) != 1 or not local[cut[0]] or shape[cut[0]] % local[cut[0]]:
+            return None
+        name, size = named.place.name, shape[cut[0]] // local[cut[0]]
+        self.drawn[name] = hashlib.sha256(bits_of(named.tensor.data).cpu().numpy().tobytes()).hexdigest()[:16]
+        groups = own_groups(size)
+        drawn = {rank: own[name] for rank, own in self._drawn_by.items() if name in own}
+        apart = [ranks for ranks in groups if len({drawn[rank] for rank in ranks if rank in drawn}) == size]
+        places = {ranks.index(dist.get_rank()) for ranks in apart or groups}
+        if len(places) != 1:
+            return None
+        start = places.pop() * local[cut[0]]
+        return tuple(start if dim == cut[0] else 0 for dim in range(len(shape)))
 
 
 def _full(parts: _Parts) -> Tensor | str:

@@ -62,7 +62,7 @@ class ValueRecorder:
         self._store = StepValues(budget_bytes=int(options.budget_gib * 2**30))
         self._modules = ModuleValues(store=self._store, names=self._names, guard=self._guard)
         self._updates = UpdateValues(store=self._store, names=self._names)
-        self._initial = InitialValues(options.same_init)
+        self._initial = InitialValues(options.same_init, options.parts_of)
         self._armed = ExitStack()
 
     def arm(self) -> None:
@@ -248,6 +248,7 @@ class ValueRecorder:
             "drawn": list(self._modules.drawn),
             "wrappers": sorted(self._names.wrappers),
             "same_init": self._initial.lacking,
+            "drawn_parts": self._initial.drawn,
             "options": {"dtype": self._options.dtype, "dropout": self._options.dropout},
         }
         write_about(self._folder, self._rank, self._about)

@@ -11,7 +11,7 @@ leaves, nothing is seen; then the ranks' first values stand for those of the tru
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -52,12 +52,12 @@ class Draw(NamedTuple):
 class WithMasks:
     """A subject whose outcome has the masks that it draws too (see `taken_out`).
 
-    With `joint`, these take the place of its own, in the order of the draws; `given` is passed on where there is any.
+    With `joint`, these take the place of its own, in the order of the draws; `words` are passed on.
     """
 
     subject: NamedSubject
     joint: tuple[Tensor, ...] | None = None
-    given: Mapping[str, Tensor] | None = None
+    words: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
 
     def __getattr__(self, attribute: str) -> Any:
         """Any other attribute is the subject's."""
@@ -65,9 +65,7 @@ class WithMasks:
 
     def __call__(self, case: Any, device: torch.device) -> Mapping[str, Value]:
         """The subject's outcome and its masks."""
-        call: Any = self.subject.call
-        if self.given is not None:
-            call = partial(call, given=self.given)
+        call: Any = partial(self.subject.call, **self.words) if self.words else self.subject.call
         with DropoutProbe(self.joint) as probe:
             outcome = call_subject(call, case, device)
         return {**outcome, **probe.found}

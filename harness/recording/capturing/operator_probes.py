@@ -86,7 +86,7 @@ class Probed:
 
 class DrawnNumbers(DispatchMode):
     """Notes the draws of its thread in `found`, in their order and but for those of backward; with or without those of
-    dropout.
+    dropout. First values of parameters belong to no forward, also of a model that is built while training goes on.
     """
 
     def __init__(self, *, dropout: bool) -> None:
@@ -109,13 +109,15 @@ class DrawnNumbers(DispatchMode):
             return NotImplemented
         result = operator(*args, **(kwargs or {}))
         name = operator.overloadpacket.__name__
-        if torch.Tag.nondeterministic_seeded in operator.tags and _FUSED not in name and current_task() < 0:
-            self._note(name, [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)])
+        random = torch.Tag.nondeterministic_seeded in operator.tags and not _is_seed(operator, result)
+        if random and _FUSED not in name and current_task() < 0:
+            starts = any(isinstance(one, nn.Parameter) for one in args[:1])  # drawn in place: its first value
+            self._note(name, [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)], starts=starts)
         elif not self._computed and torch.is_grad_enabled():
             self._computed = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves((args, kwargs)))
         return result
 
-    def _note(self, operator: str, drawn: list[Tensor]) -> None:
+    def _note(self, operator: str, drawn: list[Tensor], *, starts: bool) -> None:
         drops = operator in _DROPOUT
         if (drops and not self._dropout) or any(isinstance(one, FakeTensor) for one in drawn):
             return
@@ -126,8 +128,15 @@ class DrawnNumbers(DispatchMode):
         for one in drawn:
             bits.update(str(tuple(one.shape)).encode())
             bits.update(one.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-        forward = around is not None or self._computed
+        forward = around is not None or (self._computed and not starts)
         self.found.append(Numbers(operator, caller(), around or "", bits.hexdigest(), forward))
+
+
+def _is_seed(operator: Any, drawn: Any) -> bool:
+    """Whether this is one integer of all that its dtype has: a seed, as a DataLoader draws one, and no number of a
+    model. What is drawn from it is seen by itself.
+    """
+    return operator is torch.ops.aten.random_.default and drawn.numel() == 1 and not drawn.is_floating_point()
 
 
 def running_module(paths: Paths) -> str | None:

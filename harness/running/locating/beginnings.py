@@ -25,12 +25,12 @@ from shardproof.harness.plain_case import PlainCase, Word
 from shardproof.harness.protocols import Value
 from shardproof.harness.recording.capturing.drawn_values import STARTED, FirstValues, first_blocks
 from shardproof.harness.running.trials.trial import Trial
-from shardproof.harness.running.truth.own import EXACT, OwnTruth, one_rank
-from shardproof.harness.subject import ALONE, NamedSubject, call_subject
+from shardproof.harness.running.truth.own import EXACT, OwnTruth
+from shardproof.harness.subject import NamedSubject, OnRanks, call_subject
 from shardproof.harness.verdicts.facts import Fact, state_fact
 
-Asked = tuple[int, int, int, int]
-"""Step, micro-batch, first and past-the-last number of its samples."""
+Asked = tuple[int, int, int, int, int]
+"""Step, micro-batch, first and past-the-last number of its samples; tp of the case that was asked."""
 _ASKED = "asked "
 """Begin of the names under which requests travel in an outcome."""
 _SQUARES = "squares of gradients"
@@ -51,11 +51,11 @@ class _Watched(PlainCase):
     def samples(self, step: int, micro: int, dp_rank: int, batch: int) -> range:
         """The same, noted."""
         numbers = PlainCase.samples(self, step, micro, dp_rank, batch)
-        self.noted_samples.append((step, micro, numbers.start, numbers.stop))
+        self.noted_samples.append((step, micro, numbers.start, numbers.stop, int(self.axis_sizes[_TENSOR])))
         return numbers
 
     def but(self, **words: Word) -> "_Watched":
-        """The same, and its samples are noted as those of this case."""
+        """The same, and its samples are noted too: a subject may go on at another layout."""
         return _watch_case(PlainCase.but(self, **words), self.noted_samples)
 
 
@@ -114,7 +114,7 @@ def with_beginnings(trial: Trial, evidence: Evidence, wrong: Collection[str]) ->
             ranks = trial.run(_Asking(trial.subject), case).outcomes
             if own is not None and isinstance(case, PlainCase):
                 asked, truth = [_find_asked_samples(outcome) for outcome in ranks], _asked_by_truth(trial, own, case)
-                samples = _apart(asked, case) or _difference(set().union(*asked), truth, case.micro)
+                samples = _apart(asked) or _difference(set().union(*asked), truth, case.micro)
     except ShardproofError:  # a subject that takes no other case: its errors stand
         return evidence
     squares = tuple(outcome[_SQUARES][0].local for outcome in ranks)
@@ -124,23 +124,28 @@ def with_beginnings(trial: Trial, evidence: Evidence, wrong: Collection[str]) ->
 
 def _find_asked_samples(outcome: Mapping[str, Sequence[Block]]) -> set[Asked]:
     numbers = (name.removeprefix(_ASKED).split() for name in outcome if name.startswith(_ASKED))
-    return {(step, micro, start, stop) for step, micro, start, stop in (map(int, one) for one in numbers)}
+    return {(step, micro, start, stop, tp) for step, micro, start, stop, tp in (map(int, one) for one in numbers)}
 
 
 def _asked_by_truth(trial: Trial, own: OwnTruth, case: PlainCase) -> set[Asked]:
     """The samples that the truth takes; none where a dense model makes its data otherwise."""
-    if own.dense == ALONE:
-        alone = one_rank(case, trial.subject).but(dtype=EXACT)
-        return _find_asked_samples(*trial.run(_Asking(trial.subject), alone).outcomes)
+    if isinstance(own.dense, OnRanks):
+        run = trial.run(_Asking(own.dense.subject), own.dense.case_of(case).but(dtype=EXACT))
+        return set().union(*map(_find_asked_samples, run.outcomes))
     noted: list[Asked] = []
     own(_watch_case(case, noted), torch.device(trial.device), given=trial.given or None)
     return set(noted)
 
 
-def _apart(ranks: Sequence[set[Asked]], case: PlainCase) -> Fact | None:
-    """The first ranks of one tp group that take different samples of a step, which they do not share out."""
-    for group in case.axes[_TENSOR]:
-        for one, other in combinations(group, 2):
+def _apart(every: Sequence[set[Asked]]) -> Fact | None:
+    """The first ranks of one tp group that take different samples of a step, which they do not share out.
+
+    Ranks of a group lie side by side, by the layout of the case that gave them their samples.
+    """
+    sizes = sorted({one[-1] for asked in every for one in asked})
+    for tp, first in [(size, first) for size in sizes for first in range(0, len(every), size)]:
+        ranks = [{one for one in asked if one[-1] == tp} for asked in every]
+        for one, other in combinations(range(first, first + tp), 2):
             for step in sorted({step for step, *_ in ranks[one]} & {step for step, *_ in ranks[other]}):
                 mine, theirs = _numbers(ranks[one], step), _numbers(ranks[other], step)
                 often = Counter(number for asked in ranks for number in _numbers(asked, step))
@@ -166,7 +171,7 @@ def _difference(ranks: set[Asked], truth: set[Asked], micro: int) -> Fact | None
 
 def _numbers(asked: set[Asked], step: int) -> list[int]:
     """The numbers of the samples of a step, in their order."""
-    return sorted({number for of_step, _, start, stop in asked if of_step == step for number in range(start, stop)})
+    return sorted({number for of_step, _, start, stop, _ in asked if of_step == step for number in range(start, stop)})
 
 
 @dataclass(frozen=True, slots=True)

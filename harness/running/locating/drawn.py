@@ -14,8 +14,8 @@ from shardproof.harness.errors import ShardproofError
 from shardproof.harness.protocols import CaseLike, without_saving
 from shardproof.harness.recording.capturing.operator_probes import DrawnNumbers, Numbers, Probed
 from shardproof.harness.running.trials.trial import Trial
-from shardproof.harness.running.truth.own import EXACT, one_rank
-from shardproof.harness.subject import ALONE
+from shardproof.harness.running.truth.own import EXACT
+from shardproof.harness.subject import NamedSubject, OnRanks
 from shardproof.harness.verdicts.facts import Fact, state_fact
 
 _LATER = frozenset({"act_grad", "grad", "grad_norm", "tokens", "param", "saved"})
@@ -51,15 +51,15 @@ def with_drawn_numbers(trial: Trial, evidence: Evidence, wrong: Collection[str])
         return evidence
 
 
-def _of_ranks(trial: Trial, case: CaseLike, dropout: bool) -> list[Numbers]:
-    run = trial.run(Probed(trial.subject, partial(DrawnNumbers, dropout=dropout)), case)
+def _of_ranks(trial: Trial, case: CaseLike, dropout: bool, subject: NamedSubject | None = None) -> list[Numbers]:
+    run = trial.run(Probed(subject or trial.subject, partial(DrawnNumbers, dropout=dropout)), case)
     return [Numbers.read(name) for name in dict.fromkeys(name for outcome in run.outcomes for name in outcome)]
 
 
 def _of_truth(trial: Trial, dropout: bool) -> list[Numbers]:
     own = trial.reference.own
-    if own and own.dense == ALONE:
-        return _of_ranks(trial, one_rank(trial.case, trial.subject).but(dtype=EXACT), dropout)
+    if own and isinstance(own.dense, OnRanks):
+        return _of_ranks(trial, own.dense.case_of(trial.case).but(dtype=EXACT), dropout, own.dense.subject)
     probe = DrawnNumbers(dropout=dropout)
     with probe:
         trial.compute_anew(trial.reference.truth)

@@ -22,8 +22,8 @@ from shardproof.harness.recording.capturing.module_calls import CallCapture, Mod
 from shardproof.harness.running.ranks.capacity import memory_bytes
 from shardproof.harness.running.ranks.execution import RankTask, sendable
 from shardproof.harness.running.trials.trial import Function, Trial
-from shardproof.harness.running.truth.own import EXACT, InParts, PartialSums, one_rank
-from shardproof.harness.subject import ALONE, call_subject, kept_per_rank, session
+from shardproof.harness.running.truth.own import EXACT, InParts, PartialSums
+from shardproof.harness.subject import OnRanks, call_subject, kept_per_rank, session
 
 _COPIES = 8
 """How often what autograd saves is held at most: inputs, outputs and the gradients of both, of subject and truth."""
@@ -105,8 +105,10 @@ def _truths(trial: Trial, truth: Truth) -> tuple[ModuleCalls, list[ModuleCalls],
         if low and not any(kind_of(name) == "act" for run in runs for name in run):
             runs = (trial.dense(names.control, part="control"),)
         return _of_names(named), [_of_names(run) for run in runs], True
-    if names.own and names.own.dense == ALONE:
-        one, own = one_rank(case, trial.subject), trial.subject
+    if names.own and isinstance(names.own.dense, OnRanks):
+        one, own = names.own.dense.case_of(case), names.own.dense.subject
+        if one.world_size > 1:  # what its modules return would have to be merged, and nothing says how
+            return ModuleCalls(outputs={}, inputs={}, gradients={}), [], False
         if trial.given:
             own = replace(own, call=names.own.with_masks(trial.given), address="")
         (calls,) = _ranks(trial, one.but(dtype=EXACT), own.sent)

@@ -16,7 +16,7 @@ from shardproof.harness.checking.measures.measured import Measured, epsilon
 from shardproof.harness.checking.measures.tolerance import CONTROL_FACTOR, FLOOR_EPSILONS, LEAP
 from shardproof.harness.checking.measuring import INITIAL, ROUNDING
 from shardproof.harness.checking.records import Regrouped, Regroupings, Truth
-from shardproof.harness.errors import ProgramError, RequestError
+from shardproof.harness.errors import MachineError, ProgramError, RequestError
 from shardproof.harness.mesh_axes import SAME_SAMPLES
 from shardproof.harness.outcome.merging import merge_outcomes
 from shardproof.harness.protocols import CaseLike, without_saving
@@ -29,8 +29,8 @@ from shardproof.harness.running.truth.of_dtype import (
     differing_operator,
     steps_of,
 )
-from shardproof.harness.running.truth.own import OwnTruth, one_rank
-from shardproof.harness.subject import NamedSubject, offers, own_cases, refusal
+from shardproof.harness.running.truth.own import OwnTruth
+from shardproof.harness.subject import NamedSubject, OnRanks, offers, own_cases, refusal
 
 _GROUPINGS = 2
 _LARGEST = 8
@@ -54,6 +54,8 @@ def _run_grouping(trial: Trial, sizes: dict[str, int], case: CaseLike) -> Regrou
             run = trial.run(trial.subject.call, case, name=trial.subject.address)
     except ProgramError as error:
         return Regrouped(sizes=sizes, problem=error.cause)
+    except MachineError as error:  # says nothing about the case, whose own run has ended
+        return Regrouped(sizes=sizes, problem=error.cause, undecided=True)
     merged = merge_outcomes(run.outcomes)
     return Regrouped(sizes=sizes, tensors=merged.tensors, flaws=merged.flaws)
 
@@ -180,10 +182,10 @@ def with_first_forward(trial: Trial, truth: Truth) -> Truth:
 def _forward(trial: Trial, own: OwnTruth, dtype: str) -> Sequence[OperatorStep]:
     """The operators of the dense model's first forward in this dtype."""
     case = trial.case.but(dtype=dtype, **without_saving(trial.case))
-    if isinstance(own.dense, str):
-        subject = replace(own.subject, call=own.with_masks(trial.given or None), address="")
+    if isinstance(own.dense, OnRanks):
+        subject = replace(own.dense.subject, call=own.with_masks(trial.given or None), address="")
         with trial.time_part("control"):
-            return steps_of(trial.run(ForwardWatched(subject), one_rank(case, subject)).outcomes[0])
+            return steps_of(trial.run(ForwardWatched(subject), own.dense.case_of(case)).outcomes[0])
     forward = Forward()
     trial.compute_anew(replace(own, control=True, around=lambda: forward), case, part="control", parts=1)
     return forward.steps

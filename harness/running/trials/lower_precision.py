@@ -32,9 +32,8 @@ from shardproof.harness.outcome.merging import Outcomes
 from shardproof.harness.protocols import CaseLike, Value
 from shardproof.harness.recording.capturing.operator_probes import Island, NarrowProbe, Probed, narrower
 from shardproof.harness.running.trials.trial import Trial
-from shardproof.harness.running.truth.own import one_rank
 from shardproof.harness.running.truth.random_rounding import RandomRounding
-from shardproof.harness.subject import NamedSubject, call_subject, lower_dtypes, refusal, truth_of
+from shardproof.harness.subject import NamedSubject, OnRanks, call_subject, lower_dtypes, one_rank, refusal, truth_of
 from shardproof.harness.verdicts.facts import Note, NoteKind, state_fact
 from shardproof.harness.verdicts.verdict import PASS, UNKNOWN
 
@@ -84,13 +83,21 @@ def wrong_of(findings: Mapping[str, Finding]) -> list[Measured]:
 def declared_precision(trial: Trial, calls: Calls) -> DeclaredPrecision | None:
     """The lower precision that the subject declares for this case; None without one.
 
-    A `wire_dtype` counts only where the ledger has a call of that dtype: else nothing was rounded to be sent.
+    A `wire_dtype` counts only where the ledger has such a call of that dtype: else nothing was rounded to be sent.
+    Stated by op and axis it is for these calls alone: with another one of that dtype nothing counts.
     """
     dtypes = lower_dtypes(trial.case, trial.subject)
-    wire = dtypes.get("wire_dtype", "")
-    if wire and not any(event.dtype == wire and event.group_size > 1 for event in calls.events):
-        del dtypes["wire_dtype"]
-    words = " and ".join(f"{name}={dtype}" for name, dtype in dtypes.items())
+    sent = {(each.dtype, each.op, f"{each.op} over {each.axis}") for each in calls.events if each.group_size > 1}
+    known = {
+        stated: [call for call in sent if call[0] == dtype and stated[1] in ("", *call[1:])]
+        for stated, dtype in dtypes.items()
+        if stated[0] == "wire_dtype"
+    }
+    meant = {call for of_one in known.values() for call in of_one}
+    if any(call[0] in {dtypes[stated] for stated in known} for call in sent - meant):
+        return None
+    dtypes = {stated: dtype for stated, dtype in dtypes.items() if known.get(stated, True)}
+    words = " and ".join(f"{name}={dtype}{calls and f' of {calls}'}" for (name, calls), dtype in dtypes.items())
     origin = f"the subject states {words}"
     return DeclaredPrecision(dtypes=frozenset(dtypes.values()), origin=origin) if dtypes else None
 
@@ -135,10 +142,10 @@ def rejudge_detected(trial: Trial, found: Found, checks: Mapping[str, Check]) ->
     if not wrong or not looked_for or _stored_shorter(evidence.run, evidence.truth, wrong, looked_for):
         return found
     constants = not _same_constants(trial)
-    islands = [one for one in _islands(trial, trial.case, constants) if one.dtype in looked_for]
+    islands = [one for one in _islands(trial, trial.case, constants, trial.subject) if one.dtype in looked_for]
     if not islands:
         return found
-    dense = _on_one_rank(trial, constants)
+    dense = _in_truth(trial, constants)
     own = [island for island in islands if dense is None or island.dtype in dense]
     lowest = max(own or islands, key=lambda island: epsilon(island.dtype))
     words = f"the {own_dtype} case uses {lowest}"
@@ -259,22 +266,27 @@ def in_first_step(name: str) -> bool:
     return named or (step_of(name) == 0 and not is_state(name))
 
 
-def _on_one_rank(trial: Trial, constants: bool) -> set[str] | None:
-    """The lower dtypes that enter arithmetic when the subject runs on one rank; None where it has no such case."""
+def _in_truth(trial: Trial, constants: bool) -> set[str] | None:
+    """The lower dtypes that enter arithmetic of a truth that is a subject, else of the subject on one rank.
+
+    None where it has no such case.
+    """
+    truth = truth_of(trial.subject)
+    subject = truth.subject if isinstance(truth, OnRanks) else trial.subject
     try:
-        case = one_rank(trial.case, trial.subject)
-        return None if refusal(case, trial.subject) else {each.dtype for each in _islands(trial, case, constants)}
+        case = truth.case_of(trial.case) if isinstance(truth, OnRanks) else one_rank(trial.case, subject)
+        return None if refusal(case, subject) else {each.dtype for each in _islands(trial, case, constants, subject)}
     except RequestError:
         return None
 
 
-def _islands(trial: Trial, case: CaseLike, constants: bool) -> list[Island]:
+def _islands(trial: Trial, case: CaseLike, constants: bool, subject: NamedSubject) -> list[Island]:
     """The places where a lower dtype enters arithmetic of the case's dtype on any rank; [] where the watched run fails.
 
     `constants`: whether numbers count that were not computed in the case's dtype, such as tables in float32.
     """
     try:
-        run = trial.run(Probed(trial.subject, partial(NarrowProbe, case.dtype, constants=constants)), case)
+        run = trial.run(Probed(subject, partial(NarrowProbe, case.dtype, constants=constants)), case)
     except (ProgramError, MachineError):  # a program that a dispatch mode disturbs: its errors stand
         return []
     return [Island.read(name) for name in dict.fromkeys(name for outcome in run.outcomes for name in outcome)]
@@ -283,7 +295,7 @@ def _islands(trial: Trial, case: CaseLike, constants: bool) -> list[Island]:
 def _same_constants(trial: Trial) -> bool:
     """Whether the truth has constants of a lower precision too: the subject's own code, or a model that uses some."""
     dense = truth_of(trial.subject)
-    if dense is None or isinstance(dense, str):
+    if dense is None or isinstance(dense, OnRanks):
         return dense is not None
     with NarrowProbe(trial.case.dtype) as probe:
         trial.compute_anew(trial.reference.truth)

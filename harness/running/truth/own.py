@@ -1,15 +1,16 @@
-"""A truth of the subject's own: its dense model, or the subject itself on one rank.
+"""A truth of the subject's own: its dense model, or a subject on ranks, such as itself on one.
 
 Its own truth runs in float64. Control runs are the same function in the case's dtype, every contraction cut into
 partial sums. Where it computes in a wider dtype all the same, its results are moved by the rounding of the case's
-(harness.running.truth.control_modes). The subject on one rank sees the data ranks' micro-batches in
-sequence: every axis is 1 and there are dp times as many micro-batches.
+(harness.running.truth.control_modes). A subject on ranks takes the same global batch, in as many micro-batches as
+that needs: on one rank it sees those of the data ranks in sequence.
 
 Masks of dropout come from the ranks: as `given` where the truth takes it, else in the place of those that torch draws.
+Choices of experts do where the truth takes `routing`.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,16 +19,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardproof.harness.checking.coverage import ROUTING
+from shardproof.harness.checking.measures.kinds import kind_of
 from shardproof.harness.checking.measures.measured import epsilon
 from shardproof.harness.checking.measuring import INITIAL
 from shardproof.harness.dense_model import in_own_words
 from shardproof.harness.engines.engine import Engine
 from shardproof.harness.errors import ProgramError, RequestError
-from shardproof.harness.mesh_axes import AXES, EXPERT_AXES
-from shardproof.harness.outcome.blocks import localize
+from shardproof.harness.outcome.blocks import Block, localize
 from shardproof.harness.outcome.merging import merge_outcomes
 from shardproof.harness.protocols import CaseLike, Subject, Value, case_text, without_saving
 from shardproof.harness.recording.capturing.drawn_values import (
+    STARTED,
     Draw,
     DropoutProbe,
     FirstValues,
@@ -39,7 +42,8 @@ from shardproof.harness.recording.capturing.drawn_values import (
 from shardproof.harness.running.ranks.execution import execute
 from shardproof.harness.running.truth.control_modes import emulated_dtypes, partial_sums
 from shardproof.harness.running.truth.joint_masks import in_order
-from shardproof.harness.subject import DenseFunction, NamedSubject, answer_question, session
+from shardproof.harness.subject import DenseFunction, NamedSubject, OnRanks, answer_question, session
+from shardproof.harness.verdicts.sentences.formats import count_ranks
 
 EXACT = "float64"
 _Computed = tuple[Mapping[str, Tensor], tuple[Draw, ...]]
@@ -51,14 +55,14 @@ _SUPPOSED_WIDE: dict[tuple[str, str], bool] = {}
 class OwnTruth:
     """The function (case, device) -> outcome of a truth of the subject's own; with `parts` one of its control runs.
 
-    `dense` is the dense model, "alone" for the subject itself, which runs on `engine`. Four fields fill up, by the text
-    of the case. `draws` are the masks of dropout that it drew itself, `initial` its parameters before the first step.
+    `dense` is the dense model, or a subject, which runs on `engine`. Four fields fill up, by the text of the case.
+    `draws` are the masks of dropout that it drew itself, `initial` its parameters before the first step.
     `wide` is whether its control runs multiply matrices in wider dtypes than the case's alone. `unseen` is whether they
     multiply none that a mode of torch sees. A control run of a dense model is made inside of `around()`.
     """
 
     subject: NamedSubject
-    dense: DenseFunction | str
+    dense: DenseFunction | OnRanks
     engine: Engine
     timeout_s: float = 60.0
     control: bool = False
@@ -71,11 +75,26 @@ class OwnTruth:
     @property
     def takes_given(self) -> bool:
         """Whether the truth is a function (case, device, given=None) that puts what the ranks drew in its place."""
-        function = self.subject.call if isinstance(self.dense, str) else self.dense
+        return self._takes("given")
+
+    @property
+    def takes_routing(self) -> bool:
+        """Whether the truth is a function (case, device, routing=None) that forces the experts that the ranks chose."""
+        return self._takes("routing")
+
+    def _takes(self, parameter: str) -> bool:
+        function = self.dense.subject.call if isinstance(self.dense, OnRanks) else self.dense
         try:
-            return "given" in inspect.signature(function).parameters
+            return parameter in inspect.signature(function).parameters
         except (TypeError, ValueError):  # a callable without a signature
             return False
+
+    def _passed_on(self, given: Mapping[str, Tensor] | None) -> dict[str, Mapping[str, Tensor]]:
+        """The words with which the truth is called for what the ranks drew and chose."""
+        chosen = {name: tensor for name, tensor in (given or {}).items() if kind_of(name) == ROUTING}
+        drawn = {name: tensor for name, tensor in (given or {}).items() if name not in chosen}
+        words = {"given": (drawn, self.takes_given), "routing": (chosen, self.takes_routing)}
+        return {word: tensors for word, (tensors, taken) in words.items() if taken and given is not None}
 
     def __call__(
         self, case: CaseLike, device: torch.device, *, parts: int = 0, given: Mapping[str, Tensor] | None = None
@@ -85,7 +104,7 @@ class OwnTruth:
         """
         if self.control:
             return self._run_control(case.but(**without_saving(case)), device, parts or 2, given)
-        compute = self._alone if isinstance(self.dense, str) else self._own
+        compute = self._on_ranks if isinstance(self.dense, OnRanks) else self._own
         tensors, draws = compute(case.but(dtype=EXACT, **without_saving(case)), device, PartialSums(), given)
         tensors, self.initial[case_text(case)] = first_values(tensors)
         if given is None:
@@ -103,7 +122,7 @@ class OwnTruth:
 
         Before it, they are supposed to be as those of the last case of the subject in this dtype.
         """
-        compute = self._alone if isinstance(self.dense, str) else self._own
+        compute = self._on_ranks if isinstance(self.dense, OnRanks) else self._own
         text, kind = case_text(case), (self.subject.name, case.dtype)
         wide = self.wide.get(text, _SUPPOSED_WIDE.get(kind, False))
         sums = PartialSums(parts=parts, units=emulated_dtypes(case.dtype, wide=wide), wide=wide)
@@ -111,7 +130,7 @@ class OwnTruth:
         tensors |= {INITIAL + name: value for name, value in initial.items()}
         if text in self.wide:
             return tensors
-        elsewhere = self.engine.remote and isinstance(self.dense, str)  # its products are seen in another process
+        elsewhere = self.engine.remote and isinstance(self.dense, OnRanks)  # its products are seen in another process
         self.unseen[text] = not sums.products and not elsewhere
         self.wide[text] = _SUPPOSED_WIDE[kind] = bool(sums.products) and max(sums.products) < epsilon(case.dtype)
         return tensors if self.wide[text] is wide else self._run_control(case, device, parts, given)
@@ -119,9 +138,7 @@ class OwnTruth:
     def _own(
         self, case: CaseLike, device: torch.device, sums: "PartialSums", given: Mapping[str, Tensor] | None
     ) -> _Computed:
-        dense: Any = self.dense
-        if given is not None and self.takes_given:
-            dense = partial(dense, given=given)
+        dense: Any = partial(self.dense, **self._passed_on(given))  # type: ignore[arg-type]
 
         def outcome() -> _Computed:
             with torch.random.fork_rng(devices=[]), session(self.subject.call), self.around(), sums.take_sums():
@@ -135,31 +152,41 @@ class OwnTruth:
 
     def _joint(self, given: Mapping[str, Tensor] | None) -> tuple[Tensor, ...] | None:
         """The masks in the place of those that torch draws; None where it shall draw its own."""
-        return None if given is None or self.takes_given else in_order(given)
+        masks = {name: mask for name, mask in (given or {}).items() if kind_of(name) == "mask"}
+        return in_order(masks) if masks and not self.takes_given else None
 
-    def _alone(
+    def _on_ranks(
         self, case: CaseLike, device: torch.device, sums: "PartialSums", given: Mapping[str, Tensor] | None
     ) -> _Computed:
-        one = one_rank(case, self.subject)
-        call: Subject = WithFirstValues(replace(self.subject, call=self.with_masks(given), address=""))
+        assert isinstance(self.dense, OnRanks)
+        one, named = self.dense.case_of(case), self.dense.subject
+        one = one if one.dtype == case.dtype else one.but(dtype=case.dtype)
+        call: Subject = WithFirstValues(replace(named, call=self.with_masks(given), address=""))
         if sums.parts:
-            call = InParts(replace(self.subject, call=call, address=""), sums)
+            call = InParts(replace(named, call=call, address=""), sums)
+        ranks, legal = count_ranks(range(one.world_size)), "legal: --truth MODULE:OBJECT"
         try:
             run = execute(
                 one, call, self.engine, text=case_text(one), record=False, device=str(device), timeout_s=self.timeout_s
             )
         except ProgramError as problem:
-            rule = f"{self.subject.name} does not finish on one rank, which is its truth"
-            raise RequestError(
-                f"case {case_text(one)!r}: {rule}: {problem.cause}; legal: --truth MODULE:OBJECT"
-            ) from problem
-        outcome, draws = taken_out(run.outcomes[0])
-        tensors = merge_outcomes([outcome]).tensors
-        return (tensors if in_own_words(case) else _by_data_rank(tensors, case)), draws
+            rule = f"{named.name} does not finish on {ranks}, which is its truth"
+            raise RequestError(f"case {case_text(one)!r}: {rule}: {problem.cause}; {legal}") from problem
+        outcomes, draws = zip(*map(taken_out, run.outcomes), strict=True)
+        if len(draws) > 1 and any(draws):
+            rule = f"the truth {named.name} draws dropout on {ranks}, which are not those of the case"
+            raise RequestError(f"case {case_text(one)!r}: {rule}; legal: a truth on one rank")
+        several = len(outcomes) > 1
+        merged = merge_outcomes([_placed(outcome) for outcome in outcomes] if several else outcomes)
+        for flaw in (flaw for flaw in merged.flaws if several and not flaw.name.startswith(STARTED)):
+            rule = f"the ranks of the truth {named.name} do not make one {flaw.name}: {flaw.message}"
+            raise RequestError(f"case {case_text(one)!r}: {rule}; {legal}")
+        return (merged.tensors if in_own_words(case) else _by_data_rank(merged.tensors, case)), draws[0]
 
     def with_masks(self, given: Mapping[str, Tensor] | None) -> WithMasks:
-        """The subject as its own truth on one rank."""
-        return WithMasks(self.subject, self._joint(given), given if self.takes_given else None)
+        """The subject that is the truth, on its ranks."""
+        subject = self.dense.subject if isinstance(self.dense, OnRanks) else self.subject
+        return WithMasks(subject, self._joint(given), self._passed_on(given))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,6 +227,17 @@ def _by_data_rank(tensors: Mapping[str, Tensor], case: CaseLike) -> Mapping[str,
     return {name: order_rows(rows) if name.startswith("logits/") else rows for name, rows in tensors.items()}
 
 
+def _placed(outcome: Mapping[str, Sequence[Block]]) -> dict[str, Sequence[Block]]:
+    """A rank's outcome, each first value of a parameter as the part of it that the rank returns."""
+    own = {name: found for name, found in outcome.items() if not name.startswith(STARTED)}
+    values = {name: found[0].local for name, found in outcome.items() if name.startswith(STARTED)}
+    parts = {name: found[0] for name, found in own.items() if len(found) == 1}
+    _, first = first_values({**values, **{name: block.local for name, block in parts.items()}})
+    held = {name: parts.get(f"param/{name}") or parts[f"param_after/0/{name}"] for name in first}
+    begun = {f"{STARTED}{name}": (replace(held[name], local=value),) for name, value in first.items()}
+    return {**own, **begun}
+
+
 @dataclass(frozen=True, slots=True)
 class InParts:
     """The subject with its contractions cut into partial sums on every rank."""
@@ -215,20 +253,6 @@ class InParts:
         """The subject's outcome in partial sums."""
         with self.sums.take_sums():
             return self.subject.call(case, device)
-
-
-def one_rank(case: CaseLike, subject: NamedSubject) -> CaseLike:
-    """The case on one rank, with the micro-batches of all data ranks in sequence.
-
-    Raises RequestError where no such case can be.
-    """
-    micro = case.micro * getattr(case, "dp", 1)
-    split = (axis for axis in ("wp", *EXPERT_AXES) if getattr(case, axis, 1) > 1)  # etp=0 is as many as tp
-    try:
-        return case.but(**dict.fromkeys((*AXES, *split), 1), micro=micro)
-    except ValueError as problem:
-        rule = f"{subject.name} cannot be its own truth: there is no such case on one rank ({problem})"
-        raise RequestError(f"case {case_text(case)!r}: {rule}; legal: --truth MODULE:OBJECT") from problem
 
 
 def _finite(tensor: Tensor) -> bool:

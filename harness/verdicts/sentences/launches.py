@@ -97,10 +97,15 @@ FROM_LAUNCHES: Mapping[str, str | Callable[..., str]] = {
     "judged; legal: a seed for all that it draws",
     "proves_nothing": "this proves nothing: {why:fact}",
     "runs_apart": "two runs of the first launch differ too",
+    "no_same_init": "{name} did not get the first launch's initial value: {why}",
     "numbers_drawn": "numbers are drawn in {names:list}, others on each launch; legal: --no-dropout",
     "rounding_unknown": "no run of the first launch with its rounding moved says whether rounding is behind it; legal: "
     "--control FOLDER (record --values --perturb 1), or --dtype float64",
     # causes
+    "begun_twice": lambda names, other, rank, held: (
+        f"no rank begins with {join_names(names)} of the first launch, and {other} begins at two places: rank {rank} "
+        f"has it as {held}"
+    ),
     "other_begin": _other_begin,
     "gradients_kept": "they hold the gradients of step {step} too, as where nothing sets them to zero",
 }

@@ -126,6 +126,17 @@ def test_a_truth_that_applies_it_judges_its_tensors() -> None:
     assert verdict_of(wrong, "parameter_gradients").verdict == "fail"
 
 
+def test_one_that_follows_the_data_ranks_is_another_one_in_another_grouping() -> None:
+    class Counted(Balanced):
+        def __call__(self, case: Any, device: torch.device) -> Mapping[str, Any]:
+            return Balanced(1 + case.dp / 4)(case, device)
+
+    applied = {"grad/w2": (DESIGN, lambda case, device: _applied(1 + case.dp / 4)(case, device))}
+    result = proved(Counted(deviates=applied), CASE)
+    assert result.verdict == "pass", told(result)
+    assert names_of(verdict_of(result, "regrouping"), "stated deviation that the truth applies") == ["grad/w2"]
+
+
 def test_what_is_no_statement_is_refused_before_anything_is_run() -> None:
     """And a truth that applies it needs a dense model."""
     for said in ("grad/w2", {"grad/w2": ""}, {"grad/w2": 3}, {3: DESIGN}, {"grad/w2": (DESIGN, 3)}):

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from shardproof.harness.plain_case import Vocabulary
 from shardproof.harness.running.locating.beginnings import _apart
 from shardproof.suites.subjects import mlp
 from tests.harness.proofs import proved
@@ -122,8 +121,16 @@ def test_neighbours_of_these_bugs_get_no_such_cause(changes: dict[str, str]) -> 
 
 
 def test_samples_that_ranks_share_out_are_no_different_ones() -> None:
-    case = Vocabulary.of({}).parse("tp=2 dp=2")
-    shared = [{(0, 0, 5 * rank, 5 * rank + 5)} for rank in range(4)]
-    assert _apart(shared, case) is None
-    apart = _apart([shared[0], shared[1], shared[1], shared[0]], case)
+    shared = [{(0, 0, 5 * rank, 5 * rank + 5, 2)} for rank in range(4)]
+    assert _apart(shared) is None
+    apart = _apart([shared[0], shared[1], shared[1], shared[0]])
+    assert apart and apart.text.startswith("ranks 0 and 1 of one tp group")
+
+
+def test_samples_of_a_later_layout_are_those_of_its_own_groups() -> None:
+    begun = [{(0, 0, 0, 5, 3)} for _ in range(6)]  # tp=3 dp=2, and tp=2 dp=3 behind a checkpoint
+    then = [{(1, 0, 5 * (rank // 2), 5 * (rank // 2) + 5, 2)} for rank in range(6)]
+    assert _apart([one | other for one, other in zip(begun, then, strict=True)]) is None
+    then[1], then[2] = then[2], then[1]
+    apart = _apart([one | other for one, other in zip(begun, then, strict=True)])
     assert apart and apart.text.startswith("ranks 0 and 1 of one tp group")

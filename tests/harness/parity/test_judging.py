@@ -1,6 +1,7 @@
 """Two recorded launches judged: right ones agree under every layout, each mistake is found where it was made."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def judged(folder: Path, first: Toy, second: Toy, *, further: bool = True) -> Ca
     mine, theirs = (read_launch(toy.launch(folder / name)) for name, toy in (("a", first), ("b", second)))
 
     def again(number: int = 0) -> Any:
-        run = Toy(seed=first.seed, dtype=first.dtype, noise=number * 1e-3, edits=first.edits)
+        run = replace(first, noise=number * 1e-3)
         return read_launch(run.launch(folder / f"again-{number}"))
 
     runs = Further(again=again, perturbed=again) if further else Further()
@@ -82,7 +83,21 @@ def stale() -> Callable[..., Any]:
     return average
 
 
+def first_block_twice(values: Mapping[str, Any], data: int) -> dict[str, Any]:
+    return {name: values[name.replace("layers.1", "layers.0")] for name in values}
+
+
 EDITS: Mapping[str, tuple[Mapping[str, Any], tuple[str, str, str], str]] = {
+    "a block in the place of another": (
+        {"dp": 2, "edits": {"start": first_block_twice}},
+        ("forward", "layers.1.norm", "init/layers.1.norm.weight"),
+        "begins at two places: rank 0 has it as layers.1.",
+    ),
+    "a block on the stage of another": (
+        {"pp": 2, "edits": {"start": first_block_twice}},
+        ("forward", "layers.1.norm", "init/layers.1.norm.weight"),
+        "begins at two places: rank 1 has it as layers.0.",
+    ),
     "a seed by rank": (
         {"dp": 2, "edits": {"start": lambda values, data: initial_values(data)}},
         ("forward", "tokens", "init/tokens.weight"),
@@ -114,7 +129,7 @@ EDITS: Mapping[str, tuple[Mapping[str, Any], tuple[str, str, str], str]] = {
         "all are 2 x the truth, which is dp=2",
     ),
     "a loss over all ranks' tokens that is averaged again": (
-        {"dp": 2, "edits": {"loss": lambda loss, data: loss / 2}},
+        {"dp": 2, "edits": {"loss": lambda loss, data, counted: loss / 2}},
         ("loss", "", "loss/0"),
         "it and all wrong gradients are 0.5 x the truth, which is 1 / dp=2",
     ),
@@ -167,8 +182,8 @@ def test_a_mistake_is_found_where_it_was_made(edit: str, tmp_path: Path) -> None
 DEAD: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "no parameter moves": ({"after": lambda name, new, old: old}, "no parameter moves in 2 steps"),
     "gradients are zero": ({"grad": lambda name, own, data: own[0] * 0}, "every gradient is zero throughout in step 0"),
-    "the loss is nothing": ({"loss": lambda loss, data: loss * 0}, "its loss is 0 in step 0 on every rank"),
-    "the loss is no number": ({"loss": lambda loss, data: loss / 0}, "its loss is no number in step 0"),
+    "the loss is nothing": ({"loss": lambda loss, data, counted: loss * 0}, "its loss is 0 in step 0 on every rank"),
+    "the loss is no number": ({"loss": lambda loss, data, counted: loss / 0}, "its loss is no number in step 0"),
 }
 
 
@@ -221,7 +236,7 @@ def test_a_launch_that_does_not_repeat_itself_accuses_nobody(tmp_path: Path) -> 
 
 
 def test_rounding_is_not_told_from_errors_without_a_perturbed_run(tmp_path: Path) -> None:
-    slight = {"loss": lambda loss, data: loss * (1 + 1e-5)}
+    slight = {"loss": lambda loss, data, counted: loss * (1 + 1e-5)}
     first, second = Toy(dtype=torch.float32), Toy(dtype=torch.float32, edits=slight)
     undecided = statements(judged(tmp_path / "without", first, second, further=False), "unknown")
     assert "no run of the first launch with its rounding moved" in undecided["forward"]
@@ -229,7 +244,7 @@ def test_rounding_is_not_told_from_errors_without_a_perturbed_run(tmp_path: Path
 
 
 def test_a_loss_that_ranks_share_out_is_added_up_where_gradients_are_right(tmp_path: Path) -> None:
-    shares: Mapping[str, Any] = {"loss": lambda loss, data: loss / 2, "grad": _TWICE}
+    shares: Mapping[str, Any] = {"loss": lambda loss, data, counted: loss / 2, "grad": _TWICE}
     result = judged(tmp_path, Toy(), Toy(dp=2, edits=shares))
     assert statements(result, "fail") == statements(result, "unknown") == {}
     assert "the sum over data ranks" in statements(result, "pass")["partners"]
@@ -261,3 +276,43 @@ def test_what_a_recorder_says_of_its_work_is_told(tmp_path: Path) -> None:
     notes = [note.reason for one in result.verdicts for note in one.notes]
     assert "below float64: rope (float32)" in notes
     assert "without the first launch's initial values: head.weight (no layout)" in notes
+
+
+def test_weights_that_a_parameter_did_not_get_are_unknown_and_no_failure(tmp_path: Path) -> None:
+    about = {"same_init": {"head.weight": "no one cut of (13, 8) gives (13, 4)"}}
+    result = judged(tmp_path, Toy(), Toy(dp=2, seed=3, about=about))
+    assert result.verdict == "unknown"
+    assert "head.weight did not get the first launch's initial value" in statements(result, "unknown")["forward"]
+
+
+@pytest.mark.parametrize(
+    "edits",
+    [
+        {"loss": lambda loss, data, counted: loss * 2 * counted / 14},
+        {"loss": lambda loss, data, counted: loss * counted / 14, "grad": _TWICE},
+        {"grad": lambda name, own, data: (8 * own[0] + 6 * own[1]) / 14},
+    ],
+    ids=["the mean of sums over a global count", "the sum of them", "gradients weighted by targets"],
+)
+def test_losses_over_the_targets_of_a_step_are_right_however_they_are_written(
+    edits: Mapping[str, Any], tmp_path: Path
+) -> None:
+    result = judged(tmp_path, Toy(masked=True), Toy(masked=True, dp=2, edits=edits))
+    assert statements(result, "fail") == statements(result, "unknown") == {}
+
+
+@pytest.mark.parametrize(
+    ("layout", "told"),
+    [
+        ({"dp": 2}, "every data rank divides by the tokens that it counted itself, not by those of all data ranks"),
+        ({"micro": 2}, "every micro-batch is divided by its own tokens, not by those of the step"),
+    ],
+)
+def test_a_mean_of_means_over_other_targets_fails_with_its_denominator(
+    layout: Mapping[str, Any], told: str, tmp_path: Path
+) -> None:
+    failed = failures(judged(tmp_path, Toy(masked=True), Toy(masked=True, **layout)))
+    assert {"forward", "parameter_gradients", "update"} <= {*failed}
+    for failure in failed.values():
+        assert (failure.first.phase, failure.first.name) == ("loss", "loss/0")
+        assert [cause.fact.text for cause in failure.causes] == [told]

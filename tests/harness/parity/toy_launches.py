@@ -46,10 +46,11 @@ def initial_values(seed: int = 0, dtype: torch.dtype = torch.float64) -> dict[st
     return {name: value.to(dtype) for name, value in values.items()}
 
 
-def batch_of(step: int) -> tuple[Tensor, Tensor]:
-    """Tokens and targets of a step."""
+def batch_of(step: int, masked: bool = False) -> tuple[Tensor, Tensor]:
+    """Tokens and targets of a step; `masked`: the first targets of a row are ignored, as many as its number."""
     drawn = torch.randint(0, VOCAB, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(100 + step))
-    return drawn[:, :-1], drawn[:, 1:]
+    ignored = torch.arange(SEQ) < torch.arange(BATCH)[:, None]
+    return drawn[:, :-1], drawn[:, 1:].masked_fill(ignored, -100) if masked else drawn[:, 1:]
 
 
 @dataclass
@@ -89,11 +90,12 @@ class Toy:
     about: Mapping[str, Any] = field(default_factory=dict)
     order: Callable[[int, int], list[int]] = field(default=lambda dp, rank: [*range(rank, BATCH, dp)])
     noise: float = 0.0
+    masked: bool = False
 
     def launch(self, folder: Path) -> Path:
         """Train and write what each rank recorded. Edits:
 
-        start(values, data rank), samples(rows, step, data rank), loss(loss, data rank), norm(norm),
+        start(values, data rank), samples(rows, step, data rank), loss(loss, data rank, own targets), norm(norm),
         grad(name, gradients by data rank, data rank), clip(name, gradient, scale), after(name, new, old),
         output(name, tensor)
         """
@@ -175,7 +177,7 @@ class Toy:
         rows = self._edit("samples", lambda rows, step, data: rows)(self.order(self.dp, data), step, data)
         for value in weights.values():
             value.grad = None
-        tokens, targets = batch_of(step)
+        tokens, targets = batch_of(step, self.masked)
         size = len(rows) // self.micro
         for call in range(self.micro):
             own = rows[call * size : (call + 1) * size]
@@ -186,7 +188,7 @@ class Toy:
                     rank.add("sample", step, "args/1", y, call=call)
             outputs = self._forward(weights, x, call, step, mine)
             loss = F.cross_entropy(outputs.flatten(0, 1), y.flatten()) / self.micro
-            loss = self._edit("loss", lambda loss, data: loss)(loss, data)
+            loss = self._edit("loss", lambda loss, data, counted: loss)(loss, data, int((y >= 0).sum()))
             for rank in mine:
                 if self._stage(rank.number) == self.pp - 1:
                     rank.add("loss", step, "", loss, call=call)

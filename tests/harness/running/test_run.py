@@ -20,7 +20,7 @@ from torch import Tensor
 from shardproof.__main__ import main
 from shardproof.harness.dense_model import parse_cases
 from shardproof.harness.interpreter import interrupted_after
-from shardproof.harness.running import engines as named_engines
+from shardproof.harness.running.engines import ENGINES
 from shardproof.harness.running.request import Request
 from shardproof.harness.running.run import run_request
 from shardproof.harness.subject import resolve_subject
@@ -32,14 +32,13 @@ from tests.forked import started
 from tests.harness import toy_subjects
 from tests.harness.command_line import ONE, TOY
 from tests.harness.proofs import contradicted, ran
-from tests.harness.toy_subjects import LoopEngine
 
 
 @pytest.mark.parametrize(("seeds", "status"), [((13, 1), 3), ((14, 1), 3), ((13, 15), 1), ((1,), 0)])
 def test_a_failing_machine_is_no_verdict_and_keeps_what_is_finished(
     seeds: tuple[int, ...], status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(named_engines.ENGINES, "inproc", LoopEngine)
+    monkeypatch.setitem(ENGINES, "inproc", "tests.harness.toy_subjects:LoopEngine")
     result = ran(tmp_path, f"{TOY}dying", *(f"{ONE} seed={seed}" for seed in seeds))
     assert result.exit_status == status
     stored = load(result.path).verdicts

@@ -62,7 +62,7 @@ from shardproof.harness.torch_internals.world import (
     by_thread,
     kept_apart,
     leave_world,
-    own_places,
+    own_groups,
     rank_tables,
     redirect_function,
 )
@@ -421,7 +421,7 @@ def _says_what_it_holds() -> bool:
     otherwise="`record --same-init` cuts no parameter by its shape alone",
 )
 def _knows_its_groups() -> bool:
-    return hasattr(c10d._world, "pg_group_ranks") and isinstance(own_places(2), list)
+    return hasattr(c10d._world, "pg_group_ranks") and isinstance(own_groups(2), list)
 
 
 PROBES = tuple(one for one in tuple(globals().values()) if isinstance(one, Probe))

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from shardproof.parallel.checkpoints.comparing import CheckpointComparison, cause, compare
-from shardproof.parallel.checkpoints.folder import CheckpointError, commit, write_part
+from shardproof.parallel.checkpoints.folder import commit, write_part
+from shardproof.parallel.checkpoints.state import CheckpointError
 from shardproof.parallel.communication.layout import Cut, Placement, pieces, shard
 from shardproof.reports.commands.cli import main
 from tests.parallel.ranks import numbers

@@ -15,8 +15,9 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
-from shardproof.parallel.checkpoints.folder import CheckpointError, commit, write_part
+from shardproof.parallel.checkpoints.folder import commit, write_part
 from shardproof.parallel.checkpoints.saving import load
+from shardproof.parallel.checkpoints.state import CheckpointError
 from shardproof.parallel.communication.layout import Box
 from shardproof.reference.case import Case, CaseError
 from shardproof.reference.checkpoints.stored import stored_tensors

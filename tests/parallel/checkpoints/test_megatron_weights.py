@@ -19,7 +19,7 @@ from torch.nn.functional import gelu
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.verdicts.verdict import FAIL
 from shardproof.parallel.checkpoints.comparing import compare
-from shardproof.parallel.checkpoints.folder import CheckpointError
+from shardproof.parallel.checkpoints.state import CheckpointError
 from shardproof.parallel.subject import subject
 from shardproof.reference.case import Case
 from shardproof.reference.data.batches import micro_batch

@@ -14,7 +14,7 @@ from shardproof.harness.subject import case_of, resolve_subject
 from tests.harness.command_line import TOY, CommandLine
 from tests.shardproof.test_public_names import python
 
-SLOW = ("torch", "numpy", "pandas", "matplotlib", "rich", "hypothesis")
+SLOW = ("torch", "torch.distributed.tensor", "numpy", "pandas", "matplotlib", "rich", "hypothesis")
 PROGRAM = f"""
 import contextlib, io, json, sys
 from shardproof.__main__ import main
@@ -63,13 +63,17 @@ REFUSED = {
 
 
 def test_neither_help_nor_a_wrong_request_loads_anything_slow(tmp_path: Path) -> None:
-    """After each of these commands in one interpreter; the last one imports torch, which is seen."""
+    """After each of these commands in one interpreter; the last ones import torch, which is seen, and our decoder,
+    which loads no DTensor: it takes half as long as torch.
+    """
     (tmp_path / "slow.py").write_text("import torch\n")
-    requests = [*PRINTED, *(words.split() for words in REFUSED), ["run", "--subject", "slow:subject"]]
+    importing = [["run", "--subject", "slow:subject"], ["help", "calls", "tp=2"]]
+    requests = [*PRINTED, *(words.split() for words in REFUSED), *importing]
     done = python(tmp_path, "-c", PROGRAM, stdin=json.dumps(requests))
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert found[: len(PRINTED)] == [[0, "", []]] * len(PRINTED), done.stderr
-    *refused, (last, _, seen) = found[len(PRINTED) :]
+    *refused, (last, _, seen), (status, _, slow) = found[len(PRINTED) :]
+    assert (status, "torch.distributed.tensor" in slow) == (0, False)
     for (words, message), (status, err, slow) in zip(REFUSED.items(), refused, strict=True):
         assert (status, slow) == (2, []), words
         assert message in err and err.count("\n") == 1, words

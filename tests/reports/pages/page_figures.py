@@ -38,9 +38,9 @@ def compared(document: str, folder: Path) -> Compared:
     """Hold all figures of a document against the summary of this run."""
     rows, saved, shown = _rows(folder), _saved(folder), list(_cases_shown(document, folder))
     found: dict[str, list[Figure]] = {
-        "cases": list(_headline(shown, rows, saved)),
-        "traffic": list(_traffic(document, rows)),
-        "bars": list(_bars(shown, rows, saved)),
+        "cases": list(_headline(shown, _by("case", rows), saved)),
+        "traffic": list(_traffic(document, _by("mode", rows), _by("case", rows))),
+        "bars": list(_bars(shown, _by("case", rows), saved)),
     }
     found["cases"].append(("cases that are shown", str(len(shown)), len(_cases(folder))))
     apart = [
@@ -103,6 +103,13 @@ def _saved(folder: Path) -> dict[str, int]:
     return most
 
 
+def _by(key: str, rows: Iterable[Row]) -> dict[str, list[Row]]:
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row[key], []).append(row)
+    return found
+
+
 def _sum(rows: Iterable[Row], name: str, **keys: str) -> float | str:
     """The sum over rows with these keys; "-" of rows without a number."""
     numbers = [row[name] for row in rows if all(row[key] == value for key, value in keys.items())]
@@ -124,38 +131,37 @@ def _cases_shown(document: str, folder: Path) -> Iterator[tuple[Row, str]]:
         yield line, found["case"]
 
 
-def _headline(shown: list[tuple[Row, str]], rows: list[Row], saved: dict[str, int]) -> Iterator[Figure]:
+def _headline(shown: list[tuple[Row, str]], rows: dict[str, list[Row]], saved: dict[str, int]) -> Iterator[Figure]:
     for line, case in shown:
-        yield f"{case} wire", line["wire"], _sum(rows, "wire_bytes", case=case)
-        yield f"{case} payload", line["payload"], _sum(rows, "payload_bytes", case=case)
+        yield f"{case} wire", line["wire"], _sum(rows[case], "wire_bytes")
+        yield f"{case} payload", line["payload"], _sum(rows[case], "payload_bytes")
         yield f"{case} saved", line["saved"], saved[case]
 
 
-def _traffic(document: str, rows: list[Row]) -> Iterator[Figure]:
+def _traffic(document: str, modes: dict[str, list[Row]], cases: dict[str, list[Row]]) -> Iterator[Figure]:
     """Tables by mode, then by case: the title is the one or the other."""
     columns = {"calls": "calls", "expected": "expected_calls", "payload": "payload_bytes", "wire": "wire_bytes"}
     columns["expected payload"] = "expected_payload_bytes"
     seen = set()
     for title, line in _shown(document, "traffic"):
-        by = "mode" if title in {row["mode"] for row in rows} else "case"
-        keys = {by: title} | {name: line[name] for name in _KEYS}
-        own = [row for row in rows if all(row[name] == value for name, value in keys.items())]
+        rows = (modes if title in modes else cases).get(title, [])
+        own = [row for row in rows if all(row[name] == line[name] for name in _KEYS)]
         seen.add((title, *(line[name] for name in _KEYS)))
         where = f"{title} {' '.join(line[name] for name in _KEYS)}"
         for header, name in columns.items():
             yield f"{where} {header}", line[header], _sum(own, name)
         right = all((r["calls"], r["payload_bytes"]) == (r["expected_calls"], r["expected_payload_bytes"]) for r in own)
         yield f"{where} agrees", line["agrees"], "yes" if right else "no"
-    tables = ("mode", "case") if len({row["case"] for row in rows}) <= MOST_CASES else ("mode",)
-    due = {(row[by], *(row[name] for name in _KEYS)) for row in rows for by in tables}
+    tables = (modes, cases) if len(cases) <= MOST_CASES else (modes,)
+    due = {(title, *(row[name] for name in _KEYS)) for table in tables for title, rows in table.items() for row in rows}
     yield "lines", str(len(seen & due)), len(due)
 
 
-def _bars(shown: list[tuple[Row, str]], rows: list[Row], saved: dict[str, int]) -> Iterator[Figure]:
+def _bars(shown: list[tuple[Row, str]], rows: dict[str, list[Row]], saved: dict[str, int]) -> Iterator[Figure]:
     """The parts of both bars of each line: where each begins and how long it is, in 100ths of its cell."""
-    longest = max(float(_sum(rows, "wire_bytes", case=case)) for _, case in shown)
+    longest = max(float(_sum(rows[case], "wire_bytes")) for _, case in shown)
     for line, case in shown:
-        sent = {phase: float(_sum(rows, "wire_bytes", case=case, phase=phase)) for phase in PHASE_COLOURS}
+        sent = {phase: float(_sum(rows[case], "wire_bytes", phase=phase)) for phase in PHASE_COLOURS}
         yield from _bar(line["sent by phase"], {name: size for name, size in sent.items() if size}, longest, case)
         yield from _bar(line["memory"], {"saved": float(saved[case])}, max(saved.values()), case)
     yield "bars", str(sum(line[name].count("<svg") for line, _ in shown for name in _BARS)), len(_BARS) * len(shown)

@@ -26,7 +26,7 @@ from tests.project.test_documents import TABLE, table_rows
 from tests.reports.pages.page_figures import compared
 
 pytestmark = pytest.mark.slow
-CASES = 238
+CASES = 246
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 SCREENS = {390: 844, 1400: 900, 2500: 1400}
 """Widths and heights of a telephone, a laptop and a large screen."""
@@ -124,9 +124,13 @@ def test_the_listener_hears_a_broken_page(tmp_path: Path) -> None:
     assert NOISE.search(done.stderr) and "nowhere is not defined" in done.stderr
 
 
+ROW = r"<tr[^>]*>(?:(?!<tr).)*?</tr>\s*"
+FIRST_ROWS = re.compile(f"((?:{ROW}){{10}})(?:{ROW})+", re.DOTALL)
+
+
 def audited(page_html: str, copy: Path, scheme: str) -> list[tuple[str, list[str]]]:
-    """The rules that a page breaks, and the elements that break them."""
-    copy.write_text(page_html.replace("</body>", f"<script>{AXE.read_text()}</script>{AUDIT}"))
+    """The rules that a page breaks, and the elements that break them; of every table ten rows are looked at."""
+    copy.write_text(FIRST_ROWS.sub(r"\1", page_html).replace("</body>", f"<script>{AXE.read_text()}</script>{AUDIT}"))
     asked = ("--dump-dom", "--virtual-time-budget=20000", f"--blink-settings=preferredColorScheme={SCHEMES[scheme]}")
     told = re.search(r'<pre id="axe">(.*?)</pre>', browse(copy.as_uri(), 820, *asked).stdout, re.DOTALL)
     assert told, "axe-core did not finish"

@@ -1,0 +1,1 @@
+"""Tests of the recorder of values inside a program."""
