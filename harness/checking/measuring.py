@@ -19,7 +19,7 @@ from torch import Tensor
 from shardproof.harness.checking.measures.distance import as_float64, distance
 from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS, kind_of, step_of
 from shardproof.harness.checking.measures.many_tensors import Numbers, blocks_of, compute, kind_rms
-from shardproof.harness.checking.measures.measured import Measured, epsilon
+from shardproof.harness.checking.measures.measured import SCALE_SHARE, Measured, epsilon
 from shardproof.harness.checking.measures.tolerance import CONTROL_FACTOR, LEAP, measure
 from shardproof.harness.checking.records import RecordedRun, Truth
 
@@ -247,6 +247,8 @@ def sizes_of(run: RecordedRun, truth: Truth, names: Iterable[str] | None = None)
         square = sum(float(block.square().sum()) for block in blocks_of(compute(_subtract, tensors[name], before)))
         squares.setdefault(kind_of(name), []).append((square, before.numel()) if math.isfinite(square) else (0.0, 0))
     moved = {kind: (sum(s for s, _ in each), max(sum(n for _, n in each), 1)) for kind, each in squares.items()}
+    if _SQUARES in sizes:  # what cancels in a gradient is as small in its square as its own square
+        sizes[_SQUARES] *= SCALE_SHARE
     return sizes | {kind: math.sqrt(square / count) for kind, (square, count) in moved.items()}
 
 

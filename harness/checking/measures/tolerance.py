@@ -157,7 +157,7 @@ def measure(
         allowed=getattr(allowed, which),
         epsilons=error / epsilon(lower or dtype),
         decidable=all(_is_decidable(ceiling, value, true, least, own, *one) for one in ways),
-        loose=0 if off is None else _count_loose(off, dtype, allowed.peak * max(true.rms, least)),
+        loose=0 if off is None else _count_loose(off, dtype, max(one.peak for _, one in ways) * max(true.rms, least)),
         elements=truth.numel(),
         zero=true.rms < ZERO_SHARE * least and allowed.frobenius < CEILING,
     )
