@@ -5,11 +5,12 @@ import random
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from bench.default_cases import STATES
+from bench.default_cases import STATES, Pairs
 from shardproof.reference.case import Case, CaseError
 from shardproof.reference.case.default_cases import FIXED, NUMBERS, RANKS, default_cases, line_of, lines, paired_domains
 from shardproof.reference.case.domains import domains, repair_words, words_of
@@ -106,6 +107,16 @@ def test_every_legal_pair_of_values_is_in_a_default_case() -> None:
     assert lost in missing_of_near(fewer, "zero", "packed"), "a pair that is not there is missed"
 
 
+def test_most_triples_of_values_that_meet_in_a_file_are_there() -> None:
+    known = Pairs()
+
+    def held(cases: Iterable[Case]) -> Tensor:
+        return torch.from_numpy(np.any([known.triples_of(words_of(case)) for case in cases], axis=0))
+
+    possible = held(changed(600))
+    assert (possible & held(default_cases(checkpoint="ck"))).sum() > 0.95 * possible.sum()
+
+
 def test_every_next_case_holds_most_of_the_pairs_that_none_before_it_has() -> None:
     cases = default_cases()[len(MODES) :]
     held = [pairs([case]) for case in cases]
@@ -173,7 +184,7 @@ ONE_VALUE = {
 
 def test_no_constant_and_no_other_number_could_stand_for_a_number() -> None:
     """A rule that reads another word in its place, or a constant, half, twice or one beside it, differs somewhere."""
-    plain, cases = Case(), default_cases()
+    plain, cases = Case(), default_cases(checkpoint="ck")
     whole = [field.name for field in dataclasses.fields(Case) if type(getattr(plain, field.name)) is int]
     sizes_of = {case: {word: getattr(case, word) for word in whole} | {"world": case.world_size} for case in cases}
     likely = {"": lambda n: n, "half ": lambda n: n // 2, "twice ": lambda n: 2 * n, "-1": lambda n: n - 1}
