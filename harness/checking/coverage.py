@@ -133,7 +133,8 @@ def _judge_flaws(run: RecordedRun, flaws: list[Flaw], without: str) -> Finding |
     names = run.returned
     if not names:
         return None
-    other = tuple(dict.fromkeys(flaw.name for flaw in run.merged.flaws if flaw not in flaws))
+    mine = tuple(dict.fromkeys(flaw.name for flaw in flaws))
+    other = tuple(dict.fromkeys(flaw.name for flaw in run.merged.flaws if flaw.name not in mine))
     if not flaws:
         whole = state_fact(without, count=len(names) - len(other))
         return Finding(verdict=PASS, facts=(whole,), notes=notes_about(flawed=other))
@@ -142,6 +143,6 @@ def _judge_flaws(run: RecordedRun, flaws: list[Flaw], without: str) -> Finding |
         verdict=FAIL,
         facts=(state_fact("flawed", name=first.name, kind=first.kind, flaw=first.fact),),
         notes=notes_about(flawed=other),
-        names=tuple(flaw.name for flaw in flaws),
+        names=mine,
         ranks=first.ranks,
     )

@@ -33,8 +33,9 @@ _WHEN = {
     WhenKind.UNDECIDED: "no other case shows it: each cannot be run or decided, fails for another reason, or changes "
     "further words",
     WhenKind.REFUTED: "nothing that is so again: the plainest case did not fail in this way when it was run once more",
-    WhenKind.NOT_RUN_AGAIN: "nothing that was run twice: no time left",
-    WhenKind.NOT_SEARCHED: "not searched: no time left",
+    WhenKind.NOT_RUN_AGAIN: "not known: time ran out before what was found was run again; a larger --when gives more",
+    WhenKind.NOT_SEARCHED: "not known: time ran out before a case was tried; a larger --when gives more",
+    WhenKind.OTHER_FAULT: "not searched: it was searched for another failure of this case, which has another cause",
     WhenKind.ONLY_IN_THREADS: "only in threads: on processes (--engine pool) the case passes; see subject.per_rank",
 }
 

@@ -261,6 +261,10 @@ FROM_CHECKS: Mapping[str, str | Callable[..., str]] = {
     "recording_right": "{runs} runs: recording changes no bit",
     "runs_differ": "{name} on rank {rank} differs between two runs of the same case: {how:fact}",
     "recording_differs": "{name} on rank {rank} differs between the recorded run and an unrecorded one: {how:fact}",
+    "run_not_ended": lambda words, problem: (
+        f"the run {f'with {words}' if words else 'that nothing records'}, beside which this is compared, did not end: "
+        f"{problem}; the case's own run has ended"
+    ),
     "returned_once": "only one of the runs returned it",
     "moved_blocks": "its blocks lie in other places",
     "same_step": lambda groupings: (
