@@ -115,6 +115,7 @@ def _values(text: str) -> list[str]:
 
 _BUGS = {"unseen": UNSEEN, "held_back": HELD_BACK}
 _WHEN_S, _TIMEOUT_S = 10.0, 60.0
+"""Seconds on a machine that does nothing else: where others compute too, both are as much longer as cases take."""
 _DERIVED = {"world": tuple(Case().mesh), "wdp": ("dp", SLICES), "padding": ("vocab", "family")}
 """Words of a condition that follow from others."""
 
@@ -124,11 +125,13 @@ COLUMNS = "name killed case checks place_right first cause_right causes when_rig
 
 
 def in_order(checkpoint: str) -> list[Case]:
-    """The default cases, the simplest first; one that loads a checkpoint follows the one that saves it."""
+    """The default cases, the simplest first; those that load a checkpoint follow the one that saves it."""
     cases = default_cases(checkpoint=checkpoint)
-    saves = next(case for case in cases if case.save)
-    simple = {case: Failed(case=saves if case.load else case, verdicts=()).size for case in cases}
-    return sorted(cases, key=lambda case: (simple[case], bool(case.load)))
+    size, first = dict[Case, tuple[object, ...]](), Case()
+    for case in cases:  # what loads stands behind what saves
+        first = first if case.load else case
+        size[case] = Failed(case=first, verdicts=()).size
+    return sorted(cases, key=size.__getitem__)
 
 
 def measure_bug(bug: Mutant, engine: InprocEngine) -> dict[str, object]:
@@ -136,14 +139,15 @@ def measure_bug(bug: Mutant, engine: InprocEngine) -> dict[str, object]:
     row: dict[str, object] = dict.fromkeys(COLUMNS.split(), "")
     row |= {"name": bug.name, "killed": False, "wrong": bug.wrong}
     row["needed"] = f"{bug.condition} modes={'|'.join(bug.modes)}"
-    start_s = time.monotonic()
+    start_s, busy_s = time.monotonic(), time.process_time()
     with bug.subject() as planted, tempfile.TemporaryDirectory() as folder:
         subject = resolve_subject(planted)
         twice = default_cases(checkpoint=f"{folder}/checkpoint")[::REPEATED]
         for case in in_order(f"{folder}/checkpoint"):
-            result = prove(case, subject, engine, timeout_s=_TIMEOUT_S, repeat=case in twice)
+            longer = max(1.0, (time.monotonic() - start_s) / max(time.process_time() - busy_s, 0.1))
+            result = prove(case, subject, engine, timeout_s=longer * _TIMEOUT_S, repeat=case in twice)
             if result.verdict == FAIL:
-                row |= _failure_columns(bug, result) | _when_columns(bug, result, subject, engine)
+                row |= _failure_columns(bug, result) | _when_columns(bug, result, subject, engine, longer)
                 break
     return row | {"seconds": round(time.monotonic() - start_s, 1)}
 
@@ -164,13 +168,15 @@ def _failure_columns(bug: Mutant, result: CaseResult) -> dict[str, object]:
     }
 
 
-def _when_columns(bug: Mutant, result: CaseResult, subject: NamedSubject, engine: InprocEngine) -> dict[str, object]:
+def _when_columns(
+    bug: Mutant, result: CaseResult, subject: NamedSubject, engine: InprocEngine, longer: float
+) -> dict[str, object]:
     """Columns of the words that the failure needs, each of whose statements is run again."""
     failed = Failed(case=result.case, verdicts=result.verdicts)
     again = partial(prove, subject=subject, engine=engine, explain=False)
-    found = words_needed(failed, subject, again, time.monotonic() + _WHEN_S)
+    found = words_needed(failed, subject, again, time.monotonic() + longer * _WHEN_S)
     line = when_line(found.when)
-    wrong = false_statements(line, lambda text: again(Case.parse(text), timeout_s=_TIMEOUT_S))
+    wrong = false_statements(line, lambda text: again(Case.parse(text), timeout_s=longer * _TIMEOUT_S))
     return {"when_right": _judge_words(bug, found), "when_true": "no" if wrong else "yes", "when": line}
 
 

@@ -7,12 +7,15 @@ they hold. Every value is also wanted in a long case, of two steps and layers. A
 step to step needs several micro-batches there too, and such features are wanted in pairs. A case for a missing pair is
 a known one with both values, changed as the rules propose (`reference.case.domains`). Single words are then changed as
 long as that holds more pairs for its cost (AETG: Cohen et al., IEEE TSE 23, 1997). After that a few cases at a time are
-taken out and found anew, and single words are changed. A change that costs less and loses no pair is kept. The list is
-written to `reference/case/default_cases.txt`, from which another call goes on. A value that needs several others which
-no line has: write a line with all of them first.
+taken out and found anew, and single words are changed. A change that costs less and loses no pair is kept. In the other
+half of the time words are changed so that the cases hold more triples of values, at the same cost: of words that one
+file of `parallel` reads (`bench.read_together`), and of two such words in a long case. The list is written to
+`reference/case/default_cases.txt`, from which another call goes on. A value that needs several others which no line
+has: write a line with all of them first.
 """
 
 import argparse
+import itertools
 import math
 import random
 import time
@@ -21,6 +24,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.read_together import words_read_together
 from shardproof.reference.case import Case
 from shardproof.reference.case.default_cases import FILE, NUMBERS, RANKS, line_of, lines, paired_domains
 from shardproof.reference.case.domains import Problem, Words, problem_of, repair_words, words_of
@@ -29,6 +33,8 @@ Matrix = NDArray[np.bool_]
 """Of two levels each: whether a case holds both, or whether that is wanted."""
 _NEAR, _TAKEN_OUT, _STARTS, _TRIED = 80, 7, 4, 14
 """Cases near which a pair is looked for, cases found anew at a time, cases to start from, changes of each."""
+_TRIPLES_A_SECOND, _CHANGES = 200, 2000
+"""Triples that a second of a case must hold, and changes for triples that are tried at a time."""
 _AXES = tuple(Case().mesh)
 """The words that are sizes of a mesh of ranks."""
 STATES = frozenset(
@@ -37,7 +43,7 @@ STATES = frozenset(
 )
 """Words of what is kept from micro-batch to micro-batch, or from step to step."""
 _CHANGED = ("steps", "micro", "layers", *_AXES, "dtype", "zero", "recompute", "dropout", "attention_dropout", "experts")
-_LENGTHS = {"steps": (1, 2, 3), "layers": (1, 2, 4), "micro": (1, 2, 3)}
+_LENGTHS = {"steps": (1, 2, 3, 4), "layers": (1, 2, 4), "micro": (1, 2, 3)}
 _FREE = ("seq", "ffn", "vocab", "lr")
 _OF_BFLOAT16 = 10.0
 """Learning rate where parameters are stored in bfloat16, which loses a small step."""
@@ -105,6 +111,22 @@ class Pairs:
                 )
                 alike = words[one] == words[other] or {"mode", "split"} == {words[one], words[other]}
                 self.kinds[one, other] = self.kinds[other, one] = fits and not alike
+        self.triples = self._triples()
+
+    def _triples(self) -> NDArray[np.int32]:
+        """Every three levels, by number, of words that are read together, or of two of them and a long case."""
+        found: set[tuple[int, ...]] = set()
+        for words in words_read_together():
+            of_word = [[self._number[word, value] for value in self.domains.get(word, ())] for word in sorted(words)]
+            of_word = [numbers for numbers in of_word if numbers] + [[self._number["long", True]]]
+            for three in itertools.combinations(of_word, 3):
+                found.update(itertools.product(*three))
+        return np.array(sorted(found), np.int32)
+
+    def triples_of(self, words: Words) -> NDArray[np.bool_]:
+        """Which of `triples` a case holds."""
+        held: NDArray[np.bool_] = (self.vector(words) > 0)[self.triples].all(1)
+        return held
 
     def vector(self, words: Words) -> NDArray[np.float32]:
         """1 for every level of a case."""
@@ -258,6 +280,36 @@ class Search:
         lost = (self.wanted & self._union(cases) & ~self._union(new)).any()
         return cases if lost or sum(map(cost, new)) > sum(map(cost, cases)) else new
 
+    def fuller(self, cases: Sequence[Words], others: Iterable[Words]) -> list[Words]:
+        """The cases with words changed so that they and `others` hold more triples, and all pairs as before."""
+        cases, times = list(cases), self._times(cases)
+        most = sum(map(cost, cases))
+        held = [self.pairs.triples_of(words) for words in cases]
+        count = np.sum([*held, *map(self.pairs.triples_of, others)], axis=0, dtype=np.int16)
+        for number in range(_CHANGES):
+            place = self.random.randrange(len(cases))
+            words = cases[place]
+            if number % 2:
+                changed = self.random.sample(sorted(self.values), self.random.randint(1, 2))
+                fixed = {word: self.random.choice(self.values[word]) for word in changed}
+            else:  # a triple that no case holds, of which this one holds two
+                levels = self.pairs.vector(words)[self.pairs.triples].sum(1)
+                near = np.flatnonzero((count == 0) & (levels == 2))
+                fixed = self.pairs.words(*self.pairs.triples[self.random.choice(near)]) if near.size else {}
+            other = self.propose_case(words, fixed)
+            if not other or other == words:
+                continue
+            gone, come = self.pairs.pairs_of(words), self.pairs.pairs_of(other)
+            dearer, has = cost(other) - cost(words), self.pairs.triples_of(other)
+            more = int((has & (count == 0)).sum()) - int((held[place] & ~has & (count == 1)).sum())
+            affordable = dearer <= max(0.0, most - sum(map(cost, cases)))
+            lost = (self.wanted & gone & ~come & (times < 2)).any()
+            if affordable and more > dearer * _TRIPLES_A_SECOND and not lost:
+                times += come.astype(np.int16) - gone
+                count += has.astype(np.int16) - held[place]
+                cases[place], held[place] = other, has
+        return cases
+
 
 def main() -> int:
     """Search for the given seconds, and write the list down whenever it costs less."""
@@ -265,7 +317,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=600, help="how long to search")
     parser.add_argument("--seed", type=int, default=0, help="another seed goes other ways")
     asked = parser.parse_args()
-    end = time.monotonic() + asked.seconds
+    half_s = time.monotonic() + asked.seconds / 2
     kept, before = ([words_of(case) for case in lines()[section]] for section in ("recipes", "pairs"))
     search = Search(kept, [words for words in (*before, *kept) if not _problem(words)], asked.seed)
     cases = search.plainer(search.complete_pairs([words for words in before if not _problem(words)]))
@@ -274,9 +326,12 @@ def main() -> int:
         new = sorted({line_of(Case(**words)) for words in cases})
         FILE.write_text("\n".join([by_hand, "pairs:", *new, ""]), encoding="utf-8")
         print(f"\r{len(cases)} cases, cost {sum(map(cost, cases)):.2f}", end="", flush=True)
-        if time.monotonic() > end:
+        if time.monotonic() > half_s + asked.seconds / 2:
             return 0
-        cases = search.cheaper(search.plainer(cases) if number % 5 == 4 else cases)
+        if time.monotonic() > half_s:
+            cases = search.fuller(cases, kept)
+        else:
+            cases = search.cheaper(search.plainer(cases) if number % 5 == 4 else cases)
     return 0
 
 

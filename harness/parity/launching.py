@@ -28,6 +28,8 @@ from shardproof.harness.run_folder import guard_writing
 OUTPUT = "output.txt"
 _LAST = 12
 """Lines of a program's output that an error shows."""
+_SUMMARY = "torch/distributed/elastic/multiprocessing/api.py"
+"""A word of the line with which torchrun begins to say that a rank has failed; why it did stands before it."""
 _LOOK_S = 0.1
 _END_S = 10.0
 """How long processes have to end after a SIGTERM."""
@@ -164,5 +166,7 @@ def _end_group(process: "subprocess.Popen[bytes]") -> None:
 def _last_lines(folder: Path) -> str:
     """What a launch printed last, in words."""
     text = (folder / OUTPUT).read_text(encoding="utf-8", errors="replace")
-    lines = [line for line in text.splitlines() if line.strip()][-_LAST:]
+    lines = [line for line in text.splitlines() if line.strip()]
+    told = next((place for place, line in enumerate(lines) if _SUMMARY in line), 0)
+    lines = lines[: told or None][-_LAST:]
     return "its last lines:\n  " + "\n  ".join(lines) if lines else "it printed nothing"

@@ -40,7 +40,7 @@ FIXED: Mapping[str, str] = {
 }
 """Words of which no pairs are wanted, and why."""
 CHECKPOINT = "CHECKPOINT"
-"""Stands for a folder in the lines that save to one, or into one in it, and load from it."""
+"""Stands for a folder in the lines: some save into folders in it, and those behind them load from there."""
 Refuses = Callable[[Case], str]
 Level = tuple[str, Any]
 
@@ -91,17 +91,21 @@ def default_cases(
     `refuses` is a subject's reason against a case, "" for none: the stored cases are changed until it takes them.
     The next one of the stored holds the most pairs that none before it has, so that a failure is met early.
     `deep`: every stored case in every one of the modes, with two layers and two steps or more. `checkpoint` is the
-    folder of the recipes that save and load, which are left out without one.
+    folder of the recipes that save and load. Without one, or where a case of a checkpoint is refused, those that begin
+    with no checkpoint save none, and the others are left out.
     """
     plain = [min(_plain(mode), key=lambda case: bool(refuses(case))) for mode in modes]
     stored = [case for section in lines().values() for case in section if not case.save and not case.load]
-    moved = [
-        case.but(**{word: getattr(case, word).replace(CHECKPOINT, checkpoint) for word in ("save", "load")})
-        for case in lines()["recipes"]
-        if checkpoint and not deep and (case.save or case.load)
-    ]
-    if any(case.mode not in modes or refuses(case) for case in moved):
-        moved = []
+    moved: list[Case] = []
+    for chain in _checkpoints():
+        cases = [
+            case.but(**{word: getattr(case, word).replace(CHECKPOINT, checkpoint) for word in ("save", "load")})
+            for case in chain
+        ]
+        if checkpoint and not deep and not any(case.mode not in modes or refuses(case) for case in cases):
+            moved += cases
+        else:
+            stored.append(chain[0].but(save=""))
     if not deep and {*modes} == {*MODES} and not any(map(refuses, stored)):
         return (*plain, *moved, *(case for case, _ in _in_order(stored)))
     changes = _Changes(modes, refuses, plain)
@@ -113,6 +117,17 @@ def default_cases(
     long = {case: {"steps": max(2, case.steps), "layers": max(2, case.layers)} if deep else {} for case in stored}
     found = dict.fromkeys(filter(None, (changes.make(case, {"mode": mode, **long[case]}) for case, mode in places)))
     return (*plain, *moved, *(found if deep else _cover_pairs(found)))
+
+
+def _checkpoints() -> list[list[Case]]:
+    """The recipes of every checkpoint: one that saves it, and those behind it that load what the one before saved."""
+    found: list[list[Case]] = []
+    for case in lines()["recipes"]:
+        if case.load:
+            found[-1].append(case)
+        elif case.save:
+            found.append([case])
+    return found
 
 
 def _modes_of(cases: Sequence[Case], modes: Sequence[str]) -> Iterator[str]:

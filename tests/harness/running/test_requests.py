@@ -110,7 +110,7 @@ def test_a_claimed_mode_that_no_case_can_have_is_left_out_and_named(
     assert f"note: {name} claims ep, cp, which no case can have: left out\n" in err
 
 
-@pytest.mark.parametrize(("options", "saves"), [(("--out", "a b"), 0), (("--engine", "dry"), 0), ((), 2)])
+@pytest.mark.parametrize(("options", "saves"), [(("--out", "a b"), 0), (("--engine", "dry"), 0), ((), 12)])
 def test_default_cases_save_where_a_case_can_name_the_folder_and_ranks_have_numbers(
     options: tuple[str, ...], saves: int
 ) -> None:
