@@ -360,7 +360,7 @@ PICOTRON_DP_EDITS = (
             ),
         ),
         place=r"0 grad_sync .* grad/.*",
-        causes=("never averaged over dp", "each rank's is its own"),
+        causes=("never averaged over dp", "never reduced"),
     ),
 )
 PICOTRON_PP_EDITS = (

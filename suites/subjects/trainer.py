@@ -18,9 +18,9 @@ VOCAB, TOKENS, ROWS = 40, 9, 2  # of a row, and rows of a micro-batch
 
 
 def model_of(case):
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = transformers.LlamaConfig(vocab_size=VOCAB, num_hidden_layers=1, use_cache=False, **sizes)
-    model = transformers.LlamaForCausalLM(config)
+    sizes = {"vocab_size": VOCAB, "n_positions": TOKENS, "n_embd": 16, "n_layer": 1, "n_head": 4, "use_cache": False}
+    config = transformers.GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    model = transformers.GPT2LMHeadModel(config)
     for seed, weight in enumerate(model.parameters(), 1000 * case.seed):
         draws = torch.Generator().manual_seed(seed)
         weight.data = torch.randn(weight.shape, generator=draws, dtype=torch.float64).mul_(0.3)
@@ -97,8 +97,8 @@ def subject(case, device):
 
 def truth(case, device):
     model, rows, outcome = model_of(case), Rows(case), {}
-    plain, norms = ([w for name, w in named(model) if ("norm" in name) == bare] for bare in (False, True))
-    optimizer = torch.optim.AdamW([{"params": plain}, {"params": norms, "weight_decay": 0.0}], 0.01, weight_decay=0.1)
+    matrices, others = ([w for w in model.parameters() if (w.dim() < 2) is other] for other in (False, True))
+    optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": others}], 0.01, weight_decay=0)
     for step in range(case.steps):
         parts = [case.samples(step, micro, rank, ROWS) for micro in range(case.micro) for rank in range(case.dp)]
         batches = [[rows[number] for number in part] for part in parts]
