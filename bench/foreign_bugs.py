@@ -6,7 +6,12 @@ For each edit the subject runs with it and without. An edit is `found` when a ch
 unknown, `without effect` when no bit of the outcome changes, else `passed`. The change of every tensor is measured
 beside what rounding did to this very tensor: the distance of the right run from the truth. Of a parameter both are of
 what moved, its value without its first one. Allowed is as much as the checks promise (docs/checks.md): FACTOR times
-that effect of rounding, or the floors of the dtype where they are more. Half an epsilon of a stored parameter is added.
+that effect of rounding, or the floors of the dtype where they are more. For every step half an epsilon of a stored
+parameter is added.
+
+One right run may be near the truth by luck, as of two elements, and where both round to a lower precision than the
+case's they do so alike. So a change of more is measured beside MORE right runs too, in which all numbers are moved by a
+random part of their rounding.
 
 A change of more than BOTH times as much that passes is a defect of the checks, listed with the limit that let it pass.
 `foreign_bugs-*.csv` has one row for every edit. Changes and roundings are shares of the truth.
@@ -34,17 +39,18 @@ from torch import Tensor
 
 from bench import foreign
 from bench.foreign_edits import Planted, drawn_edit, plant_edits
-from shardproof.harness.checking.measures.kinds import kind_of
+from shardproof.harness.checking.measures.kinds import kind_of, step_of
 from shardproof.harness.checking.measures.many_tensors import kind_rms
-from shardproof.harness.checking.measures.measured import FLOAT64_ALLOWED, SCALE_SHARE
+from shardproof.harness.checking.measures.measured import FLOAT64_ALLOWED, SCALE_SHARE, epsilon
 from shardproof.harness.checking.measures.tolerance import CONTROL_FACTOR, FLOOR_EPSILONS, OWN_EPSILONS
-from shardproof.harness.checking.measuring import compare_with_truth
+from shardproof.harness.checking.measuring import compare_with_truth, sizes_of
 from shardproof.harness.checking.records import Evidence
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.errors import RequestError, ShardproofError
 from shardproof.harness.outcome.merging import merge_outcomes
 from shardproof.harness.plain_case import PlainCase
 from shardproof.harness.protocols import CaseLike
+from shardproof.harness.recording.capturing.operator_probes import narrower
 from shardproof.harness.running.proof import prove
 from shardproof.harness.running.ranks.execution import execute
 from shardproof.harness.running.result import CaseResult
@@ -108,6 +114,8 @@ FOUND, PASSED, UNDECIDED, NOTHING, ALARM = "found", "passed", "undecided", "with
 MOVED = ("param", "param_after")
 FACTOR = CONTROL_FACTOR
 """How many times the effect of rounding in one right run a right result may be off: as beside control runs."""
+MORE = 3
+"""Further right runs where a change is larger than one run explains."""
 BOTH = 2.0
 """Units that a change may have without a flaw: the right run and the wrong one may each be off by what is allowed."""
 
@@ -181,16 +189,30 @@ def judged_edit(drawn: Drawn, chosen: Random, engine: InprocEngine, timeout_s: f
     changes = list(_changes(without.evidence, wrong.evidence, first))
     if not changes and row.verdict != FOUND:
         return replace(row, verdict=NOTHING)
+    if row.verdict == PASSED and max(one.units for one in changes) > BOTH:
+        more = [_moved_run(drawn, engine, seed, timeout_s) for seed in range(1, 1 + MORE)]
+        changes = list(_changes(without.evidence, wrong.evidence, first, more))
     most = max(changes, key=lambda one: one.units, default=Change())
     return replace(row, **asdict(_with_limit(most, wrong.evidence)))
+
+
+def _moved_run(drawn: Drawn, engine: InprocEngine, seed: int, timeout_s: float) -> dict[str, Tensor]:
+    """The tensors of a right run that rounds at random in the case's dtype and in lower ones."""
+    dtypes = (drawn.case.dtype, *narrower(drawn.case.dtype))
+    moved = Planted(drawn.subject, moves={getattr(torch, dtype): epsilon(dtype) for dtype in dtypes}, seed=seed)
+    merged = merge_outcomes(execute(drawn.case, moved, engine, record=False, timeout_s=timeout_s).outcomes)
+    replicas = {flaw.name: flaw.value for flaw in merged.flaws if flaw.value is not None}  # each moved by itself
+    return {**replicas, **merged.tensors}
 
 
 def _failed_checks(result: CaseResult) -> str:
     return ", ".join(each.check for each in result.verdicts if each.verdict == FAIL)
 
 
-def _changes(without: Evidence, wrong: Evidence, first: Mapping[str, Tensor]) -> Iterator[Change]:
-    """Changes of all tensors that are no longer the same bits."""
+def _changes(
+    without: Evidence, wrong: Evidence, first: Mapping[str, Tensor], more: Sequence[Mapping[str, Tensor]] = ()
+) -> Iterator[Change]:
+    """Changes of all tensors that are no longer the same bits; `more`: right runs that round otherwise."""
     sizes = kind_rms(wrong.truth.tensors)
     for name, tensor in wrong.run.tensors.items():
         right, truth = without.run.tensors.get(name), wrong.truth.tensors.get(name)
@@ -200,27 +222,36 @@ def _changes(without: Evidence, wrong: Evidence, first: Mapping[str, Tensor]) ->
             yield Change(tensor=name, units=math.inf, by="exact")
             continue
         shift = (_wide(tensor) - _wide(truth)) - (_wide(right) - _wide(without.truth.tensors[name]))
-        error, moved = _wide(right) - _wide(without.truth.tensors[name]), _wide(without.truth.tensors[name])
+        errors, moved = [_wide(right) - _wide(without.truth.tensors[name])], _wide(without.truth.tensors[name])
+        errors += [_wide(run[name]) - _wide(right) for run in more if name in run]
         stored = torch.zeros_like(moved)
         if name in first:
-            stored, moved = moved, moved - _wide(first[name])
+            steps = wrong.run.case.steps if kind_of(name) == "param" else step_of(name) + 1
+            stored, moved = moved * steps, moved - _wide(first[name])
         scale = SCALE_SHARE * sizes.get(kind_of(name), 0.0) if name not in first else 0.0
-        yield change(name, shift, error, moved, stored, units_of(tensor.dtype), scale)
+        yield change(name, shift, errors, moved, stored, units_of(tensor.dtype), scale)
 
 
 def change(
-    name: str, shift: Tensor, error: Tensor, moved: Tensor, stored: Tensor, floors: Mapping[str, float], least: float
+    name: str,
+    shift: Tensor,
+    errors: Sequence[Tensor],
+    moved: Tensor,
+    stored: Tensor,
+    floors: Mapping[str, float],
+    least: float,
 ) -> Change:
-    """The change by the measure in which it is largest in units of what is allowed."""
+    """The change by the measure in which it is largest in units of what is allowed; `errors` are those of rounding."""
     own, half = floors["own"], floors["half"]
     rms = max(float(moved.norm()) / math.sqrt(moved.numel() or 1), least)
     out = shift[shift.abs() > own * moved.abs()]
     found = {
-        "frobenius": (float(shift.norm()), float(error.norm()), rms * math.sqrt(moved.numel()), float(stored.norm())),
-        "peak": (_largest(out), _largest(error), rms, _largest(stored)),
+        "frobenius": (shift.norm(), max(map(torch.norm, errors)), rms * math.sqrt(moved.numel()), stored.norm()),
+        "peak": (_largest(out), max(map(_largest, errors)), rms, _largest(stored)),
     }
     changes = []
-    for by, (shifted, rounding, size, kept) in found.items():
+    for by, numbers in found.items():
+        shifted, rounding, size, kept = map(float, numbers)
         allowed = max(FACTOR * rounding, floors[by] * size) + half * kept
         units = shifted / allowed if allowed else math.inf if shifted else 0.0
         changes.append(
@@ -245,7 +276,7 @@ def _with_limit(one: Change, wrong: Evidence) -> Change:
     """The change with the limit of the checks for this tensor of the wrong run."""
     if not one.tensor or one.by == "exact":
         return one
-    size = kind_rms(wrong.truth.tensors).get(kind_of(one.tensor), 0.0)
+    size = sizes_of(wrong.run, wrong.truth).get(kind_of(one.tensor), 0.0)
     found = compare_with_truth(wrong.run, wrong.truth, one.tensor, size)
     return replace(
         one, error=found.error, limit=found.allowed, measure=found.measure, decided=found.decidable or found.zero

@@ -7,7 +7,7 @@ points on every rank, so that an edit is drawn among those that there are. Sizes
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardproof.harness.protocols import CaseLike, Value
+from shardproof.harness.running.truth.random_rounding import RandomRounding
 from shardproof.harness.subject import NamedSubject
 
 SIZES: Mapping[str, float] = {"float64": 1e-6, "float32": 1e-4, "bfloat16": 3e-2}
@@ -108,11 +109,21 @@ def _rank() -> _Rank | None:
 class Planted:
     """A subject with an edit, or with none; `frozen`: no optimizer moves a parameter. `counts` fills up, by rank.
 
+    `moves`: dtype -> the epsilon of which a random part moves its numbers on every rank, another one by each `seed`.
     On one rank there is no edit: that is the truth of a subject that is compared with itself.
     """
 
-    def __init__(self, subject: NamedSubject, edit: Edit | None = None, *, frozen: bool = False) -> None:
+    def __init__(
+        self,
+        subject: NamedSubject,
+        edit: Edit | None = None,
+        *,
+        frozen: bool = False,
+        moves: Mapping[torch.dtype, float] | None = None,
+        seed: int = 0,
+    ) -> None:
         self.subject, self.edit, self.frozen = subject, edit, frozen
+        self.moves, self.seed = moves or {}, seed
         self.counts: dict[int, Counts] = {}
 
     def __getattr__(self, attribute: str) -> Any:
@@ -127,7 +138,10 @@ class Planted:
         mine = self.edit if self.edit is not None and self.edit.rank in (me, EVERY) else None
         _NOW.rank = _Rank(edit=mine, frozen=self.frozen)
         try:
-            return self.subject.call(_Numbered(case), device)
+            with (
+                RandomRounding(self.moves, seed=self.seed, inputs=False, leaving=True) if self.moves else nullcontext()
+            ):
+                return self.subject.call(_Numbered(case), device)
         finally:
             self.counts[me] = _NOW.rank.passed
             _NOW.rank = None

@@ -46,10 +46,11 @@ from transformers import Trainer""",
 ACCELERATE = (
     DATA
     + """
-from accelerate import Accelerator
+from accelerate import Accelerator, DataLoaderConfiguration
 from torch.utils.data import DataLoader
 
-accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATE)
+order = DataLoaderConfiguration(use_seedable_sampler=True)  # else one process shuffles otherwise than several
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATE, dataloader_config=order)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 loader = DataLoader(Tokens(), batch_size=ROWS, shuffle=True)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -68,14 +69,16 @@ TRL = (
     DATA
     + """
 from datasets import Dataset as Table
+from datasets.table import InMemoryTable
 from transformers import AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
-rows = [{"input_ids": Tokens()[place]["input_ids"][: 8 + place % 9].tolist()} for place in range(64)]
+rows = [Tokens()[place]["input_ids"][: 8 + place % 9].tolist() for place in range(64)]
+table = Table(InMemoryTable.from_pydict({"input_ids": rows}), fingerprint="drawn")
 words = dict(per_device_train_batch_size=ROWS, gradient_accumulation_steps=ACCUMULATE, max_steps=3, use_cpu=True)
 words |= dict(output_dir="out", report_to=[], save_strategy="no", disable_tqdm=True, max_length=16, bf16=False)
 words |= dict(dataset_kwargs={"skip_prepare_dataset": True})
 tokenizer = AutoTokenizer.from_pretrained("tiny")
-SFTTrainer(model, args=SFTConfig(**words), train_dataset=Table.from_list(rows), processing_class=tokenizer).train()
+SFTTrainer(model, args=SFTConfig(**words), train_dataset=table, processing_class=tokenizer).train()
 """
 )

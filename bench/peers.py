@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench.workload import Passed, Sizes, rank_program, run_pass, shard
+from shardproof.harness.torch_internals.backends import fake_store
 
 Peer = Callable[[int, Sizes, dict[str, Tensor], Tensor, Tensor], list[Passed]]
 """Runs the workload on so many ranks and returns the results of all of them."""
@@ -70,12 +71,11 @@ def local_tensor_ranks(
 ) -> list[Passed]:
     """The results of all ranks, run as one program whose tensors are LocalTensors."""
     from torch.distributed._local_tensor import LocalTensor, LocalTensorMode, rank_map  # noqa: PLC0415 (a torch without it refuses)
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415 (registers a backend)
 
     def of_rank(tensor: Tensor, rank: int) -> Tensor:
         return tensor._local_tensors[rank] if isinstance(tensor, LocalTensor) else tensor
 
-    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=fake_store())
     try:
         with LocalTensorMode(world_size):
             part_of = {name: partial(shard, name, weight, world_size=world_size) for name, weight in full.items()}

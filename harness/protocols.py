@@ -138,7 +138,8 @@ class Subject(Protocol):
         activations  (case, rank, module, local tensor) -> shard of `act/<module>`, or None when it is not comparable
         axes         case -> axis: rank lists of its groups, for axes whose rank order is not the case's
         deviations   case -> standard deviations of initial values by parameter, 0 for a constant
-        compute_dtype, wire_dtype  dtype lower than the case's, or case -> dtype: of matrix products, of what is sent
+        compute_dtype, wire_dtype  dtype lower than the case's, or case -> dtype: of matrix products, of what is sent;
+                     wire_dtype may map calls to dtypes ("all_gather over dp")
         deviates     pattern of names -> sentence, or case -> such a mapping: tensors that deviate from the truth by
                      design, and how
         per_rank     tuple of names of modules whose globals, class attributes and singletons every rank has for itself

@@ -12,7 +12,6 @@ pytest may find as late as it collects. Options are in `shardproof.pytest_option
 `suites.drawing.profiles`.
 """
 
-import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -59,13 +58,9 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
         return None
     if config.getoption("numprocesses", None):
         raise pytest.UsageError("engine=torchrun: rank 0's session is the only one that draws; legal: without -n")
-    from shardproof.harness.engines.processes.launched.torchrun import is_to_serve, serve_driver  # noqa: PLC0415  (torch: only if needed)
-    from shardproof.harness.errors import ShardproofError  # noqa: PLC0415  (as above)
+    from shardproof.suites.session.launched import serve_first_rank  # noqa: PLC0415  (torch: only if needed)
 
-    try:
-        return serve_driver() if is_to_serve() else None
-    except ShardproofError as problem:
-        raise pytest.UsageError(str(problem)) from problem
+    return serve_first_rank()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -73,12 +68,9 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     if not are_added(config) or config.stash.get(ENGINE_OPENED, False):
         return
     if option_value(config, "engine") == "torchrun":
-        from shardproof.harness.engines.processes.launched.torchrun import dismiss_world, is_to_serve  # noqa: PLC0415  (as above)
-        from shardproof.harness.errors import ShardproofError  # noqa: PLC0415  (as above)
+        from shardproof.suites.session.launched import dismiss_unused  # noqa: PLC0415  (as above)
 
-        with contextlib.suppress(ShardproofError):  # no launcher: the session has reported that already
-            if not is_to_serve():
-                dismiss_world()
+        dismiss_unused()
 
 
 @pytest.hookimpl(tryfirst=True)

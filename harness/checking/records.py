@@ -138,9 +138,10 @@ class RecordedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeats:
-    """Outcomes of further runs of the case that nothing recorded."""
+    """Outcomes of further runs of the case that nothing recorded; `problem` is why the machine did not end them."""
 
-    runs: tuple[Outcomes, ...]
+    runs: tuple[Outcomes, ...] = ()
+    problem: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,13 +213,15 @@ class Claims:
 class Regrouped:
     """A run of the same global batch with these `sizes` of dp, micro, ...: its merged `tensors`.
 
-    `flaws` are of tensors that make no full one; `problem` is why the subject did not finish it.
+    `flaws` are of tensors that make no full one; `problem` is why the subject did not finish it. `undecided`: that was
+    the machine, which says nothing about the subject.
     """
 
     sizes: Mapping[str, int]
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     flaws: tuple[Flaw, ...] = ()
     problem: str = ""
+    undecided: bool = False
 
     @property
     def words(self) -> str:

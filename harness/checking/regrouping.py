@@ -25,7 +25,7 @@ from shardproof.harness.checking.measuring import theoretical_error_of_sums
 from shardproof.harness.checking.numeric_checks import as_worst
 from shardproof.harness.checking.records import Claims, RecordedRun, Regrouped, Regroupings, Truth
 from shardproof.harness.verdicts.facts import Note, NoteKind, state_fact
-from shardproof.harness.verdicts.verdict import FAIL, PASS
+from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 
 _FIRST_STEP = ("loss", "tokens", "grad", "grad_norm")
 _LATER = ("loss", "tokens", "grad_norm", "param", "param_after")
@@ -54,14 +54,16 @@ def check_regrouping(run: RecordedRun, truth: Truth, claims: Claims, regroupings
     by_design, stated = _by_design(run, claims), claims.known_differences
     applied = {name for name in by_design if stated and not stated.deviates_unapplied(name)}
     same = [other.words for other in regroupings.runs if not other.problem]
+    late = [other for other in regroupings.runs if other.undecided]
     return Finding(
-        verdict=PASS,
-        facts=(state_fact("same_step", groupings=same),),
+        verdict=UNKNOWN if late else PASS,
+        facts=tuple(state_fact("run_not_ended", words=other.words, problem=other.problem) for other in late)
+        or (state_fact("same_step", groupings=same),),
         notes=(
             *(
                 Note(kind=NoteKind.UNFINISHED_GROUPING, names=(other.words,), reason=other.problem)
                 for other in regroupings.runs
-                if other.problem
+                if other.problem and not other.undecided
             ),
             *notes_on(NoteKind.DEVIATES, by_design, by_design.keys() - applied),
             *notes_on(NoteKind.DEVIATION_APPLIED, by_design, applied),

@@ -50,6 +50,8 @@ def check_documents(documents: Documents) -> Finding:
 
 
 def _compare_repeats(run: RecordedRun, repeats: Repeats, *, blame_recording: bool) -> Finding:
+    if repeats.problem:
+        return Finding(verdict=UNKNOWN, facts=(state_fact("run_not_ended", words="", problem=repeats.problem),))
     plain, *again = repeats.runs
     difference = _first_difference(run.outcomes, plain)
     steady = bool(again) and all(_first_difference(plain, other) is None for other in again)

@@ -50,6 +50,15 @@ class Block:
         """The part of a full tensor at the place of this block, a view."""
         return full[tuple(slice(a, b) for a, b in self.region)]
 
+    def common_with(self, other: "Block") -> tuple[tuple[int, int], ...] | None:
+        """The region that both hold, None where they have no element in common."""
+        common = tuple([(max(a, c), min(b, d)) for (a, b), (c, d) in zip(self.region, other.region, strict=True)])
+        return common if all(a < b for a, b in common) else None
+
+    def local_at(self, region: tuple[tuple[int, int], ...]) -> Tensor:
+        """The local tensor at a region of the full one, all of which this block holds."""
+        return self.local[tuple(slice(a - o, b - o) for (a, b), o in zip(region, self.offsets, strict=True))]
+
 
 def localize(outcome: object) -> dict[str, tuple[Block, ...]]:
     """All values of one rank as blocks; call it inside the rank. Raises ValueError naming the value it cannot read."""

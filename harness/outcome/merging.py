@@ -113,32 +113,45 @@ def merge_outcomes(outcomes: Outcomes, known: Mapping[str, Tensor] | None = None
             continue
         placed = [(rank, block) for rank, outcome in enumerate(outcomes) for block in outcome.get(name, ())]
         absent = [rank for rank, outcome in enumerate(outcomes) if name not in outcome]
-        try:
-            tensors[name] = _merge_one(placed, absent)
-        except _Flawed as flaw:
-            full, gap = _first_replicas(placed, absent) if flaw.kind == "replica conflict" else (None, math.inf)
-            flaws.append(Flaw(name=name, kind=flaw.kind, fact=flaw.fact, ranks=flaw.ranks, value=full, distance=gap))
+        full, found = _merge_one(placed, absent)
+        if full is not None:
+            tensors[name] = full
+        for flaw in found:
+            first, gap = _first_replicas(placed, absent) if flaw.kind == "replica conflict" else (None, math.inf)
+            flaws.append(Flaw(name=name, kind=flaw.kind, fact=flaw.fact, ranks=flaw.ranks, value=first, distance=gap))
     return Merged(tensors=tensors, flaws=tuple(flaws))
 
 
-def _merge_one(placed: Placed, absent: list[int]) -> Tensor:
+def _merge_one(placed: Placed, absent: list[int]) -> tuple[Tensor | None, list[_Flawed]]:
+    """The full tensor, and its flaws; None where there are some. Replicas may differ where elements lack as well."""
     if not placed:
-        raise _Flawed("omission", state_fact("held_nowhere"), ())
+        return None, [_Flawed("omission", state_fact("held_nowhere"), ())]
+    flaws = []
+    holders = sorted({rank for rank, _ in placed})
     if absent and any(block.whole for _, block in placed):
-        holders = sorted({rank for rank, _ in placed})
-        raise _Flawed("missing", state_fact("not_on_all_ranks", holders=holders, absent=absent), absent)
-    _check_shapes_agree(placed)
+        flaws.append(_Flawed("missing", state_fact("not_on_all_ranks", holders=holders, absent=absent), absent))
+    try:
+        _check_shapes_agree(placed)
+    except _Flawed as flaw:
+        return None, [*flaws, flaw]
     shape, dtype = placed[0][1].global_shape, placed[0][1].local.dtype
-    parts = [part for part in _merge_replicas(placed) if part[1].local.numel()]
-    if _has_shared_elements(parts) or sum(block.local.numel() for _, block in parts) != math.prod(shape):
-        left, first = _not_held(parts, shape)
+    parts, shared = [*{block.region: (rank, block) for rank, block in placed}.values()], True
+    try:
+        parts = [part for part in _merge_replicas(placed) if part[1].local.numel()]
+        shared = _has_shared_elements(parts)
+    except _Flawed as flaw:
+        flaws.append(flaw)
+    if shared or sum(block.local.numel() for _, block in parts) != math.prod(shape):
+        left, at = _not_held(parts, shape)
         if left:
-            lack = state_fact("elements_missing", missing=left, elements=math.prod(shape), first=first)
-            raise _Flawed("omission", lack, sorted({rank for rank, _ in placed}))
+            lack = state_fact("elements_missing", missing=left, elements=math.prod(shape), first=at)
+            flaws.append(_Flawed("omission", lack, holders))
+    if flaws:
+        return None, flaws
     full = torch.empty(shape, dtype=dtype)  # only now: a shape that nobody fills may be larger than the machine
     for _, block in parts:
         block.part_of(full).copy_(block.local)
-    return full
+    return full, []
 
 
 def _first_replicas(placed: Placed, absent: list[int]) -> tuple[Tensor | None, float]:
@@ -151,10 +164,8 @@ def _first_replicas(placed: Placed, absent: list[int]) -> tuple[Tensor | None, f
             return None, math.inf
         gaps = (block.local.double() - kept.local.double()).abs().flatten()
         gap = max(gap, float(gaps.nan_to_num(math.inf).max()) if len(gaps) else 0.0)
-    try:
-        return _merge_one([*firsts.values()], absent), gap
-    except _Flawed:
-        return None, math.inf
+    full, _ = _merge_one([*firsts.values()], absent)
+    return full, math.inf if full is None else gap
 
 
 def held_once(outcomes: Outcomes, merged: Merged) -> tuple[Mapping[str, Sequence[Block]], ...]:
@@ -221,11 +232,11 @@ def _has_shared_elements(parts: Placed) -> bool:
     """Whether some parts have elements in common. Raises _Flawed where these differ in a bit."""
     shared = False
     for (rank, mine), (other, theirs) in itertools.combinations(parts, 2):
-        if not all(a < d and c < b for (a, b), (c, d) in zip(mine.region, theirs.region, strict=True)):
+        common = mine.common_with(theirs)
+        if common is None:
             continue
         shared = True
-        common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(mine.region, theirs.region, strict=True)]
-        here, there = (block.local[_slices_within(block, common)] for block in (mine, theirs))
+        here, there = mine.local_at(common), theirs.local_at(common)
         if not same_bits(here, there):
             fact = state_fact(
                 "overlap_differs",
@@ -238,11 +249,6 @@ def _has_shared_elements(parts: Placed) -> bool:
             )
             raise _Flawed("replica conflict", fact, sorted({rank, other}))
     return shared
-
-
-def _slices_within(block: Block, region: Sequence[tuple[int, int]]) -> tuple[slice, ...]:
-    """The place of a region of the full tensor in a block that holds all of it."""
-    return tuple(slice(a - o, b - o) for (a, b), o in zip(region, block.offsets, strict=True))
 
 
 def _not_held(parts: Placed, shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shardproof.harness.checking.finding import Finding
 from shardproof.harness.outcome.merging import bits_of
+from shardproof.harness.parity.padding import Tensors, without_padding
 from shardproof.harness.parity.recorded import Launch
 from shardproof.harness.verdicts.facts import Fact, state_fact
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
@@ -55,6 +56,7 @@ class Samples:
 def samples_of(first: Launch, second: Launch, step: int) -> Samples:
     """The samples of a step of both launches."""
     mine, theirs = _tensors_of(first, step), _tensors_of(second, step)
+    mine, theirs = without_padding(mine, theirs) or (mine, theirs)
     names = _common_names(mine, theirs)
     if not names:
         problem = state_fact("nothing_received")
@@ -170,11 +172,7 @@ def _is_in_order(one: Samples) -> bool:
     return found == sorted(found)
 
 
-_Tensors = Mapping[tuple[int, int], Mapping[str, Tensor]]
-"""(rank, micro-batch) -> what the outermost module received, by its place there."""
-
-
-def _tensors_of(launch: Launch, step: int) -> _Tensors:
+def _tensors_of(launch: Launch, step: int) -> Tensors:
     found: dict[tuple[int, int], dict[str, Tensor]] = {}
     for rank, row in launch.rows("sample", step):
         if row.shape:
@@ -182,7 +180,7 @@ def _tensors_of(launch: Launch, step: int) -> _Tensors:
     return found
 
 
-def _words_of(tensors: _Tensors) -> list[str]:
+def _words_of(tensors: Tensors) -> list[str]:
     """The places and shapes of one micro-batch."""
     return [f"{name} {tuple(one.shape)}" for name, one in tensors[min(tensors)].items()]
 
@@ -191,7 +189,7 @@ def _place_of(name: str, leaf: str) -> str:
     return f"{name}/{leaf}" if leaf else name
 
 
-def _calls_once(tensors: _Tensors) -> list[Mapping[str, Tensor]]:
+def _calls_once(tensors: Tensors) -> list[Mapping[str, Tensor]]:
     """The micro-batches of a launch, those that several ranks read in the same way once."""
     calls: list[Mapping[str, Tensor]] = []
     seen: set[object] = set()
@@ -203,7 +201,7 @@ def _calls_once(tensors: _Tensors) -> list[Mapping[str, Tensor]]:
     return calls
 
 
-def _common_names(mine: _Tensors, theirs: _Tensors) -> list[tuple[str, str]]:
+def _common_names(mine: Tensors, theirs: Tensors) -> list[tuple[str, str]]:
     """Pairs of places whose tensors are rows of samples in both launches: of the same name, else the first alike."""
     own, other = _batches_of(mine), _batches_of(theirs)
     same = [(name, name) for name in own if name in other and _are_alike(own[name], other[name])]
@@ -212,7 +210,7 @@ def _common_names(mine: _Tensors, theirs: _Tensors) -> list[tuple[str, str]]:
     return [(a, b) for a in own for b in other if _are_alike(own[a], other[b])][:1]
 
 
-def _batches_of(tensors: _Tensors) -> dict[str, Tensor]:
+def _batches_of(tensors: Tensors) -> dict[str, Tensor]:
     """Places of the first micro-batch of the first rank whose tensors have its rows, integers first."""
     if not tensors:
         return {}
@@ -232,7 +230,7 @@ def _are_alike(mine: Tensor, theirs: Tensor) -> bool:
     return a == b or (len(a) > 0 and a[1:] == b[1:] and b[0] > 0 and a[0] % b[0] == 0)
 
 
-def _count_parts(mine: _Tensors, theirs: _Tensors, pair: tuple[str, str]) -> int:
+def _count_parts(mine: Tensors, theirs: Tensors, pair: tuple[str, str]) -> int:
     """Into how many parts sequences are cut to be compared: 1, or two for each rank that has a part."""
     a, b = mine[min(mine)][pair[0]], theirs[min(theirs)][pair[1]]
     if a.shape[1:] == b.shape[1:]:

@@ -20,6 +20,7 @@ from shardproof.harness.recording.naming import axis_name, group_word
 from shardproof.harness.run_folder import LAYOUT, guard_writing, link_latest, new_run_folder
 from shardproof.harness.running.store import environment
 from shardproof.harness.traces.calls import FLIGHT_RECORDER, MOST_RANKS, Trace, TracedCall
+from shardproof.harness.traces.reading import read_traces
 from shardproof.harness.traces.unknown import UNKNOWN, sentences
 
 DEVICE_COLUMNS = ("step", "device_us", "compute_us", "communication_us", "exposed_us")
@@ -49,6 +50,11 @@ def _note_lacking_steps(trace: Trace, wanted: range) -> Trace:
     there = f"{min(has)}:{max(has) + 1}" if has else "none of them"
     lacks = f"unknown: some of the steps {wanted.start}:{wanted.stop}, for the trace has {there}"
     return replace(trace, notes=(*trace.notes, lacks))
+
+
+def read_into_folder(name: str, out: Path) -> Path:
+    """Write the run folder of one file of traces. Raises RequestError for what is no trace."""
+    return write_folder(read_traces([name]), out, Path(name).name, ["read", name], {})
 
 
 def write_folder(

@@ -66,7 +66,7 @@ def run_request(
         try:
             store.plan(planned)
             if request.profile:
-                from shardproof.harness.running.witnessing import witnesses_of  # noqa: PLC0415  (--profile alone)
+                from shardproof.harness.running.witnessing import witnesses_of  # noqa: PLC0415  (`--profile` alone)
 
                 witnesses = witnesses_of(request, store.path / "traces")
             if prove_case is None:

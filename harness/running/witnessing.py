@@ -36,7 +36,8 @@ from shardproof.harness.witnesses.chosen import steps_text, terms_of
 from shardproof.harness.witnesses.measured import SessionRequest
 from shardproof.harness.witnesses.nsys import on_gpus
 from shardproof.harness.witnesses.session import Session, hold
-from shardproof.harness.witnesses.timing import spread, time_sightings
+from shardproof.harness.witnesses.spread import spread
+from shardproof.harness.witnesses.timing import time_sightings
 
 INDEPENDENCE = (
     "of the witnesses, nsys stores ranges that our recorder draws: it shows that no event was lost or renamed on the "

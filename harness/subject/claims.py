@@ -175,21 +175,27 @@ _DTYPES = ("float64", "float32", "float16", "bfloat16")
 """From the finest to the coarsest."""
 
 
-def lower_dtypes(case: CaseLike, subject: NamedSubject) -> dict[str, str]:
+def lower_dtypes(case: CaseLike, subject: NamedSubject) -> dict[tuple[str, str], str]:
     """The dtypes of LOWER that the subject states for this case, without those that are no lower than the case's own.
 
+    Each by its attribute and the calls of which it is stated: "all_gather", "all_gather over dp"; "" are all of them.
     Raises RequestError for what is no dtype.
     """
-    stated = {}
+    stated: dict[tuple[str, str], str] = {}
     for name in LOWER:
         with ask_subject(name):
             found = _of_case(getattr(subject.call, name, None), case)
-            dtype = str(case.dtype if found in (None, "") else found).removeprefix("torch.")
-        if dtype not in _DTYPES:
+            by_call = found if isinstance(found, Mapping) and name == "wire_dtype" else {"": found}
+            dtypes = {(name, str(calls)): _dtype_word(case, one) for calls, one in by_call.items()}
+        if wrong := next((dtype for dtype in dtypes.values() if dtype not in _DTYPES), ""):
             rule = "must be a dtype's word, or a function of the case that returns one"
-            raise RequestError(f"subject={subject.name}: {name}={dtype} {rule}; legal: {name} = 'bfloat16'")
-        stated[name] = dtype
+            raise RequestError(f"subject={subject.name}: {name}={wrong} {rule}; legal: {name} = 'bfloat16'")
+        stated |= dtypes
     return {name: dtype for name, dtype in stated.items() if _DTYPES.index(dtype) > _DTYPES.index(case.dtype)}
+
+
+def _dtype_word(case: CaseLike, stated: object) -> str:
+    return str(case.dtype if stated in (None, "") else stated).removeprefix("torch.")
 
 
 def stated_deviations(case: CaseLike, subject: NamedSubject) -> "dict[str, Deviation]":

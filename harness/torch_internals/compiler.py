@@ -24,9 +24,8 @@ _INSTEAD = "__dynamo_disable"
 """Where torch keeps what it calls in place of a function that is never to be compiled."""
 _STEP = "_use_grad"
 """The name of the function that torch wraps around the step of its optimizers."""
-_HARNESS = __name__.rsplit(".", 2)[0]
-_CALLED_BACK = tuple(f"{_HARNESS}.{part}." for part in ("engines", "recording", "running", "torch_internals"))
-"""Modules of this package that torch calls back, by the beginnings of their names."""
+_OURS = __name__.partition("torch_internals")[0]
+"""The beginning of the names of modules that torch calls back, and of what these call."""
 _SHARED = 1024
 """Ranks and runs of a process that may compile a function each for themselves."""
 _COMPILERS = "/torch/_dynamo/", "/torch/_inductor/"
@@ -191,7 +190,7 @@ def leave_uncompiled() -> None:
 def _keep_uncompiled(_modules: int) -> None:
     """Do it for the modules that there are now: as long as their number stays, they are the same."""
     for name in list(sys.modules):
-        if name.startswith(_CALLED_BACK):
+        if name.startswith(_OURS):
             _keep_module_uncompiled(name)
 
 

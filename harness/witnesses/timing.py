@@ -7,10 +7,8 @@ Microseconds; ranks of one machine share a clock. The profiler itself slows comp
 and seconds with the unwatched runs.
 """
 
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import comb
 from pathlib import Path
 
 from shardproof.harness.traces.calls import TracedCall
@@ -18,15 +16,6 @@ from shardproof.harness.traces.intervals import covered_us
 from shardproof.harness.traces.kineto import read_kineto
 from shardproof.harness.witnesses.agreement import Sighting
 from shardproof.harness.witnesses.torch_trace import TRACE_SUFFIX
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
-    """Median of some values, and the interval that holds the true median in 95 of 100 such samples (all of few)."""
-
-    median: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,17 +31,6 @@ class Timed:
     def exposed_us(self) -> float:
         """Time that the rank's compute did not hide."""
         return self.duration_us - self.overlapped_us
-
-
-def spread(values: Sequence[float]) -> Spread:
-    """Median and order-statistics interval: distribution-free, from the binomial of n fair coins."""
-    ordered, n = sorted(values), len(values)
-    tail, cut = 0.0, 0
-    while cut < n // 2 and tail + comb(n, cut) / 2**n <= 0.025:
-        tail += comb(n, cut) / 2**n
-        cut += 1
-    first = max(cut - 1, 0)
-    return Spread(median=statistics.median(ordered), low=ordered[first], high=ordered[n - 1 - first])
 
 
 def time_sightings(folder: Path, seen: Sequence[Sighting]) -> list[Timed]:

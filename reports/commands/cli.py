@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed.isolated = arguments is None  # the process is ours and has not used autograd, so that it can be forked
     try:
         with without_garbage_collection():
-            from shardproof.reports.options.request import read_request
+            from shardproof.reports.options.request import read_request  # noqa: PLC0415  (`--help` checks no option)
 
             parsed.request = read_request(parsed)
             with interrupted_after():  # torch and pandas: once interrupted, they break whatever comes then
@@ -125,7 +125,7 @@ def _print_error(message: str) -> None:
     """Print what is wrong on stderr; rich, which folds it in a terminal, is loaded only there."""
     with suppress(OSError):  # its disk may be full, too: the exit status remains
         if sys.stderr.isatty():
-            from shardproof.reports.printing.text import show_words
+            from shardproof.reports.printing.text import show_words  # noqa: PLC0415  (rich)
 
             show_words(message, sys.stderr)
         else:

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import TextIO
 
 import pandas as pd
@@ -15,6 +16,8 @@ from shardproof.harness.errors import ShardproofError
 from shardproof.harness.resolve import resolve
 from shardproof.harness.running.run_result import RunResult
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
+from shardproof.reports.commands.experiment import experiment_table
+from shardproof.reports.options.option_checks import real_size
 from shardproof.reports.pages import page
 from shardproof.reports.printing import text_tables
 from shardproof.reports.printing.annotations import Failure, annotate_failures
@@ -30,8 +33,14 @@ from shardproof.reports.printing.text import (
 from shardproof.reports.printing.witnesses import witness_tables
 from shardproof.reports.stored import summary
 from shardproof.reports.stored.failures import bugs_of_run, find_first_caller, simplest_first
-from shardproof.reports.stored.frames import Run
+from shardproof.reports.stored.frames import Run, load
 from shardproof.reports.stored.unchecked import unchecked_notes
+
+
+def load_with_page(folder: Path) -> tuple[Run, str]:
+    """A run folder as it was read, and why its page could not be written, "" where it was."""
+    run = load(folder)
+    return run, write_page(run)
 
 
 def write_page(run: Run) -> str:
@@ -70,6 +79,12 @@ def show_result(result: RunResult, run: Run, *, as_json: bool, interrupted: bool
     page_words = "report.html opens offline; " if (result.path / "report.html").exists() else ""
     show_words(f"{result.path}  ({page_words}`shardproof show` prints all tables)", sys.stdout)
     show_tally(run, every, sys.stdout)
+
+
+def show_experiment(run: Run, name: str) -> None:
+    """Print the table of a published run that was repeated."""
+    show_table(experiment_table(run, name), sys.stdout)
+    show_message(real_size(name), sys.stdout)
 
 
 def _list_failures(run: Run) -> Iterator[Failure]:

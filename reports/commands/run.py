@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import chdir, contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,9 +27,8 @@ from shardproof.harness.running.run_result import INTERRUPTED, RunResult
 from shardproof.harness.running.sharing import arrange_cases
 from shardproof.harness.subject import NamedSubject, claims, offers, own_cases
 from shardproof.harness.verdicts.verdict import FAIL
-from shardproof.reports.options.option_checks import real_size
-from shardproof.reports.options.request import LAUNCHED, build_request
-from shardproof.reports.printing.text import show_message, show_note, show_progress, show_table
+from shardproof.reports.options.request import build_request
+from shardproof.reports.printing.text import show_message, show_note, show_progress
 
 if TYPE_CHECKING:
     from shardproof.reports.stored.frames import Run
@@ -45,12 +45,17 @@ def main(arguments: argparse.Namespace) -> int:
     130 after a Ctrl-C: what was finished is reported, in the folder and on the screen. Of launched ranks, rank 0 alone
     does this; the others serve it, and are released when it refuses the request.
     """
-    if arguments.engine == LAUNCHED:
-        from shardproof.harness.engines.processes.launched.torchrun import is_to_serve, serve_driver  # noqa: PLC0415
+    request: Request | None = arguments.request
+    if request is None:  # of launched ranks, the first reads it, and releases the others when it is refused
+        from shardproof.harness.engines.processes.launched import torchrun  # noqa: PLC0415  (few runs are launched)
 
-        if is_to_serve():
-            return serve_driver()
-    request: Request = arguments.request or _first_ranks(arguments)
+        if torchrun.is_to_serve():
+            return torchrun.serve_driver()
+        try:
+            request = build_request(arguments)
+        except ShardproofError:
+            torchrun.dismiss_world()
+            raise
     if not arguments.cases:
         request = dataclasses.replace(request, cases=arrange_cases(request.cases))
         for note in _notes_on_defaults(request.subject, deep=arguments.deep):
@@ -63,27 +68,11 @@ def main(arguments: argparse.Namespace) -> int:
 
         with _run_unhindered():
             result = with_script(result, request, arguments.emit_repro)
-    from shardproof.reports.commands.result import show_result  # noqa: PLC0415
-
     interrupted = result.exit_status == INTERRUPTED
-    show_result(result, stored, as_json=arguments.json, interrupted=interrupted)
+    _reports().show_result(result, stored, as_json=arguments.json, interrupted=interrupted)
     if arguments.preset_experiment and not arguments.json and not interrupted:
-        from shardproof.reports.commands.experiment import experiment_table  # noqa: PLC0415  (pandas: after the ranks)
-
-        show_table(experiment_table(stored, arguments.preset_experiment), sys.stdout)
-        show_message(real_size(arguments.preset_experiment), sys.stdout)
+        _reports().show_experiment(stored, arguments.preset_experiment)
     return result.exit_status
-
-
-def _first_ranks(arguments: argparse.Namespace) -> Request:
-    """The request that rank 0 of launched ranks reads; the others are released when it is refused."""
-    try:
-        return build_request(arguments)
-    except ShardproofError:
-        from shardproof.harness.engines.processes.launched.torchrun import dismiss_world  # noqa: PLC0415
-
-        dismiss_world()
-        raise
 
 
 def _notes_on_defaults(subject: NamedSubject, *, deep: bool) -> Iterator[str]:
@@ -110,20 +99,12 @@ def _run_request(request: Request) -> "tuple[RunResult, Run]":
                 lambda done, total, case, verdict: tick(done, total, progress_text(case), verdict),
                 meanwhile=_load_reports,
             )
-            _load_reports()
-            from shardproof.reports.commands.result import write_page  # noqa: PLC0415
-            from shardproof.reports.stored.frames import load  # noqa: PLC0415
-
-            stored = load(result.path.resolve())
-            note = write_page(stored)
+            stored, note = _load_reports().load_with_page(result.path.resolve())
             return dataclasses.replace(result, notes=(*result.notes, *filter(None, [note]))), stored
     except (KeyboardInterrupt, MachineError) as end:
         if latest.resolve() == before:
             raise
-        _load_reports()
-        from shardproof.reports.stored.frames import load  # noqa: PLC0415
-
-        stored = load(latest.resolve())
+        stored = _load_reports().load(latest.resolve())
         interrupted = isinstance(end, KeyboardInterrupt)
         if not interrupted and stored.verdicts.empty:
             raise
@@ -134,11 +115,18 @@ def _run_request(request: Request) -> "tuple[RunResult, Run]":
         return RunResult(path=stored.path, verdicts=(), exit_status=status, notes=()), stored
 
 
-def _load_reports() -> None:
-    with interrupted_after():  # numpy and pandas, once interrupted, cannot be imported again
-        import shardproof.reports.commands.result  # noqa: F401, PLC0415
+def _reports() -> ModuleType:
+    """What shows a result, `reports.commands.result`."""
+    from shardproof.reports.commands import result  # noqa: PLC0415  (pandas)
 
+    return result
+
+
+def _load_reports() -> ModuleType:
+    with interrupted_after():  # numpy and pandas, once interrupted, cannot be imported again
+        loaded = _reports()
     gc.freeze()  # it all stays
+    return loaded
 
 
 def progress_text(case: CaseLike) -> str:

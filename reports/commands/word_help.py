@@ -59,7 +59,9 @@ def main(arguments: argparse.Namespace) -> int:
     """
     text_of_case = " ".join(arguments.case)
     if arguments.topic == "calls":
-        _show_calls(text_of_case, arguments.subject)
+        from shardproof.reports.commands.calls import show_calls  # noqa: PLC0415  (torch, which the words do not need)
+
+        show_calls(text_of_case, arguments.subject)
         return 0
     if text_of_case:
         raise RequestError(f"case {text_of_case!r}: help {arguments.topic} takes no case; legal: help calls CASE")
@@ -68,23 +70,6 @@ def main(arguments: argparse.Namespace) -> int:
         help_as_markdown(topic) if arguments.markdown else help_as_text(topic, shutil.get_terminal_size().columns)
     )
     return 0
-
-
-def _show_calls(text_of_case: str, name: str) -> None:
-    from shardproof.harness.subject import case_of, refusal, resolve_subject  # noqa: PLC0415  (loads torch, which the words do not need)
-    from shardproof.harness.subject.call import answer_question  # noqa: PLC0415
-    from shardproof.reports.printing.calls import calls_table  # noqa: PLC0415
-    from shardproof.reports.printing.text import show_table  # noqa: PLC0415
-
-    subject = resolve_subject(name)
-    case = case_of(text_of_case, subject)
-    expected = getattr(subject.call, "expected", None)
-    if reason := refusal(case, subject):
-        raise RequestError(f"case {str(case)!r}: {reason}")
-    terms = None if expected is None else answer_question("expected", lambda: expected(case))
-    if terms is None:
-        raise RequestError(f"subject={name}: states no calls for {case}; legal: a subject with `expected(case)`")
-    show_table(calls_table(str(case), terms), sys.stdout)
 
 
 def help_as_text(topic: Topic, columns: int) -> str:
@@ -160,6 +145,8 @@ LIKE: Mapping[str, str] = {
     "split-backward": "zero-bubble schedules of torch with a tied table and data ranks",
     "quantised": "gradients as int8 and weights as fp8 on the wire, with scales",
     "refit": "a trainer and an inference layout with fused weights, as two programs",
+    "compiled": "torch.compile under tp, DDP and FSDP2",
+    "trainer": "TrainingArguments and a Trainer of Hugging Face",
     "hf": "a Hugging Face model under its own tp plan",
     "deepspeed": "DeepSpeed's ZeRO",
     "megatron": "Megatron-Core's GPTModel",
@@ -169,6 +156,7 @@ LIKE: Mapping[str, str] = {
 """Subjects that can be written -> what each shows."""
 _NEEDS = {
     "lora-peft": ("peft", "peft"),
+    "trainer": ("accelerate", "accelerate"),
     "hf": ("transformers", "transformers"),
     "deepspeed": ("deepspeed", "deepspeed"),
     "megatron": ("megatron", "megatron-core"),
@@ -183,7 +171,7 @@ def new_subject_main(arguments: argparse.Namespace) -> int:
     """Write the file and print the command that runs it. Exit status 0; raises RequestError, and writes nothing, when
     there is a file already or the name is none of a module.
     """
-    from shardproof.reports.printing.text import show_message, show_note  # noqa: PLC0415  (loads rich, which the words do not need)
+    from shardproof.reports.printing.text import show_message, show_note  # noqa: PLC0415  (rich, as above)
 
     source = _FOLDER / f"{arguments.like.replace('-', '_')}.py"
     target, text = Path(arguments.file), source.read_text(encoding="utf-8")

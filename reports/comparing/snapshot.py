@@ -188,12 +188,10 @@ def read_side(name: str, folder: str = FOLDER) -> Snapshot:
 
 
 def _of_trace(name: str) -> Snapshot:
-    from shardproof.harness.programs.traced import write_folder  # noqa: PLC0415  (torch, for traces alone)
-    from shardproof.harness.traces.reading import read_traces  # noqa: PLC0415  (as above)
+    from shardproof.harness.programs.traced import read_into_folder  # noqa: PLC0415  (torch, for traces alone)
 
     with tempfile.TemporaryDirectory() as folder:
-        made = write_folder(read_traces([name]), Path(folder), Path(name).name, ["read", name], {})
-        return snapshot(load(made), name)
+        return snapshot(load(read_into_folder(name, Path(folder))), name)
 
 
 def save_snapshot(kept: Snapshot, name: str, folder: str = FOLDER) -> Path:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from shardproof.harness.witnesses.spread import spread
 from shardproof.reports.printing.text_tables import NOTHING, Table, count
 
 WITNESSES = ("ledger", "recorder", "torch", "nsys", "closed_form")
@@ -63,8 +64,6 @@ def _count_confirmed(words: pd.Series) -> str:
 
 def _times_table(times: pd.DataFrame) -> Table:
     """Duration, exposed part and lateness of collectives by case, phase, op and size of group."""
-    from shardproof.harness.witnesses.timing import spread  # noqa: PLC0415
-
     times = times.assign(group_size=times["group"].str.count(",") + 1)
     rows = []
     for key, part in times.groupby(_GROUP, sort=False):

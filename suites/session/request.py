@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 import pytest
+from hypothesis import errors, settings
 
 from shardproof.harness.dense_model import SUBJECT, check_modes, read_case
 from shardproof.harness.errors import RequestError
@@ -18,6 +19,7 @@ from shardproof.harness.running.ranks.capacity import admit
 from shardproof.harness.running.request import seconds
 from shardproof.harness.subject import NamedSubject, case_of, claims, resolve_subject, truth_of
 from shardproof.pytest_options import OPTIONS, option_path, option_value
+from shardproof.suites.drawing.profiles import PROFILES, register
 from shardproof.suites.session import known_failures
 
 
@@ -69,10 +71,6 @@ def _check_device(device: str, *, faults: bool) -> None:
 
 def _check_profile(config: pytest.Config) -> None:
     if name := config.getoption("hypothesis_profile", None):
-        from hypothesis import errors, settings  # noqa: PLC0415  (only for those who name a profile)
-
-        from shardproof.suites.drawing.profiles import PROFILES, register  # noqa: PLC0415  (hypothesis)
-
         register()
         try:
             settings.get_profile(name)

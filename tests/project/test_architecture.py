@@ -1,6 +1,7 @@
 """The house keeps its rules: lengths of files and functions, docstrings, no cycle of imports, hidden or not."""
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -111,6 +112,16 @@ def test_no_import_cycle_hidden_ones_included() -> None:
 def test_no_module_of_ours_is_imported_by_a_name_built_at_run_time_but_modes_and_features() -> None:
     built = {module for module, path in MODULES.items() if "" in named_in_calls(nodes_of(path))}
     assert {module for module in built if not module.startswith("tests.")} - OF_OTHERS.keys() == BY_NAME
+
+
+LATE = re.compile(r"# noqa: PLC0415 *(\([^)]+\))?")
+
+
+def test_an_import_inside_a_function_is_rare_and_says_why() -> None:
+    """Ruff refuses others: a package that may be missing, and what takes long to load and few need."""
+    sources = [path.read_text() for path in FILES if path.relative_to(ROOT).parts[0] != "tests"]
+    reasons = [found[1] for source in sources for found in LATE.finditer(source)]
+    assert None not in reasons and len(reasons) <= 36
 
 
 @pytest.mark.parametrize("room", ["reference", "parallel", "harness", "reports"])

@@ -19,11 +19,8 @@ from tests.harness.running.locating.planting import bugs_of, place
 
 BUGS = bugs_of("subjects")
 QUICK = (
-    "muon-stale-heads",
-    "lora-replicated-factor-not-summed",
-    "taps-cross-borders",
-    "whitened-by-rank",
-    "refit-copies-updated",
+    *("muon-stale-heads", "lora-replicated-factor-not-summed", "taps-cross-borders", "whitened-by-rank"),
+    *("refit-copies-updated", "scales-of-the-receiver", "tied-table-averaged"),
 )
 """One of each tutorial."""
 OTHERS = deep("two CPU minutes in all", *(name for name in BUGS if name not in QUICK))

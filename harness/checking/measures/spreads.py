@@ -5,7 +5,8 @@ A spread is the largest difference as a share of the largest value: a ratio, inf
 
 import math
 from collections.abc import Iterable
-from itertools import zip_longest
+from dataclasses import replace
+from itertools import combinations, zip_longest
 
 from torch import Tensor
 
@@ -14,10 +15,21 @@ from shardproof.harness.outcome.merging import Outcomes, same_bits
 
 
 def replica_spread(outcomes: Outcomes, name: str) -> float:
-    """How far the ranks' blocks of the same part of a tensor are apart."""
+    """How far the ranks' blocks of a tensor are apart where they hold the same elements."""
     firsts: dict[object, Block] = {}
     blocks = [block for outcome in outcomes for block in outcome.get(name, ())]
-    return _spread_of_pairs((firsts.setdefault((block.region, block.terms), block), block) for block in blocks)
+    pairs = [(firsts.setdefault((block.region, block.terms), block), block) for block in blocks]
+    for one, other in combinations(firsts.values(), 2):  # of unequal extent
+        alike = one.terms == other.terms and one.global_shape == other.global_shape
+        common = one.common_with(other) if alike and one.region != other.region else None
+        if common is not None:
+            offsets = tuple(first for first, _ in common)
+            pairs.append((_cut_block(one, common, offsets), _cut_block(other, common, offsets)))
+    return _spread_of_pairs(pairs)
+
+
+def _cut_block(block: Block, region: tuple[tuple[int, int], ...], offsets: tuple[int, ...]) -> Block:
+    return replace(block, local=block.local_at(region), offsets=offsets, whole=False)
 
 
 def run_spreads(first: Outcomes, second: Outcomes) -> dict[str, float]:

@@ -56,12 +56,6 @@ def is_count(x: Tensor, t: Tensor) -> bool:
     return t.numel() == 1 and bool((both == both.round()).all()) and float(both.abs().max()) < _COUNTED
 
 
-def is_same(value: Tensor, truth: Tensor) -> bool:
-    """Whether a tensor is right as far as these patterns look."""
-    error = float((value.double() - truth.double()).norm())
-    return error <= CLOSE * float(truth.double().norm())
-
-
 _Guess = partial[Explained]
 """Takes what a wrong tensor may be as `guess`."""
 

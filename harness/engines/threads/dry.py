@@ -26,6 +26,7 @@ from shardproof.harness.engines.calls.callers import place_raised, what_led_to
 from shardproof.harness.engines.engine import Engine, RunRequest
 from shardproof.harness.engines.interposer import Interposer
 from shardproof.harness.engines.rank_environment import environment_of, in_environment, one_thread
+from shardproof.harness.engines.starvation import LONGEST
 from shardproof.harness.engines.threads.rank_state import own_state
 from shardproof.harness.engines.threads.rank_threads import RankThread, do_nothing
 from shardproof.harness.errors import NoNumbers, NotComputed, Position, RankRaised, RequestError, TimeLimit, error_text
@@ -108,7 +109,7 @@ def _join_thread(thread: RankThread, timeout_s: float) -> bool:
 
     The limit is of processor time: a busy machine makes no time-out. On the clock the rank may take ten times as long.
     """
-    began_s, latest_s = time.process_time(), time.monotonic() + 10 * timeout_s
+    began_s, latest_s = time.process_time(), time.monotonic() + LONGEST * timeout_s
     while not thread.wait_for_end(min(1.0, timeout_s)):
         if time.process_time() - began_s > timeout_s or time.monotonic() > latest_s:
             return False

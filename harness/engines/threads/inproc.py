@@ -37,6 +37,7 @@ from shardproof.harness.engines.calls.operators import OPERATORS, communicates, 
 from shardproof.harness.engines.calls.pending import RootCause, of_deadlock, of_mismatch, of_skipped, position_in_call
 from shardproof.harness.engines.engine import Engine, RunRequest
 from shardproof.harness.engines.rank_environment import one_thread
+from shardproof.harness.engines.starvation import LONGEST
 from shardproof.harness.engines.threads.matcher import CollectiveMatcher, Race
 from shardproof.harness.engines.threads.rank_state import CallerStreams, PerRankState, namespaces_of
 from shardproof.harness.engines.threads.rank_threads import Aborted, Heap, RankThread, RankThreads, Stillness
@@ -116,7 +117,7 @@ def raised_alike(raised: Sequence[Raised], world_size: int) -> bool:
 
 
 def of_time(scheduler: Scheduler, timeout_s: float) -> RootCause:
-    """The time limit was reached while a rank was running."""
+    """The time limit was reached while a rank was running, or while the turn changed."""
     frames = scheduler.frames()
     running = [rank for rank, status in enumerate(scheduler.statuses) if status is RankStatus.RUNNING]
     looks = {rank: Stillness(scheduler.idents[rank], strictly=True) for rank in running}
@@ -128,7 +129,9 @@ def of_time(scheduler: Scheduler, timeout_s: float) -> RootCause:
     for rank in running:
         place, does = caller_of(frames[rank]), "is blocked" if rank in blocked else "runs"
         texts.append(f"rank {rank} {does}" + (f" at {place}" if place else ""))
-    text = f"no end within {timeout_s:g} s: {', '.join(texts) or 'no rank was running'}"
+    text = f"no end within {timeout_s:g} s: {', '.join(texts) or 'no rank was between two calls'}"
+    if busy := scheduler.starvation.words:  # what looks blocked may only wait for its turn
+        return RootCause(f"{text}; {busy}; legal: --timeout {LONGEST * timeout_s:g}", tuple(running))
     return RootCause(text + (_BLOCKED if blocked else ""), tuple(running))
 
 

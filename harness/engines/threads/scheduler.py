@@ -20,14 +20,13 @@ from types import FrameType
 
 import torch
 
+from shardproof.harness.engines.starvation import LONGEST, Starvation, own_thread
 from shardproof.harness.engines.threads.rank_state import PerRankState
 from shardproof.harness.engines.threads.rank_threads import Aborted, RankThread, Stillness, do_nothing, taken_lock
 from shardproof.harness.torch_internals.compiler import is_compiler
 
 _GRACE_S = 0.5
 """How long a rank may take to unwind before its thread is abandoned."""
-_COMPILES = 10
-"""How many times its limit a run may take when ranks compile, which is no part of the limit."""
 _LISTEN_S = 0.5
 """How often the driver wakes up by itself: a Ctrl-C that comes just before it falls asleep does not wake it."""
 
@@ -72,6 +71,7 @@ class Scheduler:
         self._state = state
         self._timeout_s = timeout_s
         self.alive: Callable[[], object] = str
+        self.starvation = Starvation(own_thread())
         self._ready = deque(range(world_size))
         self._turns = [taken_lock() for _ in range(world_size)]
         self._driver = taken_lock()
@@ -132,12 +132,14 @@ class Scheduler:
         """Start the ranks; return at the run's end, when no rank can go on, at a failure or at the time limit."""
         self._body = body
         seen_s = time.monotonic()
-        end_s, latest_s = seen_s + self._timeout_s, seen_s + _COMPILES * self._timeout_s
+        end_s, latest_s = seen_s + self._timeout_s, seen_s + LONGEST * self._timeout_s
+        self.starvation = Starvation(own_thread())
         self._successor()()
         while not self._driver.acquire(timeout=max(0.0, min(_LISTEN_S, end_s - time.monotonic()))):
-            now_s = time.monotonic()
-            if self._compiles():
-                end_s = min(end_s + now_s - seen_s, latest_s)
+            lost_s, now_s = self.starvation.look(), time.monotonic()
+            lost_s = now_s - seen_s if self._compiles() else lost_s
+            if lost_s:
+                end_s = min(end_s + lost_s, latest_s)
                 self.alive()
             if now_s >= end_s:
                 return RunEnd.TIME
@@ -191,11 +193,12 @@ class Scheduler:
             self._turns[rank].release()
         if status is not RankStatus.RUNNING and thread.wait_for_end(_GRACE_S / 10):
             return True
-        end_s = time.monotonic() + _GRACE_S
-        while time.monotonic() < end_s:
+        starvation, end_s = Starvation(own_thread()), time.monotonic() + _GRACE_S
+        while time.monotonic() < end_s + min(starvation.lost_s, LONGEST * _GRACE_S):
             thread.interrupt()
             if thread.wait_for_end(_GRACE_S / 10):
                 return True
+            starvation.look()
         return False
 
     # inside

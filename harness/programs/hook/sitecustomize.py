@@ -53,7 +53,7 @@ def _arm(module: ModuleType, *, values: bool) -> None:
 
             arm_values()
         else:
-            from shardproof.harness.programs.arming import arm  # noqa: PLC0415
+            from shardproof.harness.programs.arming import arm  # noqa: PLC0415  (as above)
 
             arm(module)
     except Exception as problem:

@@ -16,7 +16,7 @@ from shardproof.harness.checking.measures.measured import Measured, epsilon
 from shardproof.harness.checking.measures.tolerance import CONTROL_FACTOR, FLOOR_EPSILONS, LEAP
 from shardproof.harness.checking.measuring import INITIAL, ROUNDING
 from shardproof.harness.checking.records import Regrouped, Regroupings, Truth
-from shardproof.harness.errors import ProgramError, RequestError
+from shardproof.harness.errors import MachineError, ProgramError, RequestError
 from shardproof.harness.mesh_axes import SAME_SAMPLES
 from shardproof.harness.outcome.merging import merge_outcomes
 from shardproof.harness.protocols import CaseLike, without_saving
@@ -54,6 +54,8 @@ def _run_grouping(trial: Trial, sizes: dict[str, int], case: CaseLike) -> Regrou
             run = trial.run(trial.subject.call, case, name=trial.subject.address)
     except ProgramError as error:
         return Regrouped(sizes=sizes, problem=error.cause)
+    except MachineError as error:  # says nothing about the case, whose own run has ended
+        return Regrouped(sizes=sizes, problem=error.cause, undecided=True)
     merged = merge_outcomes(run.outcomes)
     return Regrouped(sizes=sizes, tensors=merged.tensors, flaws=merged.flaws)
 

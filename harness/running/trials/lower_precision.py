@@ -83,13 +83,21 @@ def wrong_of(findings: Mapping[str, Finding]) -> list[Measured]:
 def declared_precision(trial: Trial, calls: Calls) -> DeclaredPrecision | None:
     """The lower precision that the subject declares for this case; None without one.
 
-    A `wire_dtype` counts only where the ledger has a call of that dtype: else nothing was rounded to be sent.
+    A `wire_dtype` counts only where the ledger has such a call of that dtype: else nothing was rounded to be sent.
+    Stated by op and axis it is for these calls alone: with another one of that dtype nothing counts.
     """
     dtypes = lower_dtypes(trial.case, trial.subject)
-    wire = dtypes.get("wire_dtype", "")
-    if wire and not any(event.dtype == wire and event.group_size > 1 for event in calls.events):
-        del dtypes["wire_dtype"]
-    words = " and ".join(f"{name}={dtype}" for name, dtype in dtypes.items())
+    sent = {(each.dtype, each.op, f"{each.op} over {each.axis}") for each in calls.events if each.group_size > 1}
+    known = {
+        stated: [call for call in sent if call[0] == dtype and stated[1] in ("", *call[1:])]
+        for stated, dtype in dtypes.items()
+        if stated[0] == "wire_dtype"
+    }
+    meant = {call for of_one in known.values() for call in of_one}
+    if any(call[0] in {dtypes[stated] for stated in known} for call in sent - meant):
+        return None
+    dtypes = {stated: dtype for stated, dtype in dtypes.items() if known.get(stated, True)}
+    words = " and ".join(f"{name}={dtype}{calls and f' of {calls}'}" for (name, calls), dtype in dtypes.items())
     origin = f"the subject states {words}"
     return DeclaredPrecision(dtypes=frozenset(dtypes.values()), origin=origin) if dtypes else None
 

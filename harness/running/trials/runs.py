@@ -16,6 +16,7 @@ from shardproof.harness.checking.coverage import ROUTING
 from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.kinds import kind_of, select_comparable
 from shardproof.harness.checking.measures.stated_deviations import Deviations
+from shardproof.harness.checking.measures.tolerance import FLOAT64_CEILING
 from shardproof.harness.checking.measuring import MOVED
 from shardproof.harness.checking.records import Calls, Claims, Evidence, RecordedRun, Repeats, Truth, merged_outcomes
 from shardproof.harness.checking.repeats import same_outcomes
@@ -28,6 +29,8 @@ from shardproof.harness.running.trials.trial import Trial
 from shardproof.harness.running.truth.joint_masks import masks_of
 from shardproof.harness.subject import Unanswered, deviations, left_out, orders, state_terms, stated_deviations
 from shardproof.harness.torch_internals.autograd import give_back
+from shardproof.harness.verdicts.facts import state_text
+from shardproof.harness.verdicts.verdict import UNKNOWN
 
 if TYPE_CHECKING:
     from shardproof.harness.checking.measures.stated_deviations import Deviations
@@ -95,12 +98,15 @@ def repeat_plainly(trial: Trial, run: RecordedRun) -> Repeats:
 
     It must give the bits of the recorded run. It takes time, so it is made only when a check or a diagnosis needs it.
     """
-    with trial.time_part("plain"):
-        plain = trial.run(trial.subject.call, name=trial.subject.address)
-    if same_outcomes(run.outcomes, plain.outcomes):
-        return Repeats(runs=(run.outcomes,))  # rather than the same once more
-    with trial.time_part("again"):  # tells a subject that is not deterministic from a recording that disturbs it
-        again = trial.run(trial.subject.call, name=trial.subject.address)
+    try:
+        with trial.time_part("plain"):
+            plain = trial.run(trial.subject.call, name=trial.subject.address)
+        if same_outcomes(run.outcomes, plain.outcomes):
+            return Repeats(runs=(run.outcomes,))  # rather than the same once more
+        with trial.time_part("again"):  # tells a subject that is not deterministic from a recording that disturbs it
+            again = trial.run(trial.subject.call, name=trial.subject.address)
+    except MachineError as error:  # says nothing about the case, whose own run has ended
+        return Repeats(problem=error.cause)
     return Repeats(runs=(plain.outcomes, again.outcomes))
 
 
@@ -240,4 +246,16 @@ def judge_case(
         findings = run_checks(evidence, checks)
         if evidence.truth.unmergeable or not any(finding.wrong for finding in findings.values()):
             return evidence, findings
-    return recheck(trial, evidence, checks, findings)
+    try:
+        return recheck(trial, evidence, checks, findings)
+    except MachineError as error:
+        if findings is None:
+            raise
+        return evidence, {check: _without_controls(finding, error) for check, finding in findings.items()}
+
+
+def _without_controls(finding: Finding, error: MachineError) -> Finding:
+    """The finding where control runs did not end: unknown where rounding may explain all that is wrong."""
+    if not finding.wrong or any(measured.error >= FLOAT64_CEILING for measured in finding.wrong):
+        return finding
+    return Finding(verdict=UNKNOWN, facts=(*finding.facts, state_text(error.cause)), notes=finding.notes)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -18,6 +19,7 @@ from shardproof.harness.checking.measuring import MOVED
 from shardproof.harness.dense_model import DenseModelLike, dense_model
 from shardproof.harness.engines.calls.callers import is_user, shorten_path
 from shardproof.harness.engines.engine import Engine
+from shardproof.harness.engines.starvation import LONGEST, Starvation
 from shardproof.harness.errors import MachineError, RequestError, TimeLimit, error_text
 from shardproof.harness.protocols import CaseLike, Subject, case_text
 from shardproof.harness.running.ranks.execution import execute
@@ -71,8 +73,10 @@ _AGAIN_S = 1.0
 
 
 @contextmanager
-def in_time(limit_s: float, what: str) -> Iterator[None]:
+def in_time(limit_s: float, what: str, alive: Callable[[], object] = str) -> Iterator[None]:
     """Raise TimeLimit in a body that takes longer; `what` says in words what is computed.
+
+    What the process waits for a processor is added to the limit, and `alive` is called each time.
 
     Code that never comes back from a native function is not reached. A body outside of the main thread is not either,
     nor one of a program with an alarm of its own.
@@ -82,8 +86,16 @@ def in_time(limit_s: float, what: str) -> Iterator[None]:
         yield
         return
 
+    starvation, latest_s = Starvation(), time.monotonic() + LONGEST * limit_s
+
     def late(_number: int, frame: FrameType | None) -> None:
-        cause = f"time limit of {limit_s:g} s: {what} is at work{_place(frame)}; legal: a larger --timeout"
+        lost_s = min(starvation.look(), latest_s - time.monotonic())
+        if lost_s > _LATE_S:
+            signal.setitimer(signal.ITIMER_REAL, lost_s, _AGAIN_S)
+            alive()
+            return
+        busy = f"{words}; " if (words := starvation.words) else ""
+        cause = f"time limit of {limit_s:g} s: {what} is at work{_place(frame)}; {busy}legal: a larger --timeout"
         raise TimeLimit(cause, ranks=(), positions=())
 
     signal.signal(signal.SIGALRM, late)
@@ -256,7 +268,10 @@ class Trial:
         if self.given:
             words["given"] = self.given
         try:
-            with self.time_part(part), in_time(self.limit_s, PARTS.get(part, PARTS["truth"])):
+            with (
+                self.time_part(part),
+                in_time(self.limit_s, PARTS.get(part, PARTS["truth"]), partial(self.heard, part)),
+            ):
                 outcome: Mapping[str, Tensor] = function(case or self.case, torch.device(self.device), **words)
         except (ValueError, OSError) as problem:
             raise RequestError(f"case {self.text!r}: the dense model cannot compute it: {problem}") from problem

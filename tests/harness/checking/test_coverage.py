@@ -13,11 +13,14 @@ from torch import Tensor
 from shardproof.harness.checking.checks import run_checks
 from shardproof.harness.checking.coverage import check_coverage
 from shardproof.harness.checking.finding import Finding
+from shardproof.harness.checking.measures.spreads import replica_spread
 from shardproof.harness.checking.numeric_checks import make_numeric_check
 from shardproof.harness.checking.records import Evidence
 from shardproof.harness.diagnosing.diagnosis import explanation_of
 from shardproof.harness.errors import RequestError
 from shardproof.harness.ledger import NO_UPDATE
+from shardproof.harness.outcome.blocks import localize
+from shardproof.harness.protocols import Shard
 from shardproof.harness.running.proof import prove
 from shardproof.harness.running.store import Store
 from shardproof.harness.subject import NamedSubject, left_out, resolve_subject
@@ -141,7 +144,7 @@ def test_a_kind_with_no_decided_tensor_is_unknown_beside_kinds_that_are_decided(
     true = {name: tensor for name, tensor in truth().items() if name.startswith(("loss/", "logits/"))}
     found = found_by("forward", in_bfloat16(true, ["logits/0", "logits/1"], true))
     assert found.verdict == UNKNOWN
-    words = "no tensor of the logits could be compared: rounding alone explains any error; first: logits/0"
+    words = "none of the logits was compared: rounding alone explains any error; first: logits/0"
     assert found.message == words
     assert found.decided == {"loss": (2, 2), "logits": (0, 2)}
     whole = found_by("forward", in_bfloat16(true, ["logits/1"], true))
@@ -201,7 +204,7 @@ def noted(kind: NoteKind, *reasons: str) -> tuple[Note, ...]:
             "parallelism",
             [("all talk", (Note(kind=NoteKind.SPLIT_SHARE, numbers=(share,)),)) for share in (99, 1, 99)]
             + [("all talk", ())],
-            "sharded: 1 % (1 case); 99 % (2 cases) of the elements of the parameters",
+            "sharded: from 1 to 99 % of all elements of the parameters (3 cases)",
         ),
         (
             "coverage",
@@ -240,3 +243,15 @@ def test_a_state_of_a_step_that_the_truth_skips_is_a_failure_with_its_place() ->
     wrong = planted({"skipped/0": torch.tensor(0)}, truth=known)
     first = explanation_of(wrong, run_checks(wrong)).first
     assert (first.phase, first.step, first.name) == ("grad_sync", 0, "skipped/0")
+
+
+def test_copies_that_overlap_in_part_are_apart_by_what_they_both_hold() -> None:
+    def spread(*shards: Shard) -> float:
+        return replica_spread([localize({"w": part}) for part in shards], "w")
+
+    full = torch.arange(1.0, 9.0)
+    front, back = Shard(full[:6], (0,), (8,)), Shard(full[2:], (2,), (8,))
+    assert spread(front, back) == 0.0
+    assert spread(front, Shard(full[2:] + 4 * (full[2:] == 6), (2,), (8,))) == 4 / 10, "a share of the largest value"
+    assert spread(Shard(full[:2], (0,), (8,)), Shard(full[2:] + 1, (2,), (8,))) == 0.0
+    assert spread(front, Shard(full[:6] * 2, (0,), (8,))) == 0.5

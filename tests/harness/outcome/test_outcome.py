@@ -109,6 +109,14 @@ def test_a_flaw_is_named_with_its_ranks(values: list[Any], kind: str, ranks: tup
     assert flaw.kind == kind and flaw.message.startswith(words) and (not ranks or flaw.ranks == ranks)
 
 
+def test_parts_that_conflict_and_leave_a_gap_have_both_flaws() -> None:
+    """A conflict hides no gap, nor a rank that returned nothing."""
+    both = [("a", "replica conflict"), ("a", "omission")]
+    assert merged_from({"a": shard(0, 4)}, {"a": shard(2, 5, off=1)})[1] == both
+    assert merged_from({"a": shard(0, 4)}, {"a": shard(0, 4, off=1)})[1] == both
+    assert merged_from({"a": FULL}, {}, {"a": FULL + 1})[1] == [("a", "missing"), ("a", "replica conflict")]
+
+
 def test_the_same_bits_are_no_flaw_and_a_shard_need_not_be_on_every_rank() -> None:
     assert merged_from(*({"a": part} for part in (shard(0, 3), shard(3, 6)) * 2))[1] == []
     assert merged_from({"a": shard(0, 6)}, {})[1] == []
@@ -309,6 +317,7 @@ def test_shards_of_any_extent_that_agree_where_they_overlap_merge_and_one_other_
         ]
         wrong = data.draw(st.sampled_from(holders))
         outcomes[wrong]["w"].local[tuple(i - at for i, at in zip(place, starts[wrong], strict=True))] += 0.5
-        (flaw,) = merge_outcomes([localize(outcome) for outcome in outcomes]).flaws
+        flaw, *gap = merge_outcomes([localize(outcome) for outcome in outcomes]).flaws
+        assert [other.kind for other in gap] == ["omission"] * bool(missing)
         assert flaw.kind == "replica conflict" and flaw.ranks and {*flaw.ranks} <= {*holders}
         assert f"rank {wrong} " in flaw.message and " in 1 of " in flaw.message and "by up to 0.5" in flaw.message

@@ -44,6 +44,19 @@ def slices(*parts: int) -> Given:
     return [{"args/0": torch.cat([TOKENS.chunk(4, 1)[part] for part in parts], 1)}]
 
 
+LENGTHS = (3, 8, 5, 6)
+
+
+def padded(*numbers: int, left: bool = False) -> Given:
+    """Rows of these lengths as a collator pads them, to the longest of a batch."""
+    width = max(LENGTHS[number] for number in numbers)
+    tokens, mask = torch.full((len(numbers), width), 99), torch.zeros(len(numbers), width, dtype=torch.int64)
+    for row, number in enumerate(numbers):
+        place = slice(width - LENGTHS[number], None) if left else slice(LENGTHS[number])
+        tokens[row, place], mask[row, place] = TOKENS[number, : LENGTHS[number]], 1
+    return [{"words/input_ids": tokens, "words/attention_mask": mask}]
+
+
 RIGHT: Mapping[str, tuple[Sequence[Given], Mapping[str, tuple[tuple[int, ...], ...]]]] = {
     "data ranks": ([rows(0, 2), rows(1, 3)], {"dp": ((0, 1),)}),
     "ranks of one model": ([rows(0, 1, 2, 3)] * 2, {"tp": ((0, 1),)}),
@@ -112,3 +125,12 @@ def test_rows_that_are_equal_accuse_nobody(tmp_path: Path) -> None:
     lacking = samples_of(first, recorded(tmp_path / "c", [rows(0, 1), rows(2, 2)]), 0)
     how = describe_difference(lacking)
     assert how is not None and "1 of the first launch's 4 samples is read by no rank, first row 0" in how.text
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_rows_that_are_padded_to_the_longest_of_their_batch_find_each_other(left: bool, tmp_path: Path) -> None:
+    first = recorded(tmp_path / "a", [padded(0, 1, 2, 3, left=left)])
+    right = recorded(tmp_path / "b", [padded(0, 2, left=left), padded(1, 3, left=left)])
+    assert check_samples([samples_of(first, right, 0)]).verdict == "pass"
+    wrong = recorded(tmp_path / "c", [padded(0, 2, left=left), padded(0, 3, left=left)])
+    assert check_samples([samples_of(first, wrong, 0)]).verdict != "pass"

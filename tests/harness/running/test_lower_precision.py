@@ -106,6 +106,18 @@ def test_sums_of_activations_that_travel_in_bfloat16(monkeypatch: pytest.MonkeyP
     assert proved(Network(1.2, wire_dtype="bfloat16"), f"tp=2 dtype=float32 {SHORT}", explain=False).verdict == "fail"
 
 
+@pytest.mark.parametrize(
+    ("calls", "verdict"), [("all_reduce over tp", "pass"), ("all_reduce over dp", "fail"), ("all_gather", "fail")]
+)
+def test_a_wire_is_stated_by_op_and_axis(calls: str, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And another call of the dtype is not stated with it."""
+    sums_travel_in(torch.bfloat16, monkeypatch)
+    result = proved(Network(wire_dtype={calls: "bfloat16"}), f"tp=2 dtype=float32 {SHORT}", explain=False)
+    assert result.verdict == verdict, told(result)
+    stated = "the subject states wire_dtype=bfloat16 of all_reduce over tp"
+    assert any(stated in one for one in unchecked(result)) == (verdict == "pass")
+
+
 def test_gradients_that_are_rounded_behind_backward_are_no_part_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though the subject does so on one rank too."""
     right = own_words._stepped

@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shardproof.harness.outcome.merging import bits_of
 from shardproof.harness.recording.recorder import Recorder
+from shardproof.harness.torch_internals.compiler import leave_uncompiled
 from tests.harness.recording.toy_calls import Linear, Voice, input_BD, record, told
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -82,6 +84,22 @@ def test_a_module_compiled_in_place_is_the_region_of_what_it_calls() -> None:
         model(input_BD())
 
     assert told(record(program)) == [(0, 0, "forward", "0"), (0, 0, "forward", "1")]
+
+
+def test_the_compiler_never_starts_at_a_frame_of_the_harness() -> None:
+    """It would where a hook or a group, which it leaves uncompiled itself, calls on."""
+    leave_uncompiled()
+    count = Count()
+
+    @torch.compiler.disable(recursive=False)
+    def left_out(x_BD: Tensor) -> Tensor:
+        return bits_of(x_BD)
+
+    def program(x_BD: Tensor) -> Tensor:
+        return left_out(x_BD)
+
+    torch.compile(program, backend=count)(torch.ones(3))
+    assert count.nodes == []
 
 
 def test_a_model_compiled_in_place_makes_micro_batches() -> None:

@@ -4,6 +4,7 @@ Threads that a rank starts are in its world; a rank that is blocked by another o
 """
 
 import queue
+import re
 import signal
 import sys
 import threading
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from shardproof.harness.engines.starvation import Starvation
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.engines.threads.rank_threads import interrupt
 from shardproof.harness.errors import NotComputed, RankRaised, RequestError, TimeLimit
@@ -257,6 +259,27 @@ def test_calls_that_a_rank_would_have_to_make_at_once_are_left_to_the_pool(engin
     with pytest.raises(NotComputed, match="rank 0 calls all_reduce in thread 'reducer' .*; legal: --engine pool"):
         engine.run(program, world_size=2)
     assert engine.run(lambda rank: _in_thread(lambda: _summed(rank)), world_size=2) == [1.0, 1.0]
+
+
+def test_what_a_rank_waits_for_a_processor_is_no_part_of_the_limit(
+    engine: InprocEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def program(rank: int) -> int:
+        time.sleep(0.5)
+        return rank
+
+    def starved(of: Starvation) -> float:
+        of.lost_s += 0.4
+        return 0.4
+
+    with pytest.raises(TimeLimit, match="no end within 0.3 s: rank 0 is blocked at"):
+        engine.run(program, world_size=1, timeout_s=0.3)
+    monkeypatch.setattr(Starvation, "look", starved)
+    assert engine.run(program, world_size=1, timeout_s=0.3) == [0]
+    with pytest.raises(TimeLimit) as caught:  # the longest
+        engine.run(lambda rank: time.sleep(3), world_size=1, timeout_s=0.1)
+    rule = r"; the process had \S+ s of processor time in \S+ s and waited for a processor for \S+ s of them: "
+    assert re.search(rf"{rule}the machine is busy; legal: --timeout 1$", caught.value.cause.split("; rank 0 is in")[0])
 
 
 def test_a_rank_that_waits_for_a_lock_of_another_is_named_with_the_engine_that_works(engine: InprocEngine) -> None:

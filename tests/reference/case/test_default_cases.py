@@ -17,7 +17,6 @@ from shardproof.reference.case.domains import domains, repair_words, words_of
 from shardproof.reference.features import FEATURES, PARTS, WORDS
 from shardproof.reference.language.core import MODES
 from shardproof.reference.language.words import declared_words, legal_values
-from shardproof.reference.training.truth import truth
 
 Level = tuple[str, object]
 Pair = frozenset[Level]
@@ -262,3 +261,18 @@ def test_checkpoints_of_all_kinds_are_saved_at_one_layout_and_loaded_at_another(
     assert len(cases) - len(alone) == len(pairs) and not any(case.save or case.load for case in alone)
     refused = default_cases(refuses=lambda case: "not loaded" if case.load == "ck/scale" else "", checkpoint="ck")
     assert {case.load for case in cases} - {case.load for case in refused} == {"ck/scale", "ck/scale/again"}
+
+
+def test_the_list_is_the_same_every_time_and_every_line_is_read_as_it_was_written() -> None:
+    assert default_cases(["isp"]) == default_cases(["isp"])
+    for case in (case for section in lines().values() for case in section):
+        assert Case.of(**{**NUMBERS, **Case.read_words(line_of(case))}) == case
+
+
+def test_a_repair_changes_words_as_rules_propose_and_nothing_that_is_fixed() -> None:
+    words = words_of(Case.parse("mode=tp tp=2"))
+    found = repair_words(words, {"packed": True}, domains())
+    assert found and {word for word in words if found[word] != words[word]} == {"packed", "delivery", "positions"}
+    assert repair_words(words, {"packed": True, "delivery": "tensors"}, domains()) is None
+    with pytest.raises(CaseError):
+        Case(**{**words, "packed": True, "delivery": "tensors"})

@@ -1,0 +1,60 @@
+"""How long threads of this process wait for a processor, which is no time that a program takes. Seconds.
+
+A time limit is longer by it, on a busy machine: what waits in a lock or a queue waits for no processor, and ends in
+time. Source: /proc/<pid>/task/<tid>/schedstat of Linux; elsewhere nothing is known, and no limit is longer.
+"""
+
+import threading
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+LONGEST = 10
+"""How many times its limit a run may take when ranks compile or wait for a processor, which is no part of the limit."""
+_TASKS = Path("/proc/self/task")
+
+
+class Starvation:
+    """What threads have waited for a processor since this was made, but for the threads of these identities."""
+
+    def __init__(self, but: Collection[int] = ()) -> None:
+        self._but = frozenset(map(str, but))
+        self._waits_ns = self._read()
+        self._since_s, self._used_s = time.monotonic(), time.process_time()
+        self._looked_s = self._since_s
+        self.lost_s = 0.0
+
+    def look(self) -> float:
+        """Seconds that were lost since the last look: of threads that waited together no more than have passed."""
+        seen, now_s = self._read(), time.monotonic()
+        waited_ns = sum(max(waits - self._waits_ns.get(thread, 0), 0) for thread, waits in seen.items())
+        lost_s = min(waited_ns / 1e9, now_s - self._looked_s)
+        self._waits_ns, self._looked_s = seen, now_s
+        self.lost_s += lost_s
+        return lost_s
+
+    @property
+    def words(self) -> str:
+        """What is known of a busy machine: "" where less than a fifth of the time was lost."""
+        self.look()
+        passed_s = time.monotonic() - self._since_s
+        if self.lost_s < passed_s / 5:
+            return ""
+        used = f"{time.process_time() - self._used_s:.3g} s of processor time in {passed_s:.3g} s"
+        return f"the process had {used} and waited for a processor for {self.lost_s:.3g} s of them: the machine is busy"
+
+    def _read(self) -> dict[str, int]:
+        """Nanoseconds in which every thread could have run and did not."""
+        found = {}
+        for thread in _TASKS.iterdir() if _TASKS.is_dir() else ():
+            try:
+                if thread.name not in self._but:
+                    found[thread.name] = int((thread / "schedstat").read_bytes().split()[1])
+            except (OSError, IndexError):  # it has ended
+                continue
+        return found
+
+
+def own_thread() -> tuple[int]:
+    """Identity of the thread that calls this, as the system counts it."""
+    return (threading.get_native_id(),)
