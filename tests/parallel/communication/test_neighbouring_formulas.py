@@ -72,5 +72,6 @@ def unseen(met: Met) -> list[tuple[str, str, str]]:
     ]
 
 
+@pytest.mark.deep("twelve CPU seconds: the closed forms of all default cases")
 def test_a_default_case_tells_every_number_of_a_formula_from_its_neighbours(met: Met) -> None:
     assert unseen(met) == []
