@@ -76,9 +76,10 @@ class Launches:
         os.chdir(copy)
         try:
             command = _command_of(words, self.program.script)
-            if self.program.same_init and words != self.program.first:
-                return self._recorder.record_same_init(name, command, str((self._folders / "first").resolve()))
-            return self._recorder.record(name, command, **options)
+            start = str((self._folders / "first").resolve()) if self.program.same_init and name != "first" else ""
+            if words == self.program.first:
+                return self._recorder.record(name, command, same_init=start, **options)
+            return self._recorder.record_same_init(name, command, start)
         finally:
             os.chdir(before)
 

@@ -21,8 +21,7 @@ from shardproof.harness.parity.comparison import (
     judge_numbers,
     wrong_starts,
 )
-from shardproof.harness.parity.denominators import find_own_counts
-from shardproof.harness.parity.modules import find_wrong_module
+from shardproof.harness.parity.modules import find_own_counts, find_wrong_module
 from shardproof.harness.parity.quantities import full_tensors, with_flat
 from shardproof.harness.running.explaining import diagnose_findings
 from shardproof.harness.running.result import CaseResult, verdict_on

@@ -22,8 +22,8 @@ from shardproof.harness.parity.comparison import (
     prepare_comparison,
     wrong_starts,
 )
-from shardproof.harness.parity.denominators import count_targets
 from shardproof.harness.parity.explaining import explain_findings
+from shardproof.harness.parity.modules import count_targets
 from shardproof.harness.parity.quantities import READINGS, Reading
 from shardproof.harness.parity.recorded import Launch
 from shardproof.harness.parity.undecided import (

@@ -100,7 +100,7 @@ class LaunchRecorder:
         return read_launch(folder)
 
     def record_same_init(self, name: str, command: Sequence[str], start: str) -> Launch:
-        """The same with the initial weights of another recording, a folder.
+        """The same with the initial weights of another recording, a folder ("": the program's own).
 
         Where the groups of ranks leave a cut open, it is recorded once more: what ranks drew themselves in the first of
         these recordings shows who holds the same part. Raises what `record` raises.

@@ -48,18 +48,16 @@ def prove_parity(request: ParityRequest, heard: Callable[[str], object] = str) -
     with _time_part(seconds, "truth"):
         first = recorder.record("first", request.first)
     with _time_part(seconds, "recorded"):
-        if request.same_init:
-            second = recorder.record_same_init("second", request.second, str(first.folder.resolve()))
-        else:
-            second = recorder.record("second", request.second)
+        start = str(first.folder.resolve()) if request.same_init else ""
+        second = recorder.record_same_init("second", request.second, start)
 
     def again() -> Launch:
         with _time_part(seconds, "again"):
-            return recorder.record("again", request.first)
+            return recorder.record("again", request.first, same_init=start)
 
     def perturb(seed: int) -> Launch:
         with _time_part(seconds, "control"):
-            return recorder.record(f"perturbed-{seed}", request.first, perturb=seed)
+            return recorder.record(f"perturbed-{seed}", request.first, perturb=seed, same_init=start)
 
     with _time_part(seconds, "checks"):
         further = Further(again=again, perturbed=perturb)

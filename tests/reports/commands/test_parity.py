@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from shardproof.harness.parity.launching import OUTPUT, LaunchRecorder, is_recorded
+from shardproof.harness.parity.recorded import Launch, read_launch
 from shardproof.harness.programs.session import ValueOptions
 from shardproof.reports.commands import cli
 from shardproof.reports.stored.frames import load
 from tests import ROOT
+from tests.harness.parity.toy_launches import Toy
 
 pytest.importorskip("safetensors", reason="needs safetensors")
 
@@ -49,6 +51,25 @@ def test_a_script_is_held_against_itself_on_one_rank(
     told = capsys.readouterr().out
     assert "first:  loss in step 0: loss/0" in told and "which is 1 / dp=2" in told
     assert f"repeat: shardproof compare {first} {edited.folder} --values" in told
+
+
+def test_every_further_launch_begins_with_the_initial_weights_that_were_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = {}
+
+    def record(self: LaunchRecorder, name: str, command: list[str], *, same_init: str = "", perturb: int = 0) -> Launch:
+        begun[name] = same_init
+        edits = {"loss": lambda loss, data, counted: loss * (1 + 1e-7)} if name == "second" else {}
+        seed = 0 if same_init or name == "first" else 1 + len(begun)
+        return read_launch(Toy(edits=edits, seed=seed).launch(self.folder / name))
+
+    monkeypatch.setattr(LaunchRecorder, "record", record)
+    words = ["parity", "--same-init", "--out", str(tmp_path), "--", *words_of("pass"), "--", *words_of("pass")]
+    assert cli.main(words) == 1
+    first = next(tmp_path.glob("*parity/first")).resolve()
+    assert begun.pop("first") == "" and {"second", "again", "perturbed-1"} <= {*begun}
+    assert {*begun.values()} == {str(first)}
 
 
 @pytest.mark.parametrize(
