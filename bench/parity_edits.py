@@ -345,10 +345,7 @@ PICOTRON_DP_EDITS = (
     Edit(
         name="stale gradient",
         layout="dp2",
-        substitutions=(
-            ("train.py", "            model.reset()", "            pass"),
-            ("data_parallel.py", "assert self.handle is None", "pass"),
-        ),
+        substitutions=(("data_parallel.py", "self.grad_data.zero_()", "pass"),),
         place="1 (backward|grad_sync) .* grad/.*",
         causes=("gradients of step 0 too",),
     ),
@@ -363,7 +360,7 @@ PICOTRON_DP_EDITS = (
             ),
         ),
         place=r"0 grad_sync .* grad/.*",
-        causes=("never averaged over dp", "each rank's is its own"),
+        causes=("never averaged over dp", "never reduced"),
     ),
 )
 PICOTRON_PP_EDITS = (

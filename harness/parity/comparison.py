@@ -63,6 +63,13 @@ class LaunchComparison:
     controls: list[Launch] = field(default_factory=list)
     control_tensors: list[dict[str, Tensor]] = field(default_factory=list)
 
+    @property
+    def without_partner(self) -> list[str]:
+        """The parameters of the first launch of which no rank of the second one holds anything."""
+        placed = {name for placement in self.partners.placements.values() for name in placement.names}
+        names = (name.removeprefix("init/") for name in self.tensors if name.startswith("init/"))
+        return [name for name in names if name not in placed]
+
 
 def compare_modules(seen: LaunchComparison, step: int = 0) -> Compared:
     """Both launches in a step, as modules and their gradients are looked at."""

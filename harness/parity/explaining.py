@@ -12,6 +12,7 @@ from shardproof.harness.checking.measures.kinds import kind_of, step_of
 from shardproof.harness.checking.records import Evidence
 from shardproof.harness.diagnosing.causes.proofs import is_explained_by
 from shardproof.harness.diagnosing.diagnosis import Diagnosis
+from shardproof.harness.mesh_axes import PIPELINE, place_of_rank
 from shardproof.harness.parity import samples
 from shardproof.harness.parity.comparison import (
     LaunchComparison,
@@ -42,10 +43,13 @@ def explain_findings(
         diagnoses, failures = diagnose_findings(evidence, findings, {}, seen.case.name, "")
         begun = findings[samples.CHECK]
         counted = _own_counts(seen, findings)
+        misplaced = None if begun.verdict == FAIL else _begun_twice(seen)
         later = None if begun.verdict == FAIL else _in_its_own_step(seen, findings)
         for check, failure in failures.items():
             first, causes = (later.first, later.causes) if later else (failure.first, failure.causes)
-            if begun.verdict == FAIL:
+            if misplaced is not None:
+                first, causes = misplaced
+            elif begun.verdict == FAIL:
                 first = First(phase="data", step=step_of(begun.names[0]), name=begun.names[0])
             told = tuple(replace(cause, fact=_in_our_words(cause.fact)) for cause in counted or causes)
             failures[check] = replace(failure, repeat=repeat or failure.repeat, causes=told, first=first)
@@ -95,6 +99,27 @@ def _stale_gradients(
         if known == wrong and all(is_explained_by(true[n] + before[n], values[n], true[n]) for n in wrong):
             return (LikelyCause(id="not_zeroed", fact=state_fact("gradients_kept", step=step - 1)),)
     return ()
+
+
+def _begun_twice(seen: LaunchComparison) -> tuple[First, tuple[LikelyCause, ...]] | None:
+    """Where a parameter begins that no rank begins with, since another one stands in its place too.
+
+    A parameter that the first launch ties to others may stand at several places.
+    """
+    alone, tied = seen.without_partner, {*seen.first.aliases.values()}
+    holders: dict[str, dict[tuple[int, str], int]] = {}
+    for (rank, name), placement in seen.partners.placements.items():
+        stage = place_of_rank(seen.axes, PIPELINE, rank)
+        for one in placement.names:
+            holders.setdefault(one, {}).setdefault((stage, name), rank)
+    twice = [(one, own) for one, own in holders.items() if len(own) > 1 and one not in tied]
+    if not alone or not twice:
+        return None
+    name, own = twice[0]
+    (_, held), rank = [*own.items()][-1]
+    fact = state_fact("begun_twice", names=alone, other=name, rank=rank, held=held)
+    first = First(phase="forward", step=0, region=alone[0].rpartition(".")[0], name=f"init/{alone[0]}")
+    return first, (LikelyCause(id="other_start", fact=fact),)
 
 
 def _own_counts(seen: LaunchComparison, findings: Mapping[str, Finding]) -> tuple[LikelyCause, ...]:

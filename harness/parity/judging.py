@@ -142,8 +142,8 @@ def _by_targets(seen: LaunchComparison) -> Iterator[Reading]:
 def check_partners(seen: LaunchComparison, evidence: Evidence) -> Finding:
     """Whether there is something to compare, and what of both launches is not."""
     parameters = [name.removeprefix("init/") for name in seen.tensors if name.startswith("init/")]
-    placed = {name for placement in seen.partners.placements.values() for name in placement.names}
-    alone = [name for name in parameters if name not in placed]
+    alone = seen.without_partner
+    common = len(parameters) > len(alone)
     strange = tuple(dict.fromkeys(name for _, name in seen.partners.unplaced))
     silent = sorted({*range(seen.second.world_size)} - {rank.rank for rank in seen.second.ranks})
     left = (*seen.first.left_out(), *seen.second.left_out())
@@ -167,9 +167,9 @@ def check_partners(seen: LaunchComparison, evidence: Evidence) -> Finding:
         if (problem := str(rank.about.get("failed") or "").strip())
     ]
     problems = [
-        *([state_fact("nothing_common")] if not placed else []),
-        *([state_fact("without_partner", names=alone)] if placed and alone else []),
-        *([state_fact("partner_of_none", names=strange)] if placed and strange else []),
+        *([state_fact("nothing_common")] if not common else []),
+        *([state_fact("without_partner", names=alone)] if common and alone else []),
+        *([state_fact("partner_of_none", names=strange)] if common and strange else []),
         *([state_fact("launch_without", launch="first", missing=missing)] if missing else []),
         *([state_fact("second_without", names=unseen)] if unseen else []),
         *([state_fact("silent_ranks", ranks=silent)] if silent else []),

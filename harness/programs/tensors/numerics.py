@@ -35,6 +35,7 @@ def apply_options(options: ValueOptions) -> None:
         torch.set_default_dtype(_WIDE)
         torch.set_default_dtype = lambda d: None  # noqa: ARG005  (torch's name)
         torch.Tensor.backward = _backward  # type: ignore[method-assign]
+        vars(torch.autograd)["has_torch_function"] = _is_taken_over
         torch.autocast.__init__ = _disable(torch.autocast.__init__)  # type: ignore[method-assign]
         _InFloat64().__enter__()
         if torch.distributed.is_available():
@@ -132,6 +133,15 @@ def _backward(
 ) -> None:
     """Tensor.backward, without a look for modes: torch would leave those of functions during the whole backward."""
     torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
+
+
+def _is_taken_over(tensors: Sequence[object]) -> bool:
+    """Whether a tensor's own class takes functions over: torch.autograd asks so, and looks for modes too.
+
+    It would leave them during the whole backward, and what is computed again there would be narrow.
+    """
+    plain = (Tensor.__torch_function__, nn.Parameter.__torch_function__)  # the second one of tensors that do not
+    return any(getattr(type(one), "__torch_function__", plain[0]) not in plain for one in tensors)
 
 
 def _disable(original: Any) -> Any:

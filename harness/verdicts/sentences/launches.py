@@ -102,6 +102,10 @@ FROM_LAUNCHES: Mapping[str, str | Callable[..., str]] = {
     "rounding_unknown": "no run of the first launch with its rounding moved says whether rounding is behind it; legal: "
     "--control FOLDER (record --values --perturb 1), or --dtype float64",
     # causes
+    "begun_twice": lambda names, other, rank, held: (
+        f"no rank begins with {join_names(names)} of the first launch, and {other} begins at two places: rank {rank} "
+        f"has it as {held}"
+    ),
     "other_begin": _other_begin,
     "gradients_kept": "they hold the gradients of step {step} too, as where nothing sets them to zero",
 }

@@ -178,3 +178,18 @@ def test_what_a_kink_may_change_is_added_to_the_limit_of_the_control_run_as_it_i
     assert (plain.allowed, moved.allowed) == pytest.approx((floor, floor + 0.5))
     assert not measured(truth + 2 * kink, kink).right
     assert not measured(truth + 0.4, kink).right  # a diffuse error is no kink
+
+
+@given(seeds, st.integers(200, 400))
+def test_what_storing_rounds_is_allowed_once(seed: int, elements: int) -> None:
+    truth = drawn(elements, seed=seed)
+    truth /= truth.square().mean().sqrt()
+    stored = torch.full_like(truth, 0.1)
+    rounded = truth + (torch.rand(elements, generator=torch.Generator().manual_seed(seed)) - 0.5).double() * 0.2
+
+    def right(value: Tensor, control: Tensor) -> bool:
+        return measure("param/x", value, truth, dtype="float32", controls=[control], stored=stored).right
+
+    assert right(rounded, truth) and right(rounded, rounded), "whether the control run is lucky or not"
+    signs = drawn(elements, seed=seed + 1).sign()
+    assert not right(truth + 0.4 * signs, rounded), "not six times the control run's error and storing besides"

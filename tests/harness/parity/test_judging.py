@@ -83,7 +83,21 @@ def stale() -> Callable[..., Any]:
     return average
 
 
+def first_block_twice(values: Mapping[str, Any], data: int) -> dict[str, Any]:
+    return {name: values[name.replace("layers.1", "layers.0")] for name in values}
+
+
 EDITS: Mapping[str, tuple[Mapping[str, Any], tuple[str, str, str], str]] = {
+    "a block in the place of another": (
+        {"dp": 2, "edits": {"start": first_block_twice}},
+        ("forward", "layers.1.norm", "init/layers.1.norm.weight"),
+        "begins at two places: rank 0 has it as layers.1.",
+    ),
+    "a block on the stage of another": (
+        {"pp": 2, "edits": {"start": first_block_twice}},
+        ("forward", "layers.1.norm", "init/layers.1.norm.weight"),
+        "begins at two places: rank 1 has it as layers.0.",
+    ),
     "a seed by rank": (
         {"dp": 2, "edits": {"start": lambda values, data: initial_values(data)}},
         ("forward", "tokens", "init/tokens.weight"),

@@ -188,6 +188,8 @@ def test_float64_and_no_dropout_leave_nothing_narrow_and_nothing_drawn(launches:
     assert plain.about["drawn"] == [""]
     assert {row.dtype for row in wide.rows if row.kind not in ("sample", "state_after")} == {"float64"}
     assert wide.about["drawn"] == [] and "narrow" not in wide.about
+    losses, counted = (sum(row.kind == "loss" for row in rank.rows) for rank in (plain, wide))
+    assert counted == losses > 0
 
 
 @pytest.mark.parametrize("kind", ["tp", "fsdp2"])

@@ -82,6 +82,12 @@ def test_folders_without_values_are_one_message(tmp_path: Path, capsys: pytest.C
 
 ENDS = {
     "fails": ("print('it broke'); raise SystemExit(3)", 1, "ended with exit status 3 before its last step"),
+    "fails below torchrun": (
+        "print('it broke'); print('E1129 torch/distributed/elastic/multiprocessing/api.py:869] failed'); "
+        "[print('=====') for _ in range(20)]; raise SystemExit(1)",
+        1,
+        "ended with exit status 1 before its last step",
+    ),
     "is killed": ("print('it broke'); import os; os.kill(os.getpid(), 9)", 3, "was ended by signal 9"),
     "hangs": ("print('it broke', flush=True); import time; time.sleep(600)", 3, "did not record 2 steps in 2 seconds"),
     "trains nothing": ("print('it broke')", 2, "nothing was recorded"),
@@ -97,7 +103,7 @@ def test_a_launch_without_its_steps_says_how_it_ended(
     words = ["parity", "--timeout", "2", "--out", str(tmp_path), "--", *words_of(code), "--", *words_of("pass")]
     assert cli.main(words) == status
     error = capsys.readouterr().err
-    assert "the first launch" in error and told in error and "its last lines:\n  it broke" in error
+    assert "launch A (" in error and told in error and "its last lines:\n  it broke" in error
     assert time.monotonic() - started < 60
 
 

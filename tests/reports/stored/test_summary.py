@@ -166,6 +166,13 @@ def test_the_title_claims_no_more_than_was_compared(run: Run) -> None:
     titles = [text_tables.headline_table(frame).title for frame in (headline, silent, crashed)]
     assert titles == ["Every case against the dense model", "Every case against its expected ledger", "Every case"]
 
+    def table_of(**request: str) -> Any:
+        return text_tables.headline_table(summary.headline(dataclasses.replace(run, env={"request": request})))
+
+    assert table_of(truth="itself on one rank, in float64").title == "Every case against the subject on one rank"
+    launches = table_of(engine="launches")
+    assert launches.title == "Launch B against launch A" and launches.rows[0][2:4] == ("-", "-"), "no call is recorded"
+
 
 # Numbers as text
 
