@@ -139,7 +139,8 @@ def shorten_table(shown: Table, most: int, where: str) -> Table:
 
 def headline_table(headline: pd.DataFrame) -> Table:
     """The one table of a run, from `summary.headline`."""
-    shared, words = split_common_words(headline["words"])
+    shared, own = split_common_words(headline["words"])
+    words = [one or shared for one in own]
     frame = headline.assign(
         own_words=words,
         both_calls=[placed_calls(row) for row in headline.to_dict("records")],

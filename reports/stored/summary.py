@@ -108,7 +108,9 @@ def tally_of_run(headline: pd.DataFrame, records: Sequence[Verdict]) -> str:
     counts = ran["verdict"].value_counts()
     counted = [f"{int(counts.get(word, 0))} {word}" for word in ("pass", "fail", "unknown", "skip")]
     counted += [f"{len(headline) - len(ran)} not run"] if len(ran) < len(headline) else []
-    parts = [f"{len(headline)} case{'s' if len(headline) != 1 else ''}: {', '.join(counted)}", decided_words(records)]
+    decided, none = decided_words(records), int(ran["tensors"].isna().sum())
+    decided += f" ({none} case{'s' * (none != 1)} left none to decide)" if decided and none else ""
+    parts = [f"{len(headline)} case{'s' if len(headline) != 1 else ''}: {', '.join(counted)}", decided]
     return "; ".join(filter(None, parts))
 
 

@@ -153,7 +153,7 @@ def test_cases_on_other_numbers_of_ranks_are_never_added_up(run: Run) -> None:
 
 def test_words_that_all_cases_share_are_said_once(run: Run) -> None:
     table = text_tables.headline_table(summary.headline(run))
-    assert [row[-1] for row in table.rows] == ["-", "seq=64"]
+    assert [row[-1] for row in table.rows] == ["tp=2", "seq=64"], "no case is without words"
     assert table.note.endswith("every case: tp=2")
     alone = text_tables.headline_table(summary.headline(run).head(1))
     assert [row[-1] for row in alone.rows] == ["tp=2"], "one case keeps its words"
