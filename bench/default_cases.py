@@ -125,8 +125,8 @@ class Pairs:
 
     def triples_of(self, words: Words) -> NDArray[np.bool_]:
         """Which of `triples` a case holds."""
-        held: NDArray[np.bool_] = (self.vector(words) > 0)[self.triples].all(1)
-        return held
+        held = self.vector(words) > 0
+        return np.asarray(held[self.triples].all(1), np.bool_)
 
     def vector(self, words: Words) -> NDArray[np.float32]:
         """1 for every level of a case."""

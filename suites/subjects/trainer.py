@@ -27,7 +27,7 @@ def model_of(case):
     return model.to(getattr(torch, case.dtype))
 
 
-class Rows(torch.utils.data.Dataset):  # random tokens, of which the first ones are a prompt
+class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):  # random tokens, of which the first ones are a prompt
     def __init__(self, case):
         self.case = case
 

@@ -59,7 +59,9 @@ def trained(case: Any, noise: str, dp_ranks: range, factor: float = 1.0) -> Mapp
             x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(numbers.start)).to(total)
             y = model((x, numbers))
             if noise == "loader":
-                list(torch.utils.data.DataLoader([0]))  # draws the seed of its workers
+                list(
+                    torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.zeros(1)))
+                )  # draws the seed of its workers
             if noise == "function":
                 y = y * torch.rand(y.shape, dtype=y.dtype)
             loss = y.square().sum() / (case.dp * case.micro) * factor
