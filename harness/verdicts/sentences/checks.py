@@ -114,12 +114,13 @@ def _unlike_grouping(name: str, words: str, here: str, ratio: float, grows: Sequ
 _WHY_UNDECIDED = {
     "rounding": "rounding alone explains any error",
     "stated": "every one deviates as stated",
-    "unmerged": "the ranks disagree about each, or the truth does not return it",
+    "unmerged": "the ranks' parts of each do not make one tensor, or the truth does not return it",
 }
 
 
 def _none_compared(why: str, kind: str = "", first: str = "") -> str:
-    return f"{f'none of the {kind}' if kind else 'nothing of this kind'} was compared: {_WHY_UNDECIDED[why]}{f'; first: {first}' if first else ''}"
+    what = f"none of the {kind}" if kind else "nothing of this kind"
+    return f"{what} was compared: {_WHY_UNDECIDED[why]}{f'; first: {first}' if first else ''}"
 
 
 def _moved_tokens(
