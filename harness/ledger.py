@@ -19,8 +19,7 @@ NO_UPDATE = "step: no optimizer of torch.optim stepped and no parameter was seen
 EITHER_GATHER = "phase: a gather before parameters changed by hand is grad_sync, and may be one of updated parameters"
 NO_PHASE = (
     "the phase of these calls is unknown, so they count as data: no module, backward or optimizer was seen beside "
-    "them; "
-    'wrap them in `with shardproof.phase("forward")`'
+    'them; wrap them in `with shardproof.phase("forward")`'
 )
 OPS = (
     "broadcast",

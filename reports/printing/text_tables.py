@@ -154,7 +154,7 @@ def headline_table(headline: pd.DataFrame) -> Table:
         ],
     )
     if (headline["against"] == LAUNCH).all():
-        frame = frame.assign(both_calls=NOTHING, payload_bytes=pd.array([None] * len(frame), "Int64"))
+        frame = frame.assign(both_calls=NOTHING, payload_bytes=math.nan)
     return table(
         _title_of_comparison(headline),
         frame,
