@@ -3,13 +3,13 @@ PYTHON ?= python3
 EXTRAS ?= dev
 PYTEST_ARGS ?= -n auto --dist worksteal
 VENV := .venv
-# Tests of our own decoder, its commands and pages: no package of the extra `peers` changes them, so they run without it.
+# Tests of our own decoder, its commands and documents: no package of the extra `peers` changes them, so they run without it.
 OWN := tests/harness/predicting tests/parallel/checkpoints/test_saving.py \
     tests/parallel/data_parallel/test_data_parallel_cases.py tests/parallel/features tests/parallel/schemes \
     tests/parallel/test_parallel_subject.py tests/project/test_action.py \
     tests/project/test_documents.py::test_every_block_of_docs_verify_runs_and_prints_what_it_says \
     tests/project/test_installed.py tests/reference/case tests/reports/commands/test_endings.py \
-    tests/reports/pages/test_default_run.py tests/shardproof tests/suites/test_drawing.py \
+    tests/shardproof tests/suites/test_drawing.py \
     tests/suites/test_mutants.py tests/suites/test_own_words.py
 BIN := $(VENV)/bin
 comma := ,

@@ -85,7 +85,7 @@ def statements(line: str, failing: str = "") -> list[Statement]:
     """
     if plainest := _PLAINEST.fullmatch(line):
         return [Statement(case=plainest["on"][1:-1], fails=True)]
-    if line.startswith(("no other case", "nothing that", "not searched")):
+    if line.startswith(("no other case", "nothing that", "not searched", "not known")):
         return []
     read = _NEEDED.fullmatch(line)
     if not read:

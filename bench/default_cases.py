@@ -7,9 +7,9 @@ they hold. Every value is also wanted in a long case, of two steps and layers. A
 step to step needs several micro-batches there too, and such features are wanted in pairs. A case for a missing pair is
 a known one with both values, changed as the rules propose (`reference.case.domains`). Single words are then changed as
 long as that holds more pairs for its cost (AETG: Cohen et al., IEEE TSE 23, 1997). After that a few cases at a time are
-taken out and found anew, and single words are changed. A change that costs less and loses no pair is kept. For the second
-half of the time words are changed so that the cases hold more triples of values, at the same cost: of words that one
-file of `parallel` reads (`bench.read_together`), and of two such words in a long case. The list is written to
+taken out and found anew, and single words are changed. A change that costs less and loses no pair is kept. For the
+second half of the time words are changed so that the cases hold more triples of values, at the same cost: of words that
+one file of `parallel` reads (`bench.read_together`), and of two such words in a long case. The list is written to
 `reference/case/default_cases.txt`, from which another call goes on. A value that needs several others which no line
 has: write a line with all of them first.
 """
@@ -125,8 +125,8 @@ class Pairs:
 
     def triples_of(self, words: Words) -> NDArray[np.bool_]:
         """Which of `triples` a case holds."""
-        held: NDArray[np.bool_] = (self.vector(words) > 0)[self.triples].all(1)
-        return held
+        held = self.vector(words) > 0
+        return np.asarray(held[self.triples].all(1), np.bool_)
 
     def vector(self, words: Words) -> NDArray[np.float32]:
         """1 for every level of a case."""

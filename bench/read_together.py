@@ -39,5 +39,6 @@ def _words(name: str) -> frozenset[str]:
     if name in WORDS or not isinstance(found, property) or not found.fget:
         return frozenset({name} & WORDS.keys())
     tree = ast.parse(textwrap.dedent(inspect.getsource(found.fget)))
-    own = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name))
-    return frozenset().union(*(_words(node.attr) for node in own if node.value.id == "self" and node.attr != name))
+    read = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr != name)
+    own = (node.attr for node in read if isinstance(node.value, ast.Name) and node.value.id == "self")
+    return frozenset().union(*map(_words, own))

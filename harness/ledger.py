@@ -18,8 +18,8 @@ NO_UPDATE = "step: no optimizer of torch.optim stepped and no parameter was seen
 """The doubt of a run whose forwards are micro-batches of one step as far as can be seen."""
 EITHER_GATHER = "phase: a gather before parameters changed by hand is grad_sync, and may be one of updated parameters"
 NO_PHASE = (
-    "phase: no module, backward or optimizer was seen beside these calls, so they count as data "
-    '(with shardproof.phase("forward"): states it)'
+    "the phase of these calls is unknown, so they count as data: no module, backward or optimizer was seen beside "
+    'them; wrap them in `with shardproof.phase("forward")`'
 )
 OPS = (
     "broadcast",

@@ -16,6 +16,8 @@ from shardproof.harness.errors import RequestError, error_text, install_text
 _EMPTY = "it defines nothing; legal: subject(case, device) in it, as `shardproof new-subject FILE` writes"
 _MOST = 6
 """Names of a file that a message lists."""
+_OF_SUBJECTS = ("truth", "words", "cases")
+"""Attributes of which a subject of a user's own has one."""
 _ARGUMENTS = 2
 """A subject takes a case and a device."""
 
@@ -94,15 +96,18 @@ def _list_callables(file: Path) -> list[str]:
 
 
 def _propose_alternative(target: object, part: str, module_name: str) -> str:
-    """A name that would have been legal: the closest of the module's own, rather than of what it imports."""
+    """A name that would have been legal: one of the module's own that is close, else a subject, else any of these."""
     words = {word: getattr(target, word) for word in dir(target) if not word.startswith("_")}
     own = [
         word
         for word, value in words.items()
         if not isinstance(value, ModuleType) and getattr(value, "__module__", module_name) == module_name
     ]
-    close = difflib.get_close_matches(part, own, n=1, cutoff=0.0)
-    return f"legal: {module_name}:{close[0]}" if close else _EMPTY
+    likely = [word for word in own if word == "subject" or any(hasattr(words[word], one) for one in _OF_SUBJECTS)]
+    likely.sort(key=lambda word: word != "subject")
+    close = difflib.get_close_matches(part, own, n=1)
+    legal = close or likely or difflib.get_close_matches(part, own, n=1, cutoff=0.0)
+    return f"legal: {module_name}:{legal[0]}" if legal else _EMPTY
 
 
 def _import_module(name: str, module_name: str) -> ModuleType:

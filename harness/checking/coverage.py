@@ -110,7 +110,7 @@ def _nearest_name(name: str, names: Sequence[str]) -> str:
 def check_layout(run: RecordedRun) -> Finding | None:
     """Whether the blocks of every name make one full tensor of the truth's shape, without a gap (`merge`)."""
     flaws = [flaw for flaw in run.merged.flaws if flaw.kind != "replica conflict"]
-    return _judge_flaws(run, flaws, "merged")
+    return _judge_flaws(run, flaws, "merged", "flawed")
 
 
 def check_replicas(run: RecordedRun) -> Finding | None:
@@ -122,14 +122,14 @@ def check_replicas(run: RecordedRun) -> Finding | None:
     spreads = {flaw.name: replica_spread(run.full_outcomes, flaw.name) for flaw in conflicts}
     furthest = max(spreads.values(), default=0.0)
     conflicts.sort(key=lambda flaw: spreads[flaw.name] < furthest)  # the furthest apart comes first
-    finding = _judge_flaws(run, conflicts, "equal_replicas")
+    finding = _judge_flaws(run, conflicts, "equal_replicas", "unequal_replicas")
     if finding is None or not conflicts:
         return finding
     return replace(finding, worst=apart_by(run.dtype_of(conflicts[0].name), conflicts[0].name, furthest))
 
 
-def _judge_flaws(run: RecordedRun, flaws: list[Flaw], without: str) -> Finding | None:
-    """The finding on these flaws; `without` is the id of what is stated where there are none."""
+def _judge_flaws(run: RecordedRun, flaws: list[Flaw], without: str, with_some: str) -> Finding | None:
+    """The finding on these flaws; the ids are of what is stated where there are none, and some."""
     names = run.returned
     if not names:
         return None
@@ -141,7 +141,7 @@ def _judge_flaws(run: RecordedRun, flaws: list[Flaw], without: str) -> Finding |
     first = flaws[0]
     return Finding(
         verdict=FAIL,
-        facts=(state_fact("flawed", name=first.name, kind=first.kind, flaw=first.fact),),
+        facts=(state_fact(with_some, name=first.name, kind=first.kind, flaw=first.fact),),
         notes=notes_about(flawed=other),
         names=mine,
         ranks=first.ranks,

@@ -11,7 +11,7 @@ from shardproof.harness.checking.records import Calls, Claims, Truth
 from shardproof.harness.differences import find_differences
 from shardproof.harness.ledger import NO_UPDATE, OTHER, Event, name_unmapped_operators
 from shardproof.harness.protocols import TermLike
-from shardproof.harness.terms import FIELDS, as_stated, closed_forms, select_unseen_terms, select_visible_terms
+from shardproof.harness.terms import FIELDS, Term, as_stated, closed_forms, select_unseen_terms, select_visible_terms
 from shardproof.harness.verdicts.facts import Note, NoteKind, Worst, note_unchecked, state_difference, state_fact
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 def check_ledger(calls: Calls, claims: Claims, truth: Truth | None = None) -> Finding | None:
     """Whether every rank issued exactly the expected events; without an expectation, whether the general laws hold."""
+    if calls.case.world_size == 1 and claims.expectation:  # the one rank is every axis: a call is named after none
+        terms = (replace(term, axis=None) if isinstance(term, Term) else term for term in claims.expectation)
+        claims = replace(claims, expectation=tuple(terms))
     finding = _compare_ledger(calls, claims, truth)
     if finding is None or finding.verdict != FAIL:
         return finding

@@ -19,7 +19,7 @@ from torch import Tensor
 from shardproof.harness.checking.measures.distance import as_float64, distance
 from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS, kind_of, step_of
 from shardproof.harness.checking.measures.many_tensors import Numbers, blocks_of, compute, kind_rms
-from shardproof.harness.checking.measures.measured import Measured, epsilon
+from shardproof.harness.checking.measures.measured import SCALE_SHARE, Measured, epsilon
 from shardproof.harness.checking.measures.tolerance import CONTROL_FACTOR, LEAP, measure
 from shardproof.harness.checking.records import RecordedRun, Truth
 
@@ -51,14 +51,16 @@ def compare_with_truth(run: RecordedRun, truth: Truth, name: str, kind: float) -
 def _measure_tensor(run: RecordedRun, truth: Truth, name: str, kind: float, summed_error: float) -> Measured:
     moved = movement_of(run, truth, name)
     slack: Numbers | None = truth.controls.adam_bound.get(name)
+    stored: Numbers | None = None
     value: Numbers = run.tensors[name]
     true: Numbers = truth.tensors[name]
     controls: Sequence[Numbers] = [control[name] for control in truth.controls.runs if name in control]
     amplified: Sequence[Numbers] = [control[name] for control in truth.controls.amplified if name in control]
     if moved is not None and moved.value is not None:
         value, true, controls, amplified = moved.value, moved.truth, moved.controls, moved.amplified
-        slack = moved.slack if slack is None else compute(torch.add, slack, moved.slack)
-        slack = slack if any(bool(block.any()) for block in blocks_of(slack)) else None
+        stored = _unless_zero(moved.stored)
+        begun = _unless_zero(moved.begun)
+        slack = begun if slack is None else slack if begun is None else compute(torch.add, slack, begun)
     states = kind_of(name) in NUMERIC_KINDS["update"]
     return measure(
         name,
@@ -72,6 +74,7 @@ def _measure_tensor(run: RecordedRun, truth: Truth, name: str, kind: float, summ
         controlled=truth.controls.distances.get(name),
         relu_flips=[flip[name] for flip in truth.controls.relu_flips if name in flip],
         slack=slack,
+        stored=stored,
         kind=kind,
         summed=summed_error,
     )
@@ -170,14 +173,16 @@ INITIAL = "initial/"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Movement:
     """Movements of one parameter, in float64: the truth's, the ranks' (None where their value is missing), those of
-    control runs and of amplified ones. `slack`: by how much storing may change each element.
+    control runs and of amplified ones. `stored` and `begun`: by how much storing may change each element, and rounding
+    the first value, which control runs begin with.
     """
 
     truth: Numbers
     value: Numbers | None
     controls: tuple[Numbers, ...]
     amplified: tuple[Numbers, ...]
-    slack: Numbers
+    stored: Numbers
+    begun: Numbers | None
 
 
 def movement_of(run: RecordedRun, truth: Truth, name: str) -> Movement | None:
@@ -190,16 +195,19 @@ def movement_of(run: RecordedRun, truth: Truth, name: str) -> Movement | None:
     moved = compute(_subtract, true, started)
     controls = _movements_in_runs(run, truth, name, truth.controls.runs)
     unit = epsilon(stored_dtype(run, values.get(name, true))) * _count_steps(run, truth, name)
-    slack = compute(partial(_storing_error, unit), true, moved, *controls)
-    if own is not None and not _returns_each_step(run, truth, name):  # ranks may begin in the case's dtype
-        slack = compute(partial(_with_error_of_start, run.case.dtype), slack, own)
+    first = None if _returns_each_step(run, truth, name) else own  # ranks may begin in the case's dtype
     return Movement(
         truth=moved,
         value=compute(_subtract, values[name], own) if name in values and own is not None else None,
         controls=controls,
         amplified=_movements_in_runs(run, truth, name, truth.controls.amplified),
-        slack=slack,
+        stored=compute(partial(_storing_error, unit), true, moved, *controls),
+        begun=None if first is None else compute(partial(_error_of_start, run.case.dtype), first),
     )
+
+
+def _unless_zero(numbers: Numbers | None) -> Numbers | None:
+    return numbers if numbers is not None and any(bool(block.any()) for block in blocks_of(numbers)) else None
 
 
 def _subtract(after: Tensor, before: Tensor) -> Tensor:
@@ -211,9 +219,9 @@ def _storing_error(unit: float, true: Tensor, *moved: Tensor) -> Tensor:
     return as_float64(true).abs() * ~torch.stack(moved).eq(0).all(0) * unit
 
 
-def _with_error_of_start(dtype: str, slack: Tensor, start: Tensor) -> Tensor:
-    """The error of storing, and what rounding the first value to this dtype adds."""
-    return slack + (as_float64(start) - _rounded(start, dtype)).abs()
+def _error_of_start(dtype: str, start: Tensor) -> Tensor:
+    """What rounding the first value to this dtype adds."""
+    return (as_float64(start) - _rounded(start, dtype)).abs()
 
 
 def _rounded(tensor: Tensor, dtype: str) -> Tensor:
@@ -239,6 +247,8 @@ def sizes_of(run: RecordedRun, truth: Truth, names: Iterable[str] | None = None)
         square = sum(float(block.square().sum()) for block in blocks_of(compute(_subtract, tensors[name], before)))
         squares.setdefault(kind_of(name), []).append((square, before.numel()) if math.isfinite(square) else (0.0, 0))
     moved = {kind: (sum(s for s, _ in each), max(sum(n for _, n in each), 1)) for kind, each in squares.items()}
+    if _SQUARES in sizes:  # what cancels in a gradient is as small in its square as its own square
+        sizes[_SQUARES] *= SCALE_SHARE
     return sizes | {kind: math.sqrt(square / count) for kind, (square, count) in moved.items()}
 
 

@@ -65,8 +65,17 @@ class _Search:
         self.decide()
 
     def find_contradicting_words(self) -> set[str]:
-        """Words of which the plainest case is right with the value of the failing case: other words matter to it."""
-        return {word for word in self._domains if self._own(word) in self._runs(word, False)}
+        """Words of which the plainest case is right with the value of the failing case: other words matter to it.
+
+        And those with another value that is right, where the own one could not be run: by a rule it needs other words.
+        """
+        right = {word: self._runs(word, False) for word in self._domains}
+        return {
+            word
+            for word, values in right.items()
+            if self._own(word) in values
+            or (values and self._own(word) not in (getattr(self.case, word), *self._runs(word, True)))
+        }
 
     def fewer_ranks(self) -> list[Change]:
         """The changes that take ranks away, as many as there are."""
@@ -156,6 +165,9 @@ class _Search:
                 found = self._case_fails(other, self._failed.world_size if value == self._own(word) else 0)
                 for control in self._controls(word, other) if found is False else ():
                     self._case_fails(control)
+        for value in () if self._runs(word, False) else self._less_plain(word):
+            with suppress(ValueError, TypeError):  # no legal case
+                self._case_fails(self._with(self.case, word, value))
         self._tried.add(word)
 
     def _own(self, word: str) -> Any:
@@ -179,7 +191,7 @@ class _Search:
     def _runs(self, word: str, fails: bool) -> list[Any]:
         """Other values of a word with which the plainest case was run, the rest as it is, and failed or was right."""
         found = []
-        for value in dict.fromkeys((self._own(word), *self._others(word))):
+        for value in dict.fromkeys((self._own(word), *self._others(word), *self._less_plain(word))):
             with suppress(ValueError, TypeError):  # no legal case
                 other = self._with(self.case, word, value)
                 if value != getattr(self.case, word) and self._known.get(str(other)) is fails:
@@ -274,6 +286,12 @@ class _Search:
         if _is_ordered(word, mine) and mine in values:
             values = values[: values.index(mine)]
         return tuple(value for value in values if value != mine)
+
+    def _less_plain(self, word: str) -> tuple[Any, ...]:
+        """The values of a number behind its own, which are tried where no plainer one can be right."""
+        mine, values = getattr(self.case, word), self._domains[word]
+        own = word != "dtype" and _is_ordered(word, mine) and mine in values[1:]
+        return tuple(values[values.index(mine) + 1 :]) if own else ()
 
     def result(self) -> NeededWords:
         """Words that are known now."""

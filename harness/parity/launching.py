@@ -37,6 +37,15 @@ _OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 """Signals that a process gets from outside: the kernel without memory, a user, a batch system."""
 
 
+_NAMES = {
+    "first": "launch A",
+    "second": "launch B",
+    "again": "launch A again, as it is",
+    "perturbed": "launch A again, to see its rounding",
+}
+"""Folders of launches in words; those of rounding are numbered."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchRecorder:
     """How launches are recorded: the first `steps`, below `folder`, each for `timeout_s` at most.
@@ -50,13 +59,16 @@ class LaunchRecorder:
     values: ValueOptions
     heard: Callable[[str], object] = str
 
-    def record(self, name: str, command: Sequence[str], **words: Any) -> Launch:
-        """Launch a command and read what it recorded; `words` are options of this recording alone.
+    def record(self, name: str, command: Sequence[str], **options: Any) -> Launch:
+        """Launch a command and read what it recorded; `options` are those of this recording alone.
 
         Raises ProgramError with its last lines when it fails before the last step, TimeLimit when the time is up,
         MachineError when a signal from outside ends it, RequestError when it records nothing.
         """
-        self.heard(f"recording the {name} launch: {shlex.join(command)}")
+        kind, _, number = name.partition("-")
+        words = f"{_NAMES[kind]}, run {number}" if number and kind in _NAMES else _NAMES.get(name, name)
+        what = f"{words} ({shlex.join(command)})"
+        self.heard(f"recording {what}")
         folder = self.folder / name
         with guard_writing(folder):
             (folder / "ranks").mkdir(parents=True)
@@ -69,10 +81,9 @@ class LaunchRecorder:
             origin_s=time.perf_counter(),
             boot=boot_id(),
             command=tuple(command),
-            values=replace(self.values, **words),
+            values=replace(self.values, **options),
         )
         status = self._run(folder, command, session)
-        what = f"the {name} launch ({shlex.join(command)})"
         if status is None:
             raise TimeLimit(
                 f"{what} did not record {self.steps} steps in {self.timeout_s:g} seconds; {_last_lines(folder)}; "

@@ -21,6 +21,10 @@ from typing import TypedDict
 from shardproof.harness.errors import RequestError
 from shardproof.harness.run_folder import guard_writing, link_latest, new_run_folder
 
+NOT_INSTALLED = (
+    "values are kept in files of the package safetensors, which is not installed; legal: pip install safetensors"
+)
+
 VARIABLE = "SHARDPROOF_RECORD"
 TOOLS = ("torch", "nsys")
 _JOBS = (
@@ -131,8 +135,7 @@ def values_of(
             raise RequestError(f"{given[0]}: is about values, which are not recorded; legal: --values {given[0]}")
         return None
     if find_spec("safetensors") is None:
-        rule = "values are kept in files of the package safetensors, which is not installed"
-        raise RequestError(f"values: {rule}; legal: pip install safetensors")
+        raise RequestError(NOT_INSTALLED)
     if dtype not in (None, "float64"):
         raise RequestError(f"dtype={dtype}: must be float64, or left out for the program's own; legal: --dtype float64")
     gib = 0.0

@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from shardproof.harness.errors import RequestError
+from shardproof.harness.programs.session import NOT_INSTALLED
 
 FOLDER = "values"
 KINDS = (
@@ -115,8 +116,7 @@ def safetensors_module() -> Any:
         importlib.import_module("safetensors.torch")
         return importlib.import_module("safetensors")
     except ImportError:
-        rule = "values are kept in files of the package safetensors, which is not installed"
-        raise RequestError(f"values: {rule}; legal: pip install safetensors") from None
+        raise RequestError(NOT_INSTALLED) from None
 
 
 def file_of_step(folder: Path, rank: int, step: int) -> Path:

@@ -87,6 +87,11 @@ def look_for_words(
             verdicts |= found
     except KeyboardInterrupt:
         store.notes.append(STOPPED)
+    if request.when_s and request.engine in ENGINES:  # the process was ended before it came to these
+        late = When(kind=WhenKind.NOT_SEARCHED)
+        left = {case_text(one.case): _with_when(one, late) for one in failures if case_text(one.case) not in verdicts}
+        store.add_when(left)
+        verdicts |= left
     return verdicts
 
 
@@ -180,9 +185,10 @@ def _fault_of_verdict(verdict: Verdict) -> object:
 
 
 def _with_when(failed: Failed, when: When) -> tuple[Verdict, ...]:
-    """The verdicts of a case with what was found about the fault that was examined."""
+    """The verdicts of a case with what was found about the fault that was examined, or that theirs was not."""
+    fault, other = failed.fault, When(kind=WhenKind.OTHER_FAULT)
     return tuple(
-        replace(one, failure=replace(one.failure, when=when)) if one.failure and one in failed.fault else one
+        replace(one, failure=replace(one.failure, when=when if one in fault else other)) if one.failure else one
         for one in failed.verdicts
     )
 

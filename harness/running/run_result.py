@@ -75,7 +75,7 @@ def run_result(
     case; `witnessed` and `shared` are notes of the witnesses and of the processes.
     """
     truth, left = truth_of(request.subject), len(request.cases) - len(results)
-    compared = _DRY if request.engine == "dry" else truth and f"compared with {compared_with(truth)}"
+    compared = _DRY if request.engine == "dry" else f"compared with {compared_with(truth)}" if truth else ""
     once = 0 if request.engine == "dry" else sum(not request.repeats(case) for case in request.cases)
     repeated = f"determinism and recording: {once} cases were run once; alone, each is run twice" if once else ""
     not_run = f"--fail-fast: {left} of {len(request.cases)} cases were not run" if left else ""

@@ -181,7 +181,7 @@ def lower_dtypes(case: CaseLike, subject: NamedSubject) -> dict[tuple[str, str],
     Each by its attribute and the calls of which it is stated: "all_gather", "all_gather over dp"; "" are all of them.
     Raises RequestError for what is no dtype.
     """
-    stated = {}
+    stated: dict[tuple[str, str], str] = {}
     for name in LOWER:
         with ask_subject(name):
             found = _of_case(getattr(subject.call, name, None), case)

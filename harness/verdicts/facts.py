@@ -225,6 +225,7 @@ class WhenKind(StrEnum):
     REFUTED = "refuted"  # the plainest case did not fail again
     NOT_RUN_AGAIN = "not run again"  # no time was left to run the statements once more
     NOT_SEARCHED = "not searched"  # no time was left at all
+    OTHER_FAULT = "other fault"  # another fault of the case was examined
     ONLY_IN_THREADS = "only in threads"  # on processes the case passes
 
 

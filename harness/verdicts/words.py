@@ -4,6 +4,7 @@ A failure is six labelled lines: what, where, error, first (the first place), ca
 experiments. Nothing reads a sentence back: every reader takes the records (`verdicts.facts`).
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -33,8 +34,9 @@ _WHEN = {
     WhenKind.UNDECIDED: "no other case shows it: each cannot be run or decided, fails for another reason, or changes "
     "further words",
     WhenKind.REFUTED: "nothing that is so again: the plainest case did not fail in this way when it was run once more",
-    WhenKind.NOT_RUN_AGAIN: "nothing that was run twice: no time left",
-    WhenKind.NOT_SEARCHED: "not searched: no time left",
+    WhenKind.NOT_RUN_AGAIN: "not known: time ran out before what was found was run again; a larger --when gives more",
+    WhenKind.NOT_SEARCHED: "not known: time ran out before a case was tried; a larger --when gives more",
+    WhenKind.OTHER_FAULT: "not searched: it was searched for another failure of this case, which has another cause",
     WhenKind.ONLY_IN_THREADS: "only in threads: on processes (--engine pool) the case passes; see subject.per_rank",
 }
 
@@ -128,7 +130,8 @@ def _error(check: str, worst: Worst | None, failure: FailedCheck) -> str:
     if check == "truth":
         return f"relative error {worst.error:.3g}, and rounding to float32 explains {worst.allowed:.3g}"
     if not failure.wrong and check in ("replicas", "determinism", "recording"):
-        return f"{_EXACT}; apart by {worst.error:.3g} of the largest value"
+        share = f"{100 * worst.error:.3g} % of the largest value"
+        return f"{_EXACT}; they differ by {share if math.isfinite(worst.error) else 'what is no number, or in form'}"
     if not failure.wrong:
         return f"{worst.error:g} event{'s' if worst.error > 1 else ''} more or less than expected on a rank, allowed 0"
     one = next((wrong for wrong in failure.wrong if wrong.name == worst.name), failure.wrong[0])
@@ -200,9 +203,10 @@ def follows(others: Mapping[str, int], cases: int) -> str:
     """Further checks that fail from the same first place on, with the number of their cases; "" where there is none."""
     if not others:
         return ""
-    checks = [f"{check} ({count} cases)" if count > 1 else check for check, count in others.items()]
-    many = len(checks) > 1
-    return f"same first place: check{'s'[:many]} {', '.join(checks)} fail{'s'[many:]} too, in {_cases(cases)}"
+    alike, many = {*others.values()} == {cases}, len(others) > 1
+    checks = [check if alike else f"{check} ({_cases(count)})" for check, count in others.items()]
+    fail = f"same first place: check{'s'[:many]} {', '.join(checks)} fail{'s'[many:]} too"
+    return f"{fail}, in {_cases(cases)}" if alike else fail
 
 
 def place(statement: str, failure: FailedCheck | None) -> str:
@@ -233,9 +237,9 @@ def describe_undecided(kind: str, patterns: Mapping[str, int], tensors: int, cas
 
 def split_shares(shares: Mapping[int, int]) -> str:
     """A note on the shares of parameters that are split, in per cent, with the number of their cases."""
-    parts = [f"{share} % ({_cases(count)})" for share, count in shares.items()]
-    more = f"; more in other cases, up to {max(shares)} %" if len(parts) > _AMOUNTS else ""
-    return f"sharded: {'; '.join(parts[:_AMOUNTS])} of the elements of the parameters{more}"
+    least, most = min(shares), max(shares)
+    share = f"{least} %" if least == most else f"from {least} to {most} %"
+    return f"sharded: {share} of all elements of the parameters ({_cases(sum(shares.values()))})"
 
 
 def describe_unreturned(statement: str, silent: Sequence[str], on_purpose: Sequence[str]) -> str:

@@ -142,7 +142,7 @@ def _rows(case: Case) -> tuple[CallRow, ...]:
         case "gather":
             return gathered_rows(f"{token} * {kv_heads}", axis="cp")
         case "alltoall":
-            return exchanged_rows(queries, f"{token} * max({kv_heads}, cp)", axis="cp")
+            return exchanged_rows(queries, f"{token} * max(kv_heads // tp, cp)", axis="cp")
         case "alltoall-ring":
-            return nested_rows(queries, f"{token} * max({kv_heads}, cp_inner)")
+            return nested_rows(queries, f"{token} * max(kv_heads // tp, cp_inner)")
     return ring_rows(f"{token} * {kv_heads}", axis="cp")

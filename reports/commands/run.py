@@ -104,7 +104,7 @@ def _run_request(request: Request) -> "tuple[RunResult, Run]":
     except (KeyboardInterrupt, MachineError) as end:
         if latest.resolve() == before:
             raise
-        stored: Run = _load_reports().load(latest.resolve())
+        stored = _load_reports().load(latest.resolve())
         interrupted = isinstance(end, KeyboardInterrupt)
         if not interrupted and stored.verdicts.empty:
             raise

@@ -145,6 +145,8 @@ LIKE: Mapping[str, str] = {
     "split-backward": "zero-bubble schedules of torch with a tied table and data ranks",
     "quantised": "gradients as int8 and weights as fp8 on the wire, with scales",
     "refit": "a trainer and an inference layout with fused weights, as two programs",
+    "compiled": "torch.compile under tp, DDP and FSDP2",
+    "trainer": "TrainingArguments and a Trainer of Hugging Face",
     "hf": "a Hugging Face model under its own tp plan",
     "deepspeed": "DeepSpeed's ZeRO",
     "megatron": "Megatron-Core's GPTModel",
@@ -154,6 +156,7 @@ LIKE: Mapping[str, str] = {
 """Subjects that can be written -> what each shows."""
 _NEEDS = {
     "lora-peft": ("peft", "peft"),
+    "trainer": ("accelerate", "accelerate"),
     "hf": ("transformers", "transformers"),
     "deepspeed": ("deepspeed", "deepspeed"),
     "megatron": ("megatron", "megatron-core"),

@@ -76,7 +76,7 @@ def lines_of_cases(run: Run, headline: pd.DataFrame) -> tuple[tuple[CaseBars, ..
                 verdict=row["verdict"],
                 mode=str(row["mode"]),
                 ranks=ranks,
-                case=row["own"] or "-",
+                case=row["own"] or shared or "-",
                 calls=placed_calls(row),
                 wire=draw_bar(parts, longest, "wire"),
                 wire_bytes=sum(sent.values()),

@@ -41,7 +41,7 @@ def opening_figures(run: Run, headline: pd.DataFrame) -> tuple[Figure, ...]:
         met = headline["payload_bytes"].eq(headline["expected_payload_bytes"]).fillna(False)[known]
         headline_figures.append((f"{int(met.sum())} of {len(met)}", "cases with the bytes expected", ""))
     if len(run.timings):
-        headline_figures.append((f"{run.timings['seconds'].sum():.1f}", "seconds of all cases", ""))
+        headline_figures.append((f"{run.timings['seconds'].sum():.1f}", "seconds, cases added up", ""))
     versions = (("torch", run.env.get("versions", {}).get("torch")), ("commit", run.env.get("commit")))
     return (*headline_figures, *((str(value), label, "") for label, value in versions if value))
 
@@ -69,7 +69,7 @@ def describe_proof(run: Run, headline: pd.DataFrame) -> str:
     parts = []
     if tensors := int(passed["decided"].fillna(0).sum()):
         truth = run.env.get("request", {}).get("truth", "the dense model")
-        parts.append(f"{tensors:,} tensors are those of {truth} within rounding")
+        parts.append(f"{tensors:,} tensors equal those of {truth} within rounding")
     sent = f"{int(run.summary['calls'][run.summary['case'].isin(passed['case'])].sum()):,} calls"
     sent += f" and {byte_size(passed['payload_bytes'].sum())}"
     expected = int(passed["expected_payload_bytes"].notna().sum())
@@ -77,9 +77,11 @@ def describe_proof(run: Run, headline: pd.DataFrame) -> str:
         parts.append(f"all {sent} of payload that one rank issues are those of the closed form")
     else:
         stated = (
-            f"a closed form is stated for {expected} of {len(passed)} cases" if expected else "no closed form is stated"
+            f"a closed form is stated for {expected} of {len(passed)} cases"
+            if expected
+            else "held to no expectation (subject.expected is not set)"
         )
-        parts.append(f"{sent} of payload of one rank are recorded: {stated}")
+        parts.append(f"{sent} of payload of one rank were recorded: {stated}")
     return f"Proved for {where}: {'; '.join(parts)}.{ending}"
 
 

@@ -44,5 +44,5 @@ for (const line of document.querySelectorAll(".six div")) {
   button.className = "copy";
   button.textContent = "copy";
   button.addEventListener("click", () => navigator.clipboard.writeText(command).then(() => { button.textContent = "copied"; }));
-  line.prepend(button);
+  line.append(button);
 }

@@ -103,7 +103,7 @@ def _parts_of_template(run: Run) -> dict[str, object]:
     headline = summary.headline(run)
     verdicts = summary.worst_first(run.verdicts)
     lines, shared = drawings.lines_of_cases(run, headline)
-    used = set(run.summary["phase"])
+    used = set(run.summary.loc[run.summary["wire_bytes"].fillna(0).gt(0), "phase"])  # of bars: others have none
     program = opening.program_parts(run)
     return {
         "name": run.path.resolve().name,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from shardproof.reports.stored.summary import group_headline, split_common_words
+from shardproof.reports.stored.summary import LAUNCH, group_headline, split_common_words
 
 NOTHING = "-"
 MOST_CASES = 24
@@ -139,7 +139,8 @@ def shorten_table(shown: Table, most: int, where: str) -> Table:
 
 def headline_table(headline: pd.DataFrame) -> Table:
     """The one table of a run, from `summary.headline`."""
-    shared, words = split_common_words(headline["words"])
+    shared, own = split_common_words(headline["words"])
+    words = [one or shared for one in own]
     frame = headline.assign(
         own_words=words,
         both_calls=[placed_calls(row) for row in headline.to_dict("records")],
@@ -152,6 +153,8 @@ def headline_table(headline: pd.DataFrame) -> Table:
             )
         ],
     )
+    if (headline["against"] == LAUNCH).all():
+        frame = frame.assign(both_calls=NOTHING, payload_bytes=math.nan)
     return table(
         _title_of_comparison(headline),
         frame,
@@ -231,7 +234,8 @@ def _ranges(frame: pd.DataFrame, name: str, write: Callable[[object], str]) -> l
 def _title_of_comparison(headline: pd.DataFrame) -> str:
     """Title by what the cases were held against: dry ranks have no numbers, a case that never ran has nothing."""
     if headline["worst_error"].notna().any():
-        return "Every case against the dense model"
+        against = headline["against"].iloc[0]
+        return f"Launch B against {against}" if against == LAUNCH else f"Every case against {against}"
     known = headline["expected_payload_bytes"].notna().any()
     return "Every case against its expected ledger" if known else "Every case"
 

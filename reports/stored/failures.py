@@ -234,7 +234,8 @@ def _layer_of_region(region: str) -> str:
 
 def _layers_in_order(errors: pd.DataFrame) -> list[str]:
     """The rows in the order of forward: activations are stored in it, updates in the reverse one."""
-    forward = list(errors.loc[errors["phase"] == "forward", "layer"])
+    compared = errors[errors["name"].fillna("").ne("")]  # the row of the first place names no tensor, and has no order
+    forward = list(compared.loc[compared["phase"] == "forward", "layer"])
     updates = list(errors.loc[errors["phase"] == "step", "layer"])[::-1]
     order = dict.fromkeys([*forward, *updates, *errors["layer"]])
     return [*(layer for layer in order if layer != _WHOLE), *([_WHOLE] if _WHOLE in order else [])]

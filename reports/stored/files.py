@@ -123,7 +123,10 @@ def json_lines(path: Path, needed: Sequence[str], notes: list[str]) -> list[dict
 
 
 def whole_lines(path: Path, notes: list[str]) -> bytes:
-    """The file up to its last line end: a line that a killed writer left unfinished is dropped, with a note."""
+    """The file up to its last line end: a line that a killed writer left unfinished is dropped, with a note.
+
+    Raises RunFolderError for a file that cannot be read.
+    """
     try:
         data = _unzip_readable(path, notes) if path.suffix == ".gz" else path.read_bytes()
         end = data.rfind(b"\n") + 1

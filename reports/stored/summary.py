@@ -49,7 +49,8 @@ def headline(run: Run) -> pd.DataFrame:
     meet a closed form that leaves fields out, else ""). saved_bytes (of the fullest rank; NA
     when not measured). worst_error and worst_allowed (of the check that came closest to its limit, of a case that fails
     among its failed checks; NaN when nothing was measured), dtype ("" where it is not known). decided and tensors (how
-    many were found right or wrong, of how many; NA when not counted), verdict.
+    many were found right or wrong, of how many; NA when not counted), verdict, against (what its tensors were held
+    against, in words).
     """
     lines = run.summary.groupby("case", sort=False)
     worst = worst_first(run.verdicts).drop_duplicates("case").set_index("case")["verdict"]
@@ -74,8 +75,23 @@ def headline(run: Run) -> pd.DataFrame:
         "decided": case.map(decided["decided"]).astype("Int64"),
         "tensors": case.map(decided["tensors"]).astype("Int64"),
         "verdict": case.map(lambda text: worst.get(text, "unknown")).astype("str"),
+        "against": [_held_against(run)] * len(case),
     }
     return in_order(pd.DataFrame(columns)).sort_values(["mode", "ranks"], kind="stable", ignore_index=True)
+
+
+LAUNCH = "launch A"
+"""What the second of two launches is held against, of which no call is recorded."""
+
+
+def _held_against(run: Run) -> str:
+    request = run.env.get("request", {})
+    truth = str(request.get("truth", ""))
+    if request.get("engine") in ("launches", "recordings"):
+        return LAUNCH
+    if not truth.startswith(("itself on", "the subject ")):
+        return "the dense model"
+    return truth.partition(",")[0].replace("itself", "the subject", 1)
 
 
 def _partly_stated(run: Run) -> dict[str, str]:
@@ -92,7 +108,9 @@ def tally_of_run(headline: pd.DataFrame, records: Sequence[Verdict]) -> str:
     counts = ran["verdict"].value_counts()
     counted = [f"{int(counts.get(word, 0))} {word}" for word in ("pass", "fail", "unknown", "skip")]
     counted += [f"{len(headline) - len(ran)} not run"] if len(ran) < len(headline) else []
-    parts = [f"{len(headline)} case{'s' if len(headline) != 1 else ''}: {', '.join(counted)}", decided_words(records)]
+    decided, none = decided_words(records), int(ran["tensors"].isna().sum())
+    decided += f" ({none} case{'s' * (none != 1)} left none to decide)" if decided and none else ""
+    parts = [f"{len(headline)} case{'s' if len(headline) != 1 else ''}: {', '.join(counted)}", decided]
     return "; ".join(filter(None, parts))
 
 

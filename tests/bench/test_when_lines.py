@@ -77,6 +77,6 @@ def test_a_line_is_a_list_of_cases() -> None:
     ]
     plainest = "no word is known to be needed, perhaps dp=2; 'tp=1 dp=2' fails (no time was left to try bias)"
     assert statements(plainest) == [Statement(case="tp=1 dp=2", fails=True)]
-    assert statements("not searched: no time left") == []
+    assert statements("not known: time ran out before a case was tried; a larger --when gives more") == []
     with pytest.raises(ValueError, match="is no line of this kind"):
         statements("wrong with tp=2")

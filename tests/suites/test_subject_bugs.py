@@ -23,6 +23,7 @@ QUICK = (
     *("refit-copies-updated", "scales-of-the-receiver", "tied-table-averaged"),
 )
 """One of each tutorial."""
+NEEDS = {"lora_peft": "peft", "subjects.trainer:": "accelerate"}
 OTHERS = deep("two CPU minutes in all", *(name for name in BUGS if name not in QUICK))
 
 
@@ -30,8 +31,9 @@ OTHERS = deep("two CPU minutes in all", *(name for name in BUGS if name not in Q
 @pytest.mark.parametrize("name", [*QUICK, *OTHERS])
 def test_a_wrong_form_is_found_by_its_check_at_its_place(name: str, engine: InprocEngine) -> None:
     bug: Bug = BUGS[name]
-    if "lora_peft" in bug.system and find_spec("peft") is None:
-        pytest.skip("needs peft of the extra `peers`")
+    needed = next((package for subject, package in NEEDS.items() if subject in bug.system), "torch")
+    if find_spec(needed) is None:
+        pytest.skip(f"needs {needed} of the extra `peers`")
     wrong = plant_subject(change_sources(bug.name, bug.changes), bug.system)
     result = shardproof.prove(bug.case, wrong, engine)
     found = contradicted(result)

@@ -20,6 +20,10 @@ class Distance:
     peak: float
     scale: float = 0.0
 
+    def times(self, factor: float) -> "Distance":
+        """This many times as far in every measure."""
+        return Distance(**{name: factor * getattr(self, name) for name in MEASURES})
+
     def worstratio(self, allowed: "Distance") -> tuple[float, str]:
         """The largest of error / allowed, and which measure it is."""
         ratios = {name: error_ratio(getattr(self, name), getattr(allowed, name)) for name in MEASURES}

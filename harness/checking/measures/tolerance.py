@@ -81,9 +81,9 @@ class Controlled:
         true = TruthTensor.of(truth)
         return cls(true=true, least=least_rms(true, kind) if math.isfinite(true.largest) else 0.0)
 
-    def against(self, controls: Sequence[Numbers]) -> "Controlled":
-        """Compare these control runs too, tensors of its shape."""
-        found = [distance_from(control, self.true, self.least) for control in controls]
+    def against(self, controls: Sequence[Numbers], stored: Numbers | None = None) -> "Controlled":
+        """Compare these control runs too, tensors of its shape, without what storing rounds."""
+        found = [distance_from(control, self.true, self.least, slack=stored) for control in controls]
         return replace(self, runs=(*self.runs, *found))
 
 
@@ -114,46 +114,57 @@ def measure(
     controlled: Controlled | None = None,
     relu_flips: Sequence[Tensor] = (),
     slack: Numbers | None = None,
+    stored: Numbers | None = None,
     kind: float = 0.0,
     summed: float = 0.0,
 ) -> Measured:
     """Compare one tensor with the truth (same shape) as the run dtype allows; `kind` is the rms of its kind.
 
     `kept`: the dtype that held the tensor where that is wider, such as float32 in a 16-bit case. The smallest limit is
-    its. `lower`: the lowest dtype whose rounding control runs have, where that is lower than the run's.
-
-    `summed`: the relative error that the sums behind it have in theory, as if a control run had it. `controlled`: this
-    truth held against further control runs. `amplified`: control runs with CONTROL_FACTOR times as much rounding, whose
-    errors are allowed as they are. `relu_flips`: what a relu within rounding of zero may change, a tensor of the same
-    shape each. `slack`: what storing rounds, and what an optimizer may make of gradients within rounding of zero, by
-    element.
+    its. `lower`: the lowest dtype whose rounding control runs have, where that is lower than the run's. `summed`: the
+    relative error that the sums behind it have in theory, as if a control run had it. `controlled`: this truth held
+    against further control runs. `amplified`: control runs with CONTROL_FACTOR times as much rounding, whose errors are
+    allowed as they are. `relu_flips`: what a relu within rounding of zero may change, each of its shape. `slack`: what
+    an optimizer may make of gradients within rounding of zero, by element. `stored`: what storing rounds at most.
+    Control runs store too: it is one of their roundings, or it is taken off the value and them alike. One of these ways
+    must do.
     """
     if isinstance(truth, Tensor) and not truth.is_floating_point() and not truth.is_complex():
         return _measure_whole(name, *map(whole_of, (value, truth)), *(map(whole_of, c) for c in (controls, amplified)))
-    known = (controlled or Controlled.of(truth, kind)).against(controls)
-    true, least = known.true, known.least
-    if true.largest == 0 == least and not relu_flips and slack is None:
+    begun = controlled or Controlled.of(truth, kind)
+    true, least = begun.true, begun.least
+    if true.largest == 0 == least and not relu_flips and slack is None and stored is None:
         return _beside_zeros(name, value, controls)
-    own = own_share(kept or dtype)
-    ceiling = CEILING if lower or dtype != "float64" else FLOAT64_CEILING
-    found = distance_from(value, true, least, own, slack)
+    own, ceiling = own_share(kept or dtype), CEILING if lower or dtype != "float64" else FLOAT64_CEILING
     theory = Distance(frobenius=summed, peak=summed * FLOOR_EPSILONS["peak"] / FLOOR_EPSILONS["frobenius"])
-    bound = [distance_from(run, true, least) for run in amplified]
-    flipped = [compute(torch.add, truth, flip) for flip in relu_flips]
-    allowed = _allowed_distance(dtype, kept or dtype, true, (*known.runs, theory), bound, flipped, least)
-    _, which = found.worstratio(allowed)
-    error, limit = getattr(found, which), getattr(allowed, which)
+
+    def allow(stored: Numbers | None) -> Distance:
+        runs = (*begun.against(controls, stored).runs, theory)
+        bound = [distance_from(run, true, least, slack=stored) for run in amplified]
+        flipped = [compute(torch.add, truth, flip) for flip in relu_flips]
+        return _allowed_distance(dtype, kept or dtype, true, runs, bound, flipped, least)
+
+    ways = [(_added(slack, stored), allow(stored)), *([] if stored is None else [(slack, allow(None))])]
+    leap = LEAP if dtype != "float64" and ways[0][1].frobenius >= CEILING else 1.0
+    ways = [(off, limit.times(leap)) for off, limit in ways]
+    found = [distance_from(value, true, least, own, off) for off, _ in ways]
+    (_, which), way = min((found[number].worstratio(allowed), number) for number, (_, allowed) in enumerate(ways))
+    (off, allowed), error = ways[way], getattr(found[way], which)
     return Measured(
         name=name,
         measure=which,
         error=error,
-        allowed=limit,
+        allowed=getattr(allowed, which),
         epsilons=error / epsilon(lower or dtype),
-        decidable=_is_decidable(ceiling, value, true, least, own, slack, allowed),
-        loose=0 if slack is None else _count_loose(slack, dtype, allowed.peak * max(true.rms, least)),
+        decidable=all(_is_decidable(ceiling, value, true, least, own, *one) for one in ways),
+        loose=0 if off is None else _count_loose(off, dtype, max(one.peak for _, one in ways) * max(true.rms, least)),
         elements=truth.numel(),
         zero=true.rms < ZERO_SHARE * least and allowed.frobenius < CEILING,
     )
+
+
+def _added(one: Numbers | None, other: Numbers | None) -> Numbers | None:
+    return one if other is None else other if one is None else compute(torch.add, one, other)
 
 
 def _beside_zeros(name: str, value: Numbers, controls: Sequence[Numbers]) -> Measured:
@@ -200,8 +211,7 @@ def _allowed_distance(
         )
         limits[name] = limit + max([getattr(run, name) for run in moved], default=0.0)
     limits["scale"] = min(limits["scale"], limits["frobenius"])
-    leap = LEAP if dtype != "float64" and limits["frobenius"] >= CEILING else 1.0
-    return Distance(**{name: leap * limit for name, limit in limits.items()})
+    return Distance(**limits)
 
 
 def _is_decidable(

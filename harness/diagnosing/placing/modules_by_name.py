@@ -39,6 +39,7 @@ _SUMS = ("all_reduce", "reduce_scatter", "reduce")
 _NO_FIT = Fit(state=UNKNOWN)
 _Tensors = Callable[[ModuleCalls], Mapping[str, Sequence[TensorCopy]]]
 """The calls of a program's modules -> some of their tensors, by path."""
+_UNLIKE = "is not the dense model's, however its parts are put together"
 _OUTPUTS, _GRADIENTS, _INPUT_GRADIENTS = map(attrgetter, ("outputs", "gradients", "input_gradients"))
 
 
@@ -90,12 +91,12 @@ class _Search:
         module, given = wrong, self._fit_inputs(wrong)
         while module and self._fit_inputs(module).state == DIFFERS:
             module = self._around(module)
-        shown, words = fits[wrong].shown, "its output agrees with the dense model's under no layout"
+        shown, words = fits[wrong].shown, f"its output {_UNLIKE}"
         if module != wrong:
             shown = given.shown
-            words = f"what it gives to {self._names[wrong]} agrees with the dense model's under no layout"
+            words = f"what it gives to {self._names[wrong]} {_UNLIKE}"
         if not module and wrong == self._order[0]:  # nothing was computed before: the data
-            module, words = wrong, "what it is given agrees with the dense model's under no layout"
+            module, words = wrong, f"what it is given {_UNLIKE}"
         return Located(phase="forward", module=self._own(module), words=words, shown=shown)
 
     def backward(self) -> Located | None:
@@ -111,7 +112,7 @@ class _Search:
             return Located(phase="backward", module=self._own(self._user(first)), words=words, summed=axis)
         if wrong is None:
             return None
-        words = f"the gradient of what {self._names[wrong]} returns agrees with the dense model's under no layout"
+        words = f"the gradient of what {self._names[wrong]} returns {_UNLIKE}"
         module = self._own(self._user(wrong))
         return Located(phase="backward", module=module, words=words, shown=fits[wrong].shown)
 

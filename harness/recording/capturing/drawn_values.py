@@ -65,7 +65,8 @@ class WithMasks:
 
     def __call__(self, case: Any, device: torch.device) -> Mapping[str, Value]:
         """The subject's outcome and its masks."""
-        call: Any = partial(self.subject.call, **self.words) if self.words else self.subject.call
+        own: Any = self.subject.call
+        call = partial(own, **self.words) if self.words else own
         with DropoutProbe(self.joint) as probe:
             outcome = call_subject(call, case, device)
         return {**outcome, **probe.found}

@@ -109,7 +109,8 @@ class DrawnNumbers(DispatchMode):
             return NotImplemented
         result = operator(*args, **(kwargs or {}))
         name = operator.overloadpacket.__name__
-        if torch.Tag.nondeterministic_seeded in operator.tags and _FUSED not in name and current_task() < 0:
+        random = torch.Tag.nondeterministic_seeded in operator.tags and not _is_seed(operator, result)
+        if random and _FUSED not in name and current_task() < 0:
             starts = any(isinstance(one, nn.Parameter) for one in args[:1])  # drawn in place: its first value
             self._note(name, [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)], starts=starts)
         elif not self._computed and torch.is_grad_enabled():
@@ -129,6 +130,13 @@ class DrawnNumbers(DispatchMode):
             bits.update(one.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         forward = around is not None or (self._computed and not starts)
         self.found.append(Numbers(operator, caller(), around or "", bits.hexdigest(), forward))
+
+
+def _is_seed(operator: Any, drawn: Any) -> bool:
+    """Whether this is one integer of all that its dtype has: a seed, as a DataLoader draws one, and no number of a
+    model. What is drawn from it is seen by itself.
+    """
+    return operator is torch.ops.aten.random_.default and drawn.numel() == 1 and not drawn.is_floating_point()
 
 
 def running_module(paths: Paths) -> str | None:

@@ -118,9 +118,9 @@ class _Shown:
         times = [(self.shown[line] + count) // self.shown[line] for line, count in self.repeated.items() if line[1]]
         if not times:
             return ""
-        lines = f"{len(times)} line{'s' if len(times) > 1 else ''}"
+        lines = f"{len(times)} lines" if len(times) > 1 else "1 line"
         often = f"{min(times)} to {max(times)}" if min(times) < max(times) else f"{max(times)}"
-        return f"(what the ranks repeated is shown once: {lines}, {often} times)"
+        return f"({lines} that the ranks printed {often} times {'are' if len(times) > 1 else 'is'} shown once)"
 
 
 class _Stream:

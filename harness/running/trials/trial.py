@@ -268,8 +268,9 @@ class Trial:
         if self.given:
             words["given"] = self.given
         try:
-            with self.time_part(part), in_time(
-                self.limit_s, PARTS.get(part, PARTS["truth"]), partial(self.heard, part)
+            with (
+                self.time_part(part),
+                in_time(self.limit_s, PARTS.get(part, PARTS["truth"]), partial(self.heard, part)),
             ):
                 outcome: Mapping[str, Tensor] = function(case or self.case, torch.device(self.device), **words)
         except (ValueError, OSError) as problem:

@@ -138,7 +138,8 @@ class OwnTruth:
     def _own(
         self, case: CaseLike, device: torch.device, sums: "PartialSums", given: Mapping[str, Tensor] | None
     ) -> _Computed:
-        dense: Any = partial(self.dense, **self._passed_on(given))  # type: ignore[arg-type]
+        function: Any = self.dense
+        dense = partial(function, **self._passed_on(given))
 
         def outcome() -> _Computed:
             with torch.random.fork_rng(devices=[]), session(self.subject.call), self.around(), sums.take_sums():

@@ -99,27 +99,28 @@ def _not_gathered_back(calls: int, payload_bytes: int, dtype: str, axis: str, re
 
 def _unlike_grouping(name: str, words: str, here: str, ratio: float, grows: Sequence[str], falls: Sequence[str]) -> str:
     mean = "a mean of means, where counts of tokens differ?"
+    times = f"{ratio:.4g} times" if math.isfinite(ratio) else "no multiple of"
     if not math.isfinite(ratio):
-        how = f"no multiple of what it is ({mean})"
+        why = mean
     elif grows:
-        how = f"{ratio:.4g} times what it is (the factor grows with {' or '.join(grows)})"
+        why = f"the factor grows with {' or '.join(grows)}"
     elif falls:
-        how = f"{ratio:.4g} times what it is (the factor falls as {' or '.join(falls)} grows)"
+        why = f"the factor falls as {' or '.join(falls)} grows"
     else:
-        how = f"{ratio:.4g} times what it is (no ratio of sizes: {mean})"
-    return f"{name} with {words} is {how} with {here}, though the same samples make up the step"
+        why = f"no ratio of sizes: {mean}"
+    return f"the same samples in other groups: with {words} {name} is {times} what it is with {here} ({why})"
 
 
 _WHY_UNDECIDED = {
     "rounding": "rounding alone explains any error",
     "stated": "every one deviates as stated",
-    "unmerged": "none of them could be merged or is known to the truth",
+    "unmerged": "the ranks' parts of each do not make one tensor, or the truth does not return it",
 }
 
 
 def _none_compared(why: str, kind: str = "", first: str = "") -> str:
-    what = f"no tensor of the {kind}" if kind else "no tensor of this kind"
-    return f"{what} could be compared: {_WHY_UNDECIDED[why]}{f'; first: {first}' if first else ''}"
+    what = f"none of the {kind}" if kind else "nothing of this kind"
+    return f"{what} was compared: {_WHY_UNDECIDED[why]}{f'; first: {first}' if first else ''}"
 
 
 def _moved_tokens(
@@ -159,7 +160,8 @@ FROM_CHECKS: Mapping[str, str | Callable[..., str]] = {
     # how blocks merge
     "merged": "{count} tensors merge",
     "equal_replicas": "{count} tensors have equal replicas",
-    "flawed": "{name} has a flaw, {kind}: {flaw:fact}",
+    "flawed": "{name}: {flaw:fact}",
+    "unequal_replicas": "{name}: ranks that should hold the same values do not: {flaw:fact}",
     "shape_of_truth": lambda shape, truth: f"the full shape is {tuple(shape)}, that of the dense model {tuple(truth)}",
     "dtype_of_truth": "the dtype is {dtype}, that of the dense model {truth}",
     "held_nowhere": "no rank holds any part of it",

@@ -144,7 +144,7 @@ def test_a_kind_with_no_decided_tensor_is_unknown_beside_kinds_that_are_decided(
     true = {name: tensor for name, tensor in truth().items() if name.startswith(("loss/", "logits/"))}
     found = found_by("forward", in_bfloat16(true, ["logits/0", "logits/1"], true))
     assert found.verdict == UNKNOWN
-    words = "no tensor of the logits could be compared: rounding alone explains any error; first: logits/0"
+    words = "none of the logits was compared: rounding alone explains any error; first: logits/0"
     assert found.message == words
     assert found.decided == {"loss": (2, 2), "logits": (0, 2)}
     whole = found_by("forward", in_bfloat16(true, ["logits/1"], true))
@@ -204,7 +204,7 @@ def noted(kind: NoteKind, *reasons: str) -> tuple[Note, ...]:
             "parallelism",
             [("all talk", (Note(kind=NoteKind.SPLIT_SHARE, numbers=(share,)),)) for share in (99, 1, 99)]
             + [("all talk", ())],
-            "sharded: 1 % (1 case); 99 % (2 cases) of the elements of the parameters",
+            "sharded: from 1 to 99 % of all elements of the parameters (3 cases)",
         ),
         (
             "coverage",

@@ -15,7 +15,9 @@ from shardproof.harness.running.summary import summarize
 from shardproof.harness.terms import Term
 from shardproof.harness.verdicts.facts import state_difference
 from shardproof.harness.verdicts.verdict import FAIL, PASS
+from shardproof.suites.subjects import quantised
 from tests.harness.noted import reasons_of
+from tests.harness.proofs import proved, told, verdict_of
 from tests.harness.toy_evidence import MODULES, TERMS, a_term, altered, events, evidence, without
 
 
@@ -122,6 +124,11 @@ def test_groups_are_kept_apart_and_size_one_groups_are_free() -> None:
     assert broken_laws(lonely) == []
     extra = replace(ledger[0], axis="pp", group_size=1, call_index=77)
     assert broken_laws((*ledger, extra)) == []
+
+
+def test_a_call_of_one_rank_is_one_of_any_axis() -> None:
+    result = proved(quantised.subject, "steps=1 micro=1", explain=False)
+    assert verdict_of(result, "ledger").verdict == PASS, told(result)
 
 
 def test_what_is_sent_is_received() -> None:

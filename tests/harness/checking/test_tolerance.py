@@ -12,7 +12,8 @@ from shardproof.harness.checking.measures.distance import TruthTensor, distance
 from shardproof.harness.checking.measures.many_tensors import kind_rms
 from shardproof.harness.checking.measures.measured import ABSOLUTE, Measured, epsilon
 from shardproof.harness.checking.measures.tolerance import least_rms, measure
-from tests.harness.toy_evidence import drawn
+from shardproof.harness.checking.measuring import compare_with_truth, sizes_of
+from tests.harness.toy_evidence import drawn, planted
 
 seeds = st.integers(0, 2**31)
 shapes = st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple)
@@ -178,3 +179,29 @@ def test_what_a_kink_may_change_is_added_to_the_limit_of_the_control_run_as_it_i
     assert (plain.allowed, moved.allowed) == pytest.approx((floor, floor + 0.5))
     assert not measured(truth + 2 * kink, kink).right
     assert not measured(truth + 0.4, kink).right  # a diffuse error is no kink
+
+
+@given(seeds, st.integers(200, 400))
+def test_what_storing_rounds_is_allowed_once(seed: int, elements: int) -> None:
+    truth = drawn(elements, seed=seed)
+    truth /= truth.square().mean().sqrt()
+    stored = torch.full_like(truth, 0.1)
+    rounded = truth + (torch.rand(elements, generator=torch.Generator().manual_seed(seed)) - 0.5).double() * 0.2
+
+    def right(value: Tensor, control: Tensor) -> bool:
+        found = measure("param/x", value, truth, dtype="float32", controls=[control], stored=stored)
+        assert found.loose == (0 if control is rounded else elements), "no element is off by more than is allowed"
+        return found.right
+
+    assert right(rounded, truth) and right(rounded, rounded), "whether the control run is lucky or not"
+    signs = drawn(elements, seed=seed + 1).sign()
+    assert not right(truth + 0.4 * signs, rounded), "not six times the control run's error and storing besides"
+
+
+def test_the_squares_of_a_small_gradient_are_no_zeros_beside_those_of_others() -> None:
+    large, small = (f"exp_avg_sq_after/0/layers.0.mlp.w1.{part}" for part in ("weight", "bias"))
+    truth = {large: drawn(8, 6).square(), small: 1e-7 * drawn(8, seed=8).square()}
+    wrong = planted({**truth, small: truth[small] * (1 + 1e-6)}, truth=truth)
+    size = sizes_of(wrong.run, wrong.truth)["exp_avg_sq_after"]
+    assert compare_with_truth(wrong.run, wrong.truth, small, size).wrong
+    assert compare_with_truth(wrong.run, wrong.truth, large, size).right

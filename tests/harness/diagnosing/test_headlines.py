@@ -53,7 +53,7 @@ def test_replicas_that_rounding_sets_apart_do_not_explain_a_gross_error() -> Non
     assert drift[3].startswith("first:  loss in step 0: loss/0")
     assert drift[4].startswith("causes: every rank's is right but for its last bits")
     alone = told_by(replace(planted(wrong), repeats=Repeats(runs=(seen.run.outcomes,))), "determinism")
-    assert alone[4].startswith("causes: two runs of the same ranks") and "apart by" in alone[2]
+    assert alone[4].startswith("causes: two runs of the same ranks") and "they differ by" in alone[2]
 
 
 @pytest.mark.parametrize("factor", [2.0, 1.0])

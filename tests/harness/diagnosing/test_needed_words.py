@@ -100,7 +100,7 @@ def test_the_plainest_dtype_and_one_rank_come_first() -> None:
         "only with tp=2; right with tp=1 (tried on 'tp=2') (no time was left to try w0"
     )
     found, _ = searched(case, of, lambda other: True, most=0)
-    assert when_line(found.when) == "not searched: no time left"
+    assert when_line(found.when) == "not known: time ran out before a case was tried; a larger --when gives more"
 
 
 def test_a_case_that_cannot_be_decided_proves_nothing_and_none_has_more_ranks_than_the_failing_one() -> None:
@@ -175,3 +175,15 @@ def test_every_word_of_a_list_or_a_flag_has_its_values() -> None:
     assert of["packed"] == (False, True) and of["recompute"] == ("none", "selective", "full")
     assert of["dtype"][0] == "float64" and of["load"] == ("",)
     assert set(Case.read_words("tp=2")) <= set(of)
+
+
+def test_a_value_that_by_a_rule_needs_another_word_is_found_with_it_where_the_plainer_case_cannot_have_it() -> None:
+    case = Case.parse("tp=1 pp=2 layers=2 micro=3 zero=3 no_sync=true parity=1 clip=0.1")
+    found, _ = searched(case, domains(), lambda other: bool(other.parity and other.zero and other.pp > 1))
+    assert [(one.word, one.fails[0]) for one in found.needed] == [("pp", 2), ("zero", 3), ("parity", 1)]
+
+
+def test_a_number_of_which_no_plainer_value_is_legal_is_tried_with_the_others() -> None:
+    case = Case.parse("tp=1 dp=2 layers=1 heads=12 hidden=48 activation=relu")
+    found, _ = searched(case, domains(), lambda other: other.kv_heads > 8 and other.activation == "relu")
+    assert {one.word: one.right for one in found.needed}["kv_heads"] == (Right(value=2),)

@@ -233,5 +233,5 @@ def test_calls_without_python_are_recorded_and_forked_ranks_end_in_order(tmp_pat
     run = load(tmp_path / "runs" / "latest")
     assert run.ledger[run.ledger["rank"] == 0]["op"].tolist() == ["all_reduce", "barrier"]
     (note,) = run.notes
-    assert "no module, backward or optimizer was seen beside these calls" in note
+    assert "no module, backward or optimizer was seen beside them" in note
     assert (run.path / "ranks" / "0" / "last.json").is_file()  # though without atexit

@@ -89,7 +89,14 @@ def test_experiments_end_with_their_budget(tmp_path: Path) -> None:
     start_s = time.monotonic()
     result = ran(tmp_path, only_tanh, "tp=2 dp=2 act=tanh", when_s=1e-6)
     assert time.monotonic() - start_s < 20
-    assert when(result) == "not searched: no time left"
+    assert when(result) == when_line(When(kind=WhenKind.NOT_SEARCHED))
+
+
+def test_failures_to_which_a_slow_search_did_not_come_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experiments, "_prove_each", lambda *given, apart: iter(()))
+    result = ran(tmp_path, only_tanh, "tp=2 dp=2 act=tanh", when_s=10.0)
+    assert when(result) == when_line(When(kind=WhenKind.NOT_SEARCHED))
+    assert not any(map(when_of, ran(tmp_path, only_tanh, "tp=2 dp=2 act=tanh").verdicts)), "--when 0"
 
 
 class Chatting:
@@ -127,12 +134,12 @@ class Apart:
         return {"loss/0": FIVE * (5 if case.micro == 2 and case.dp > 1 else 1), "metric/0": metric}
 
 
-def test_another_fault_of_the_case_is_no_evidence_and_has_no_line(tmp_path: Path) -> None:
+def test_another_fault_of_the_case_is_no_evidence_and_has_its_own_line(tmp_path: Path) -> None:
     result = ran(tmp_path, Apart(), "dp=2 micro=2", when_s=10.0)
     lines = {one.check: when_of(one) for one in result.verdicts if one.verdict == FAIL}
     right = "right with dp=1 but for regrouping, with micro=1 but for replicas"
     assert lines["forward"] == f"only with dp=2 and micro=2; {right} (tried on 'dp=2 micro=2')"
-    assert lines["replicas"] == ""
+    assert lines["replicas"] == when_line(When(kind=WhenKind.OTHER_FAULT))
 
 
 @pytest.mark.parametrize(("name", "passes"), [("mixing", True), ("wrong", False), ("undecided", False)])

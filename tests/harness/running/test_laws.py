@@ -67,7 +67,7 @@ def test_a_mean_over_all_valid_samples_keeps_the_law() -> None:
 def test_a_loss_that_is_averaged_wrongly_breaks_it(mean: Loss, said: str) -> None:
     verdict = law(Averaged(mean), "dp=3")
     assert verdict.verdict == "fail" and said in verdict.message
-    assert "what:   loss/0 with dp=1 micro=6 is " in verdict.message and len(verdict.message.splitlines()) == 6
+    assert "with dp=1 micro=6 loss/0 is " in verdict.message and len(verdict.message.splitlines()) == 6
 
 
 def test_what_rounding_leaves_of_a_gradient_of_zero_keeps_it() -> None:

@@ -103,7 +103,7 @@ def test_what_every_rank_prints_in_every_run_is_shown_once_with_how_often(
     assert lines == ["hello", "hello", "no end"]  # of what a rank itself repeats, nothing is lost
     assert {"rank 0", "rank 1"} <= set(out.splitlines())
     assert err.splitlines().count("stray") == 1 and err.splitlines().count("logged") == 1
-    told = re.search(r"\(what the ranks repeated is shown once: \d+ lines, (\d+) to (\d+) times\)", err)
+    told = re.search(r"\(\d+ lines that the ranks printed (\d+) to (\d+) times are shown once\)", err)
     assert told is not None and 2 <= int(told[1]) <= int(told[2])  # two ranks, several runs
 
 

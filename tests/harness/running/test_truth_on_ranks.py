@@ -40,8 +40,10 @@ def by_rows(case: Any, device: torch.device) -> dict[str, Any]:
     for tensor in (total, weight.grad):
         dist.all_reduce(tensor, group=mesh.get_group("dp"))
     with torch.no_grad():
-        after = weight - 0.1 * weight.grad  # type: ignore[operator]
-    places = {"grad/w": weight.grad, "param/w": after}
+        gradient = weight.grad
+        assert gradient is not None
+        after = weight - 0.1 * gradient
+    places = {"grad/w": gradient, "param/w": after}
     shards = {name: shardproof.Shard(x, (tp * len(x), 0), (WIDTH, LABELS)) for name, x in places.items()}
     return {"loss/0": total * getattr(case, "scale", 1), **shards}
 

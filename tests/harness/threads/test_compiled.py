@@ -96,7 +96,8 @@ def test_the_compiler_never_starts_at_a_frame_of_the_harness() -> None:
         return bits_of(x_BD)
 
     def program(x_BD: Tensor) -> Tensor:
-        return left_out(x_BD)
+        bits: Tensor = left_out(x_BD)
+        return bits
 
     torch.compile(program, backend=count)(torch.ones(3))
     assert count.nodes == []

@@ -12,6 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardproof.harness.ledger import REPEATABLE
 from shardproof.harness.running.result import CaseResult
+from shardproof.suites.subjects import compiled
+from tests.deep import deep
 from tests.harness.proofs import proved, told
 
 
@@ -108,6 +110,15 @@ def test_compiled_data_parallel_training_has_the_calls_of_plain_training(
     assert count.graphs >= 2
     assert not [record for record in caplog.records if "recompile_limit" in record.getMessage()]
     assert not [str(warning.message) for warning in recwarn if "harness" in str(warning.message)]
+
+
+@pytest.mark.parametrize(
+    "case", ["dp=2 data=fsdp2 steps=1", *deep("ten CPU seconds", "tp=2 dp=2 steps=1", "dp=3 data=fsdp2")]
+)
+def test_a_compiled_tutorial_has_the_ledger_of_plain_code(case: str, recwarn: pytest.WarningsRecorder) -> None:
+    plain, other = (calls(proved(compiled.subject, case + more)) for more in ("", " compile=aot_eager"))
+    assert [call[1:] for call in other] == [call[1:] for call in plain], "but for the text of the case"
+    assert not [str(warning.message) for warning in recwarn if "shardproof" in str(warning.message)]
 
 
 def test_many_ranks_and_runs_compile_a_function_each_for_themselves(caplog: pytest.LogCaptureFixture) -> None:

@@ -131,7 +131,12 @@ def test_fallbacks_do_what_they_stand_for(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_compiler_starts_at_no_code_of_the_harness(monkeypatch: pytest.MonkeyPatch) -> None:
     keep, kept = compiler.not_compiled, list[Any]()
-    monkeypatch.setattr(compiler, "not_compiled", lambda code: (kept.append(code), keep(code)))
+
+    def note(code: Any) -> None:
+        kept.append(code)
+        keep(code)
+
+    monkeypatch.setattr(compiler, "not_compiled", note)
     for known in (compiler._keep_uncompiled, compiler._keep_module_uncompiled):
         known.cache_clear()
     compiler.leave_uncompiled()

@@ -5,18 +5,18 @@ import random
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from bench.default_cases import STATES
+from bench.default_cases import STATES, Pairs
 from shardproof.reference.case import Case, CaseError
 from shardproof.reference.case.default_cases import FIXED, NUMBERS, RANKS, default_cases, line_of, lines, paired_domains
 from shardproof.reference.case.domains import domains, repair_words, words_of
 from shardproof.reference.features import FEATURES, PARTS, WORDS
 from shardproof.reference.language.core import MODES
 from shardproof.reference.language.words import declared_words, legal_values
-from shardproof.reference.training.truth import truth
 
 Level = tuple[str, object]
 Pair = frozenset[Level]
@@ -106,6 +106,16 @@ def test_every_legal_pair_of_values_is_in_a_default_case() -> None:
     assert lost in missing_of_near(fewer, "zero", "packed"), "a pair that is not there is missed"
 
 
+def test_most_triples_of_values_that_meet_in_a_file_are_there() -> None:
+    known = Pairs()
+
+    def held(cases: Iterable[Case]) -> Tensor:
+        return torch.from_numpy(np.any([known.triples_of(words_of(case)) for case in cases], axis=0))
+
+    possible = held(changed(600))
+    assert (possible & held(default_cases(checkpoint="ck"))).sum() > 0.95 * possible.sum()
+
+
 def test_every_next_case_holds_most_of_the_pairs_that_none_before_it_has() -> None:
     cases = default_cases()[len(MODES) :]
     held = [pairs([case]) for case in cases]
@@ -173,7 +183,7 @@ ONE_VALUE = {
 
 def test_no_constant_and_no_other_number_could_stand_for_a_number() -> None:
     """A rule that reads another word in its place, or a constant, half, twice or one beside it, differs somewhere."""
-    plain, cases = Case(), default_cases()
+    plain, cases = Case(), default_cases(checkpoint="ck")
     whole = [field.name for field in dataclasses.fields(Case) if type(getattr(plain, field.name)) is int]
     sizes_of = {case: {word: getattr(case, word) for word in whole} | {"world": case.world_size} for case in cases}
     likely = {"": lambda n: n, "half ": lambda n: n // 2, "twice ": lambda n: 2 * n, "-1": lambda n: n - 1}
@@ -251,3 +261,18 @@ def test_checkpoints_of_all_kinds_are_saved_at_one_layout_and_loaded_at_another(
     assert len(cases) - len(alone) == len(pairs) and not any(case.save or case.load for case in alone)
     refused = default_cases(refuses=lambda case: "not loaded" if case.load == "ck/scale" else "", checkpoint="ck")
     assert {case.load for case in cases} - {case.load for case in refused} == {"ck/scale", "ck/scale/again"}
+
+
+def test_the_list_is_the_same_every_time_and_every_line_is_read_as_it_was_written() -> None:
+    assert default_cases(["isp"]) == default_cases(["isp"])
+    for case in (case for section in lines().values() for case in section):
+        assert Case.of(**{**NUMBERS, **Case.read_words(line_of(case))}) == case
+
+
+def test_a_repair_changes_words_as_rules_propose_and_nothing_that_is_fixed() -> None:
+    words = words_of(Case.parse("mode=tp tp=2"))
+    found = repair_words(words, {"packed": True}, domains())
+    assert found and {word for word in words if found[word] != words[word]} == {"packed", "delivery", "positions"}
+    assert repair_words(words, {"packed": True, "delivery": "tensors"}, domains()) is None
+    with pytest.raises(CaseError):
+        Case(**{**words, "packed": True, "delivery": "tensors"})

@@ -84,6 +84,8 @@ BROKEN = {
     "split-backward": ("pp=2", 'dist.all_reduce(weights["table"].grad, group=ends)', "pass"),
     "quantised": ("dp=2", "train(case, [dp], *places", "train(case, [0], *places"),
     "refit": ("tp=2 serve=2", "torch.cat(parts, dim)", "torch.cat(parts[::-1], dim)"),
+    "compiled": ("dp=2 steps=1", "(case.micro * len(dp_ranks))", "(case.micro * case.dp)"),
+    "trainer": ("dp=2 steps=1", "across_devices=True", "across_devices=False"),
     "hf": ("tp=2 tied=true", '"kind": "llama"', '"kind": "qwen3"'),
     "deepspeed": ("dp=2", "engine, step, micro, dp_rank)", "engine, step, micro, 0)"),
     "megatron": ("tp=2 dropout=0.1", "seed(case.seed)\n    model", "seed(case.seed, tp_rank=0)\n    model"),
@@ -99,18 +101,8 @@ a number of steps that is not loaded, a table that is not summed over both ends,
 """
 
 
-LONG = {
-    "megatron-training",
-    "torchtitan",
-    "muon",
-    "lora",
-    "mixer",
-    "policy",
-    "resume",
-    "split-backward",
-    "quantised",
-    "refit",
-}
+LONG = {"megatron-training", "torchtitan", "muon", "lora", "mixer", "policy", "resume", "split-backward", "quantised"}
+LONG |= {"refit", "compiled", "trainer"}
 SMALLER = {"dtensor": ("tp=2 dp=2 steps=1", "tp=4 dtype=float32 steps=1")}
 """Cases in place of the file's own, where those are dear: a small call of DTensor takes a millisecond."""
 PROVED = {like for like in LIKE if like.replace("-", "_") in {cell.subject for cell in read_cells() if cell.quick}}
@@ -119,6 +111,7 @@ PROVED = {like for like in LIKE if like.replace("-", "_") in {cell.subject for c
 
 def needed(like: str) -> None:
     packages = {"hf": "transformers", "deepspeed": "deepspeed", "torchtitan": "torchtitan", "lora-peft": "peft"}
+    packages["trainer"] = "accelerate"
     if package := packages.get(like, "megatron.core" if like.startswith("megatron") else ""):
         with warnings.catch_warnings(action="ignore"):  # its own, at import
             pytest.importorskip(package, reason=f"needs {package}")

@@ -124,7 +124,7 @@ def test_a_launch_without_its_steps_says_how_it_ended(
     words = ["parity", "--timeout", "2", "--out", str(tmp_path), "--", *words_of(code), "--", *words_of("pass")]
     assert cli.main(words) == status
     error = capsys.readouterr().err
-    assert "the first launch" in error and told in error and "its last lines:\n  it broke" in error
+    assert "launch A (" in error and told in error and "its last lines:\n  it broke" in error
     assert time.monotonic() - started < 60
 
 

@@ -48,7 +48,7 @@ def test_the_first_sentence_says_what_is_proved_and_how_much_is_not(run: Run, fa
     told = sample_run.with_records(run, counted)
     cases = told.cases.assign(dtype="float64")
     assert describe_proof(dataclasses.replace(told, cases=cases), headline(told)) == (
-        "Proved for modes tp, tp-sp on 2 ranks in float64: 6 tensors are those of the dense model within rounding; "
+        "Proved for modes tp, tp-sp on 2 ranks in float64: 6 tensors equal those of the dense model within rounding; "
         "all 14 calls and 56 KiB of payload that one rank issues are those of the closed form."
     )
     partly = describe_proof(failing, headline(failing))

@@ -26,7 +26,7 @@ from tests.project.test_documents import TABLE, table_rows
 from tests.reports.pages.page_figures import compared
 
 pytestmark = pytest.mark.slow
-CASES = 246
+CASES = 252
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 SCREENS = {390: 844, 1400: 900, 2500: 1400}
 """Widths and heights of a telephone, a laptop and a large screen."""

@@ -58,6 +58,10 @@ def trained(case: Any, noise: str, dp_ranks: range, factor: float = 1.0) -> Mapp
             numbers = case.samples(0, micro, dp_rank, ROWS)
             x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(numbers.start)).to(total)
             y = model((x, numbers))
+            if noise == "loader":
+                list(
+                    torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.zeros(1)))
+                )  # draws the seed of its workers
             if noise == "function":
                 y = y * torch.rand(y.shape, dtype=y.dtype)
             loss = y.square().sum() / (case.dp * case.micro) * factor
@@ -74,7 +78,8 @@ def trained(case: Any, noise: str, dp_ranks: range, factor: float = 1.0) -> Mapp
 class Noisy:
     """The subject. `factor` of its loss: any but 1 is a bug."""
 
-    words = {"noise": ("jitter", "gumbel", "normal", "dropout", "function", "seeded", "built", "none"), "steps": 1}
+    drawn = ("jitter", "gumbel", "normal", "dropout", "function", "loader", "seeded", "built", "none")
+    words = {"noise": drawn, "steps": 1}
     cases = ("dp=2",)
 
     def __init__(self, truth: Any, factor: float = 1.0) -> None:
@@ -122,9 +127,9 @@ def test_one_rank_that_draws_what_the_truth_draws_is_right() -> None:
     assert proved(Noisy(quiet), "dp=2 noise=seeded").verdict == "pass"
 
 
-@pytest.mark.parametrize("noise", ["seeded", "built", "none"])
+@pytest.mark.parametrize("noise", ["seeded", "built", "loader", "none"])
 def test_a_bug_beside_equal_numbers_keeps_its_own_cause(noise: str) -> None:
-    result = proved(Noisy(same, factor=2.0), f"dp=2 noise={noise}")
+    result = proved(Noisy(quiet if noise == "loader" else same, factor=2.0), f"dp=2 noise={noise}")
     causes = {cause.id for one in result.diagnoses.values() if one for cause in one.causes}
     assert result.verdict == "fail" and causes and "other_numbers" not in causes
 
