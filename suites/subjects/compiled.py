@@ -3,8 +3,8 @@
 shardproof run "dp=3 data=fsdp2 compile=aot_eager" --subject shardproof.suites.subjects.compiled:subject
 
 Every block is compiled by itself before FSDP2 shards it, as in torchtitan; DDP is compiled from outside, so that its
-buckets cut the graph. compile=none is the same code as it is written. Collectives of a block are functional ones, so
-that they are in its graph. inductor needs a C++ compiler.
+buckets cut the graph. compile=none is the same code as it is written. Collectives of a block are in its graph.
+inductor needs a C++ compiler.
 """
 
 import shutil
@@ -12,7 +12,6 @@ import shutil
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,15 +21,21 @@ INNER, TOKENS, ROWS = 12, 5, 3
 SPLIT = {"up.weight": 0, "up.bias": 0, "down.weight": 1}  # the dim that tp splits
 
 
+def all_reduce(x, group):
+    x = x.clone()
+    dist.all_reduce(x, group=group)
+    return x
+
+
 class Summed(torch.autograd.Function):  # a sum over tp where a block ends, and of gradients where it begins
     @staticmethod
     def forward(ctx, x, group, backward):
         ctx.group, ctx.backward = group, backward
-        return x.view_as(x) if backward else all_reduce(x, "sum", group)
+        return x.view_as(x) if backward else all_reduce(x, group)
 
     @staticmethod
     def backward(ctx, gradient):
-        return all_reduce(gradient.contiguous(), "sum", ctx.group) if ctx.backward else gradient, None, None
+        return all_reduce(gradient.contiguous(), ctx.group) if ctx.backward else gradient, None, None
 
 
 class Block(nn.Module):
