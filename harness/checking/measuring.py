@@ -58,8 +58,8 @@ def _measure_tensor(run: RecordedRun, truth: Truth, name: str, kind: float, summ
     amplified: Sequence[Numbers] = [control[name] for control in truth.controls.amplified if name in control]
     if moved is not None and moved.value is not None:
         value, true, controls, amplified = moved.value, moved.truth, moved.controls, moved.amplified
-        stored = _unless_zero(moved.stored)
-        begun = _unless_zero(moved.begun)
+        stored = unless_zero(moved.stored)
+        begun = unless_zero(moved.begun)
         slack = begun if slack is None else slack if begun is None else compute(torch.add, slack, begun)
     states = kind_of(name) in NUMERIC_KINDS["update"]
     return measure(
@@ -206,7 +206,8 @@ def movement_of(run: RecordedRun, truth: Truth, name: str) -> Movement | None:
     )
 
 
-def _unless_zero(numbers: Numbers | None) -> Numbers | None:
+def unless_zero(numbers: Numbers | None) -> Numbers | None:
+    """The numbers; None where each of them is 0."""
     return numbers if numbers is not None and any(bool(block.any()) for block in blocks_of(numbers)) else None
 
 

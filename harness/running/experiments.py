@@ -87,6 +87,7 @@ def look_for_words(
             verdicts |= found
     except KeyboardInterrupt:
         store.notes.append(STOPPED)
+        return verdicts
     if request.when_s and request.engine in ENGINES:  # the process was ended before it came to these
         late = When(kind=WhenKind.NOT_SEARCHED)
         left = {case_text(one.case): _with_when(one, late) for one in failures if case_text(one.case) not in verdicts}

@@ -68,12 +68,13 @@ _SURE = 0.2
 class Controlled:
     """A floating-point truth, the least rms by which errors from it are scaled, and how far control `runs` are from it.
 
-    For large tensors: what their control runs gave needs not be kept.
+    For large tensors: what their control runs gave needs not be kept. `unstored`: the same without what storing rounds.
     """
 
     true: TruthTensor
     least: float
     runs: tuple[Distance, ...] = ()
+    unstored: tuple[Distance, ...] = ()
 
     @classmethod
     def of(cls, truth: Numbers, kind: float) -> "Controlled":
@@ -82,9 +83,10 @@ class Controlled:
         return cls(true=true, least=least_rms(true, kind) if math.isfinite(true.largest) else 0.0)
 
     def against(self, controls: Sequence[Numbers], stored: Numbers | None = None) -> "Controlled":
-        """Compare these control runs too, tensors of its shape, without what storing rounds."""
-        found = [distance_from(control, self.true, self.least, slack=stored) for control in controls]
-        return replace(self, runs=(*self.runs, *found))
+        """Compare these control runs too, tensors of its shape; `stored`: what storing rounds of each element."""
+        found = [distance_from(control, self.true, self.least) for control in controls]
+        off = [] if stored is None else [distance_from(run, self.true, self.least, slack=stored) for run in controls]
+        return replace(self, runs=(*self.runs, *found), unstored=(*self.unstored, *(off or found)))
 
 
 def least_rms(true: TruthTensor, kind: float) -> float:
@@ -138,8 +140,10 @@ def measure(
     own, ceiling = own_share(kept or dtype), CEILING if lower or dtype != "float64" else FLOAT64_CEILING
     theory = Distance(frobenius=summed, peak=summed * FLOOR_EPSILONS["peak"] / FLOOR_EPSILONS["frobenius"])
 
+    known = begun.against(controls, stored)
+
     def allow(stored: Numbers | None) -> Distance:
-        runs = (*begun.against(controls, stored).runs, theory)
+        runs = (*(known.runs if stored is None else known.unstored), theory)
         bound = [distance_from(run, true, least, slack=stored) for run in amplified]
         flipped = [compute(torch.add, truth, flip) for flip in relu_flips]
         return _allowed_distance(dtype, kept or dtype, true, runs, bound, flipped, least)

@@ -27,7 +27,7 @@ from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS, is_state, 
 from shardproof.harness.checking.measures.many_tensors import Numbers
 from shardproof.harness.checking.measures.measured import Measured
 from shardproof.harness.checking.measures.tolerance import CONTROL_FACTOR, FLOAT64_CEILING, Controlled
-from shardproof.harness.checking.measuring import compare_with_truth, movement_of, sizes_of
+from shardproof.harness.checking.measuring import compare_with_truth, movement_of, sizes_of, unless_zero
 from shardproof.harness.checking.records import Evidence, RecordedRun, Truth
 from shardproof.harness.running.trials.law_runs import with_first_forward
 from shardproof.harness.running.trials.lower_precision import (
@@ -163,7 +163,7 @@ def shed_large_controls(trial: Trial, run: RecordedRun, truth: Truth) -> Truth:
         true: Numbers = truth.tensors[name] if moved is None else moved.truth
         found = [control[name] for control in runs if name in control] if moved is None else moved.controls
         known = distances.get(name) or Controlled.of(true, kinds.get(kind_of(name), 0.0))
-        distances[name] = known.against(found)
+        distances[name] = known.against(found, None if moved is None else unless_zero(moved.stored))
     for asked in [asked for asked in trial.known if asked[0] == trial.reference.control]:
         del trial.known[asked]
     kept = tuple({name: control[name] for name in control if name not in names} for control in runs)

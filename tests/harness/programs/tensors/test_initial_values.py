@@ -13,6 +13,8 @@ from shardproof.harness.programs.tensors.names import ModulePath, NamedParameter
 from shardproof.harness.programs.values import write_about
 from tests.harness.parity.toy_launches import Rank
 
+pytest.importorskip("safetensors", reason="needs safetensors")
+
 FULL = torch.arange(24.0).reshape(4, 6)
 
 
