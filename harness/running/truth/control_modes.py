@@ -22,8 +22,9 @@ otherwise where no control run does. So AMPLIFIED runs move results by CONTROL_F
 whatever such an error may turn, they turn often.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -46,6 +47,33 @@ AMPLIFIED = (-2, -3, -4, -5, -6, -7)
 aten = torch.ops.aten
 
 
+class _AttentionKernels:
+    """torch's choice of kernels of attention is one of the whole process: the first rank to need another sets it, and
+    the last one restores it. Each restoring what it found would leave what other ranks had set.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._inside, self._choice = threading.Lock(), 0, ExitStack()
+
+    @contextmanager
+    def choose(self, kernels: list[SDPBackend]) -> Iterator[None]:
+        """In it, attention takes one of these kernels."""
+        with self._lock:
+            if not self._inside:
+                self._choice.enter_context(sdpa_kernel(kernels))
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._inside -= 1
+                if not self._inside:
+                    self._choice.close()
+
+
+_KERNELS = _AttentionKernels()
+
+
 @contextmanager
 def partial_sums(
     parts: int, units: Mapping[torch.dtype, float] | None = None, *, inputs: bool = True
@@ -61,7 +89,7 @@ def partial_sums(
         factor = CONTROL_FACTOR if parts in AMPLIFIED else 1.0
         moves = {kind: factor * unit for kind, unit in {**_OWN, **(units or {})}.items()}
         mode = RandomRounding(moves, seed=-parts, inputs=inputs or parts in PERTURBED)
-    with sdpa_kernel(kernels), mode:
+    with _KERNELS.choose(kernels), mode:
         yield mode
 
 

@@ -65,6 +65,7 @@ by_hand.truth = f"{HERE}:by_rows tp=3 dp={{tp}}"  # type: ignore[attr-defined]
 def test_two_programs_in_other_layouts_agree_where_both_are_right(engine: InprocEngine, case: str) -> None:
     result = proved(by_hand, case, engine)
     assert failed(result) == set()
+    assert torch.backends.cuda.flash_sdp_enabled(), "kernels that control runs choose on all ranks are so no longer"
     assert result.evidence is not None
     known = result.evidence.truth.initial  # of the parts that the ranks of the truth hold
     assert torch.equal(known["w"], weight_of(case_of(case, resolve_subject(by_hand)).but(dtype="float64")))
