@@ -133,14 +133,12 @@ def measure(
     """
     if isinstance(truth, Tensor) and not truth.is_floating_point() and not truth.is_complex():
         return _measure_whole(name, *map(whole_of, (value, truth)), *(map(whole_of, c) for c in (controls, amplified)))
-    begun = controlled or Controlled.of(truth, kind)
-    true, least = begun.true, begun.least
+    known = (controlled or Controlled.of(truth, kind)).against(controls, stored)
+    true, least = known.true, known.least
     if true.largest == 0 == least and not relu_flips and slack is None and stored is None:
         return _beside_zeros(name, value, controls)
     own, ceiling = own_share(kept or dtype), CEILING if lower or dtype != "float64" else FLOAT64_CEILING
     theory = Distance(frobenius=summed, peak=summed * FLOOR_EPSILONS["peak"] / FLOOR_EPSILONS["frobenius"])
-
-    known = begun.against(controls, stored)
 
     def allow(stored: Numbers | None) -> Distance:
         runs = (*(known.runs if stored is None else known.unstored), theory)
