@@ -5,6 +5,7 @@ layout of its own. Its words are those of its case; {tp} among them is the word 
 """
 
 import functools
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -75,7 +76,8 @@ class OnRanks:
             raise ValueError("it has cases of shardproof's decoder, which has a dense model")
         shared = {key: value for key, value in case.words().items() if key in dict(known.words)}
         shared |= {axis: 1 for axis in (*AXES, *EXPERT_AXES) if axis in dict(known.words)}
-        return known.parse(self.words.format_map(case.text_by_word), shared)
+        # No format string: that would look up attributes of what it is given.
+        return known.parse(re.sub(r"\{(\w+)\}", lambda name: case.text_by_word[name[1]], self.words), shared)
 
 
 def refusal(case: CaseLike, subject: NamedSubject) -> str:

@@ -124,6 +124,8 @@ DTYPE = "float32"
 """Dtype that is compared with float64: the roundings of a 16-bit case would hide another function."""
 _LATER = {kind for check, kinds in NUMERIC_KINDS.items() if check not in ("forward", "activations") for kind in kinds}
 """Kinds of names that are no numbers of a forward."""
+_UNSEEN = epsilon(DTYPE) ** 0.5
+"""What is allowed where no operator of a truth is seen, as of numpy: rounding takes less than half of the digits."""
 _MANY = 16
 """Elements of a tensor of which some may differ and not most."""
 
@@ -153,13 +155,16 @@ def with_first_forward(trial: Trial, truth: Truth) -> Truth:
     gaps = {name: distance(run[name], true[name]).frobenius for name in true if true[name].any()}
     theory = CONTROL_FACTOR * _theory(truth.tensors)
     allowed = dict.fromkeys(gaps, max(FLOOR_EPSILONS["peak"] * epsilon(DTYPE), theory))
+    moved = 0.0
     for parts in PERTURBED:
         if all(gaps[name] <= allowed[name] for name in gaps):
             break
         other = _lower(trial, parts=parts)
         for name in gaps:
             between = distance(other[name], run[name]).frobenius if _fits(other, name, true) else math.inf
-            allowed[name] = max(allowed[name], LEAP * between)
+            allowed[name], moved = max(allowed[name], LEAP * between), max(moved, between)
+    else:
+        allowed = {name: max(limit, 0.0 if moved else _UNSEEN) for name, limit in allowed.items()}
     off = [name for name in gaps if gaps[name] > allowed[name]]
     if not gaps or any(not _mostly(run[name], true[name], allowed[name]) for name in off):
         return truth
