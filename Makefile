@@ -3,14 +3,10 @@ PYTHON ?= python3
 EXTRAS ?= dev
 PYTEST_ARGS ?= -n auto --dist worksteal
 VENV := .venv
-# Tests of our own decoder, its commands and documents: no package of the extra `peers` changes them, so they run without it.
-OWN := tests/harness/predicting tests/parallel/checkpoints/test_saving.py \
-    tests/parallel/data_parallel/test_data_parallel_cases.py tests/parallel/features tests/parallel/schemes \
-    tests/parallel/test_parallel_subject.py tests/project/test_action.py \
-    tests/project/test_documents.py::test_every_block_of_docs_verify_runs_and_prints_what_it_says \
-    tests/project/test_installed.py tests/reference/case tests/reports/commands/test_endings.py \
-    tests/shardproof tests/suites/test_drawing.py \
-    tests/suites/test_mutants.py tests/suites/test_own_words.py
+# What runs again with the extra `peers`: tests that skip where something is missing, and those of folders whose code
+# stands between a program and torch, which packages change. All others are the same with any package.
+AGAIN := $(addprefix tests/harness/,engines processes programs recording threads torch_internals) \
+    $(shell grep -rlE 'mark.peers|skipif|importorskip|find_spec' --include='test_*.py' tests)
 BIN := $(VENV)/bin
 comma := ,
 READY := $(VENV)/ready-$(subst $(comma),-,$(EXTRAS))
@@ -21,7 +17,7 @@ run: $(READY)            ## every mode on 2 to 8 CPU ranks against the dense mod
 	$(BIN)/shardproof run
 
 test: $(READY) lint      ## style, types, import directions, then the whole suite
-	$(BIN)/pytest $(PYTEST_ARGS) $(if $(findstring peers,$(EXTRAS)),$(OWN:%=--deselect=%)) --junitxml=$(VENV)/tests.xml
+	$(BIN)/pytest $(PYTEST_ARGS) $(if $(findstring peers,$(EXTRAS)),$(AGAIN)) --junitxml=$(VENV)/tests.xml
 
 lint: $(READY)
 	$(BIN)/ruff check .
