@@ -2,11 +2,9 @@
 PYTHON ?= python3
 EXTRAS ?= dev
 PYTEST_ARGS ?= -n auto --dist worksteal
+# The tests.xml of an environment with less: what has run there runs again only where packages can change it.
+AFTER ?=
 VENV := .venv
-# What runs again with the extra `peers`: tests that skip where something is missing, and those of folders whose code
-# stands between a program and torch, which packages change. All others are the same with any package.
-AGAIN := $(addprefix tests/harness/,engines processes programs recording threads torch_internals) \
-    $(shell grep -rlE 'mark.peers|skipif|importorskip|find_spec' --include='test_*.py' tests)
 BIN := $(VENV)/bin
 comma := ,
 READY := $(VENV)/ready-$(subst $(comma),-,$(EXTRAS))
@@ -17,7 +15,7 @@ run: $(READY)            ## every mode on 2 to 8 CPU ranks against the dense mod
 	$(BIN)/shardproof run
 
 test: $(READY) lint      ## style, types, import directions, then the whole suite
-	$(BIN)/pytest $(PYTEST_ARGS) $(if $(findstring peers,$(EXTRAS)),$(AGAIN)) --junitxml=$(VENV)/tests.xml
+	$(BIN)/pytest $(PYTEST_ARGS) $(AFTER:%=--after=%) --junitxml=$(VENV)/tests.xml
 
 lint: $(READY)
 	$(BIN)/ruff check .
