@@ -148,9 +148,8 @@ def test_a_truth_may_force_the_experts_that_ranks_chose_and_the_verdict_says_so(
 
     subject.words = {"steps": (1,), "off": 0.0}  # type: ignore[attr-defined]
     subject.truth = lambda case, device: routed(case.but(off=1e-3), device)  # type: ignore[attr-defined]
-    assert "routing" in contradicted(proved(subject, "tp=2", engine, explain=False)), (
-        "without it a near tie is another model"
-    )
+    alone = proved(subject, "tp=2", engine, explain=False)
+    assert "routing" in contradicted(alone), "without it a near tie is another model"
     subject.truth = lambda case, device, routing: routed(case.but(off=1e-13), device, routing)  # type: ignore[attr-defined]
     result = proved(subject, "tp=2", engine)
     assert failed(result) == set()
