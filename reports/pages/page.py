@@ -130,7 +130,7 @@ def _parts_of_template(run: Run) -> dict[str, object]:
         "remarks": unchecked_notes(run),
         "command": _command_of_run(run.env),
         **_plot_growth(run),
-        "pictures": _draw_traces(program.get("frames", {})),
+        "pictures": list(draw_pictures(program["frames"])) if program.get("frames") else [],
         "traffic": program["traffic"] if program else [*_traffic_tables(run), *witness_tables(run.path)],
         "cases": [] if program else _case_tables(run),
         "stated": [] if program else _stated_calls(run),
@@ -164,13 +164,6 @@ def _plot_growth(run: Run) -> dict[str, object]:
     svg = plots.break_even(sizes, find_crossings(sizes), "Bytes against tokens")
     caption = "Wire bytes of one rank in the layers, a micro-batch; all-to-alls, embedding and head left out."
     return {"plots": [_Plot(svg=Markup(svg), caption=caption)], "break_even": table}
-
-
-def _draw_traces(frames: dict[str, pd.DataFrame]) -> list[_Plot]:
-    """The pictures of a job's traces."""
-    if not frames:
-        return []
-    return [_Plot(svg=Markup(one.svg), caption=f"{one.title}. {one.caption}") for one in draw_pictures(frames)]
 
 
 def _plot_pipelines(run: Run) -> list[_Plot]:
