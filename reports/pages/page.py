@@ -30,6 +30,7 @@ from shardproof.reports.printing.experts import expert_tables
 from shardproof.reports.printing.text_tables import Table
 from shardproof.reports.printing.witnesses import witness_tables
 from shardproof.reports.stored import summary
+from shardproof.reports.stored.failures import open_checks
 from shardproof.reports.stored.frames import Run
 from shardproof.reports.stored.tables import csv_table
 from shardproof.reports.stored.unchecked import unchecked_notes
@@ -123,7 +124,7 @@ def _parts_of_template(run: Run) -> dict[str, object]:
         "few": text_tables.MOST_CASES,
         "phases": [(phase, colour) for phase, colour in drawings.PHASE_COLOURS.items() if phase in used],
         "failures": opening.group_failures(run),
-        "open": [one for one in run.records if one.verdict == UNKNOWN and one.statement],
+        "open": [one for one in open_checks(run.records) if one.verdict == UNKNOWN and any(one.lines)],
         "most_messages": _MOST_MESSAGES,
         "turns": run.env.get("request", {}).get("engine") == _TURNS,
         "notes": run.notes,
