@@ -10,7 +10,8 @@ long as that holds more pairs for its cost (AETG: Cohen et al., IEEE TSE 23, 199
 taken out and found anew, and single words are changed. A change that costs less and loses no pair is kept. For the
 second half of the time words are changed so that the cases hold more triples of values, at the same cost: of words that
 one file of `parallel` reads (`bench.read_together`), and of two such words in a long case. The list is written to
-`reference/case/default_cases.txt`, from which another call goes on. A value that needs several others which no line
+`reference/case/default_cases.txt`, from which another call goes on. Rules propose one word at a time. Where they lead
+nowhere, two values are joined with all words that either needs in a known case. A value that needs others which no line
 has: write a line with all of them first.
 """
 
@@ -20,6 +21,7 @@ import math
 import random
 import time
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,8 +33,10 @@ from shardproof.reference.case.domains import Problem, Words, problem_of, repair
 
 Matrix = NDArray[np.bool_]
 """Of two levels each: whether a case holds both, or whether that is wanted."""
-_NEAR, _TAKEN_OUT, _STARTS, _TRIED = 80, 7, 4, 14
-"""Cases near which a pair is looked for, cases found anew at a time, cases to start from, changes of each."""
+_NEAR, _TAKEN_OUT, _STARTS, _TRIED, _HOLDING = 80, 7, 4, 14, 4
+"""Cases near which a pair is looked for, cases found anew at a time, cases to start from, changes of each, and cases of
+a value in which it is looked for what the value needs.
+"""
 _TRIPLES_A_SECOND, _CHANGES = 200, 2000
 """Triples that a second of a case must hold, and changes for triples that are tried at a time."""
 _AXES = tuple(Case().mesh)
@@ -70,6 +74,34 @@ def cost(words: Words) -> float:
 def is_long(words: Words) -> bool:
     """Whether what a step leaves behind meets another one, in the same layer and behind it."""
     return bool(words["layers"] > 1 and words["steps"] > max(1, words["parity"]))
+
+
+def needed_with(words: Words, word: str) -> Words:
+    """The words of a legal case that cannot be plain, one after the other, while this word is as it is."""
+    plain, needed, before = words_of(Case()), dict(words), dict[str, Any]()
+    while needed != before:  # what another word kept may become plain once that one is
+        before = dict(needed)
+        for other in sorted(plain, key=lambda each: each in _LENGTHS):  # what lengths are for goes first
+            if other != word and needed[other] != plain[other]:
+                less = {**needed, other: plain[other]}
+                needed = needed if problem_of(less) else less
+    return {other: value for other, value in needed.items() if value != plain[other] and other not in (word, *NUMBERS)}
+
+
+def join_needs(fixed: Words, known: Sequence[Words]) -> Words | None:
+    """The values of `fixed` with all words that each needs in a known case, None where these contradict each other."""
+    joined: Words = {}
+    plain = words_of(Case())
+    for word, value in fixed.items():
+        holding = [words for words in known if words[word] == value]
+        holding.sort(key=lambda words: sum(words[each] != plain[each] for each in plain))
+        every = [needed_with(words, word) for words in holding[:_HOLDING]]
+        for other, needs in min(every, key=len, default={}).items():
+            longest = max(needs, joined.get(other, needs)) if other in _LENGTHS else needs
+            if other not in _LENGTHS and {joined.get(other, needs), fixed.get(other, needs)} != {needs}:
+                return None
+            joined[other] = longest
+    return {**joined, **fixed}
 
 
 def _problem(words: Words) -> Problem:
@@ -164,7 +196,8 @@ class Search:
         self.values = {**self.pairs.domains, **_LENGTHS}
         self.wanted = self._union([*known, *kept])
         for one, other in np.argwhere(np.triu(self.pairs.kinds)):
-            if not self.wanted[one, other] and (found := self._near(self.pairs.words(one, other))):
+            fixed = self.pairs.words(one, other)
+            if not self.wanted[one, other] and (found := self._near(fixed) or self._joined(fixed)):
                 self.known.append(found)
                 self.wanted |= self.pairs.pairs_of(found)
         for place, (word, mode) in enumerate(self.pairs.levels):  # a mode that splits something is that mode
@@ -192,6 +225,13 @@ class Search:
     def _near(self, fixed: Words) -> Words | None:
         sources = self.random.sample(self.known, min(_NEAR, len(self.known)))
         return next(filter(None, (self.propose_case(words, fixed) for words in sources)), None)
+
+    def _joined(self, fixed: Words) -> Words | None:
+        """The plainest case with these values and all that they need."""
+        needs = join_needs(fixed, self.known)
+        plain = {**words_of(Case()), **NUMBERS}
+        starts = ({**plain, **needs, "micro": needs.get("micro", count)} for count in (1, 3)) if needs else ()
+        return next(filter(None, (self.propose_case(words, fixed) for words in starts)), None)
 
     def worth(self, words: Words, missing: NDArray[np.float32]) -> float:
         """How many missing pairs a case holds for what it costs."""

@@ -89,7 +89,8 @@ def _log_choose(n: int, k: int) -> float:
 
 
 KIND = "mask"
-_SHARES = ".shares"
+SHARES = ".shares"
+"""End of the names of masks that drop shares of attention in a module."""
 _ALL_PAIRS = 8
 """Ranks up to which each is tested with every other one, beyond it with the next one alone."""
 _compared = make_numeric_check("masks")
@@ -147,7 +148,7 @@ def _rate_of_mask(run: RecordedRun, name: str) -> float | None:
     """The share that is dropped there by the words of the case, or as it was drawn; None where neither is known."""
     if run.mask_draws:
         return run.mask_draws.rates[name]
-    rate: float | None = getattr(run.case, "attention_dropout" if name.endswith(_SHARES) else "dropout", None)
+    rate: float | None = getattr(run.case, "attention_dropout" if name.endswith(SHARES) else "dropout", None)
     return rate
 
 

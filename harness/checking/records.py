@@ -23,6 +23,7 @@ from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.measured import Measured
 from shardproof.harness.engines.engine import Unwaited
 from shardproof.harness.ledger import Event
+from shardproof.harness.outcome.blocks import Block
 from shardproof.harness.outcome.merging import Flaw, Merged, Outcomes, match_truth, merge_outcomes
 from shardproof.harness.protocols import Axes, CaseLike, TermLike
 from shardproof.harness.verdicts.facts import Fact, Note
@@ -312,6 +313,7 @@ class Search:
     other_start       a parameter that a rank begins with other values than the truth; None without one
     unsummed          by rank, the sum of squares of its gradients after each that backward added to, before any sum
                       over ranks
+    before_sums       by rank, parameter -> what backward gave to it in the first step, before any sum over ranks
     """
 
     shares: Mapping[str, Tensor] = field(default_factory=dict)
@@ -323,6 +325,7 @@ class Search:
     other_samples: Fact | None = None
     other_start: Fact | None = None
     unsummed: tuple[Tensor, ...] = ()
+    before_sums: tuple[Mapping[str, Block], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

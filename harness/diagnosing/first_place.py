@@ -6,8 +6,8 @@ The kind of the first wrong name in the order of training (`causes.places.order_
     logits/s       another micro-batch than the captured one, or step s
     loss/s         between logits and loss
     act_grad/M     the backward of whoever uses what M returned
-    grad/p         grad_sync, where all gradients are wrong, or several modules' and no sharded one, or p's replicas
-                   differ; else backward. The module is that of the first wrong gradient
+    grad/p         grad_sync, where backward left it right, or all gradients are wrong, or several modules' and no cut
+                   one, or p's replicas differ; else backward. The module is that of the first wrong gradient
     tokens/s, grad_norm/s
                    between the last backward and the optimizer's step, where ranks sum their own
     param/p        the optimizer's step, as the states after a step do (param_after/s/p, exp_avg_after/s/p)
@@ -30,8 +30,10 @@ from shardproof.harness.checking.laws import Broken
 from shardproof.harness.checking.ledger_checks import module_order
 from shardproof.harness.checking.measures.kinds import is_state, kind_of
 from shardproof.harness.checking.records import Calls, Evidence, RecordedRun, Truth
+from shardproof.harness.diagnosing.causes.before_sums import find_summed_axes
 from shardproof.harness.diagnosing.causes.places import held_whole, place_of, update_in_doubt
 from shardproof.harness.diagnosing.coordinates import ranks_in_words
+from shardproof.harness.diagnosing.hypotheses.masks import find_stray_holders
 from shardproof.harness.differences import Difference
 from shardproof.harness.engines.engine import Unwaited
 from shardproof.harness.ledger import BACKWARD, PHASES, Event
@@ -133,12 +135,25 @@ def _shown_by(evidence: Evidence, wrong: Sequence[str]) -> First:
     elif kind == "act_grad":
         region = _user_of(evidence.truth, region)
     elif kind == "grad":
-        phase, region = _gradient_place(evidence.run, evidence.truth, wrong)
+        phase, region, left = _gradient_place(evidence, wrong)
+        ended = (left,) if left else ()
+    elif kind == "mask" and (strays := find_stray_holders(evidence.run, name)):
+        region = _first_module_of(evidence, strays[0], name) or region
     if kind == "param" or is_state(name):
         others = {_NUMBER.sub("", place_of(other, 1).module) for other in wrong}
         region = region if len(others) == 1 else ""  # the same module of several layers is that module
     beside = (ranks_in_words(evidence, name), name_surrounding_modules(evidence.run, evidence.truth, name, wrong))
     return First(phase=phase, region=region, step=step, name=name, beside=(*filter(None, beside), *ended))
+
+
+def _first_module_of(evidence: Evidence, rank: int, mask: str) -> str:
+    """The first module that a rank computes, where it drew this mask before all others; "" where that is not known."""
+    outcome = evidence.run.full_outcomes[rank]
+    drawn = next(name for name in outcome if kind_of(name) == "mask")
+    modules = [name.removeprefix("act/") for name in outcome if kind_of(name) == "act"]
+    order = [name.removeprefix("act/") for name in evidence.truth.tensors if kind_of(name) == "act"] or modules
+    leaves = (m for m in order if m in modules and not any(other.startswith(f"{m}.") for other in modules))
+    return next(leaves, "") if drawn == mask else ""
 
 
 def _has_right_parameters(run: RecordedRun, findings: Mapping[str, Finding]) -> bool:
@@ -169,22 +184,30 @@ def _user_of(truth: Truth, module: str) -> str:
     return around if siblings and has_code else following
 
 
-def _gradient_place(run: RecordedRun, truth: Truth, wrong: Sequence[str]) -> tuple[str, str]:
-    """Phase and module of wrong parameter gradients whose activation gradients are all right."""
+def _gradient_place(evidence: Evidence, wrong: Sequence[str]) -> tuple[str, str, str]:
+    """Phase and module of wrong parameter gradients whose activation gradients are all right, and what backward left.
+
+    Where backward left the first one right, what follows is wrong.
+    """
+    run, truth = evidence.run, evidence.truth
     bad = [name for name in wrong if kind_of(name) == "grad"]
+    owner = _owner_of_gradient(run, truth, bad)
+    if (axes := find_summed_axes(evidence, bad[0], bad)) is not None:
+        summed = f"as backward leaves it, its sum over {' and '.join(axes)} is right"
+        return "grad_sync", owner, summed if axes else "as backward leaves it, it is right"
     known = [name for name in run.returned if kind_of(name) == "grad"]
     whole = {name for name in known if held_whole(run, name)}
     torn = {flaw.name for flaw in run.merged.flaws if flaw.kind == "replica conflict"}
     synced_alike = set(bad) <= whole < set(known) and (len({place_of(name, 1).module for name in bad}) > 1)
     synced = len(bad) == len(known) > 1 or synced_alike or bad[0] in torn
-    return "grad_sync" if synced else "backward", _owner_of_gradient(run, truth, bad)
+    return "grad_sync" if synced else "backward", owner, ""
 
 
 def _owner_of_gradient(run: RecordedRun, truth: Truth, bad: Sequence[str]) -> str:
     """The module that computes the first of these gradients, in the order of backward.
 
-    A module without parameters of its own may use those of the first one (a head tied to the embedding). Its addition
-    touches every row, which a lookup of some tokens does not.
+    A module without parameters of its own may use a table of the first one (a head tied to the embedding), which has
+    a row for each of its outputs. Its addition touches every row, which a lookup of some tokens does not.
     """
     modules = [name.removeprefix("act/") for name in truth.tensors if name.startswith("act/")]
     leaves = [module for module in modules if not any(other.startswith(f"{module}.") for other in modules)]
@@ -192,9 +215,12 @@ def _owner_of_gradient(run: RecordedRun, truth: Truth, bad: Sequence[str]) -> st
     lent = [
         name
         for name in bad
-        if leaves and name.startswith(f"grad/{leaves[0]}.") and _is_wrong_everywhere(run, truth, name)
+        if borrowers
+        and name.startswith(f"grad/{leaves[0]}.")
+        and truth.tensors[name].shape[:1] == truth.tensors[f"act/{borrowers[-1]}"].shape[-1:]
+        and _is_wrong_everywhere(run, truth, name)
     ]
-    if borrowers and lent:
+    if lent:
         return borrowers[-1]
     return place_of(bad[0], 1).module
 

@@ -70,12 +70,13 @@ TIERS: tuple[Callable[[Failure], list[Cause]], ...] = (
     calls.over_other_ranks,
     calls.behind_a_check,
     stated.of_checks,
-    # rounding that several ranks alone do, masks of dropout, samples and numbers of one side alone
+    # rounding that several ranks alone do, masks of dropout, samples, numbers and steps of one side alone
     calls.in_lower_precision,
     stated.rounded_on_ranks,
     masks.from_masks,
     stated.guess_wrong_beginnings,
     stated.guess_drawn_numbers,
+    stated.taken_where_skipped,
     # the first wrong module that was found without a declared layout
     _in_first_module,
     # parameters without a gradient, where the first wrong number is made of gradients

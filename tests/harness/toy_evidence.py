@@ -82,7 +82,8 @@ def truth() -> dict[str, Tensor]:
     for kind in ("grad", "param"):
         named |= {f"{kind}/{name}": _random(f"{kind}/{name}", shape) for name, shape in _SHAPES.items()}
     for kind in ("act", "act_grad"):
-        named |= {f"{kind}/{module}": _random(f"{kind}/{module}", (2, 3, 6)) for module in MODULES}
+        widths = {module: 12 if module == "head" else 6 for module in MODULES}  # the head returns logits
+        named |= {f"{kind}/{module}": _random(f"{kind}/{module}", (2, 3, width)) for module, width in widths.items()}
     squares = [tensor.square().sum() for name, tensor in named.items() if name.startswith("grad/")]
     return named | {"grad_norm/0": torch.stack(squares).sum().sqrt()}
 

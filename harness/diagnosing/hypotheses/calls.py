@@ -47,7 +47,8 @@ def behind_a_check(failure: Failure) -> list[Cause]:
         return []
     unwaited = failure.evidence.run.calls.unwaited
     from_there = [bool(parted.caller) and work.caller.startswith(parted.caller) for work in unwaited]
-    lost = check == "waits" and parted.kind == "extra" and bool(from_there) and all(from_there)
+    unexpected = parted.kind in ("extra", "wrong")
+    lost = check == "waits" and unexpected and bool(from_there) and all(from_there)
     cause = _blame_difference(parted)
     return [cause] if lost or (check == "merge" and failure.call_first and cause.id == "wrong_group") else []
 

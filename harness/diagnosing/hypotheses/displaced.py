@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from shardproof.harness.checking.measures.kinds import kind_of
+from shardproof.harness.checking.measures.kinds import is_state, kind_of
 from shardproof.harness.checking.records import RecordedRun, Truth
 from shardproof.harness.diagnosing.causes.cause import Cause, claim_cause
 from shardproof.harness.diagnosing.causes.hypothesis import LATER, STATE, VALUES, Failure, Hypothesis, of_values
@@ -89,7 +89,16 @@ def _stale_norm(failure: Failure) -> list[Cause]:
     return from_patterns(value, truth.tensors[name], {}, _other_steps(truth, name), name)
 
 
+def _zero_state(failure: Failure) -> list[Cause]:
+    """Whether the first wrong state after a step is zero throughout."""
+    value, name = failure.value, failure.first
+    if value is None or not is_state(name) or bool(value.any()):
+        return []
+    return from_patterns(value, failure.evidence.truth.tensors[name], {}, {}, name)
+
+
 HYPOTHESES = (
+    Hypothesis(predicts="a state that is zero throughout", causes=_zero_state, kinds=frozenset({STATE})),
     Hypothesis(
         predicts="the right numbers in other places, those of another step, or zero",
         causes=of_values(lambda evidence, names: in_other_places(evidence.run, evidence.truth, names[0])),

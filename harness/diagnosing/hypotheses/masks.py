@@ -1,11 +1,13 @@
 """Why masks of dropout that ranks drew themselves are wrong, where the masks leave no doubt.
 
 Ranks that hold different shards over an axis drop by one mask. Or replicas drop by masks that are independent of each
-other (exact test), not by similar ones. Or backward drops by another mask than forward.
+other (exact test), not by similar ones. Or a rank drops by the mask of a module that other ranks compute. Or backward
+drops by another mask than forward.
 
 Sources: Megatron-LM #1256 (sequence parallelism from the default one), #4828 (context ranks); bugs.md B-100 to B-104.
 """
 
+import itertools
 from collections.abc import Iterator
 from itertools import combinations
 
@@ -15,15 +17,17 @@ from torch import Tensor
 from shardproof.harness.checking.mask_checks import (
     ALARM,
     KIND,
+    SHARES,
     flatten_blocks,
     holders_of_mask,
     hypergeometric,
     same_samples,
 )
 from shardproof.harness.checking.measures.kinds import kind_of
-from shardproof.harness.checking.records import Claims, RecordedRun
+from shardproof.harness.checking.records import Claims, Evidence, RecordedRun
 from shardproof.harness.diagnosing.causes.cause import Cause, report_cause
 from shardproof.harness.diagnosing.causes.hypothesis import Failure
+from shardproof.harness.mesh_axes import PIPELINE, place_of_rank
 from shardproof.harness.verdicts.facts import state_fact
 from shardproof.harness.verdicts.verdict import FAIL
 
@@ -43,7 +47,24 @@ def from_masks(failure: Failure) -> list[Cause]:
     truth = evidence.truth
     if not first or not (truth.unmergeable or any(kind_of(name) == KIND for name in truth.from_ranks)):
         return []
-    return (list(_one_stream(evidence.run, evidence.claims, first)) or list(_own_streams(evidence.run, first)))[:1]
+    if strays := find_stray_holders(evidence.run, first):
+        fact = state_fact("mask_of_other", module=site_of_mask(first), ranks=strays)
+        return [report_cause("other_numbers", fact, strays)]
+    streams = itertools.chain(_one_stream(evidence.run, evidence.claims, first), _own_streams(evidence, first))
+    return list(itertools.islice(streams, 1))
+
+
+def site_of_mask(name: str) -> str:
+    """The module that drops by this mask."""
+    return name.split("/", 2)[-1].removesuffix(SHARES)
+
+
+def find_stray_holders(run: RecordedRun, name: str) -> list[int]:
+    """Ranks that drew a mask of a module which returned something on other ranks alone."""
+    by_rank, output = run.full_outcomes, f"act/{site_of_mask(name)}"
+    computing = [rank for rank, outcome in enumerate(by_rank) if outcome.get(output)]
+    holding = [rank for rank, outcome in enumerate(by_rank) if outcome.get(name)]
+    return [rank for rank in holding if computing and rank not in computing]
 
 
 def _one_stream(run: RecordedRun, claims: Claims, name: str) -> Iterator[Cause]:
@@ -60,13 +81,14 @@ def _one_stream(run: RecordedRun, claims: Claims, name: str) -> Iterator[Cause]:
             yield report_cause("other_numbers", state_fact("one_mask", ranks=groups[0], axis=axis), pairs)
 
 
-def _own_streams(run: RecordedRun, name: str) -> Iterator[Cause]:
-    """Replicas whose masks are as unlike as those of different streams."""
+def _own_streams(evidence: Evidence, name: str) -> Iterator[Cause]:
+    """Replicas, which no two stages of a pipeline are, whose masks are as unlike as those of different streams."""
     by_region: dict[tuple[object, ...], list[tuple[int, Tensor]]] = {}
-    for rank, outcome in enumerate(run.full_outcomes):
+    for rank, outcome in enumerate(evidence.run.full_outcomes):
         if outcome.get(name):
             place = tuple(block.region for block in outcome[name])
-            by_region.setdefault(place, []).append((rank, flatten_blocks(outcome[name])))
+            stage = place_of_rank(evidence.claims.axes, PIPELINE, rank)
+            by_region.setdefault((stage, place), []).append((rank, flatten_blocks(outcome[name])))
     for copies in by_region.values():
         unlike = [(rank, mask) for rank, mask in copies if not torch.equal(mask, copies[0][1])]
         if unlike and all(_are_independent(copies[0][1], mask) for _, mask in unlike):

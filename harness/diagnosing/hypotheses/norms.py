@@ -93,7 +93,8 @@ def _counted_otherwise(
     """Norms in which gradients are counted otherwise: (fact, norm).
 
     A group of gradients is left out, counted once a rank of an axis, divided by these ranks, or counted twice. Or the
-    norm is that of one rank's parts, or of all that ranks of an axis hold, replicas and all.
+    norm is that of one rank's parts, or of all that ranks of an axis hold, replicas and all. Or norms of two groups are
+    added in place of their squares.
     """
     axes = split_axes(evidence.run.case)
     world = {} if evidence.run.case.world_size in axes.values() else {"all ranks": evidence.run.case.world_size}
@@ -110,6 +111,7 @@ def _counted_otherwise(
         if len(names) < len(squares):
             yield state_fact("left_out_of_norm", what=what), math.sqrt(max(total - square, 0.0))
             yield state_fact("counted_twice", what=what), math.sqrt(total + square)
+            yield state_fact("norms_added", what=what), math.sqrt(square) + math.sqrt(max(total - square, 0.0))
     for axis in (*axes, *world):
         ranks = evidence.claims.axes[axis][0] if axis in axes else tuple(own)
         yield state_fact("counts_replicas", axis=axis), math.hypot(*(own[r] for r in ranks if r in own))
@@ -136,6 +138,9 @@ def _groups_of_gradients(evidence: Evidence, names: Sequence[str]) -> dict[str, 
     for name in names:
         groups.setdefault(re.sub(r"\.\d+\.", ".*.", name), set()).add(name)
         groups.setdefault(f"every {name.rpartition('.')[2]}", set()).add(name)
+        for module in name.removeprefix("grad/").split(".")[:-1]:  # all experts, all attention
+            if not module.isdigit():
+                groups.setdefault(f"everything in {module}", set()).add(name)
     vectors = {name for name in names if evidence.truth.tensors[name].dim() < 2}
     groups |= {"every vector (norms and biases)": vectors, "every matrix": {*names} - vectors}
     groups |= {"every vector that is split over ranks": vectors - whole, "every vector held whole": vectors & whole}

@@ -46,6 +46,7 @@ def from_patterns(
         _guess_moved_parts(x, t, axes, is_guess),
         _guess_flat_parts(t, axes, is_guess),
         _guess_transposed_dims(t, is_guess),
+        _guess_parts_apart(x, t, is_guess),
     )
     return list(itertools.islice(itertools.chain(zero, _guess_stale_values(x, t, others, is_guess), *moved), 1))
 
@@ -131,6 +132,26 @@ def _guess_flat_parts(t: Tensor, axes: Mapping[str, int], is_guess: _Guess) -> I
                 scattered = blocks.reshape(parts.shape).movedim(1, dim + 1).flatten(dim + 1, dim + 2).flatten(0, 1)
                 for guess in (parts.reshape(t.shape), scattered):
                     yield from claim_cause("permuted", flat, is_guess(guess=guess, fitted=1))
+
+
+def _guess_parts_apart(x: Tensor, t: Tensor, is_guess: _Guess) -> Iterator[Cause]:
+    """Rows or columns in their right order, with zeros between them, so that the last ones have no place.
+
+    So are parts that were padded to one width and put together with their padding.
+    """
+    for dim in range(t.dim()):
+        mine, theirs = (y.movedim(dim, 0).reshape(t.shape[dim], -1) for y in (x, t))
+        kept = mine.any(1).nonzero().flatten()
+        if not len(kept) or len(kept) == len(mine):
+            continue
+        guess = torch.zeros_like(mine)
+        guess[kept] = theirs[: len(kept)]
+        first = int((kept != torch.arange(len(kept))).nonzero()[0]) if int(kept[-1]) >= len(kept) else 0
+        place, lost = int(kept[first]), len(mine) - len(kept)
+        if place > first:
+            fact = state_fact("parts_moved", dim=dim, place=place, source=first, lost=lost)
+            moved = guess.reshape(t.movedim(dim, 0).shape).movedim(0, dim)
+            yield from claim_cause("other_part", fact, is_guess(guess=moved))
 
 
 def _find_order(x: Tensor, t: Tensor, dim: int, width: int) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping
 
+from shardproof.harness.checking.measures.kinds import never_made, step_of
 from shardproof.harness.diagnosing.causes.cause import Cause, report_cause
 from shardproof.harness.diagnosing.causes.hypothesis import Failure
 from shardproof.harness.diagnosing.causes.places import blocks_of
@@ -66,6 +67,13 @@ def rounded_on_ranks(failure: Failure) -> list[Cause]:
     lower = failure.evidence.search.low_precision_op
     fact = state_fact("rounded_on_ranks", lower=lower, dtype=failure.evidence.run.case.dtype)
     return [report_cause("shorter_dtype", fact, lower)] if lower else []
+
+
+def taken_where_skipped(failure: Failure) -> list[Cause]:
+    """States that the optimizer made in a step that the truth skips, where they come before any wrong number."""
+    evidence, first = failure.evidence, next(iter(failure.wrong), "")
+    made = never_made(evidence.truth.tensors, evidence.run.returned)
+    return [report_cause("stated", state_fact("step_taken", step=step_of(first)), made)] if first in made else []
 
 
 def guess_wrong_beginnings(failure: Failure) -> list[Cause]:

@@ -30,6 +30,8 @@ LEFT = 1e-2
 """Share of what is wrong in a step that its cause may leave of it."""
 LOOSE = 1e-6
 """Share of its own movement that Adam may have made of rounding in an element that is still looked at."""
+_OF_NORM = 1e-3
+"""A factor is that of a norm within this share: clipping adds a small number to the norm."""
 _MOMENTS = {"exp_avg": "mean of gradients", "exp_avg_sq": "mean of squared gradients"}
 
 
@@ -167,6 +169,8 @@ def _guess_moments(failure: Failure) -> list[Cause]:
     if not proofs:
         return []
     if (factor := gradient_factor(evidence, wrong, step)) is not None:
+        if _follows_from_norm(failure, factor):
+            return []
         names = [name.rpartition("/")[2] for name in next(iter(states.values())).states]
         first = [f"{kind}_after/0/{name}" for kind in _MOMENTS for name in names]
         measure = partial(gradient_factor, wrong=first, step=0)
@@ -184,6 +188,8 @@ def _guess_updates(failure: Failure) -> list[Cause]:
     if state is None or any(_find_wrong_states(failure, kind) for kind in _MOMENTS):
         return []
     if (factor := find_multiple(state.got, state.right)) is not None:
+        if _follows_from_norm(failure, factor):
+            return []
         proof = _explain_state(state, state.got, state.right, factor * state.right)
         measure = partial(_factor_of_updates, names=[name.rpartition("/")[2] for name in state.states])
         return meaning_of(failure.evidence, factor, "updates", NEAR, measure, lambda _: (proof,), step)
@@ -203,6 +209,15 @@ def _right_norm(failure: Failure) -> bool:
     return norm in failure.evidence.run.tensors and norm not in failure.wrong
 
 
+def _follows_from_norm(failure: Failure, factor: float) -> bool:
+    """Whether gradients are clipped to this share of themselves because their norm is wrong by as much."""
+    name = f"grad_norm/{_first_wrong_step(failure)}"
+    value, true = failure.evidence.run.tensors.get(name), failure.evidence.truth.tensors.get(name)
+    if value is None or true is None or name not in failure.wrong:
+        return False
+    return math.isclose(float(true), factor * float(value), rel_tol=_OF_NORM)
+
+
 def _factor_of_updates(other: Evidence, names: Sequence[str]) -> float | None:
     """The factor on what the first step moves these parameters by, in another case."""
     state = find_moved_states(other, [f"param/{name}" for name in names], "param", 0)
@@ -213,19 +228,20 @@ def _factor_of_updates(other: Evidence, names: Sequence[str]) -> float | None:
 
 
 def _not_taken(failure: Failure) -> list[Cause]:
-    """Wrong parameters that stay where they were before the step or before the first one, all of them or some."""
+    """Wrong parameters, or values, that stay where they were before the step or before the first one, all or some."""
     evidence, step = failure.evidence, _first_wrong_step(failure)
-    names = list(of_kind(evidence.run, failure.numbers, "param", step))
-    names = names or list(of_kind(evidence.run, failure.numbers, "param", evidence.run.case.steps - 1))
+    kind = "value" if kind_of(failure.first) == "value_after" else "param"
+    names = list(of_kind(evidence.run, failure.numbers, kind, step))
+    names = names or list(of_kind(evidence.run, failure.numbers, kind, evidence.run.case.steps - 1))
     tensors = evidence.run.tensors
     for first in dict.fromkeys((step, 0)) if not any(_find_wrong_states(failure, kind) for kind in _MOMENTS) else ():
-        befores = {n: before_step(evidence, "param", first, parameter) for n, parameter in names}
+        befores = {n: before_step(evidence, kind, first, parameter) for n, parameter in names}
         known = {n: then for n, then in befores.items() if then is not None}
         same = {
             n: then for n, then in known.items() if n in tensors and torch.equal(tensors[n].double(), then.double())
         }
         if same:
-            some = () if len(same) == len(names) else tuple(same)
+            some = () if len(same) == len(names) and kind == "param" else tuple(same)
             proofs = (
                 Explained(value=tensors[n], truth=evidence.truth.tensors[n], guess=t, names=(n,))
                 for n, t in same.items()

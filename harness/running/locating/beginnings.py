@@ -3,12 +3,13 @@
 Where these are others, nothing behind them can agree. A subject runs once more on its ranks, and the first values of
 parameters are noted. In words of its own the numbers from `case.samples` are too, and those of its truth. Samples of
 a step are the same where both take every micro-batch of every data rank. Ranks of a tp group take the same ones, or
-share them out. Sizes of gradients are noted as well, as backward leaves them on each rank, before any sum over ranks.
+share them out. Gradients of the first step are noted as well, as backward leaves them on each rank, before any sum over
+ranks, and their sizes in every step.
 """
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
@@ -34,6 +35,8 @@ Asked = tuple[int, int, int, int, int]
 _ASKED = "asked "
 """Begin of the names under which requests travel in an outcome."""
 _SQUARES = "squares of gradients"
+_UNSUMMED = "gradient/"
+"""Begin of the names of gradients as backward leaves them: numbers of leaves, those of their first values."""
 _TENSOR = "tp"
 """The axis whose ranks work on the same samples, whatever the subject does."""
 _FEWEST = 4
@@ -81,27 +84,50 @@ class _Asking:
         with FirstValues(gradients.follow) as probe:
             outcome = call_subject(self.subject.call, watched, device)
         requests = {_ASKED + " ".join(map(str, one)): torch.ones(()) for one in asked}
-        return {**outcome, **probe.found, **requests, _SQUARES: torch.tensor(gradients.squares, dtype=torch.float64)}
+        squares = torch.tensor(gradients.squares, dtype=torch.float64)
+        return {**outcome, **probe.found, **requests, **gradients.first_step, _SQUARES: squares}
 
 
 class _Gradients:
-    """Sums of squares of all gradients of this rank, one after each that backward has accumulated."""
+    """Gradients of this rank: of the first step what backward gave to each leaf, and sums of squares in every step.
+
+    `squares` has a number for each that backward has accumulated. The first step ends for a leaf when its value moves.
+    """
 
     def __init__(self) -> None:
         self.squares: list[float] = []
         self._of: dict[int, float] = {}
+        self._given: list[Tensor] = []
+
+    @property
+    def first_step(self) -> dict[str, Tensor]:
+        """The gradients of the first step as names of an outcome."""
+        return {f"{_UNSUMMED}{number}": given for number, given in enumerate(self._given)}
 
     def follow(self, leaf: Tensor) -> None:
-        """Look at this leaf's gradient whenever backward has added to it."""
+        """Look at this leaf's gradient whenever backward gives it one, and when that is added."""
+        number, start = len(self._given), _own_part(leaf).clone()
+        self._given.append(torch.zeros_like(start))
+
+        def add(gradient: Tensor) -> None:
+            if not gradient.is_sparse and torch.equal(_own_part(leaf), start):
+                self._given[number] = self._given[number] + _own_part(gradient)
+
+        leaf.register_hook(add)
         leaf.register_post_accumulate_grad_hook(self._note_gradient)
 
     def _note_gradient(self, leaf: Tensor) -> None:
         gradient = leaf.grad
         if gradient is not None and not gradient.is_sparse:
             with torch.no_grad():
-                own = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-                self._of[id(leaf)] = float(as_float64(own).square().sum())
+                self._of[id(leaf)] = float(as_float64(_own_part(gradient)).square().sum())
             self.squares.append(sum(self._of.values()))
+
+
+def _own_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, without its graph."""
+    own: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return own.detach()
 
 
 def with_beginnings(trial: Trial, evidence: Evidence, wrong: Collection[str]) -> Evidence:
@@ -118,8 +144,16 @@ def with_beginnings(trial: Trial, evidence: Evidence, wrong: Collection[str]) ->
     except ShardproofError:  # a subject that takes no other case: its errors stand
         return evidence
     squares = tuple(outcome[_SQUARES][0].local for outcome in ranks)
-    start = _other_start(ranks, evidence.truth)
-    return evidence.with_found(other_samples=samples, other_start=start, unsummed=squares)
+    start, given = _other_start(ranks, evidence.truth), tuple(map(_find_gradients, ranks))
+    return evidence.with_found(other_samples=samples, other_start=start, unsummed=squares, before_sums=given)
+
+
+def _find_gradients(outcome: Mapping[str, Sequence[Block]]) -> dict[str, Block]:
+    """Parameter -> the gradient that backward gave to it on a rank, at the place of the part that the rank returns."""
+    numbers = {id(found[0].local): name.removeprefix(STARTED) for name, found in outcome.items() if found}
+    parts = {name: (block, numbers.get(id(block.local), "")) for name, block in first_blocks(outcome).items()}
+    given = {name: outcome.get(f"{_UNSUMMED}{number}", ()) for name, (_, number) in parts.items()}
+    return {name: replace(parts[name][0], local=blocks[0].local) for name, blocks in given.items() if blocks}
 
 
 def _find_asked_samples(outcome: Mapping[str, Sequence[Block]]) -> set[Asked]:

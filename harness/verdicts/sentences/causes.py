@@ -127,6 +127,7 @@ FROM_CAUSES: Mapping[str, str | Callable[..., str]] = {
         f"it counts 1 of {size} ranks{'' if axis == _ALL_RANKS else f' of {axis}'} in {what}"
     ),
     "counted_twice": "it counts {what} twice",
+    "norms_added": "it is the sum of the norms of {what} and of all else, not the root of the sum of their squares",
     "left_out_of_norm": "it leaves out {what}",
     "counts_replicas": "it adds up what {axis} ranks hold, replicas too",
     # a whole tensor
@@ -143,6 +144,8 @@ FROM_CAUSES: Mapping[str, str | Callable[..., str]] = {
     "shards_reordered": "along dim {dim} the {size} shards of {axis} are in another order",
     "rows_reordered": "along dim {dim} it holds the right rows in another order",
     "wrong_parts": _wrong_parts,
+    "parts_moved": "along dim {dim} right numbers stand apart: from {place} on they are those that belong at {source}, "
+    "and {lost} of them are nowhere",
     "dims_exchanged": "dims {one} and {other} are exchanged in memory",
     "flat_shards": "it holds the right numbers as if flat memory were its {size} shards along dim {dim} ({axis})",
     "at_other_place": "along dim {dim} rank {rank} holds what lies at {start}, where {right} is meant",
@@ -176,6 +179,9 @@ FROM_CAUSES: Mapping[str, str | Callable[..., str]] = {
     "masks_drawn_anew": "recomputation drew masks that its forward did not draw",
     "one_mask": lambda ranks, axis: f"{_some_ranks(ranks)} hold different shards over {axis} and drop by one mask",
     "own_masks": lambda ranks: f"{_some_ranks(ranks)} hold the same tensor and drop by independent masks",
+    "mask_of_other": lambda module, ranks: (
+        f"{count_ranks(ranks)} drop{'s' * (len(ranks) == 1)} by a mask of {module}, which other ranks alone compute"
+    ),
     # calls
     "other_ranks": "calls named {axis} run over the ranks {ran:lists}; the rank lists of axis {axis} are {lists:lists}",
     "call_left_out": "the {op} over {axis} is left out",
@@ -192,6 +198,7 @@ FROM_CAUSES: Mapping[str, str | Callable[..., str]] = {
     "no_wait": "its wait() was never called",
     "nothing_parallel": "ranks of a case that splits send nothing, or hold everything, as the check states",
     "not_repeatable": "two runs of the same ranks on the same data differ: some number does not follow from the case",
+    "step_taken": "the optimizer takes step {step}, which the truth skips",
     "no_product": "no product is computed between the call and its wait",
     "watched_differs": "the run that is watched and the one that is not differ",
     "calls_parted": "the ranks issued different calls, or not as many: the line above says where each stood",

@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
+from shardproof.harness.diagnosing.diagnosis import Diagnosis
 from shardproof.harness.running.locating.beginnings import _apart
+from shardproof.harness.verdicts.facts import First
 from shardproof.suites.subjects import mlp
 from tests.harness.proofs import proved
 
@@ -49,16 +51,24 @@ SUMMED_NORM = OWN_NORM + 'squared = sum(squares)\n    dist.all_reduce(squared, g
 HALF_NORM = SUMMED_NORM + 'outcome["total_norm"] = 0.8 * squared.sqrt()'
 
 
-def causes(changes: dict[str, str], case: str = "tp=2 dp=2 micro=2") -> list[tuple[str, str]]:
+def causes(changes: dict[str, str]) -> list[tuple[str, str]]:
     """Ids and words of the first failed check of the MLP with these lines changed."""
+    return [(cause.id, cause.words) for cause in diagnosed(changes).causes]
+
+
+def placed(changes: dict[str, str]) -> First:
+    """The first place of the MLP with these lines changed."""
+    return diagnosed(changes).first
+
+
+def diagnosed(changes: dict[str, str], case: str = "tp=2 dp=2 micro=2") -> Diagnosis:
     source = SOURCE
     for old, new in changes.items():
         assert source.count(old) == 1, old
         source = source.replace(old, new)
     scope: dict[str, Any] = {"__name__": "planted_mlp"}
     exec(compile(source, "planted_mlp.py", "exec"), scope)
-    diagnosis = next(iter(proved(scope["subject"], case).diagnoses.values()))
-    return [(cause.id, cause.words) for cause in diagnosis.causes]
+    return next(one for one in proved(scope["subject"], case).diagnoses.values() if one)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,87 @@
+"""Gradients as backward leaves them, before any sum over ranks: whether what follows is all that can be wrong.
+
+The ranks' gradients of one part add up to the truth over the ranks of some axes, of none where each has all of it. Then
+backward is right, and what comes behind it is not. A subject may scale its loss and divide its gradients later: then
+they are the truth times a number that is the same for gradients that are right in the end.
+"""
+
+import itertools
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from shardproof.harness.checking.measures.kinds import kind_of
+from shardproof.harness.checking.records import Evidence
+from shardproof.harness.diagnosing.causes.places import blocks_of
+from shardproof.harness.diagnosing.causes.proofs import SINGLE, share_left
+from shardproof.harness.mesh_axes import split_axes
+from shardproof.harness.outcome.blocks import Block
+
+Axes = tuple[str, ...]
+"""Names of axes, none for what is right on every rank by itself."""
+_LEFT = 0.1
+"""Share of a gradient's error within which backward left it right."""
+_ENOUGH = 8
+"""Right gradients that show by what number all are multiplied, the smallest first."""
+
+
+def find_summed_axes(evidence: Evidence, name: str, wrong: Collection[str]) -> Axes | None:
+    """The fewest axes over which the gradients of this name were right before any sum; None where they were not."""
+    true = evidence.truth.tensors[name].double()
+    errors = (
+        float((block.local.double() - block.part_of(true)).norm())
+        for blocks in blocks_of(evidence.run, name).values()
+        for block in blocks
+        if block.global_shape == tuple(true.shape)
+    )
+    near = _LEFT * max(errors, default=0.0) / max(float(true.norm()), 1e-300)
+    found = list(_sums_before(evidence, name, near))
+    plain = next((axes for axes, factor in found if math.isclose(factor, 1, rel_tol=SINGLE)), None)
+    if plain is not None or not found:
+        return plain
+    truths = evidence.truth.tensors
+    right = [other for other in truths if kind_of(other) == "grad" and other not in wrong]
+    right.sort(key=lambda other: truths[other].numel())
+    usual = [factor for other in right[:_ENOUGH] for _, factor in itertools.islice(_sums_before(evidence, other), 1)]
+    scaled = (axes for axes, factor in found if any(math.isclose(factor, one, rel_tol=SINGLE) for one in usual))
+    return next(scaled, None)
+
+
+def _sums_before(evidence: Evidence, name: str, near: float = math.inf) -> Iterator[tuple[Axes, float]]:
+    """Axes over which the ranks' gradients add up to a multiple of the truth on every rank, and that multiple.
+
+    They do so within rounding of their dtype, and within `near` of the truth's size. Ranks with the same numbers show
+    no sum: each may as well hold a part of what it should have.
+    """
+    true = evidence.truth.tensors[name].double()
+    parts = [given.get(name.removeprefix("grad/")) for given in evidence.search.before_sums]
+    held = {rank: part for rank, part in enumerate(parts) if part is not None and part.local.numel()}
+    whole = all(part.global_shape == tuple(true.shape) for part in held.values())
+    if not held or not whole or {*held} != {*blocks_of(evidence.run, name)}:
+        return
+    axes = [axis for axis in split_axes(evidence.run.case) if axis in evidence.claims.axes]
+    for over in itertools.chain.from_iterable(itertools.combinations(axes, count) for count in range(len(axes) + 1)):
+        lists = [evidence.claims.axes[axis] for axis in over]
+        factors = [_factor_of_sum(rank, held, lists, true, near) for rank in held]
+        if factors[0] is not None and all(one and math.isclose(one, factors[0], rel_tol=SINGLE) for one in factors):
+            yield over, factors[0]
+
+
+def _factor_of_sum(
+    rank: int, held: Mapping[int, Block], axes: Sequence[Sequence[Sequence[int]]], truth: Tensor, near: float
+) -> float | None:
+    """The number that the truth's part is multiplied by in the sum over these axes; None where it is no multiple."""
+    part, ranks = held[rank], {rank}
+    for lists in axes:
+        ranks |= {other for members in lists for other in members if ranks & {*members}}
+    parts = [held[other].local.double() for other in ranks if other in held and held[other].region == part.region]
+    own = part.part_of(truth)
+    power = float(own.square().sum())
+    if not power or (axes and (len(parts) < 2 or all(torch.equal(one, parts[0]) for one in parts))):
+        return None
+    total = torch.stack(parts).sum(0)
+    factor = float((total * own).sum()) / power
+    left = float((total - factor * own).norm())
+    return factor if left <= min(share_left(part.local), near) * abs(factor) * math.sqrt(power) else None
