@@ -214,11 +214,14 @@ def split_share(outcomes: Outcomes) -> int | None:
 
 
 def _find_sharded_names(outcomes: Outcomes) -> dict[str, bool]:
-    """Names returned as shards -> whether every rank holds less than the full tensor."""
-    smaller: dict[str, bool] = {}
-    for outcome in outcomes:
-        for name, parts in outcome.items():
-            if parts and not all(part.whole for part in parts):
-                less = sum(part.local.numel() for part in parts) < math.prod(parts[0].global_shape)
-                smaller[name] = smaller.get(name, True) and less
-    return smaller
+    """Names returned as shards -> whether some rank holds less than the full tensor, or nothing of it."""
+    shapes = {
+        name: parts[0].global_shape
+        for outcome in outcomes
+        for name, parts in outcome.items()
+        if parts and not all(part.whole for part in parts)
+    }
+    return {
+        name: any(sum(part.local.numel() for part in rank.get(name, ())) < math.prod(shape) for rank in outcomes)
+        for name, shape in shapes.items()
+    }

@@ -7,6 +7,7 @@ like `torch.chunk`, `_StridedShard` cuts every one of its `split_factor` pieces)
 """
 
 import itertools
+import operator
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -101,7 +102,15 @@ def _of_shard(value: object) -> tuple[Block, ...]:
             f"{type(value).__name__} is not a value: return a tensor, a DTensor, "
             "Shard(local, offsets, global_shape) or an iterable of shards"
         ) from None
-    return (Block(local=_settle_tensor(local), offsets=tuple(offsets), global_shape=tuple(shape)),)
+    local = _settle_tensor(local)
+    try:
+        offsets, shape = tuple(map(operator.index, offsets)), tuple(map(operator.index, shape))
+    except TypeError:
+        raise ValueError(
+            f"offsets={offsets} and global_shape={shape} must be whole numbers; "
+            f"legal: offsets={(0,) * local.dim()}, global_shape={tuple(local.shape)}"
+        ) from None
+    return (Block(local=local, offsets=offsets, global_shape=shape),)
 
 
 def _settle_tensor(local: Tensor) -> Tensor:
@@ -112,7 +121,8 @@ def _settle_tensor(local: Tensor) -> Tensor:
     local = wait_pending(local)
     if lack := _lack_of_tensor(local):
         raise ValueError(f"{lack[0]}; legal: {lack[1]}")
-    return local.detach().to("cpu").resolve_conj().resolve_neg()
+    plain = local.detach().as_subclass(Tensor)  # ranks may each have a class of their own, which torch cannot compare
+    return plain.to("cpu").resolve_conj().resolve_neg()
 
 
 def _lack_of_tensor(local: object) -> tuple[str, str] | None:

@@ -180,12 +180,16 @@ def _beside_zeros(name: str, value: Numbers, controls: Sequence[Numbers]) -> Mea
 def _measure_whole(
     name: str, value: Tensor, truth: Tensor, controls: Iterable[Tensor], amplified: Iterable[Tensor]
 ) -> Measured:
-    """Whole numbers: as many may differ, added up, as rounding changes. Such a tensor decides nothing."""
+    """Whole numbers: they may differ, added up, as far as rounding carries them. Such a tensor decides nothing."""
     found = measure_exact(name, value, truth)
     if found.right or value.shape != truth.shape:
         return found
-    error, *near = (float((tensor.double() - truth.double()).abs().sum()) for tensor in (value, *controls, *amplified))
-    allowed = max(near, default=0.0)
+
+    def differences(tensors: Iterable[Tensor]) -> list[float]:
+        return [float((tensor.double() - truth.double()).abs().sum()) for tensor in tensors]
+
+    (error,) = differences([value])
+    allowed = max([*(CONTROL_FACTOR * one for one in differences(controls)), *differences(amplified)], default=0.0)
     if not allowed:
         return found
     return Measured(name=name, measure=EXACT, error=error, allowed=allowed, epsilons=error, decidable=False)

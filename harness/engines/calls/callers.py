@@ -164,7 +164,8 @@ def what_led_to(error: BaseException) -> str:
     """
     inner = _innermost(error)
     place = place_raised(inner.__traceback__)
-    cause = "" if inner is error else f"; its cause is {error_text(inner)}" + (f", at {place}" if place else "")
+    told = inner is error or (not place and str(inner) in str(error))  # an outer one may repeat what it stands for
+    cause = "" if told else f"; its cause is {error_text(inner)}" + (f", at {place}" if place else "")
     advice = install_text(inner)
     return cause + (f"; {advice}" if advice else "")
 

@@ -54,7 +54,10 @@ def is_waiting(file: str) -> bool:
 
 
 class FollowedWork(dist.Work):
-    """A work that records when it is waited for, by calling `waited_for` at its first wait."""
+    """A work that records when it is waited for, by calling `waited_for` at its first wait.
+
+    A program that was told that it is complete needs no wait.
+    """
 
     def __init__(
         self, inner: Any, outputs: Sequence[Tensor], number: int, waits: "Waits", waited_for: Callable[[], None]
@@ -98,11 +101,11 @@ class FollowedWork(dist.Work):
 
     def is_completed(self) -> bool:
         """Whether it is complete, without waiting."""
-        return self._inner is None or bool(self._inner.is_completed())
+        return self._told("is_completed")
 
     def is_success(self) -> bool:
         """Whether it is complete without an error."""
-        return self._inner is None or bool(self._inner.is_success())
+        return self._told("is_success")
 
     def exception(self) -> Any:
         """Its error, None without one."""
@@ -114,6 +117,12 @@ class FollowedWork(dist.Work):
 
     _source_rank = source_rank
     _source = -1
+
+    def _told(self, question: str) -> bool:
+        complete = self._inner is None or bool(getattr(self._inner, question)())
+        if complete:
+            self._mark()
+        return complete
 
     def _mark(self) -> None:
         if not self.waited:

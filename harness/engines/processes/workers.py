@@ -11,6 +11,7 @@ import faulthandler
 import fcntl
 import gc
 import itertools
+import logging
 import multiprocessing
 import os
 import re
@@ -228,7 +229,7 @@ def _live(
             os.setpgid(0, 0)
         pipe.recv_bytes()
         _end_with_driver()
-        sys.stdout, sys.stderr = _reopen_stream(sys.stdout), _reopen_stream(sys.stderr)
+        reopen_output()
         faulthandler.enable(memory.descriptor)
         faulthandler.register(STACK_SIGNAL, file=memory.descriptor, all_threads=True)
         gc.freeze()  # what is loaded now stays: it is shared with other processes, and never scanned again
@@ -255,8 +256,31 @@ def _end_with_driver() -> None:
         fcntl.fcntl(driver.sentinel, fcntl.F_SETFL, fcntl.fcntl(driver.sentinel, fcntl.F_GETFL) | os.O_ASYNC)
 
 
+def reopen_output() -> None:
+    """Write from now on, through handlers of loggers too, to files without the locks that a thread of a progress bar
+    held when this process was forked.
+    """
+    for name in ("stdout", "stderr"):
+        before = getattr(sys, name)
+        after = _reopen_stream(before)
+        for handler in handlers_of(before):
+            handler.stream = after  # `setStream` flushes the old one, which waits for its lock
+        setattr(sys, name, after)
+
+
+def handlers_of(*streams: Any) -> "list[logging.StreamHandler[Any]]":
+    """The handlers of all loggers that write to one of these streams, which they took when they were made.
+
+    logging's last resort, and handlers of libraries, look for sys.stderr at each line; their stream cannot be set.
+    """
+    loggers = [logging.getLogger(), *map(logging.getLogger, list(logging.root.manager.loggerDict))]
+    handlers = {id(handler): handler for logger in loggers for handler in logger.handlers}
+    known = [one for one in handlers.values() if isinstance(one, logging.StreamHandler) and "stream" in vars(one)]
+    return [handler for handler in known if any(handler.stream is stream for stream in streams)]
+
+
 def _reopen_stream(stream: TextIO) -> TextIO:
-    """File without locks that a thread of a progress bar held when this process was forked."""
+    """Another file of the same descriptor; the stream itself where it has none."""
     try:
         return os.fdopen(os.dup(stream.fileno()), "w", 1, encoding=stream.encoding, errors=stream.errors)
     except (OSError, ValueError, AttributeError):

@@ -97,10 +97,11 @@ class _Waited(dist.Work):
 class Work(_Waited):
     """An asynchronous call. `wait` and `get_future` let other ranks run until the call is complete."""
 
-    def __init__(self, call: RankCall, wait: Callable[[RankCall], None]) -> None:
+    def __init__(self, call: RankCall, wait: Callable[[RankCall], None], ask: Callable[[RankCall], bool]) -> None:
         super().__init__()
         self._call = call
         self._wait = wait
+        self._ask = ask
 
     def wait(self, timeout: object = None) -> bool:
         """Return when the call is complete; another rank may run meanwhile."""
@@ -108,8 +109,8 @@ class Work(_Waited):
         return True
 
     def is_completed(self) -> bool:
-        """Whether the call is complete, without waiting."""
-        return self._call.event.done
+        """Whether the call is complete. Where it is not, other ranks run first: a program may ask until it is."""
+        return self._ask(self._call)
 
     def result(self) -> list[Tensor]:
         """The outputs, when complete."""
@@ -266,6 +267,18 @@ class CollectiveMatcher:
             self.close(call)
         if event.error is not None:
             raise RuntimeError(f"{call.signature.op}: {event.error}") from event.error
+
+    def ask(self, call: RankCall) -> bool:
+        """Whether a call is complete, after other ranks had their turn where it was not. Raises Aborted.
+
+        A program that is told so needs no wait, but for the error of a call that could not be computed.
+        """
+        event = call.event
+        if not event.done and get_ident() == self.scheduler.idents[call.rank]:
+            self.scheduler.pass_turn(call.rank)
+        if event.done and event.error is None and not call.waited:
+            self.close(call)
+        return event.done
 
     def close(self, call: RankCall) -> None:
         """The first wait of a call has returned."""

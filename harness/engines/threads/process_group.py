@@ -311,7 +311,7 @@ class InprocGroup(GroupFacts):
         return self._work(call)
 
     def _work(self, call: RankCall) -> Work:
-        work = Work(call, self._matcher.wait)
+        work = Work(call, self._matcher.wait, self._matcher.ask)
         if self._batch is not None:
             self._batch.append(work)
         return work

@@ -1,4 +1,5 @@
-"""The scheduler of rank threads: cooperative, exactly one rank runs, and the turn changes only where a rank waits.
+"""The scheduler of rank threads: cooperative, exactly one rank runs, and the turn changes only where a rank waits or
+asks whether a call is complete that is not.
 
 A rank that waits gives the turn to the next ready rank and sleeps until it is woken and its turn comes. When no rank is
 ready the driver, which is the thread that called `run`, gets the turn. All ranks have finished then, or none can go on.
@@ -82,9 +83,18 @@ class Scheduler:
 
     def wait(self, rank: int) -> None:
         """Let others run; return when `wake` was called for this rank and its turn came. Raises Aborted."""
+        self._sleep(rank, RankStatus.WAITING)
+
+    def pass_turn(self, rank: int) -> None:
+        """Let all others that are ready run before this rank goes on. Raises Aborted."""
+        if self._ready:
+            self._ready.append(rank)
+            self._sleep(rank, RankStatus.READY)
+
+    def _sleep(self, rank: int, status: RankStatus) -> None:
         if self.stopping:
             raise Aborted
-        self.statuses[rank] = RankStatus.WAITING
+        self.statuses[rank] = status
         self._state.leave(rank)
         turn, start_next = self._turns[rank], self._successor()
         start_next()  # the last thing before sleeping: the thread that wakes needs the interpreter

@@ -6,8 +6,10 @@ makes otherwise, of `torch.rand` or inside a fused kernel of attention, are not 
 
 A parameter is a leaf that takes a gradient. Code makes, casts and sets it, mostly outside of autograd, and then only
 the optimizer writes to it. So training begins with the value that an operator reads first while autograd records, or
-that stands when there first is a gradient. A dispatch mode sees that. Of functional programs, whose parameters are no
-leaves, nothing is seen; then the ranks' first values stand for those of the truth.
+that stands when there first is a gradient. A dispatch mode sees that. A program may make new leaves in every step, as
+`w = (w - lr * gradient).detach().requires_grad_()` does: a leaf that is computed from earlier ones is a later value. Of
+functional programs, whose parameters are no leaves, nothing is seen; then the ranks' first values stand for those of
+the truth.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -151,6 +153,10 @@ class FirstValues(DispatchMode):
         super().__init__()
         self._on_leaf = on_leaf
         self._noted: dict[tuple[object, ...], tuple[torch.UntypedStorage, Tensor]] = {}
+        self._later: set[tuple[object, ...]] = set()
+        self._leaves: set[int] = set()
+        self._computed: set[int] = set()
+        """The storages of leaves, and of what is computed from them."""
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -171,13 +177,32 @@ class FirstValues(DispatchMode):
                 if place not in self._noted:
                     kept = own.untyped_storage()  # so that no other memory takes its number
                     self._noted[place] = kept, own.detach().clone()
+                    if place[0] in self._computed:
+                        self._later.add(place)
+                    self._leaves.add(place[0])
                     self._on_leaf(leaf)
-        return NotImplemented if take_themselves_apart(types) else operator(*args, **(kwargs or {}))
+        if take_themselves_apart(types):
+            return NotImplemented
+        given = _storages((args, kwargs)) if self._leaves else set()
+        result = operator(*args, **(kwargs or {}))
+        if given & self._leaves or given & self._computed:
+            self._computed.update(_storages(result) - self._leaves)
+        elif self._computed:  # new memory may have the number of what was freed
+            self._computed.difference_update(_storages(result))
+        return result
 
     @property
     def found(self) -> dict[str, Tensor]:
-        """The values as names of an outcome."""
-        return {f"{STARTED}{number}": value for number, (_, value) in enumerate(self._noted.values())}
+        """The values as names of an outcome, later ones of a parameter only where none of their shape is a first."""
+        first = {tuple(value.shape) for place, (_, value) in self._noted.items() if place not in self._later}
+        values = [v for place, (_, v) in self._noted.items() if place not in self._later or tuple(v.shape) not in first]
+        return {f"{STARTED}{number}": value for number, value in enumerate(values)}
+
+
+def _storages(found: object) -> set[int]:
+    """The storages of the dense tensors in this nest of values."""
+    tensors = (one for one in leaves(found) if isinstance(one, Tensor) and one.layout is torch.strided)
+    return {storage_id(tensor) for tensor in tensors}
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ debugger. Ranks in processes of their own print as they do.
 A case shows its first 10,000 lines and its last 100; between them lines are counted and not kept.
 """
 
-import logging
 import re
 import sys
 import threading
@@ -21,6 +20,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from contextvars import ContextVar
 from typing import Any
+
+from shardproof.harness.engines.processes.workers import handlers_of
 
 _Line = tuple[int, str]
 """The place of a stream among the two, and the text."""
@@ -51,7 +52,7 @@ def shown_once() -> Iterator[None]:
     """In the body, lines that ranks repeat on standard output and error are counted in place of being shown again."""
     shown, lock = _Shown(), threading.Lock()
     out, err = (_Stream(place, under, shown, lock) for place, under in enumerate((sys.stdout, sys.stderr)))
-    handlers = [handler for handler in _handlers() if handler.stream in (out.under, err.under)]
+    handlers = handlers_of(out.under, err.under)
     for handler in handlers:
         handler.setStream(out if handler.stream is out.under else err)
     try:
@@ -64,16 +65,6 @@ def shown_once() -> Iterator[None]:
             err.under.write(f"{line}\n")
         for place, text in shown.last:
             (out, err)[place].under.write(f"{text}\n")
-
-
-def _handlers() -> list[Any]:
-    """The handlers of all loggers that write to a stream that they took when they were made.
-
-    logging's last resort, and handlers of libraries, look for sys.stderr at each line; their stream cannot be set.
-    """
-    loggers = [logging.getLogger(), *map(logging.getLogger, list(logging.root.manager.loggerDict))]
-    handlers = {id(handler): handler for logger in loggers for handler in logger.handlers}
-    return [each for each in handlers.values() if isinstance(each, logging.StreamHandler) and "stream" in vars(each)]
 
 
 class _Shown:

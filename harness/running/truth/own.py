@@ -257,4 +257,6 @@ class InParts:
 
 
 def _finite(tensor: Tensor) -> bool:
+    if tensor.is_floating_point() and tensor.element_size() == 1:
+        tensor = tensor.float()  # torch asks none of the 8-bit dtypes
     return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())

@@ -30,6 +30,15 @@ def test_honest_float64_noise_passes_at_any_magnitude(seed: int, shape: tuple[in
     assert right(truth + noise, truth)
 
 
+def test_a_count_that_rounding_changes_may_be_as_many_times_further_off_as_a_number() -> None:
+    truth, near = torch.tensor(40), torch.tensor(41)
+    amplified = measure("x", torch.tensor(47), truth, dtype="bfloat16", amplified=[torch.tensor(33)])
+    assert amplified.right and not amplified.decidable
+    assert right(torch.tensor(34), truth, "bfloat16", truth, near)
+    assert not right(torch.tensor(47), truth, "bfloat16", truth, near)
+    assert not right(torch.tensor(39), truth, "bfloat16", truth, truth)
+
+
 @given(seeds, st.integers(2, 4000), st.integers(0, 10**9))
 def test_one_wrong_row_of_a_big_tensor_fails(seed: int, rows: int, which: int) -> None:
     truth = drawn(rows, 8, seed=seed)

@@ -130,6 +130,21 @@ def leaves_works(rank: int) -> list[float]:
     return [*tensors[0].tolist(), *(summed + 0).tolist()]
 
 
+def polls(rank: int) -> float:
+    """Rank 0 asks for its calls until they are complete, and waits for none; rank 1 issues them late."""
+    tensors = [torch.ones(2) for _ in range(3)]
+    if rank:
+        dist.barrier()
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    if not rank:
+        dist.barrier()
+    for work in works:
+        assert work is not None
+        while not work.is_completed():
+            time.sleep(0.0001)
+    return float(sum(map(torch.sum, tensors)))
+
+
 def drops_results(rank: int) -> float:
     """Results of functional collectives that nothing reads: dropped, viewed, made again; then one of an operator."""
     group = _get_default_group()

@@ -225,6 +225,13 @@ def test_works_that_nobody_waited_for_are_listed_and_still_completed(engine: Eng
     assert engine.run(programs.summed, world_size=2) and not engine.unwaited
 
 
+def test_a_program_may_ask_for_its_calls_until_they_are_complete_and_wait_for_none(engine: Engine) -> None:
+    log = None if engine.remote else programs.Log()
+    assert engine.run(programs.polls, world_size=2, observer=log) == [12.0] * 2
+    assert not engine.unwaited
+    assert log is None or sorted(ticket for _, ticket in log.completions) == list(range(len(log.calls)))
+
+
 def test_a_functional_result_that_nothing_reads_needs_no_wait_and_one_of_an_operator_does(engine: Engine) -> None:
     assert engine.run(programs.drops_results, world_size=2) == [12.0] * 2
     place = f"tests/harness/engines/programs.py:{programs.drops_results.__code__.co_firstlineno + 8}"

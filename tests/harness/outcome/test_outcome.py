@@ -124,6 +124,13 @@ def test_the_same_bits_are_no_flaw_and_a_shard_need_not_be_on_every_rank() -> No
     assert torch.equal(merged_from(*heads)[0]["a"], FULL)
 
 
+def test_tensors_of_classes_that_ranks_make_themselves_are_compared_as_tensors() -> None:
+    def made() -> Tensor:
+        return FULL.as_subclass(type("Weight", (Tensor,), {}))
+
+    assert not merge_outcomes([localize({"w": made()}) for _rank in range(2)]).flaws
+
+
 def test_replicas_of_nan_are_equal_and_signed_zeros_are_not() -> None:
     nan = torch.tensor([float("nan"), 1.0])
     assert same_bits(nan, nan.clone())
@@ -271,6 +278,10 @@ def test_what_is_no_plain_tensor_of_numbers_is_refused_by_name(make: Callable[[]
     ("outcome", "words"),
     [
         ({"w": [Shard(FULL.to_sparse(), (0, 0), (6, 4))]}, "outcome 'w': the layout is sparse_coo"),
+        (
+            {"w": SimpleNamespace(local=FULL, offsets=(0.0, 0), global_shape=(6, 4))},
+            "outcome 'w': offsets=(0.0, 0) and global_shape=(6, 4) must be whole numbers; legal: offsets=(0, 0), ",
+        ),
         ({"loss/0": 1.0, 0: FULL}, "outcome 0: a name must be text, not int; legal: 'loss/0'"),
         ({"grad/\ud800": FULL}, r"outcome 'grad/\ud800': a name must be text that a file can hold; legal: 'loss/0'"),
         ({"grad/w": ["no"]}, "outcome 'grad/w': str is not a value"),

@@ -66,6 +66,13 @@ def test_a_truth_that_fails_or_lacks_is_the_users() -> None:
             proved(Network(truth=truth), "tp=2")
 
 
+def test_a_truth_may_return_numbers_of_8_bits() -> None:
+    def truth(case: Any, device: torch.device) -> Mapping[str, Tensor]:
+        return {"packed/0": torch.ones(3).to(torch.float8_e4m3fn), **own_words.truth(case, device)}
+
+    assert failed(proved(Network(truth=truth), "tp=2")) == set()
+
+
 def test_a_value_beside_a_truth_of_zero_is_told_as_it_is() -> None:
     """A control run that is not 0 either, by more than rounding, is no overflow."""
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from shardproof.harness.engines.processes.workers import reopen_output
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.errors import TimeLimit
 from shardproof.harness.running.proof import prove
@@ -105,6 +106,26 @@ def test_what_every_rank_prints_in_every_run_is_shown_once_with_how_often(
     assert err.splitlines().count("stray") == 1 and err.splitlines().count("logged") == 1
     told = re.search(r"\(\d+ lines that the ranks printed (\d+) to (\d+) times are shown once\)", err)
     assert told is not None and 2 <= int(told[1]) <= int(told[2])  # two ranks, several runs
+
+
+def test_in_a_forked_process_too_lines_of_a_log_are_shown_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (tmp_path / "err").open("w") as inherited, (tmp_path / "out").open("w") as printed:
+        monkeypatch.setattr(sys, "stdout", printed)
+        monkeypatch.setattr(sys, "stderr", inherited)
+        handler = logging.StreamHandler()
+        LOG.addHandler(handler)
+        try:
+            reopen_output()  # as a forked process begins
+            with shown_once():
+                for _rank in range(2):
+                    with rank_output():
+                        LOG.warning("logged")
+        finally:
+            LOG.removeHandler(handler)
+            for stream in (sys.stdout, sys.stderr):
+                stream.close()
+    assert handler.stream is not inherited
+    assert (tmp_path / "err").read_text().splitlines().count("logged") == 1
 
 
 def test_a_handler_that_looks_for_standard_error_at_each_line_is_left_as_it_is(

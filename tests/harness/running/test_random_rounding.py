@@ -77,6 +77,22 @@ def test_parameters_that_share_memory_are_seen_each_by_itself() -> None:
     assert [bool((value == X[place]).all()) for place, value in enumerate(seen.found.values())] == [True, True]
 
 
+def test_leaves_that_are_made_anew_in_every_step_are_later_values() -> None:
+    w, b = X[:, :6].clone(), torch.zeros(6, dtype=X.dtype)
+    begun = {"w": w, "b": b}
+    with FirstValues() as seen:
+        for step in range(3):
+            leaves = [each.clone().requires_grad_() for each in (w, b)]
+            gradients = torch.autograd.grad((X[:, :6] * leaves[0] + leaves[1]).square().mean(), leaves)
+            w, b = (old.detach() - 0.1**step * new for old, new in zip(leaves, gradients, strict=True))
+        other = torch.nn.Linear(6, 40, bias=False, dtype=X.dtype)  # of a second model, which is read later
+        first = other.weight.detach().clone()
+        other(X[:, :6]).sum().backward()
+    after = {"param/w": w, "param/b": b, "param/other": first + 1e-3}
+    found = first_values({**after, **seen.found})[1]
+    assert all(torch.equal(found[name], value) for name, value in {**begun, "other": first}.items())
+
+
 def test_values_that_are_as_near_as_others_are_no_first_values() -> None:
     after = torch.full((4,), 1.0)
     assert first_values({"param/w": after, "started/0": after - 0.1, "started/1": after + 0.11})[1] == {}
