@@ -22,11 +22,11 @@ IGNORED = -100
 
 def check_alive(first: Launch, second: Launch) -> Finding:
     """Whether both launches train: a dead one agrees with whatever is as dead."""
-    for word, launch in (("first", first), ("second", second)):
+    for word, launch in (("A", first), ("B", second)):
         for how, name in _dead(launch):
             return Finding(verdict=FAIL, facts=(state_fact("launch_dead", launch=word, how=how),), names=(name,))
     what = {"loss": "loss", "grad": "gradient", "param_after": "parameter after a step"}
-    for word, launch in (("first", first), ("second", second)):
+    for word, launch in (("A", first), ("B", second)):
         if missing := [words for kind, words in what.items() if not any(launch.rows(kind))]:
             return Finding(verdict=UNKNOWN, facts=(state_fact("launch_without", launch=word, missing=missing),))
     return Finding(verdict=PASS, facts=(state_fact("launch_alive"),))

@@ -28,7 +28,7 @@ from shardproof.harness.running.result import CaseResult, verdict_on
 from shardproof.harness.verdicts.facts import Fact, FailedCheck, First, LikelyCause, state_fact, state_text
 from shardproof.harness.verdicts.verdict import FAIL, PASS
 
-_DENSE, _FIRST = "the dense model", "the first launch"
+_DENSE, _FIRST = "the dense model", "launch A"
 
 
 def explain_findings(

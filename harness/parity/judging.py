@@ -162,7 +162,7 @@ def check_partners(seen: LaunchComparison, evidence: Evidence) -> Finding:
     ]
     failed = [
         state_fact("recorder_failed", rank=rank.rank, launch=word, problem=problem.strip().splitlines()[-1])
-        for word, launch in (("first", seen.first), ("second", seen.second))
+        for word, launch in (("A", seen.first), ("B", seen.second))
         for rank in launch.ranks
         if (problem := str(rank.about.get("failed") or "").strip())
     ]
@@ -170,7 +170,7 @@ def check_partners(seen: LaunchComparison, evidence: Evidence) -> Finding:
         *([state_fact("nothing_common")] if not common else []),
         *([state_fact("without_partner", names=alone)] if common and alone else []),
         *([state_fact("partner_of_none", names=strange)] if common and strange else []),
-        *([state_fact("launch_without", launch="first", missing=missing)] if missing else []),
+        *([state_fact("launch_without", launch="A", missing=missing)] if missing else []),
         *([state_fact("second_without", names=unseen)] if unseen else []),
         *([state_fact("silent_ranks", ranks=silent)] if silent else []),
         *([state_fact("no_full_tensor", names=seen.lost)] if seen.lost else []),
@@ -193,5 +193,5 @@ def _list_remarks(seen: LaunchComparison) -> list[str]:
     for rank in (*seen.first.ranks, *seen.second.ranks):
         narrow, own = (dict(rank.about.get(word) or {}) for word in ("narrow", "same_init"))
         found += [f"below float64: {name} ({dtype})" for name, dtype in narrow.items()]
-        found += [f"without the first launch's initial values: {name} ({why})" for name, why in own.items()]
+        found += [f"without launch A's initial values: {name} ({why})" for name, why in own.items()]
     return list(dict.fromkeys(found))

@@ -72,7 +72,7 @@ def find_wrong_module(both: Compared, *, forward: bool, backward: bool) -> Locat
         controls=[_calls_of_first(launch) for launch in both.controls],
     )
     located = locate_wrong_module(watched, forward=forward, backward=backward)
-    return replace(located, words=located.words.replace("dense model's", "first launch's")) if located else None
+    return replace(located, words=located.words.replace("the dense model's", "launch A's")) if located else None
 
 
 def _calls_of_first(launch: Launch) -> ModuleCalls:

@@ -199,14 +199,17 @@ def when_line(when: When) -> str:
     return f"only with {' and '.join(when.fails)}{beside}; right {right} (tried on {on}){untried}"
 
 
-def follows(others: Mapping[str, int], cases: int) -> str:
-    """Further checks that fail from the same first place on, with the number of their cases; "" where there is none."""
-    if not others:
-        return ""
+def follows(shown: str, counts: Mapping[str, int], cases: int) -> str:
+    """Checks that fail from the same first place on as the `shown` one, with the number of their cases; "" where none
+    does. Of the shown check itself these are further cases.
+    """
+    others = {check: count for check, count in counts.items() if check != shown}
     alike, many = {*others.values()} == {cases}, len(others) > 1
     checks = [check if alike else f"{check} ({_cases(count)})" for check, count in others.items()]
-    fail = f"same first place: check{'s'[:many]} {', '.join(checks)} fail{'s'[many:]} too"
-    return f"{fail}, in {_cases(cases)}" if alike else fail
+    fail = f"check{'s'[:many]} {', '.join(checks)} fail{'s'[many:]} too{f', in {_cases(cases)}' if alike else ''}"
+    more = f"check {shown} fails in {_cases(counts.get(shown, 0)).replace(' ', ' more ')}"
+    parts = [fail] * bool(others) + [more] * (shown in counts)
+    return f"same first place: {'; '.join(parts)}" if parts else ""
 
 
 def place(statement: str, failure: FailedCheck | None) -> str:

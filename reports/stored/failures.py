@@ -33,7 +33,8 @@ _NAMED_CASES = 3
 class Bug:
     """Failed checks that share their first place: the first of them.
 
-    `others` are the checks that fail beside it, with the number of their cases, and `cases` how many cases these are.
+    `others` are the checks that fail beside it, or as it does in further cases, with the number of these cases, and
+    `cases` how many cases there are in all.
     """
 
     verdict: Verdict
@@ -43,7 +44,7 @@ class Bug:
     @property
     def follows(self) -> str:
         """Words on further failures: "same first place: check update fails too, in 1 case", or ""."""
-        return words.follows(self.others, self.cases)
+        return words.follows(self.verdict.check, self.others, self.cases)
 
 
 def bugs_of_run(records: Iterable[Verdict]) -> list[Bug]:

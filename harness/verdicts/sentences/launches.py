@@ -19,14 +19,14 @@ def _rows_differ(
     if shared:
         parts.append(f"ranks {ranks_text(shared)} read the same batch, as if they were one data rank")
     if missing:
-        rows = f"{len(missing)} of the first launch's {samples} samples {_verb(missing)}"
+        rows = f"{len(missing)} of launch A's {samples} samples {_verb(missing)}"
         parts.append(f"{rows} read by no rank, first {_row(missing)}")
     if twice:
         parts.append(
             f"{len(twice)} {_verb(twice)} read more than once, first {_row(twice)}, by {count_ranks(twice_on)}"
         )
     if foreign:
-        rows = f"{len(foreign)} that {_verb(foreign)} read the first launch has not in this step"
+        rows = f"{len(foreign)} {_verb(foreign)} read that launch A does not have in this step"
         parts.append(f"{rows}, first {_row(foreign)} on rank {foreign[0][2]}")
     return f"step {step}: {'; '.join(parts)}"
 
@@ -40,13 +40,11 @@ def _row(rows: Sequence[Sequence[int]]) -> str:
 
 
 def _without_partner(names: Sequence[str]) -> str:
-    return f"{join_names(names)} of the first launch {'have' if len(names) > 1 else 'has'} no partner"
+    return f"{join_names(names)} of launch A {'have' if len(names) > 1 else 'has'} no partner"
 
 
 def _other_begin(names: Sequence[str], parameters: int, ranks: Sequence[int]) -> str:
-    words = (
-        f"{len(names)} of {parameters} parameters begin with other values than in the first launch, first {names[0]}"
-    )
+    words = f"{len(names)} of {parameters} parameters begin with other values than in launch A, first {names[0]}"
     alone = f"; on {count_ranks(ranks)} alone, as where every rank has a seed of its own" if ranks else ""
     return f"{words}{alone}; legal: one seed for both launches, or --same-init"
 
@@ -58,17 +56,17 @@ FROM_LAUNCHES: Mapping[str, str | Callable[..., str]] = {
     "same from it",
     "no_whole_step": "no step was recorded whole",
     "nothing_received": "the first modules receive nothing that is recorded",
-    "no_rows_alike": "what the first modules are called with has no rows alike: {mine:all} in the first launch, "
-    "{theirs:all} in the second",
+    "no_rows_alike": "what the first modules are called with has no rows alike: {mine:all} in launch A, "
+    "{theirs:all} in launch B",
     "other_rows": "the launches do not train on the same samples: {how:fact}",
     "rows_differ": _rows_differ,
     "rows_read_once": lambda rows, steps, in_order: (
         f"{rows} samples of {steps} step{'s' * (steps > 1)} are read once each, in "
-        f"{'the order of the first launch' if in_order else 'another order'}"
+        f"{'the order of launch A' if in_order else 'another order'}"
     ),
     # whether anything is trained
-    "launch_dead": "the {launch} launch is dead, so that its parity would prove nothing: {how:fact}",
-    "launch_without": "of the {launch} launch no {missing:all} was recorded",
+    "launch_dead": "launch {launch} is dead, so that its parity would prove nothing: {how:fact}",
+    "launch_without": "of launch {launch} no {missing:all} was recorded",
     "launch_alive": "losses are numbers, gradients reach parameters, and parameters move",
     "loss_zero": "its loss is 0 in step {step} on every rank, as where a mask leaves nothing",
     "loss_no_number": "its loss is no number in step {step}, as the mean over no target is",
@@ -77,33 +75,32 @@ FROM_LAUNCHES: Mapping[str, str | Callable[..., str]] = {
     "nothing_moves": "no parameter moves in {steps} {steps:step|steps}",
     "targets_ignored": "every target is ignored ({name} is {value} throughout) in step {step}",
     # partners
-    "partners": "{placed} of {parameters} parameters of the first launch have a partner",
+    "partners": "{placed} of {parameters} parameters of launch A have a partner",
     "loss_reading": "a step's loss is the {calls} over a rank's micro-batches, the {ranks} over data ranks",
     "nothing_common": "the launches have no parameter in common",
     "without_partner": _without_partner,
-    "partner_of_none": "{names:list} of the second launch: no parameter of the first one has the shape or the numbers",
-    "second_without": "the second launch recorded no {names:list}",
-    "silent_ranks": "ranks {ranks:ranks} of the second launch recorded nothing",
-    "recorder_failed": "the recorder of rank {rank} of the {launch} launch failed: {problem}",
-    "no_full_tensor": "{names:list} of the first launch's ranks make no full tensor",
+    "partner_of_none": "{names:list} of launch B: no parameter of launch A has the shape or the numbers",
+    "second_without": "launch B recorded no {names:list}",
+    "silent_ranks": "ranks {ranks:ranks} of launch B recorded nothing",
+    "recorder_failed": "the recorder of rank {rank} of launch {launch} failed: {problem}",
+    "no_full_tensor": "{names:list} of launch A's ranks make no full tensor",
     # what cannot be judged
     "launch_repeats": lambda tensors: (
-        "two runs of the first launch "
-        f"{f'differ by rounding in {tensors} tensors' if tensors else 'agree in every bit'}"
+        f"two runs of launch A {f'differ by rounding in {tensors} tensors' if tensors else 'agree in every bit'}"
     ),
-    "launch_differs": "two runs of the first launch differ in {names:list}: what differs between two runs of one "
+    "launch_differs": "two runs of launch A differ in {names:list}: what differs between two runs of one "
     "launch cannot be judged; legal: a seed for all that it draws",
-    "launch_samples": "two runs of the first launch do not read the same samples ({how:fact}), so nothing can be "
+    "launch_samples": "two runs of launch A do not read the same samples ({how:fact}), so nothing can be "
     "judged; legal: a seed for all that it draws",
     "proves_nothing": "this proves nothing: {why:fact}",
-    "runs_apart": "two runs of the first launch differ too",
-    "no_same_init": "{name} did not get the first launch's initial value: {why}",
+    "runs_apart": "two runs of launch A differ too",
+    "no_same_init": "{name} did not get launch A's initial value: {why}",
     "numbers_drawn": "numbers are drawn in {names:list}, others on each launch; legal: --no-dropout",
-    "rounding_unknown": "no run of the first launch with its rounding moved says whether rounding is behind it; legal: "
+    "rounding_unknown": "no run of launch A with its rounding moved says whether rounding is behind it; legal: "
     "--control FOLDER (record --values --perturb 1), or --dtype float64",
     # causes
     "begun_twice": lambda names, other, rank, held: (
-        f"no rank begins with {join_names(names)} of the first launch, and {other} begins at two places: rank {rank} "
+        f"no rank begins with {join_names(names)} of launch A, and {other} begins at two places: rank {rank} "
         f"has it as {held}"
     ),
     "other_begin": _other_begin,

@@ -215,10 +215,10 @@ def test_failures_are_grouped_by_first_place() -> None:
     ]
     first, second = bugs_of_run(records)
     assert first.verdict == records[0]
-    assert first.follows == "same first place: checks update (1 case), forward (1 case) fail too"
-    assert second.follows == "same first place: check forward fails too, in 1 case"
+    assert first.follows == "same first place: check update (1 case) fails too; check forward fails in 1 more case"
+    assert second.follows == "same first place: check forward fails in 1 more case"
     named, _ = bugs_of_run([*records, failed("mode=tp tp=8", "update", HEAD)])
-    assert named.follows == "same first place: checks update (2 cases), forward (1 case) fail too"
+    assert named.follows == "same first place: check update (2 cases) fails too; check forward fails in 1 more case"
     assert bugs_of_run(records[:1])[0].follows == ""
 
 

@@ -106,7 +106,7 @@ EDITS: Mapping[str, tuple[Mapping[str, Any], tuple[str, str, str], str]] = {
     "a sampler's seed by rank": (
         {"dp": 2, "edits": {"samples": lambda rows, step, data: [(row * (1 + data) + data) % 4 for row in rows]}},
         ("data", "", "sample/0"),
-        "step 0: 1 of the first launch's 4 samples is read by no rank",
+        "step 0: 1 of launch A's 4 samples is read by no rank",
     ),
     "the same batch on all data ranks": (
         {"dp": 2, "edits": {"samples": lambda rows, step, data: [0, 1]}},
@@ -116,7 +116,7 @@ EDITS: Mapping[str, tuple[Mapping[str, Any], tuple[str, str, str], str]] = {
     "the samples of another step": (
         {"edits": {"samples": lambda rows, step, data: rows if step == 0 else [0, 0, 1, 2]}},
         ("data", "", "sample/1"),
-        "step 1: 1 of the first launch's 4 samples is read by no rank",
+        "step 1: 1 of launch A's 4 samples is read by no rank",
     ),
     "gradients that are not averaged": (
         {"dp": 2, "edits": {"grad": lambda name, own, data: own[data]}},
@@ -232,14 +232,14 @@ def test_a_launch_that_does_not_repeat_itself_accuses_nobody(tmp_path: Path) -> 
     first = Toy(edits={"start": lambda values, data: initial_values(next(calls))})
     result = judged(tmp_path, first, Toy())
     assert statements(result, "fail") == {}
-    assert "two runs of the first launch differ in init/tokens.weight" in statements(result, "unknown")["determinism"]
+    assert "two runs of launch A differ in init/tokens.weight" in statements(result, "unknown")["determinism"]
 
 
 def test_rounding_is_not_told_from_errors_without_a_perturbed_run(tmp_path: Path) -> None:
     slight = {"loss": lambda loss, data, counted: loss * (1 + 1e-5)}
     first, second = Toy(dtype=torch.float32), Toy(dtype=torch.float32, edits=slight)
     undecided = statements(judged(tmp_path / "without", first, second, further=False), "unknown")
-    assert "no run of the first launch with its rounding moved" in undecided["forward"]
+    assert "no run of launch A with its rounding moved" in undecided["forward"]
     assert "forward" in statements(judged(tmp_path / "with", first, second), "fail")
 
 
@@ -254,9 +254,7 @@ def test_a_parameter_without_a_partner_is_named(tmp_path: Path) -> None:
     first, second = (read_launch(Toy(pp=pp).launch(tmp_path / str(pp))) for pp in (1, 2))
     lacking = type(second)(ranks=second.ranks[:1], folder=second.folder)
     unknown = statements(judge_launches(first, lacking), "unknown")
-    assert (
-        "layers.1.norm.weight" in unknown["partners"] and "ranks 1 of the second launch recorded" in unknown["partners"]
-    )
+    assert "layers.1.norm.weight" in unknown["partners"] and "ranks 1 of launch B recorded" in unknown["partners"]
 
 
 def test_a_launch_without_a_whole_step_is_unknown(tmp_path: Path) -> None:
@@ -270,19 +268,17 @@ def test_a_launch_without_a_whole_step_is_unknown(tmp_path: Path) -> None:
 def test_what_a_recorder_says_of_its_work_is_told(tmp_path: Path) -> None:
     about = {"narrow": {"rope": "float32"}, "same_init": {"head.weight": "no layout"}, "failed": "Trace\nOSError: full"}
     result = judged(tmp_path, Toy(), Toy(about=about))
-    assert (
-        "the recorder of rank 0 of the second launch failed: OSError: full" in statements(result, "unknown")["partners"]
-    )
+    assert "the recorder of rank 0 of launch B failed: OSError: full" in statements(result, "unknown")["partners"]
     notes = [note.reason for one in result.verdicts for note in one.notes]
     assert "below float64: rope (float32)" in notes
-    assert "without the first launch's initial values: head.weight (no layout)" in notes
+    assert "without launch A's initial values: head.weight (no layout)" in notes
 
 
 def test_weights_that_a_parameter_did_not_get_are_unknown_and_no_failure(tmp_path: Path) -> None:
     about = {"same_init": {"head.weight": "no one cut of (13, 8) gives (13, 4)"}}
     result = judged(tmp_path, Toy(), Toy(dp=2, seed=3, about=about))
     assert result.verdict == "unknown"
-    assert "head.weight did not get the first launch's initial value" in statements(result, "unknown")["forward"]
+    assert "head.weight did not get launch A's initial value" in statements(result, "unknown")["forward"]
 
 
 @pytest.mark.parametrize(
