@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.default_cases import STATES, Pairs
+from bench.default_cases import STATES, Pairs, Search
 from shardproof.reference.case import Case, CaseError
 from shardproof.reference.case.default_cases import FIXED, NUMBERS, RANKS, default_cases, line_of, lines, paired_domains
 from shardproof.reference.case.domains import domains, repair_words, words_of
@@ -276,3 +276,13 @@ def test_a_repair_changes_words_as_rules_propose_and_nothing_that_is_fixed() -> 
     assert repair_words(words, {"packed": True, "delivery": "tensors"}, domains()) is None
     with pytest.raises(CaseError):
         Case(**{**words, "packed": True, "delivery": "tensors"})
+
+
+@pytest.mark.deep("a minute: every legal pair is looked for in hundreds of cases")
+def test_the_search_knows_no_pair_that_is_not_there() -> None:
+    """The search joins two values with all that either needs, where rules, one word at a time, find no case."""
+    kept, before = ([words_of(case) for case in lines()[section]] for section in ("recipes", "pairs"))
+    search = Search(kept, [*before, *kept], 0)
+    held = np.any([search.pairs.pairs_of(words) for words in (*kept, *before)], axis=0)
+    lacking = np.argwhere(np.triu(search.wanted & ~held)).tolist()
+    assert [(search.pairs.levels[one], search.pairs.levels[other]) for one, other in lacking] == []
