@@ -2,9 +2,7 @@
 PYTHON ?= python3
 EXTRAS ?= dev
 PYTEST_ARGS ?= -n auto --dist worksteal
-# CI's two runs share the suite: folders that this one leaves to the other, and the tests.xml of the other, of which
-# only what packages can change runs again.
-LATER ?=
+# The tests.xml of a run in another environment: what passed there runs again only where packages can change it.
 AFTER ?=
 VENV := .venv
 BIN := $(VENV)/bin
@@ -17,7 +15,7 @@ run: $(READY)            ## every mode on 2 to 8 CPU ranks against the dense mod
 	$(BIN)/shardproof run
 
 test: $(READY) lint      ## style, types, import directions, then the whole suite
-	$(BIN)/pytest $(PYTEST_ARGS) $(LATER:%=--deselect=%) $(AFTER:%=--after=%) --junitxml=$(VENV)/tests.xml
+	$(BIN)/pytest $(PYTEST_ARGS) $(AFTER:%=--after=%) --junitxml=$(VENV)/tests.xml
 
 lint: $(READY)
 	$(BIN)/ruff check .
