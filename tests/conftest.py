@@ -69,9 +69,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     Tests that are marked `deep` are skipped in every other profile. What another environment has run is left out, but
     for what packages can change.
     """
-    if path := config.getoption("after"):
+    if path := config.getoption("after", None):
         done = report(Path(path))
-        items[:] = [item for item in items if item.nodeid.startswith(CHANGED) or not has_run(item.nodeid, done)]
+        left = [item for item in items if not item.nodeid.startswith(CHANGED) and has_run(item.nodeid, done)]
+        config.hook.pytest_deselected(items=left)
+        gone = {*left}
+        items[:] = [item for item in items if item not in gone]
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     if config.getoption("hypothesis_profile", None) != "deep":
         for item in items:
