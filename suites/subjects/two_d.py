@@ -53,8 +53,6 @@ def subject(case, device):  # returns DTensors as they are: they know how they l
     model = parallel.parallelize_module(dense(case), mesh["tp"], plan)
     if case.dp > 1:
         model = fsdp.fully_shard(model, mesh=mesh["dp"])  # its gradients are the mean over the data ranks
-    for layer in (model.up, model.act, model.down) if case.compile != "none" else ():
-        layer.compile(backend=case.compile)  # its collectives are in its graph
     outcome = train(case, model, [mesh.get_local_rank("dp")])
     for step in range(case.steps):
         all_reduce(outcome[f"loss/{step}"].div_(case.dp), group=mesh.get_group("dp"))
@@ -63,7 +61,6 @@ def subject(case, device):  # returns DTensors as they are: they know how they l
 
 subject.truth = lambda case, device: train(case, dense(case), range(case.dp))
 subject.words = {"width": 9, "sp": False, "loss_parallel": False, "micro": 3}
-subject.words |= {"compile": ("none", "aot_eager", "inductor")}
 subject.cases = ("tp=2", "tp=3 sp=true", "tp=2 sp=true loss_parallel=true", "tp=2 dp=2 sp=true dtype=float32")
 subject.session = parallel.loss_parallel  # patches torch: entered once, not by every rank
 subject.harmless = softmax_shift
