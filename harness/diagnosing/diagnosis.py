@@ -152,9 +152,7 @@ def diagnose(
         step=place.step if place else -1,
         phase=finding.phase or (place.phase if place else ""),
         region=finding.region or (place.module if place else ""),
-        first=first
-        if first.phase or first.event
-        else First(phase=finding.phase, region=finding.region, name=first.name),
+        first=first if first.phase or first.event else replace(first, phase=finding.phase, region=finding.region),
         causes=shared.causes,
         agreement=shared.agreement,
     )

@@ -152,6 +152,7 @@ LIKE: Mapping[str, str] = {
     "megatron": "Megatron-Core's GPTModel",
     "megatron-training": "Megatron-Core's pipeline, optimizers and experts",
     "torchtitan": "torchtitan's models under its parallelize functions",
+    "torchtitan-recipe": "a configuration of torchtitan and its Trainer",
 }
 """Subjects that can be written -> what each shows."""
 _NEEDS = {
@@ -162,6 +163,7 @@ _NEEDS = {
     "megatron": ("megatron", "megatron-core"),
     "megatron-training": ("megatron", "megatron-core"),
     "torchtitan": ("torchtitan", "torchtitan"),
+    "torchtitan-recipe": ("torchtitan", "torchtitan"),
 }
 """The package that a subject needs beside torch, as import and as pip know it."""
 _FOLDER = Path(__file__).resolve().parents[2] / "suites" / "subjects"

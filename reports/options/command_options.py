@@ -8,7 +8,7 @@ from shardproof.harness.dense_model import SUBJECT
 LIKE = (
     *("mlp", "dtensor", "fsdp2", "pipelining", "muon", "muon-fsdp2", "lora", "lora-peft", "mixer", "policy"),
     *("resume", "split-backward", "quantised", "refit", "compiled", "trainer"),
-    *("hf", "deepspeed", "megatron", "megatron-training", "torchtitan"),
+    *("hf", "deepspeed", "megatron", "megatron-training", "torchtitan", "torchtitan-recipe"),
 )
 _NEW_SUBJECT = "Write a runnable subject: model, truth, words. At most 120 lines, most of them 60."
 SLICED = "shardproof.parallel.slicing.words:Sliced"

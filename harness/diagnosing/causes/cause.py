@@ -31,7 +31,7 @@ CAUSES: Mapping[str, str] = {
     "zero": "zero throughout",
     "stale": "the truth of another step",
     "permuted": "the right numbers in another order",
-    "other_part": "another rank's part of the tensor",
+    "other_part": "another rank's part of the tensor, or another tensor's",
     "shorter_dtype": "the truth, rounded to a shorter dtype on its way",
     "replicas_drift": "replicas that all are right, but not bit for bit the same",
     # updates

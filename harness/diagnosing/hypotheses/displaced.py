@@ -1,4 +1,4 @@
-"""Right numbers in wrong places: patterns of a whole tensor, and another rank's part.
+"""Right numbers in wrong places: patterns of a whole tensor, another rank's part, and another tensor's.
 
 Each rank's own blocks are held against the truth at the places where other ranks' blocks begin. So parts of unequal
 size, and a last one that is shorter, are looked at too.
@@ -6,15 +6,16 @@ size, and a last one that is shorter, are looked at too.
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
-from shardproof.harness.checking.measures.kinds import is_state, kind_of
+from shardproof.harness.checking.measures.kinds import is_state, kind_of, step_of
 from shardproof.harness.checking.records import RecordedRun, Truth
 from shardproof.harness.diagnosing.causes.cause import Cause, claim_cause
 from shardproof.harness.diagnosing.causes.hypothesis import LATER, STATE, VALUES, Failure, Hypothesis, of_values
 from shardproof.harness.diagnosing.causes.places import blocks_of, is_comparable
-from shardproof.harness.diagnosing.causes.proofs import Explained, share_left
-from shardproof.harness.diagnosing.hypotheses.patterns import CLOSE, from_patterns
+from shardproof.harness.diagnosing.causes.proofs import FEWEST, FEWEST_OF_A_FACTOR, Explained, share_left
+from shardproof.harness.diagnosing.hypotheses.patterns import CLOSE, MOST_ROWS, from_patterns
 from shardproof.harness.mesh_axes import split_axes
 from shardproof.harness.outcome.blocks import Block
 from shardproof.harness.verdicts.facts import state_fact
@@ -74,10 +75,66 @@ def in_other_places(run: RecordedRun, truth: Truth, name: str) -> list[Cause]:
 
 
 def _other_steps(truth: Truth, name: str) -> dict[str, Tensor]:
-    """Truths of the same kind and another step: what a stale tensor would equal."""
+    """Truths of the same name in another step: what a stale tensor would equal."""
+    if step_of(name) < 0:
+        return {}
+    alike = [other for other in truth.tensors if step_of(other) >= 0 and _but_for_step(other) == _but_for_step(name)]
+    return {other: truth.tensors[other] for other in alike if other != name}
+
+
+def _but_for_step(name: str) -> tuple[str, str]:
+    """Kind and path of a name with a step in it: "served", "q" of "served/1/q"."""
     kind, _, rest = name.partition("/")
-    alike = [other for other in truth.tensors if rest.isdigit() and other != name and kind_of(other) == kind]
-    return {other: truth.tensors[other] for other in alike}
+    return kind, rest.partition("/")[2]
+
+
+def from_other_tensors(truth: Truth, name: str, value: Tensor) -> list[Cause]:
+    """Whether a tensor is another one of its kind and step, or along one dim made of slices of several of them.
+
+    So fused tensors look that are cut at other places than they were joined.
+    """
+    true, tensors = truth.tensors[name], truth.tensors
+    if true.dim() < 2 or true.shape != value.shape or not value.is_floating_point():
+        return []
+    alike = [n for n in tensors if kind_of(n) == kind_of(name) and step_of(n) == step_of(name)]
+    others = [n for n in alike if not torch.equal(tensors[n], true)]  # a module may return what one inside it does
+    for other in others:
+        if tensors[other].shape == true.shape:
+            is_other = Explained(value=value, truth=true, guess=tensors[other], names=(name,))
+            if causes := claim_cause("other_part", state_fact("equals", other=other), is_other):
+                return causes
+    for dim in range(true.dim()):
+        beside = [n for n in others if _without_dim(tensors[n], dim) == _without_dim(true, dim)]
+        if causes := _of_slices(truth, name, value, dim, beside):
+            return causes
+    return []
+
+
+def _without_dim(tensor: Tensor, dim: int) -> tuple[int, ...]:
+    return () if tensor.dim() <= dim else (*tensor.shape[:dim], -1, *tensor.shape[dim + 1 :])
+
+
+def _of_slices(truth: Truth, name: str, value: Tensor, dim: int, beside: Sequence[str]) -> list[Cause]:
+    """Whether every slice along a dim is one of this tensor or of those `beside`, and some are of those.
+
+    Zeros, and slices of which most are like others, lie in any tensor: they show nothing.
+    """
+    tensors = [truth.tensors[n].double().movedim(dim, 0).flatten(1) for n in (name, *beside)]
+    slices, mine = torch.cat(tensors), value.double().movedim(dim, 0).flatten(1)
+    keys = torch.linspace(1.0, 2.0, slices.shape[1], dtype=torch.float64)
+    line, order = (slices @ keys).sort()
+    if not beside or not FEWEST <= len(slices) <= MOST_ROWS or 2 * len(line.unique()) <= len(line):
+        return []
+    above = torch.searchsorted(line, mine @ keys).clamp(1, len(line) - 1)
+    nearest = order[above - (mine @ keys - line[above - 1] < line[above] - mine @ keys).long()]
+    foreign = nearest >= len(tensors[0])
+    if slices.shape[1] < FEWEST_OF_A_FACTOR or not foreign.any() or not slices[nearest[foreign]].any(1).all():
+        return []
+    owners = [other for other, rows in zip(beside, tensors[1:], strict=True) for _ in rows]
+    others = [*dict.fromkeys(owners[row - len(tensors[0])] for row in nearest[foreign].tolist())]
+    guess = slices[nearest].unflatten(1, value.movedim(dim, 0).shape[1:]).movedim(0, dim)
+    is_made = Explained(value=value, truth=truth.tensors[name], guess=guess, names=(name,), fitted=len(nearest))
+    return claim_cause("other_part", state_fact("slices_of_others", dim=dim, names=others), is_made)
 
 
 def _stale_norm(failure: Failure) -> list[Cause]:
@@ -107,6 +164,11 @@ HYPOTHESES = (
     Hypothesis(
         predicts="every wrong block is what belongs to another place",
         causes=lambda failure: from_regions(failure.evidence.run, failure.evidence.truth, failure.first),
+        kinds=VALUES | {STATE},
+    ),
+    Hypothesis(
+        predicts="another tensor of the same kind and step, or slices of several",
+        causes=of_values(lambda seen, names: from_other_tensors(seen.truth, names[0], seen.run.tensors[names[0]])),
         kinds=VALUES | {STATE},
     ),
     Hypothesis(predicts="the norm of another step", causes=_stale_norm, kinds=frozenset({"grad_norm", LATER})),

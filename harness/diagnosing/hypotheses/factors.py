@@ -16,7 +16,7 @@ from torch import Tensor
 from shardproof.harness.checking.measures.kinds import kind_of
 from shardproof.harness.checking.records import Claims, Evidence, RecordedRun, Truth
 from shardproof.harness.diagnosing.causes.cause import Cause, claim_cause
-from shardproof.harness.diagnosing.causes.hypothesis import OF_TOKENS, VALUES, Failure, Hypothesis, of_values
+from shardproof.harness.diagnosing.causes.hypothesis import OF_TOKENS, STATE, VALUES, Failure, Hypothesis, of_values
 from shardproof.harness.diagnosing.causes.places import is_summable
 from shardproof.harness.diagnosing.causes.proofs import (
     FEWEST_OF_A_FACTOR,
@@ -211,6 +211,11 @@ HYPOTHESES = (
         predicts="all wrong tensors of a kind are the truth times one number",
         causes=of_values(from_factor),
         kinds=VALUES - _PER_STEP,
+    ),
+    Hypothesis(
+        predicts="the first wrong state is the truth times one number",
+        causes=of_values(from_factor),
+        kinds=frozenset({STATE}),
     ),
     Hypothesis(
         predicts="the first wrong tensor is the truth times a size of the case",

@@ -149,6 +149,7 @@ FROM_CAUSES: Mapping[str, str | Callable[..., str]] = {
     "dims_exchanged": "dims {one} and {other} are exchanged in memory",
     "flat_shards": "it holds the right numbers as if flat memory were its {size} shards along dim {dim} ({axis})",
     "at_other_place": "along dim {dim} rank {rank} holds what lies at {start}, where {right} is meant",
+    "slices_of_others": lambda dim, names: f"along dim {dim} it holds slices of {_list_names(names)}",
     "part_as_whole": lambda size, dim, axis, shape: (
         f"1 of {size} parts along dim {dim} ({axis}) told as the whole: return Shard(local, offsets, {tuple(shape)}) "
         "where a rank holds a part"

@@ -10,11 +10,14 @@ _LISTED = 5
 _LISTS = 4
 """The same of rank lists."""
 
+_ROUNDING = 2.0**-40
+"""Factors are quotients of sums in float64, of which rounding leaves some 40 bits."""
+
 
 def describe_factor(factor: float) -> str:
-    """A factor in words, with the digits in which it differs from 1: "0.3333 x", "1.0000031 x"."""
+    """A factor in words, with the digits in which it differs from 1 beyond rounding: "0.3333 x", "1.0000031 x"."""
     off = abs(factor - 1)
-    digits = 4 - min(0, math.floor(math.log10(off))) if 0 < off < 0.1 else 4
+    digits = 4 - min(0, math.floor(math.log10(off))) if _ROUNDING < off < 0.1 else 4
     return f"{factor:.{digits}g} x"
 
 

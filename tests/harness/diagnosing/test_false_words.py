@@ -27,6 +27,7 @@ from tests.harness.toy_evidence import case, drawn, evidence, ids_of, outcome_of
 
 ALONE = case("mode=tp tp=2 seq=16 micro=1 dtype=float32")
 MASK = "mask/0/embedding"
+ROWS = {"q": 12, "k": 6, "v": 6}
 Values = dict[str, Tensor]
 
 
@@ -65,7 +66,7 @@ def test_a_factor_near_1_is_told_with_the_digits_that_tell_it_from_1() -> None:
     name = "act/layers.0.mlp.w2"
     (told,) = words_of(by_numbers(seen({name: truth()[name] * 1.0002}), [name]))
     assert told == "it is 1.0002 x the truth"
-    in_words = {2.0: "2 x", 1 / 3: "0.3333 x", -1.0: "-1 x", 1 - 2e-7: "0.9999998 x", 1.05: "1.05 x"}
+    in_words = {2.0: "2 x", 1 / 3: "0.3333 x", -1.0: "-1 x", 1 - 2e-7: "0.9999998 x", 1.05: "1.05 x", 1 - 2**-52: "1 x"}
     assert {f: describe_factor(f) for f in in_words} == in_words
 
 
@@ -103,6 +104,42 @@ def test_rows_that_are_routed_in_other_groups_are_no_wrong_layout() -> None:
     # Which expert a token goes to, as a row of one 1: any other routing with as many tokens is a permutation.
     one, other = (torch.eye(4).double()[drawn(64).roll(by).mul(100).long() % 4] for by in (0, 5))
     assert from_patterns(other, one, {}, {}) == []
+
+
+SERVED = {
+    f"served/{step}/{name}": drawn(rows, 5, seed=10 * step + number)
+    for step in (0, 1)
+    for number, (name, rows) in enumerate(ROWS.items())
+}
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (SERVED["served/1/v"], "it equals served/1/v of the dense model"),
+        (SERVED["served/0/k"], "it equals served/0/k of the dense model"),
+        (
+            torch.cat([SERVED["served/1/q"][9:], SERVED["served/1/v"][:3]]),
+            "along dim 0 it holds slices of served/1/q, served/1/v",
+        ),
+        (SERVED["served/1/k"] * torch.arange(1.0, 7.0).unsqueeze(1), None),
+        (torch.cat([SERVED["served/1/k"][:3], torch.zeros(3, 5).double()]), None),
+    ],
+)
+def test_a_tensor_of_another_name_or_step_or_made_of_several_is_told(value: Tensor, told: str | None) -> None:
+    assert words_of(by_numbers(seen({"served/1/k": value}, SERVED), ["served/1/k"])) == ([told] if told else [])
+
+
+def test_slices_that_most_others_are_like_are_no_other_tensors() -> None:
+    first, second, wrong = (torch.eye(4).double()[drawn(64).roll(by).mul(100).long() % 4] for by in (0, 5, 9))
+    routed = {"choice/0/first": first, "choice/0/second": second}
+    assert by_numbers(seen({"choice/0/first": wrong}, routed), ["choice/0/first"]) == []
+
+
+def test_a_state_of_a_kind_of_its_own_that_is_a_multiple_is_told() -> None:
+    lost = {f"lost_after/0/{name}": drawn(4, 3, seed=seed) for seed, name in enumerate(("up", "down"), 3)}
+    found = by_numbers(seen({"lost_after/0/up": -lost["lost_after/0/up"]}, lost), ["lost_after/0/up"])
+    assert [(cause.id, cause.words) for cause in found] == [("constant_factor", "it is -1 x the truth")]
 
 
 def test_a_cause_that_its_numbers_contradict_cannot_be_made() -> None:

@@ -91,6 +91,7 @@ BROKEN = {
     "megatron": ("tp=2 dropout=0.1", "seed(case.seed)\n    model", "seed(case.seed, tp_rank=0)\n    model"),
     "megatron-training": ("dp=2 steps=1", "micro, dp_rank, 2).start", "micro, 0, 2).start"),
     "torchtitan": ("dp=2 steps=1", '[case.axis_rank("dp", torch.distributed.get_rank())]', "[0]"),
+    "torchtitan-recipe": ("dp=2 steps=1", "(step, micro, dp_rank, ROWS)", "(step, micro, 0, ROWS)"),
 }
 """Cases and bugs planted, in order.
 
@@ -102,7 +103,7 @@ a number of steps that is not loaded, a table that is not summed over both ends,
 
 
 LONG = {"megatron-training", "torchtitan", "muon", "lora", "mixer", "policy", "resume", "split-backward", "quantised"}
-LONG |= {"refit", "compiled", "trainer"}
+LONG |= {"refit", "compiled", "trainer", "torchtitan-recipe"}
 SMALLER = {"dtensor": ("tp=2 dp=2 steps=1", "tp=4 dtype=float32 steps=1")}
 """Cases in place of the file's own, where those are dear: a small call of DTensor takes a millisecond."""
 PROVED = {like for like in LIKE if like.replace("-", "_") in {cell.subject for cell in read_cells() if cell.quick}}
@@ -111,7 +112,7 @@ PROVED = {like for like in LIKE if like.replace("-", "_") in {cell.subject for c
 
 def needed(like: str) -> None:
     packages = {"hf": "transformers", "deepspeed": "deepspeed", "torchtitan": "torchtitan", "lora-peft": "peft"}
-    packages["trainer"] = "accelerate"
+    packages |= {"trainer": "accelerate", "torchtitan-recipe": "torchtitan"}
     if package := packages.get(like, "megatron.core" if like.startswith("megatron") else ""):
         with warnings.catch_warnings(action="ignore"):  # its own, at import
             pytest.importorskip(package, reason=f"needs {package}")
