@@ -22,6 +22,7 @@ from shardproof.harness.parity.recorded import Launch, read_launch
 from shardproof.harness.programs.launch import environment_of
 from shardproof.harness.programs.session import ProgramSession, ValueOptions, boot_id
 from shardproof.harness.programs.tensors.initial_values import NO_CUT
+from shardproof.harness.programs.threads.torchrun_words import REFUSED, read_torchrun, threads_command
 from shardproof.harness.programs.values import FOLDER
 from shardproof.harness.run_folder import guard_writing
 
@@ -50,7 +51,8 @@ _NAMES = {
 class LaunchRecorder:
     """How launches are recorded: the first `steps`, below `folder`, each for `timeout_s` at most.
 
-    `values` are the options of recording that all launches have. `heard` is called as every launch begins.
+    `values` are the options of recording that all launches have. `heard` is called as every launch begins. `inproc`:
+    ranks that torchrun would start are threads of one process (harness.programs.threads).
     """
 
     folder: Path
@@ -58,6 +60,7 @@ class LaunchRecorder:
     timeout_s: float
     values: ValueOptions
     heard: Callable[[str], object] = str
+    inproc: bool = False
 
     def record(self, name: str, command: Sequence[str], **options: Any) -> Launch:
         """Launch a command and read what it recorded; `options` are those of this recording alone.
@@ -91,9 +94,13 @@ class LaunchRecorder:
             )
         if status and not is_recorded(folder):
             lines = _last_lines(folder)
+            if self.inproc and status == REFUSED:
+                raise RequestError(f"{what}: {lines.splitlines()[-1].strip()}")
             if -status in _OUTSIDE:
                 raise MachineError(f"{what} was ended by signal {-status} before its last step; {lines}")
-            raise ProgramError(f"{what} ended with exit status {status} before its last step; {lines}")
+            threads = "; where a program cannot have ranks that are threads, legal: no --engine inproc"
+            rule = f"ended with exit status {status} before its last step"
+            raise ProgramError(f"{what} {rule}; {lines}{threads if self.inproc else ''}")
         if not (folder / FOLDER).is_dir():
             rule = "nothing was recorded: no module of torch was called and no optimizer took a step"
             raise RequestError(f"{what}: {rule}; {_last_lines(folder)}")
@@ -116,10 +123,13 @@ class LaunchRecorder:
 
     def _run(self, folder: Path, command: Sequence[str], session: ProgramSession) -> int | None:
         """The exit status of a launch, 0 where it was ended since all is recorded, None where the time was up."""
+        ranks = read_torchrun(command) if self.inproc else None
+        words = list(command) if ranks is None else threads_command(ranks, session)
+        environment = environment_of(session, os.environ) if ranks is None else dict(os.environ)
         with (folder / OUTPUT).open("wb") as output:
             process = subprocess.Popen(
-                list(command),
-                env=environment_of(session, os.environ),
+                words,
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

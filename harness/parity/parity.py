@@ -13,6 +13,7 @@ from shardproof.harness.parity.judging import Further, judge_launches
 from shardproof.harness.parity.launching import LaunchRecorder
 from shardproof.harness.parity.recorded import Launch, read_launch
 from shardproof.harness.programs.session import ValueOptions
+from shardproof.harness.programs.threads.torchrun_words import read_torchrun
 from shardproof.harness.running.result import CaseResult, stored_part
 from shardproof.harness.running.run_result import RunResult
 from shardproof.harness.running.store import Store, environment
@@ -21,7 +22,9 @@ from shardproof.harness.verdicts.verdict import PASS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParityRequest:
-    """Two commands to launch, and how. `values` are the options of recording, `command` is what the user asked for."""
+    """Two commands to launch, and how. `inproc`: ranks of torchrun are threads of one process. `values` are the options
+    of recording, `command` is what the user asked for.
+    """
 
     first: tuple[str, ...]
     second: tuple[str, ...]
@@ -29,6 +32,7 @@ class ParityRequest:
     timeout_s: float
     out: Path
     same_init: bool
+    inproc: bool
     values: ValueOptions
     command: tuple[str, ...]
 
@@ -36,14 +40,22 @@ class ParityRequest:
 def prove_parity(request: ParityRequest, heard: Callable[[str], object] = str) -> RunResult:
     """Record both launches, further runs of the first one where they are needed, and judge them.
 
-    Raises what a launch raises that does not come to its last step.
+    Raises what a launch raises that does not come to its last step, RequestError for a command whose ranks cannot be
+    threads where they are asked to.
     """
+    for command in (request.first, request.second) if request.inproc else ():
+        read_torchrun(command)
     about: dict[str, object] = {"subject": NAME, "engine": "launches", "first": request.first, "second": request.second}
     about |= {"timeout_s": request.timeout_s, "steps": request.steps, "cases": 1}
     store = Store(request.out, NAME, environment(request.command, about))
     seconds: dict[str, float] = {}
     recorder = LaunchRecorder(
-        folder=store.path, steps=request.steps, timeout_s=request.timeout_s, values=request.values, heard=heard
+        folder=store.path,
+        steps=request.steps,
+        timeout_s=request.timeout_s,
+        values=request.values,
+        heard=heard,
+        inproc=request.inproc,
     )
     with _time_part(seconds, "truth"):
         first = recorder.record("first", request.first)

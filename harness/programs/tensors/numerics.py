@@ -29,7 +29,7 @@ _AS_BITS = frozenset(("view", "frombuffer", "from_file"))
 _DROPOUTS = ("dropout", "alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout")
 
 
-def apply_options(options: ValueOptions) -> None:
+def change_process(options: ValueOptions) -> None:
     """Change what has to be other before the program builds its model; torch has just been imported."""
     if options.dtype:
         torch.set_default_dtype(_WIDE)
@@ -37,7 +37,6 @@ def apply_options(options: ValueOptions) -> None:
         torch.Tensor.backward = _backward  # type: ignore[method-assign]
         vars(torch.autograd)["has_torch_function"] = _is_taken_over
         torch.autocast.__init__ = _disable(torch.autocast.__init__)  # type: ignore[method-assign]
-        _InFloat64().__enter__()
         if torch.distributed.is_available():
             _widen_when_initialised()
     if not options.dropout:
@@ -45,6 +44,12 @@ def apply_options(options: ValueOptions) -> None:
             setattr(F, name, _keep)
         torch.dropout = _keep_all
         F.scaled_dot_product_attention = _attend
+
+
+def change_thread(options: ValueOptions) -> None:
+    """Change the same for a thread that runs the program; the process is changed."""
+    if options.dtype:
+        _InFloat64().__enter__()
 
 
 def begin_training(options: ValueOptions) -> None:
