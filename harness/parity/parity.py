@@ -13,6 +13,7 @@ from shardproof.harness.parity.judging import Further, judge_launches
 from shardproof.harness.parity.launching import LaunchRecorder
 from shardproof.harness.parity.recorded import Launch, read_launch
 from shardproof.harness.programs.session import ValueOptions
+from shardproof.harness.programs.threads.launches import launches_of_threads
 from shardproof.harness.programs.threads.torchrun_words import read_torchrun
 from shardproof.harness.running.result import CaseResult, stored_part
 from shardproof.harness.running.run_result import RunResult
@@ -49,18 +50,27 @@ def prove_parity(request: ParityRequest, heard: Callable[[str], object] = str) -
     about |= {"timeout_s": request.timeout_s, "steps": request.steps, "cases": 1}
     store = Store(request.out, NAME, environment(request.command, about))
     seconds: dict[str, float] = {}
-    recorder = LaunchRecorder(
-        folder=store.path,
-        steps=request.steps,
-        timeout_s=request.timeout_s,
-        values=request.values,
-        heard=heard,
-        inproc=request.inproc,
-    )
+    with launches_of_threads(request.inproc) as threads:
+        recorder = LaunchRecorder(
+            folder=store.path,
+            steps=request.steps,
+            timeout_s=request.timeout_s,
+            values=request.values,
+            heard=heard,
+            threads=threads,
+        )
+        result = _judge_recorded(request, recorder, seconds)
+    for folder in (store.path / "again", *store.path.glob("perturbed-*")):  # as large as the first one, and of no use
+        shutil.rmtree(folder / "values", ignore_errors=True)
+    return _store_result(replace(result, seconds=seconds), store)
+
+
+def _judge_recorded(request: ParityRequest, recorder: LaunchRecorder, seconds: dict[str, float]) -> CaseResult:
+    """Record both launches and judge them; `seconds` are filled in by part."""
     with _time_part(seconds, "truth"):
         first = recorder.record("first", request.first)
+    start = str(first.folder.resolve()) if request.same_init else ""
     with _time_part(seconds, "recorded"):
-        start = str(first.folder.resolve()) if request.same_init else ""
         second = recorder.record_same_init("second", request.second, start)
 
     def again() -> Launch:
@@ -75,9 +85,7 @@ def prove_parity(request: ParityRequest, heard: Callable[[str], object] = str) -
         further = Further(again=again, perturbed=perturb)
         result = judge_launches(first, second, repeat=shlex.join(request.command), further=further)
     seconds["checks"] -= seconds.get("again", 0.0) + seconds.get("control", 0.0)
-    for folder in (store.path / "again", *store.path.glob("perturbed-*")):  # as large as the first one, and of no use
-        shutil.rmtree(folder / "values", ignore_errors=True)
-    return _store_result(replace(result, seconds=seconds), store)
+    return result
 
 
 def compare_recordings(

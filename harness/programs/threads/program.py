@@ -30,9 +30,10 @@ from shardproof.harness.programs.tensors.hooks import RecordingHooks
 from shardproof.harness.programs.tensors.names import Enclosing
 from shardproof.harness.programs.tensors.recorder import ValueRecorder
 from shardproof.harness.programs.threads.own_modules import OwnModules
-from shardproof.harness.programs.threads.torchrun_words import REFUSED
 from shardproof.harness.torch_internals.world import rank_tables
 
+REFUSED = 78
+"""Exit status of a program whose ranks cannot be threads; the last line that it prints says why."""
 _AGENT = {
     "GROUP_RANK": "0",
     "GROUP_WORLD_SIZE": "1",

@@ -1,4 +1,4 @@
-"""What a command of torchrun says, and the command that runs the same ranks as threads of one process."""
+"""What a command of torchrun says: how many ranks run which program, with which Python."""
 
 import contextlib
 import io
@@ -13,11 +13,7 @@ from pathlib import Path
 from torch.distributed.run import get_args_parser
 
 from shardproof.harness.errors import RequestError
-from shardproof.harness.programs.session import ProgramSession
 
-REFUSED = 78
-"""Exit status of a program whose ranks cannot be threads; the last line that it prints says why."""
-_START = Path(__file__).with_name("start.py")
 _PYTHON = re.compile(r"python[0-9.]*")
 _MODULES = ("torch.distributed.run", "torch.distributed.launch")
 _LEGAL = "legal: torchrun --nproc-per-node 2 train.py, python train.py, or no --engine inproc"
@@ -46,11 +42,6 @@ def read_torchrun(command: Sequence[str]) -> RanksOfProgram | None:
     if len(command) > 2 and command[1] == "-m" and command[2] in _MODULES:
         return _read_options(command[0], command[3:])
     return None
-
-
-def threads_command(found: RanksOfProgram, session: ProgramSession) -> list[str]:
-    """The command of these ranks as threads, recorded as the session says."""
-    return [found.python, str(_START), str(found.ranks), session.text, *found.program]
 
 
 def _read_options(python: str, words: Sequence[str]) -> RanksOfProgram:
