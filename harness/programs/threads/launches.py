@@ -16,7 +16,6 @@ from shardproof.harness.programs.session import ProgramSession
 from shardproof.harness.programs.threads.torchrun_words import RanksOfProgram
 
 _START = Path(__file__).with_name("start.py")
-_END_S = 10.0
 
 
 class ForkedLaunch:
@@ -47,7 +46,7 @@ class ThreadLaunches:
 
     def __init__(self) -> None:
         self._servers: dict[str, subprocess.Popen[str]] = {}
-        self._said: dict[str, IO[bytes]] = {}
+        self._said = tempfile.NamedTemporaryFile()  # noqa: SIM115  (closed with the launches)
 
     def start(self, found: RanksOfProgram, session: ProgramSession, output: Path) -> ForkedLaunch:
         """Start a program's ranks in this folder. Raises RequestError where its Python has no torch."""
@@ -57,35 +56,30 @@ class ThreadLaunches:
         with suppress(BrokenPipeError):
             print(json.dumps(order), file=server.stdin, flush=True)
         if server.stdout is None or not (answer := server.stdout.readline()):
-            raise RequestError(f"engine=inproc: {found.python} does not start: {self._last_words(found.python)}")
+            raise RequestError(f"engine=inproc: {found.python} does not start: {self._last_words()}")
         return ForkedLaunch(int(answer), server.stdout)
 
     def close(self) -> None:
         """End what launches are forked from."""
         for server in self._servers.values():
-            if server.stdin is not None:
-                server.stdin.close()
-            try:
-                server.wait(_END_S)
-            except subprocess.TimeoutExpired:
-                server.kill()
+            server.kill()  # its launches lead groups of their own
+            server.communicate()
+        self._said.close()
 
     def _server_of(self, python: str) -> "subprocess.Popen[str]":
         if python not in self._servers:
-            self._said[python] = tempfile.TemporaryFile()
             self._servers[python] = subprocess.Popen(
                 [python, str(_START)],
                 env={**ONE_THREAD, **os.environ},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=self._said[python],
+                stderr=self._said,
                 text=True,
             )
         return self._servers[python]
 
-    def _last_words(self, python: str) -> str:
-        self._said[python].seek(0)
-        lines = self._said[python].read().decode("utf-8", "replace").strip().splitlines()
+    def _last_words(self) -> str:
+        lines = Path(self._said.name).read_text(encoding="utf-8", errors="replace").strip().splitlines()
         return f"{lines[-1] if lines else 'it ended'}; legal: a Python with torch, numpy and safetensors"
 
 

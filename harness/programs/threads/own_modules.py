@@ -14,18 +14,18 @@ from typing import Any
 
 import torch
 
-_MAIN = "__main__"
+_MAIN, _OURS = "__main__", __name__.partition(".")[0]
 _OF_TORCH = re.compile(r"^\s*(import|from) torch\b", re.MULTILINE)
 _ASKS = re.compile(r"\b(get_rank|get_world_size|LOCAL_RANK)\b")
-_HOME = Path(__file__).resolve().parents[3]
 
 
 class OwnModules:
     """The program's own modules in sys.modules: a place of state (harness.engines.threads.rank_state.Namespace)."""
 
     def __init__(self) -> None:
-        shared = [*map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")), torch.__path__[0]]
-        self._shared = (*(f"{Path(place)}/" for place in shared), f"{_HOME}/", f"{_HOME.resolve()}/")
+        self._installed_in = tuple(f"{Path(sysconfig.get_path(name))}/" for name in ("purelib", "platlib"))
+        standard = [f"{Path(sysconfig.get_path(name))}/" for name in ("stdlib", "platstdlib")]
+        self._shared = (*self._installed_in, *standard, f"{torch.__path__[0]}/")
         self._before = frozenset(sys.modules)
         self._own = {_MAIN: True}
 
@@ -53,20 +53,22 @@ class OwnModules:
 
     def _installed(self) -> Iterator[ModuleType]:
         """Modules of installed packages that the program was the first to import."""
+        torch_itself = f"{Path(torch.__path__[0])}/"
         for name, module in sorted(sys.modules.items()):
             file = getattr(module, "__file__", None) or ""
-            if name not in self._before and file.endswith(".py") and f"{Path(torch.__path__[0])}/" not in file:
-                if file.startswith(self._shared[2:4]) and not self._is_own(name, module):
-                    yield module
+            installed = file.startswith(self._installed_in) and not file.startswith(torch_itself)
+            if installed and name not in self._before and file.endswith(".py"):
+                yield module
 
     def _is_own(self, name: str, module: Any) -> bool:
         known = self._own.get(name)
         if known is None:
-            known = self._own[name] = name not in self._before and self._lies_outside(module)
+            other = name in self._before or name.partition(".")[0] == _OURS
+            known = self._own[name] = not other and self._lies_outside(module)
         return known
 
     def _lies_outside(self, module: Any) -> bool:
         """Whether a module lies in a file, or a folder, of none of the shared places."""
         places = [getattr(module, "__file__", None) or "", *getattr(module, "__path__", ())]
-        files = [str(Path(place).resolve()) for place in places if place]
+        files = [str(Path(place).absolute()) for place in places if place]
         return bool(files) and not any(file.startswith(self._shared) for file in files)

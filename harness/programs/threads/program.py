@@ -18,11 +18,11 @@ from typing import NoReturn
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from shardproof.harness.engines.engine import RunRequest
 from shardproof.harness.engines.threads.inproc import InprocEngine, Intervention
 from shardproof.harness.engines.threads.rank_state import Namespace
+from shardproof.harness.engines.threads.rank_world import leave_uninitialised
 from shardproof.harness.errors import ShardproofError
 from shardproof.harness.programs.session import ProgramSession, ValueOptions
 from shardproof.harness.programs.tensors import numerics
@@ -139,7 +139,7 @@ def run_program(ranks: int, session_text: str, words: Sequence[str]) -> int:
         main = _Main(words)
 
         def run_rank(rank: int) -> None:
-            dist.destroy_process_group()  # a program finds none, and asks for it
+            leave_uninitialised()
             random.seed()
             np.random.seed()  # torch alone begins every process with the same seed
             os.environ["ROLE_RANK"] = str(rank)

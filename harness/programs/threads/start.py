@@ -1,12 +1,14 @@
 """A process from which programs are forked whose ranks are threads: `python start.py`, an order a line on its input.
 
-torch is imported once, for all launches of a command. An order is a JSON object: `session`, `ranks`, `program` (its
-words), `folder` to run in, `environ`, and `output`, a file for what it prints. Two lines answer it: the id of its
-process, which leads a group of its own, and its exit status (negative: a signal) when it has ended.
+torch is imported once for all launches of a command, with the parts of it that most programs load. An order is a JSON
+object: `session`, `ranks`, `program` (its words), `folder` to run in, `environ`, and `output`, a file for what it
+prints. Two lines answer it: the id of its process, which leads a group of its own, and its exit status (negative: a
+signal) when it has ended.
 
 Run by the Python of the program, which may lack shardproof: found behind all that is the program's own.
 """
 
+import importlib
 import importlib.util
 import json
 import os
@@ -14,11 +16,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+_PARTS = ("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch._dynamo")
+
 
 def serve_orders() -> None:
     """Carry out orders until the input ends."""
     from shardproof.harness.programs.threads.program import run_program  # noqa: PLC0415  (the path is complete only now)
 
+    for name in _PARTS:
+        importlib.import_module(name)
     for line in sys.stdin:
         order = json.loads(line)
         process = os.fork()
@@ -44,5 +50,5 @@ def _enter(order: dict[str, Any]) -> None:
 if __name__ == "__main__":
     sys.path.pop(0)  # this folder
     if importlib.util.find_spec("shardproof") is None:
-        sys.path.append(str(Path(__file__).resolve().parents[4]))
+        sys.path.append(str(Path(__file__).absolute().parents[4]))
     serve_orders()
