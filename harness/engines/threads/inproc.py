@@ -234,6 +234,10 @@ class Intervention:
         """Where every rank has a state of its own: that of the modules of these names."""
         return namespaces_of(names)
 
+    def hint(self, error: BaseException, *, others_ran: bool, per_rank: Sequence[str]) -> str:
+        """A clause on an exception that a rank raised (see `hint_at`)."""
+        return hint_at(error, others_ran=others_ran, per_rank=per_rank)
+
     def scheduler(self, threads: Sequence[RankThread], state: PerRankState, timeout_s: float) -> Scheduler:
         """First come, first served."""
         return Scheduler(threads, state, timeout_s)
@@ -332,7 +336,7 @@ class _Run:
         observer: Observer | None,
         parts: Intervention,
     ) -> None:
-        self.request = request
+        self.request, self._parts = request, parts
         self.scheduler = parts.scheduler(threads, state, request.timeout_s)
         self.matcher = parts.matcher(request.world_size, self.scheduler, observer)
         self.raised: list[Raised] = []
@@ -382,7 +386,7 @@ class _Run:
 
     def _hint(self, shared: bool) -> str:
         """Words that may help; `shared`: another rank may have left behind what the first one raised about."""
-        return hint_at(self.raised[0].error, others_ran=shared, per_rank=self.request.per_rank)
+        return self._parts.hint(self.raised[0].error, others_ran=shared, per_rank=self.request.per_rank)
 
     def _cause(self, end: RunEnd) -> RootCause | None:
         failure = self.matcher.failure

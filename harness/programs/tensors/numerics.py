@@ -6,7 +6,7 @@ files, from numpy) are converted at the first forward. What stays narrow is seen
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from shardproof.harness.outcome.blocks import is_dtensor
 from shardproof.harness.programs.session import ValueOptions
 from shardproof.harness.torch_internals.compiler import run_eagerly
 from shardproof.harness.torch_internals.dispatch import mapped
+from shardproof.harness.torch_internals.world import redirect_function
 
 _WIDE = torch.float64
 _NARROW = frozenset((torch.float32, torch.bfloat16, torch.float16))
@@ -64,16 +65,12 @@ def begin_training(options: ValueOptions) -> None:
 
 
 def _widen_when_initialised() -> None:
-    original = distributed_c10d.init_process_group
-
-    @functools.wraps(original)
-    def init_process_group(*args: Any, **words: Any) -> Any:
+    def init_process_group(original: Callable[..., Any], *args: Any, **words: Any) -> Any:
         result = original(*args, **words)
         _widen_policies()
         return result
 
-    for room in (distributed_c10d, torch.distributed):
-        room.init_process_group = init_process_group  # type: ignore[attr-defined]
+    redirect_function(distributed_c10d.init_process_group, init_process_group).__enter__()
 
 
 def _widen_policies() -> None:

@@ -55,6 +55,10 @@ class _RanksWithModules(Intervention):
         """See Intervention."""
         return (*super().places(names), self._modules)
 
+    def hint(self, error: BaseException, *, others_ran: bool, per_rank: Sequence[str]) -> str:
+        """None: what it says is of subjects."""
+        return ""
+
 
 class _Recording:
     """The recorders of the ranks that are threads of this process."""
