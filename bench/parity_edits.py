@@ -214,6 +214,7 @@ PICOTRON_TP_EDITS = (
     SLICE.planted(
         "tp2",
         ("tensor_parallel.py", "torch.cat(tensor_list, dim=last_dim)", "torch.cat(tensor_list[::-1], dim=last_dim)"),
+        of="the logits",
         place="0 forward final_proj loss/0",
     ),
     SLICE.planted(
