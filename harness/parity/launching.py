@@ -31,6 +31,8 @@ from shardproof.harness.run_folder import guard_writing
 OUTPUT = "output.txt"
 _LAST = 12
 """Lines of a program's output that an error shows."""
+_LAST_BYTES = 2**18
+"""Of what a program printed, in which these are looked for."""
 _SUMMARY = "torch/distributed/elastic/multiprocessing/api.py"
 """A word of the line with which torchrun begins to say that a rank has failed; why it did stands before it."""
 _LOOK_S = 0.1
@@ -182,7 +184,9 @@ def _end_group(process: "subprocess.Popen[bytes] | ForkedLaunch") -> None:
 
 def _last_lines(folder: Path) -> str:
     """What a launch printed last, in words."""
-    text = (folder / OUTPUT).read_text(encoding="utf-8", errors="replace")
+    with (folder / OUTPUT).open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_BYTES))
+        text = file.read().decode("utf-8", "replace")
     lines = [line for line in text.splitlines() if line.strip()]
     told = next((place for place, line in enumerate(lines) if _SUMMARY in line), 0)
     lines = lines[: told or None][-_LAST:]

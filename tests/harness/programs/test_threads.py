@@ -100,7 +100,7 @@ def test_every_thread_is_a_rank_as_its_program_knows_it(tmp_path: Path, launches
 )
 def test_what_torchrun_would_start(command: str, ranks: int, program: tuple[str, ...]) -> None:
     found = read_torchrun(command.split())
-    assert (0, ()) == (ranks, program) if found is None else (found.ranks, found.program) == (ranks, program)
+    assert (ranks, program) == (0, ()) if found is None else (found.ranks, found.program) == (ranks, program)
 
 
 @pytest.mark.parametrize(
