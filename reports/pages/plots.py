@@ -43,7 +43,7 @@ def break_even(growth: pd.DataFrame, crossings: pd.DataFrame, title: str) -> str
 
     `growth`: mode, tokens, wire_bytes. `crossings`: mode, other, tokens (T*), wire_bytes.
     """
-    with open_canvas(title, 760, 380) as (figure, axes):
+    with open_canvas(title, 560, 340) as (figure, axes):
         groups = growth.sort_values("tokens").groupby("mode", observed=True, sort=True)
         for number, (mode, line) in enumerate(groups):
             colour, marker = COLOURS[(number + 1) % len(COLOURS)], _MARKERS[number % len(_MARKERS)]

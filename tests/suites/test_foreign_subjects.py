@@ -34,8 +34,8 @@ from tests.harness.command_line import CommandLine
 
 CELLS = [cell for cell in read_cells() if cell.expected == PASS and not cell.system.python]
 CHECKOUTS = {cell.subject: cell.system.checkout for cell in CELLS if cell.system.checkout}
-NEEDS = {cell.subject: cell.system.packages[0].partition("-")[0] for cell in CELLS}
-NEEDS = {subject: package for subject, package in NEEDS.items() if package != "torch"}
+FIRST_PACKAGES = {cell.subject: cell.system.packages[0].partition("-")[0] for cell in CELLS}
+NEEDS = {subject: package for subject, package in FIRST_PACKAGES.items() if package != "torch"}
 ELSEWHERE = [one for one in dict.fromkeys(cell.system for cell in read_cells()) if one.python and not one.is_here]
 PEERS = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 
@@ -111,7 +111,7 @@ def test_a_bug_in_a_system_is_found(
     monkeypatch.syspath_prepend(tmp_path)
     given = resolve_subject(f"broken_{name}:subject")
     with InprocEngine() as threads:
-        result = prove(case_of(text, given), given, threads)
+        result = prove(case_of(text, given), given, threads, explain=False)
     assert {one.check for one in result.verdicts if one.verdict == FAIL} & {"forward", "parameter_gradients"}
 
 
