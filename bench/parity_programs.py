@@ -21,6 +21,7 @@ from shardproof.harness.parity.judging import Further, judge_launches
 from shardproof.harness.parity.launching import LaunchRecorder
 from shardproof.harness.parity.recorded import Launch
 from shardproof.harness.programs.session import ValueOptions
+from shardproof.harness.programs.threads.launches import ThreadLaunches, launches_of_threads
 from shardproof.harness.running.result import CaseResult
 
 LIMIT_S = 240.0
@@ -29,12 +30,16 @@ LIMIT_S = 240.0
 class Launches:
     """The launches of a program in a copy of its sources, the first one recorded once."""
 
-    def __init__(self, program: Program, sources: Path, folder: Path, dtype: str, seed: int) -> None:
+    def __init__(
+        self, program: Program, sources: Path, folder: Path, dtype: str, seed: int, threads: ThreadLaunches | None
+    ) -> None:
         self.program, self.folder, self._seed = program, folder, seed
         self._sources = sources / program.folder
         values = ValueOptions(dtype=dtype, dropout=program.dropout)
         self._folders = folder / "recorded"
-        self._recorder = LaunchRecorder(folder=self._folders, steps=2, timeout_s=LIMIT_S, values=values)
+        self._recorder = LaunchRecorder(
+            folder=self._folders, steps=2, timeout_s=LIMIT_S, values=values, threads=threads
+        )
         self._known: dict[str, Launch] = {}
         self._copy = self.copied("untouched", ())
 
@@ -127,13 +132,20 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--edit", help="a part of an edit's name, for these edits alone; '-' for none")
     parser.add_argument("--dtype", default="float64", choices=("", "float64"))
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--engine", default="launcher", choices=("launcher", "inproc"))
     arguments = parser.parse_args(words)
+    with launches_of_threads(arguments.engine == "inproc") as threads:
+        return _judge_programs(arguments, threads)
+
+
+def _judge_programs(arguments: argparse.Namespace, threads: ThreadLaunches | None) -> int:
     table: list[tuple[str, Mapping[str, bool]]] = []
     alarms = 0
     for program in (one for one in PROGRAMS if re.search(arguments.program, one.name)):
         with tempfile.TemporaryDirectory() as folder:
             for seed in range(arguments.seeds):
-                launches = Launches(program, arguments.sources, Path(folder) / str(seed), arguments.dtype, seed)
+                place = Path(folder) / str(seed)
+                launches = Launches(program, arguments.sources, place, arguments.dtype, seed, threads)
                 for layout in program.layouts if arguments.edit in (None, "-") else ():
                     alarms += _show(f"{program.name}, {layout}, seed {seed}", launches, layout)
                 chosen = [edit for edit in program.edits if not seed and (arguments.edit or "") in edit.name]

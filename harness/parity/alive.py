@@ -1,7 +1,8 @@
 """Whether anything was trained at all: what is dead on both sides agrees, and proves nothing.
 
-Dead are gradients that are zero everywhere or that no parameter receives, parameters that do not move, a loss that is
-0 or no number (a mask that leaves nothing), targets that are all ignored, and data ranks that all train on one batch.
+Dead are gradients that are zero everywhere, no numbers, or that no parameter receives, parameters that do not move, a
+loss that is 0 or no number (a mask that leaves nothing), targets that are all ignored, and data ranks that all train on
+one batch. A gradient that is no number and that the optimizer skips, as scalers of gradients have it, is not.
 """
 
 from collections.abc import Iterator
@@ -46,6 +47,11 @@ def _dead(launch: Launch) -> Iterator[tuple[Fact, str]]:
             yield state_fact("no_gradient", step=step), f"loss/{step}"
         if gradients and not any(bool(tensor.any()) for _, tensor in gradients):
             yield state_fact("gradients_zero", step=step), f"grad/{gradients[0][0].name}"
+        broken = next((row.name for row, tensor in gradients if not bool(torch.isfinite(tensor).all())), "")
+        if broken and not all(
+            bool(torch.isfinite(rank.tensor(row)).all()) for rank, row in launch.rows("param_after", step)
+        ):
+            yield state_fact("weights_no_number", step=step, name=broken), f"grad/{broken}"
     last = launch.steps - 1
     if last >= 0:
         yield from _alike_data_ranks(launch)

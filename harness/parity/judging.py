@@ -31,6 +31,7 @@ from shardproof.harness.parity.undecided import (
     spreads_of,
     undecided_by_chance,
     undecided_by_draws,
+    undecided_by_samples,
     undecided_by_starts,
     undecided_without_controls,
 )
@@ -73,7 +74,8 @@ def judge_launches(first: Launch, second: Launch, *, repeat: str = "", further: 
             evidence, findings = _with_limits(seen, evidence, findings, further)
     evidence, findings = _with_reading(seen, evidence, findings)
     findings = {"partners": check_partners(seen, evidence), **stated, **findings}
-    for undecided in (undecided_by_starts, undecided_by_draws, undecided_by_chance, undecided_without_controls):
+    unknown = (undecided_by_samples, undecided_by_starts, undecided_by_draws, undecided_by_chance)
+    for undecided in (*unknown, undecided_without_controls):
         findings = undecided(seen, findings)
     return explain_findings(seen, evidence, findings, repeat)
 

@@ -22,12 +22,17 @@ from shardproof.harness.parity.recorded import Launch, read_launch
 from shardproof.harness.programs.launch import environment_of
 from shardproof.harness.programs.session import ProgramSession, ValueOptions, boot_id
 from shardproof.harness.programs.tensors.initial_values import NO_CUT
+from shardproof.harness.programs.threads.launches import ForkedLaunch, ThreadLaunches
+from shardproof.harness.programs.threads.program import REFUSED
+from shardproof.harness.programs.threads.torchrun_words import read_torchrun
 from shardproof.harness.programs.values import FOLDER
 from shardproof.harness.run_folder import guard_writing
 
 OUTPUT = "output.txt"
 _LAST = 12
 """Lines of a program's output that an error shows."""
+_LAST_BYTES = 2**18
+"""Of what a program printed, in which these are looked for."""
 _SUMMARY = "torch/distributed/elastic/multiprocessing/api.py"
 """A word of the line with which torchrun begins to say that a rank has failed; why it did stands before it."""
 _LOOK_S = 0.1
@@ -50,7 +55,8 @@ _NAMES = {
 class LaunchRecorder:
     """How launches are recorded: the first `steps`, below `folder`, each for `timeout_s` at most.
 
-    `values` are the options of recording that all launches have. `heard` is called as every launch begins.
+    `values` are the options of recording that all launches have. `heard` is called as every launch begins. `threads`
+    starts the ranks of torchrun's commands as threads of one process; None: commands are started as they are.
     """
 
     folder: Path
@@ -58,6 +64,7 @@ class LaunchRecorder:
     timeout_s: float
     values: ValueOptions
     heard: Callable[[str], object] = str
+    threads: ThreadLaunches | None = None
 
     def record(self, name: str, command: Sequence[str], **options: Any) -> Launch:
         """Launch a command and read what it recorded; `options` are those of this recording alone.
@@ -91,9 +98,13 @@ class LaunchRecorder:
             )
         if status and not is_recorded(folder):
             lines = _last_lines(folder)
+            if self.threads and status == REFUSED:
+                raise RequestError(f"{what}: {lines.splitlines()[-1].strip()}")
             if -status in _OUTSIDE:
                 raise MachineError(f"{what} was ended by signal {-status} before its last step; {lines}")
-            raise ProgramError(f"{what} ended with exit status {status} before its last step; {lines}")
+            others = "; where a program cannot have ranks that are threads, legal: no --engine inproc"
+            rule = f"ended with exit status {status} before its last step"
+            raise ProgramError(f"{what} {rule}; {lines}{others if self.threads else ''}")
         if not (folder / FOLDER).is_dir():
             rule = "nothing was recorded: no module of torch was called and no optimizer took a step"
             raise RequestError(f"{what}: {rule}; {_last_lines(folder)}")
@@ -116,8 +127,27 @@ class LaunchRecorder:
 
     def _run(self, folder: Path, command: Sequence[str], session: ProgramSession) -> int | None:
         """The exit status of a launch, 0 where it was ended since all is recorded, None where the time was up."""
+        process = self._start(folder, command, session)
+        end_s = time.monotonic() + self.timeout_s
+        try:
+            while (status := process.poll()) is None:
+                if is_recorded(folder):
+                    return 0
+                if time.monotonic() > end_s:
+                    return None
+                time.sleep(_LOOK_S)
+            return status
+        finally:
+            _end_group(process)
+
+    def _start(
+        self, folder: Path, command: Sequence[str], session: ProgramSession
+    ) -> "subprocess.Popen[bytes] | ForkedLaunch":
         with (folder / OUTPUT).open("wb") as output:
-            process = subprocess.Popen(
+            ranks = read_torchrun(command) if self.threads else None
+            if self.threads is not None and ranks is not None:
+                return self.threads.start(ranks, session, folder / OUTPUT)
+            return subprocess.Popen(
                 list(command),
                 env=environment_of(session, os.environ),
                 stdin=subprocess.DEVNULL,
@@ -125,17 +155,6 @@ class LaunchRecorder:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-            end_s = time.monotonic() + self.timeout_s
-            try:
-                while (status := process.poll()) is None:
-                    if is_recorded(folder):
-                        return 0
-                    if time.monotonic() > end_s:
-                        return None
-                    time.sleep(_LOOK_S)
-                return status
-            finally:
-                _end_group(process)
 
 
 def is_recorded(folder: Path) -> bool:
@@ -151,7 +170,7 @@ def is_recorded(folder: Path) -> bool:
     )
 
 
-def _end_group(process: "subprocess.Popen[bytes]") -> None:
+def _end_group(process: "subprocess.Popen[bytes] | ForkedLaunch") -> None:
     """End all processes of a launch that are left: kindly first, for a launcher ends its own."""
     for number, wait_s in ((signal.SIGTERM, _END_S), (signal.SIGKILL, _END_S)):
         with suppress(ProcessLookupError, PermissionError):
@@ -165,7 +184,9 @@ def _end_group(process: "subprocess.Popen[bytes]") -> None:
 
 def _last_lines(folder: Path) -> str:
     """What a launch printed last, in words."""
-    text = (folder / OUTPUT).read_text(encoding="utf-8", errors="replace")
+    with (folder / OUTPUT).open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_BYTES))
+        text = file.read().decode("utf-8", "replace")
     lines = [line for line in text.splitlines() if line.strip()]
     told = next((place for place, line in enumerate(lines) if _SUMMARY in line), 0)
     lines = lines[: told or None][-_LAST:]

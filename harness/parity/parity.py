@@ -13,6 +13,8 @@ from shardproof.harness.parity.judging import Further, judge_launches
 from shardproof.harness.parity.launching import LaunchRecorder
 from shardproof.harness.parity.recorded import Launch, read_launch
 from shardproof.harness.programs.session import ValueOptions
+from shardproof.harness.programs.threads.launches import launches_of_threads
+from shardproof.harness.programs.threads.torchrun_words import read_torchrun
 from shardproof.harness.running.result import CaseResult, stored_part
 from shardproof.harness.running.run_result import RunResult
 from shardproof.harness.running.store import Store, environment
@@ -21,7 +23,9 @@ from shardproof.harness.verdicts.verdict import PASS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParityRequest:
-    """Two commands to launch, and how. `values` are the options of recording, `command` is what the user asked for."""
+    """Two commands to launch, and how. `inproc`: ranks of torchrun are threads of one process. `values` are the options
+    of recording, `command` is what the user asked for.
+    """
 
     first: tuple[str, ...]
     second: tuple[str, ...]
@@ -29,6 +33,7 @@ class ParityRequest:
     timeout_s: float
     out: Path
     same_init: bool
+    inproc: bool
     values: ValueOptions
     command: tuple[str, ...]
 
@@ -36,19 +41,36 @@ class ParityRequest:
 def prove_parity(request: ParityRequest, heard: Callable[[str], object] = str) -> RunResult:
     """Record both launches, further runs of the first one where they are needed, and judge them.
 
-    Raises what a launch raises that does not come to its last step.
+    Raises what a launch raises that does not come to its last step, RequestError for a command whose ranks cannot be
+    threads where they are asked to.
     """
+    for command in (request.first, request.second) if request.inproc else ():
+        read_torchrun(command)
     about: dict[str, object] = {"subject": NAME, "engine": "launches", "first": request.first, "second": request.second}
     about |= {"timeout_s": request.timeout_s, "steps": request.steps, "cases": 1}
     store = Store(request.out, NAME, environment(request.command, about))
     seconds: dict[str, float] = {}
-    recorder = LaunchRecorder(
-        folder=store.path, steps=request.steps, timeout_s=request.timeout_s, values=request.values, heard=heard
-    )
+    with launches_of_threads(request.inproc) as threads:
+        recorder = LaunchRecorder(
+            folder=store.path,
+            steps=request.steps,
+            timeout_s=request.timeout_s,
+            values=request.values,
+            heard=heard,
+            threads=threads,
+        )
+        result = _judge_recorded(request, recorder, seconds)
+    for folder in (store.path / "again", *store.path.glob("perturbed-*")):  # as large as the first one, and of no use
+        shutil.rmtree(folder / "values", ignore_errors=True)
+    return _store_result(replace(result, seconds=seconds), store)
+
+
+def _judge_recorded(request: ParityRequest, recorder: LaunchRecorder, seconds: dict[str, float]) -> CaseResult:
+    """Record both launches and judge them; `seconds` are filled in by part."""
     with _time_part(seconds, "truth"):
         first = recorder.record("first", request.first)
+    start = str(first.folder.resolve()) if request.same_init else ""
     with _time_part(seconds, "recorded"):
-        start = str(first.folder.resolve()) if request.same_init else ""
         second = recorder.record_same_init("second", request.second, start)
 
     def again() -> Launch:
@@ -63,9 +85,7 @@ def prove_parity(request: ParityRequest, heard: Callable[[str], object] = str) -
         further = Further(again=again, perturbed=perturb)
         result = judge_launches(first, second, repeat=shlex.join(request.command), further=further)
     seconds["checks"] -= seconds.get("again", 0.0) + seconds.get("control", 0.0)
-    for folder in (store.path / "again", *store.path.glob("perturbed-*")):  # as large as the first one, and of no use
-        shutil.rmtree(folder / "values", ignore_errors=True)
-    return _store_result(replace(result, seconds=seconds), store)
+    return result
 
 
 def compare_recordings(

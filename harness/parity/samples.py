@@ -66,7 +66,8 @@ def samples_of(first: Launch, second: Launch, step: int) -> Samples:
     mine, theirs = without_padding(mine, theirs) or (mine, theirs)
     names = _common_names(mine, theirs)
     if not names:
-        problem = state_fact("nothing_received")
+        left = any(name.startswith("sample/") for launch in (first, second) for name in launch.left_out())
+        problem = state_fact("samples_left_out") if left else state_fact("nothing_received")
         if mine and theirs:
             problem = state_fact("no_rows_alike", mine=_words_of(mine), theirs=_words_of(theirs))
         return Samples(step=step, sources={}, parts={}, problem=problem)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 
 from shardproof.harness.checking.finding import Finding
+from shardproof.harness.checking.measures.kinds import kind_of
 from shardproof.harness.checking.measures.spreads import run_spreads
 from shardproof.harness.outcome.blocks import localize
 from shardproof.harness.parity import samples
@@ -54,6 +55,14 @@ def undecided_by_starts(seen: LaunchComparison, findings: dict[str, Finding]) ->
         return findings
     name, why = next(iter(lacking.items()))
     return _as_unknown(findings, ("replicas", *NUMERIC), state_fact("no_same_init", name=name, why=str(why)))
+
+
+def undecided_by_samples(seen: LaunchComparison, findings: dict[str, Finding]) -> dict[str, Finding]:
+    """Unlike losses of ranks are unknown, not failed, where nothing shows whether these have read the same samples."""
+    torn = findings.get("replicas")
+    if findings[samples.CHECK].verdict != UNKNOWN or torn is None or {*map(kind_of, torn.names)} != {"loss"}:
+        return findings
+    return _as_unknown(findings, ("replicas",), state_fact("unknown_samples"))
 
 
 def undecided_by_draws(seen: LaunchComparison, findings: dict[str, Finding]) -> dict[str, Finding]:

@@ -10,7 +10,7 @@ offsets count elements, sizes are bytes.
 import importlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,9 @@ class ValueRow:
     left_out: str = ""
 
 
+_WORDS = tuple(one.name for one in fields(ValueRow))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankValues:
     """What one rank recorded: `rows` in the order in which they came to be, tensors read when they are asked for.
@@ -131,7 +134,7 @@ def append_values(folder: Path, rank: int, step: int, rows: Iterable[ValueRow], 
         together = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
         safetensors_module().torch.save_file(together, file_of_step(folder, rank, step))
     with (folder / FOLDER / f"rank-{rank}.jsonl").open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(asdict(row)) + "\n" for row in rows)
+        file.writelines(json.dumps({name: getattr(row, name) for name in _WORDS}) + "\n" for row in rows)
 
 
 def write_about(folder: Path, rank: int, about: Mapping[str, Any]) -> None:

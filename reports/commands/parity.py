@@ -26,6 +26,7 @@ def main(arguments: argparse.Namespace) -> int:
         timeout_s=float(arguments.timeout),
         out=Path(arguments.out),
         same_init=arguments.same_init,
+        inproc=arguments.engine == "inproc",
         values=arguments.recorded,
         command=_command_of(arguments),
     )
@@ -44,6 +45,7 @@ def _command_of(arguments: argparse.Namespace) -> tuple[str, ...]:
     """The command that does this again."""
     words = ["shardproof", "parity", "--steps", arguments.steps]
     words += ["--dtype", arguments.dtype] if arguments.dtype else []
+    words += ["--engine", "inproc"] if arguments.engine == "inproc" else []
     words += ["--same-init"] if arguments.same_init else []
     words += ["--no-dropout"] if arguments.no_dropout else []
     words += ["--budget", arguments.budget] if arguments.budget else []

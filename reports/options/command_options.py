@@ -82,6 +82,9 @@ def _add_parity(parity: argparse.ArgumentParser) -> None:
     )
     parity.add_argument("--steps", default="2", metavar="N", help="steps of the optimizer that are compared (2)")
     parity.add_argument("--dtype", metavar="float64", help="run both in float64 where the programs allow that")
+    engines = ("launcher", "inproc")
+    threads = "who starts the ranks; inproc: those of torchrun are threads of one process (launcher)"
+    parity.add_argument("--engine", choices=engines, default="launcher", help=threads)
     parity.add_argument("--same-init", action="store_true", help="give launch B the initial weights of launch A")
     parity.add_argument("--no-dropout", action="store_true", help="dropout drops nothing, in both launches")
     parity.add_argument("--budget", metavar="GIB", help="memory of a rank's values in a step; the largest go first (2)")

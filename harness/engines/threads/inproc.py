@@ -39,7 +39,7 @@ from shardproof.harness.engines.engine import Engine, RunRequest
 from shardproof.harness.engines.rank_environment import one_thread
 from shardproof.harness.engines.starvation import LONGEST
 from shardproof.harness.engines.threads.matcher import CollectiveMatcher, Race
-from shardproof.harness.engines.threads.rank_state import CallerStreams, PerRankState, namespaces_of
+from shardproof.harness.engines.threads.rank_state import CallerStreams, Namespace, PerRankState, namespaces_of
 from shardproof.harness.engines.threads.rank_threads import Aborted, Heap, RankThread, RankThreads, Stillness
 from shardproof.harness.engines.threads.rank_world import Enter, install_worlds
 from shardproof.harness.engines.threads.scheduler import RankStatus, RunEnd, Scheduler
@@ -230,6 +230,14 @@ def _kernel_of(name: str, operator: Any) -> Callable[..., Any]:
 class Intervention:
     """Makes the parts of one run: these as they are, and the base of those that change something."""
 
+    def places(self, names: Sequence[str]) -> tuple[Namespace, ...]:
+        """Where every rank has a state of its own: that of the modules of these names."""
+        return namespaces_of(names)
+
+    def hint(self, error: BaseException, *, others_ran: bool, per_rank: Sequence[str]) -> str:
+        """A clause on an exception that a rank raised (see `hint_at`)."""
+        return hint_at(error, others_ran=others_ran, per_rank=per_rank)
+
     def scheduler(self, threads: Sequence[RankThread], state: PerRankState, timeout_s: float) -> Scheduler:
         """First come, first served."""
         return Scheduler(threads, state, timeout_s)
@@ -296,7 +304,7 @@ class InprocEngine(Engine):
         parts = intervention or Intervention()
         self.unwaited = ()
         leave_uncompiled()
-        places = namespaces_of(request.per_rank)
+        places = parts.places(request.per_rank)
         with one_thread(), install_worlds() as enter, self._unmapped.record_calls():
             state = PerRankState(request.world_size, request.seed, places, self._streams)
             threads = self._threads.take(request.world_size)
@@ -328,7 +336,7 @@ class _Run:
         observer: Observer | None,
         parts: Intervention,
     ) -> None:
-        self.request = request
+        self.request, self._parts = request, parts
         self.scheduler = parts.scheduler(threads, state, request.timeout_s)
         self.matcher = parts.matcher(request.world_size, self.scheduler, observer)
         self.raised: list[Raised] = []
@@ -378,7 +386,7 @@ class _Run:
 
     def _hint(self, shared: bool) -> str:
         """Words that may help; `shared`: another rank may have left behind what the first one raised about."""
-        return hint_at(self.raised[0].error, others_ran=shared, per_rank=self.request.per_rank)
+        return self._parts.hint(self.raised[0].error, others_ran=shared, per_rank=self.request.per_rank)
 
     def _cause(self, end: RunEnd) -> RootCause | None:
         failure = self.matcher.failure

@@ -156,6 +156,14 @@ def _rank_of_thread() -> _Rank | None:
     return mine
 
 
+def leave_uninitialised() -> None:
+    """The calling rank, which has made no call, finds no default group until it calls init_process_group."""
+    dist.destroy_process_group()
+    mine = _rank_of_thread()
+    if mine is not None:
+        mine.life = 0
+
+
 def _make_default(mine: _Rank) -> None:
     """The default group; after destroy_process_group a new life of it, matched only with that of other ranks."""
     mine.life += 1

@@ -6,7 +6,7 @@ files, from numpy) are converted at the first forward. What stays narrow is seen
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from shardproof.harness.outcome.blocks import is_dtensor
 from shardproof.harness.programs.session import ValueOptions
 from shardproof.harness.torch_internals.compiler import run_eagerly
 from shardproof.harness.torch_internals.dispatch import mapped
+from shardproof.harness.torch_internals.world import redirect_function
 
 _WIDE = torch.float64
 _NARROW = frozenset((torch.float32, torch.bfloat16, torch.float16))
@@ -29,7 +30,7 @@ _AS_BITS = frozenset(("view", "frombuffer", "from_file"))
 _DROPOUTS = ("dropout", "alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout")
 
 
-def apply_options(options: ValueOptions) -> None:
+def change_process(options: ValueOptions) -> None:
     """Change what has to be other before the program builds its model; torch has just been imported."""
     if options.dtype:
         torch.set_default_dtype(_WIDE)
@@ -37,7 +38,6 @@ def apply_options(options: ValueOptions) -> None:
         torch.Tensor.backward = _backward  # type: ignore[method-assign]
         vars(torch.autograd)["has_torch_function"] = _is_taken_over
         torch.autocast.__init__ = _disable(torch.autocast.__init__)  # type: ignore[method-assign]
-        _InFloat64().__enter__()
         if torch.distributed.is_available():
             _widen_when_initialised()
     if not options.dropout:
@@ -45,6 +45,12 @@ def apply_options(options: ValueOptions) -> None:
             setattr(F, name, _keep)
         torch.dropout = _keep_all
         F.scaled_dot_product_attention = _attend
+
+
+def change_thread(options: ValueOptions) -> None:
+    """Change the same for a thread that runs the program; the process is changed."""
+    if options.dtype:
+        _InFloat64().__enter__()
 
 
 def begin_training(options: ValueOptions) -> None:
@@ -59,16 +65,12 @@ def begin_training(options: ValueOptions) -> None:
 
 
 def _widen_when_initialised() -> None:
-    original = distributed_c10d.init_process_group
-
-    @functools.wraps(original)
-    def init_process_group(*args: Any, **words: Any) -> Any:
+    def init_process_group(original: Callable[..., Any], *args: Any, **words: Any) -> Any:
         result = original(*args, **words)
         _widen_policies()
         return result
 
-    for room in (distributed_c10d, torch.distributed):
-        room.init_process_group = init_process_group  # type: ignore[attr-defined]
+    redirect_function(distributed_c10d.init_process_group, init_process_group).__enter__()
 
 
 def _widen_policies() -> None:

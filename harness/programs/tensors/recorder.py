@@ -1,4 +1,4 @@
-"""The recorder of values inside one process of a program (harness.programs.values): armed when torch is imported.
+"""The recorder of the values of one rank (harness.programs.values), which torch's hooks call (tensors.hooks).
 
 It begins at the first forward in training of a module that nothing encloses, in the process that runs it: rank and
 world size are those of torch.distributed, else those of the launcher's environment, else a rank alone. Launchers and
@@ -7,24 +7,18 @@ parameters, else at the next forward in training. Exceptions are let go as in ha
 issued, and a device is waited for only by copies.
 """
 
-import atexit
-import functools
-import multiprocessing
 import os
 import sys
 import threading
 import traceback
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
-from multiprocessing.util import Finalize
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardproof.harness.programs.session import ProgramSession, ValueOptions
 from shardproof.harness.programs.tensors import numerics
@@ -33,9 +27,9 @@ from shardproof.harness.programs.tensors.layouts import tensors_in
 from shardproof.harness.programs.tensors.modules import ModuleValues
 from shardproof.harness.programs.tensors.names import Enclosing, NamedParameter, Names
 from shardproof.harness.programs.tensors.store import StepValues
-from shardproof.harness.programs.tensors.updates import UpdateValues, watch_clipping, watch_clipping_of_fsdp
+from shardproof.harness.programs.tensors.updates import UpdateValues
 from shardproof.harness.programs.values import FOLDER, ValueRow, write_about
-from shardproof.harness.torch_internals.autograd import called_by, current_task
+from shardproof.harness.torch_internals.autograd import current_task
 
 _OUTSIDE, _RECORDS, _AGAIN = 0, 1, 2
 
@@ -49,39 +43,32 @@ class _Thread(threading.local):
 
 
 class ValueRecorder:
-    """Records the values of the session's steps in this process once `arm` was called."""
+    """Records the values of the session's steps that a rank computes.
 
-    def __init__(self, session: ProgramSession, options: ValueOptions) -> None:
+    `begun` is called before the rank's first forward in training, and what it raises ends the recording; `ended` when
+    all steps are recorded. `enclosing` knows of the modules of this process what they were put into.
+    """
+
+    def __init__(
+        self,
+        session: ProgramSession,
+        options: ValueOptions,
+        enclosing: Enclosing,
+        begun: Callable[[], object],
+        ended: Callable[[], object],
+    ) -> None:
         self._session, self._options = session, options
+        self._begun, self._stopped = begun, ended
         self._folder = Path(session.folder)
         self._on, self._pid, self._rank = True, 0, 0
         self._step, self._stepped, self._ended, self._stepping = 0, False, False, 0
         self._local = _Thread()
         self._about: dict[str, Any] = {"steps": [], "done": False}
-        self._names, self._enclosing = Names(), Enclosing()
+        self._names, self._enclosing = Names(), enclosing
         self._store = StepValues(budget_bytes=int(options.budget_gib * 2**30))
         self._modules = ModuleValues(store=self._store, names=self._names, guard=self._guard)
         self._updates = UpdateValues(store=self._store, names=self._names)
         self._initial = InitialValues(options.same_init, options.parts_of)
-        self._armed = ExitStack()
-
-    def arm(self) -> None:
-        """Look at every module that this process calls from now on."""
-        numerics.apply_options(self._options)
-        self._armed.enter_context(called_by(self._call))
-        self._hook = register_module_forward_hook(self._on_output)
-        register_optimizer_step_pre_hook(self._on_stepping)
-        register_optimizer_step_post_hook(self._on_stepped)
-        backward = torch.autograd.backward
-
-        @functools.wraps(backward)
-        def begin_backward(tensors: Any, grad_tensors: Any = None, *args: Any, **words: Any) -> None:
-            if self._takes and current_task() == -1:
-                self._guard(self._updates.take_losses, tensors)
-            backward(tensors, grad_tensors, *args, **words)
-
-        torch.autograd.backward = begin_backward
-        watch_clipping(self._on_clipping, self._on_norm)
 
     @property
     def _takes(self) -> bool:
@@ -98,27 +85,26 @@ class ValueRecorder:
             self._let_go(problem)
         return None
 
-    def _call(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def call(
+        self, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], words: dict[str, Any]
+    ) -> Any:
+        """What a module returns that the program calls; `original` is torch's way to call it."""
+        if not self._on:
+            return original(module, *args, **words)
         local = self._local
-
-        def call(module: nn.Module, *args: Any, **words: Any) -> Any:
-            if not self._on:
-                return original(module, *args, **words)
+        if not local.inside:
+            if self._options.dtype:
+                args, words = self._guard(numerics.convert_call, module, args, words) or (args, words)
+            self._guard(self._enter, module, args, words)
+        elif local.mode == _RECORDS:
+            self._guard(self._modules.look_for_draws, local.inside[-1])
+        local.inside.append(module)
+        try:
+            return original(module, *args, **words)
+        finally:
+            local.inside.pop()
             if not local.inside:
-                if self._options.dtype:
-                    args, words = self._guard(numerics.convert_call, module, args, words) or (args, words)
-                self._guard(self._enter, module, args, words)
-            elif local.mode == _RECORDS:
-                self._guard(self._modules.look_for_draws, local.inside[-1])
-            local.inside.append(module)
-            try:
-                return original(module, *args, **words)
-            finally:
-                local.inside.pop()
-                if not local.inside:
-                    local.mode = _OUTSIDE
-
-        return call
+                local.mode = _OUTSIDE
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], words: dict[str, Any]) -> None:
         """A module is called that no other encloses."""
@@ -161,11 +147,8 @@ class ValueRecorder:
         self._rank, self._about["world_size"] = _rank_and_world()
         (self._folder / FOLDER).mkdir(exist_ok=True)
         (self._folder / FOLDER / f"rank-{self._rank}.jsonl").open("x").close()
-        watch_clipping_of_fsdp(self._on_clipping, self._on_norm)
+        self._begun()
         numerics.begin_training(self._options)
-        atexit.register(self._end)
-        if multiprocessing.parent_process() is not None:  # a forked one ends without the functions of atexit
-            Finalize(None, self._end, exitpriority=0)
 
     def _register(self, module: nn.Module) -> None:
         """A module is called outermost for the first time: its parameters are those before the first step."""
@@ -187,20 +170,28 @@ class ValueRecorder:
         alias = named.alias_of
         return ValueRow(kind=kind, step=self._step, name=name, wrapped=wrapped, alias_of=alias, dtype="", shape=())
 
-    def _on_output(self, module: nn.Module, _args: object, output: object) -> None:
+    def on_output(self, module: nn.Module, output: object) -> None:
+        """A module has returned."""
         mode = self._local.mode
         if mode:
             self._guard(self._modules.leave if mode == _RECORDS else self._modules.leave_again, module, output)
 
-    def _on_clipping(self, parameters: list[Tensor]) -> None:
+    def on_backward(self, tensors: object) -> None:
+        """Backward is about to begin from these tensors."""
+        if self._takes and current_task() == -1:
+            self._guard(self._updates.take_losses, tensors)
+
+    def on_clipping(self, parameters: list[Tensor]) -> None:
+        """The gradients of these parameters are about to be clipped."""
         if self._takes:
             self._guard(self._updates.take_gradients, parameters)
 
-    def _on_norm(self, norm: object) -> None:
+    def on_norm(self, norm: object) -> None:
+        """Clipping has found this norm."""
         if self._takes:
             self._guard(self._updates.take_norm, norm)
 
-    def _on_stepping(self, optimizer: Any, args: tuple[Any, ...], words: dict[str, Any]) -> Any:
+    def on_stepping(self, optimizer: Any, args: tuple[Any, ...], words: dict[str, Any]) -> Any:
         """A step begins. One that is given a closure has gradients only behind it."""
         self._stepping += 1
         given = args[1] if len(args) > 1 else words.get("closure")
@@ -219,7 +210,8 @@ class ValueRecorder:
         if self._takes:
             self._guard(self._updates.take_received, optimizer)
 
-    def _on_stepped(self, _optimizer: Any, _args: object, _words: object) -> None:
+    def on_stepped(self) -> None:
+        """A step has ended."""
         self._stepping -= 1
         if not self._pid or not self._on:
             return
@@ -257,13 +249,13 @@ class ValueRecorder:
         """All steps that were asked for are over."""
         self._on = False
         self._local.mode = _OUTSIDE
-        self._hook.remove()  # those of optimizers may be under way, and torch does not copy their list
+        self._stopped()
         self._names.clear()
         self._modules.begin_step()
         self._updates.begin_step()
 
-    def _end(self) -> None:
-        """The interpreter ends in good order: write what the last step has."""
+    def end(self) -> None:
+        """The program ends in good order: write what the last step has."""
         if self._on and self._pid == os.getpid() and self._takes:
             self._guard(self._end_step if self._stepped else self._write)
         self._on = False

@@ -55,6 +55,8 @@ FROM_LAUNCHES: Mapping[str, str | Callable[..., str]] = {
     "data_ranks_alike": "ranks {ranks:ranks} share a data axis ({axis}), were given the same batch and compute the "
     "same from it",
     "no_whole_step": "no step was recorded whole",
+    "samples_left_out": "they are left out by the budget; legal: a larger --budget",
+    "unknown_samples": "which samples each rank has read is not known",
     "nothing_received": "the first modules receive nothing that is recorded",
     "no_rows_alike": "what the first modules are called with has no rows alike: {mine:all} in launch A, "
     "{theirs:all} in launch B",
@@ -69,6 +71,7 @@ FROM_LAUNCHES: Mapping[str, str | Callable[..., str]] = {
     "launch_without": "of launch {launch} no {missing:all} was recorded",
     "launch_alive": "losses are numbers, gradients reach parameters, and parameters move",
     "loss_zero": "its loss is 0 in step {step} on every rank, as where a mask leaves nothing",
+    "weights_no_number": "its gradient of {name} is no number in step {step}, nor are its weights after it",
     "loss_no_number": "its loss is no number in step {step}, as the mean over no target is",
     "no_gradient": "no gradient reaches a parameter in step {step}: its loss does not depend on them",
     "gradients_zero": "every gradient is zero throughout in step {step}",

@@ -1,5 +1,6 @@
 """Two recorded launches judged: right ones agree under every layout, each mistake is found where it was made."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -312,3 +313,30 @@ def test_a_mean_of_means_over_other_targets_fails_with_its_denominator(
     for failure in failed.values():
         assert (failure.first.phase, failure.first.name) == ("loss", "loss/0")
         assert [cause.fact.text for cause in failure.causes] == [told]
+
+
+def test_unlike_losses_are_unknown_where_samples_are_not_recorded(tmp_path: Path) -> None:
+    mine, theirs = (read_launch(toy.launch(tmp_path / name)) for name, toy in (("a", Toy()), ("b", Toy(dp=2))))
+    for budget, why in (("too small", "left out by the budget; legal: a larger --budget"), ("", "receive nothing")):
+        kept = [
+            replace(
+                rank,
+                rows=tuple(
+                    replace(row, key="", left_out=budget) if row.kind == "sample" else row
+                    for row in rank.rows
+                    if budget or row.kind != "sample"
+                ),
+            )
+            for rank in theirs.ranks
+        ]
+        result = judge_launches(mine, Launch(ranks=tuple(kept), folder=theirs.folder))
+        unknown = statements(result, "unknown")
+        assert statements(result, "fail") == {} and why in unknown["samples"]
+        assert "which samples each rank has read is not known" in unknown["replicas"]
+
+
+def test_weights_that_are_no_numbers_on_both_sides_are_dead(tmp_path: Path) -> None:
+    broken = Toy(edits={"grad": lambda name, own, data: own[0] * (math.nan if name == "layers.1.w2.weight" else 1)})
+    found = check_alive(*(read_launch(broken.launch(tmp_path / name)) for name in "ab"))
+    assert found.verdict == "fail"
+    assert "its gradient of layers.1.w2.weight is no number in step 0" in "".join(fact.text for fact in found.facts)

@@ -7,9 +7,11 @@ CHECKPOINTED = """
 import torch
 from torch.utils.checkpoint import checkpoint
 from shardproof.harness.programs.session import ValueOptions
-from shardproof.harness.programs.tensors.numerics import apply_options
+from shardproof.harness.programs.tensors.numerics import change_process, change_thread
 
-apply_options(ValueOptions(dtype="float64"))
+options = ValueOptions(dtype="float64")
+change_process(options)
+change_thread(options)
 seen = []
 def norm(x):
     wide = x.to(torch.float32)

@@ -1,0 +1,81 @@
+"""torch's hooks of a process through which values are recorded: each asks for the recorder of the thread it is in."""
+
+import functools
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from shardproof.harness.programs.tensors.recorder import ValueRecorder
+from shardproof.harness.programs.tensors.updates import watch_clipping, watch_clipping_of_fsdp
+from shardproof.harness.torch_internals.autograd import called_by
+
+
+class RecordingHooks:
+    """The hooks of this process. `recorder_of` is the recorder of the calling thread, None for a thread of no rank."""
+
+    def __init__(self, recorder_of: Callable[[], ValueRecorder | None]) -> None:
+        self._recorder_of = recorder_of
+        self._on_calls = ExitStack()
+        self._watches_fsdp = False
+
+    def arm(self) -> None:
+        """Record every module that this process calls from now on, every backward, clipping and optimizer's step."""
+        self._on_calls.enter_context(called_by(self._call))
+        self._on_modules = register_module_forward_hook(self._on_output)
+        register_optimizer_step_pre_hook(self._on_stepping)
+        register_optimizer_step_post_hook(self._on_stepped)
+        backward = torch.autograd.backward
+
+        @functools.wraps(backward)
+        def begin_backward(tensors: Any, grad_tensors: Any = None, *args: Any, **words: Any) -> None:
+            if (recorder := self._recorder_of()) is not None:
+                recorder.on_backward(tensors)
+            backward(tensors, grad_tensors, *args, **words)
+
+        torch.autograd.backward = begin_backward
+        watch_clipping(self._on_clipping, self._on_norm)
+
+    def watch_fsdp(self) -> None:
+        """Record the clipping of FSDP1 too, if the program has imported it."""
+        if not self._watches_fsdp:
+            self._watches_fsdp = True
+            watch_clipping_of_fsdp(self._on_clipping, self._on_norm)
+
+    def leave_modules(self) -> None:
+        """Record no more what modules return."""
+        self._on_modules.remove()  # those of optimizers may be under way, and torch does not copy their list
+
+    def _call(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        recorder_of = self._recorder_of
+
+        def call(module: nn.Module, *args: Any, **words: Any) -> Any:
+            if (recorder := recorder_of()) is None:
+                return original(module, *args, **words)
+            return recorder.call(original, module, args, words)
+
+        return call
+
+    def _on_output(self, module: nn.Module, _args: object, output: object) -> None:
+        if (recorder := self._recorder_of()) is not None:
+            recorder.on_output(module, output)
+
+    def _on_stepping(self, optimizer: Any, args: tuple[Any, ...], words: dict[str, Any]) -> Any:
+        recorder = self._recorder_of()
+        return None if recorder is None else recorder.on_stepping(optimizer, args, words)
+
+    def _on_stepped(self, _optimizer: Any, _args: object, _words: object) -> None:
+        if (recorder := self._recorder_of()) is not None:
+            recorder.on_stepped()
+
+    def _on_clipping(self, parameters: list[Tensor]) -> None:
+        if (recorder := self._recorder_of()) is not None:
+            recorder.on_clipping(parameters)
+
+    def _on_norm(self, norm: object) -> None:
+        if (recorder := self._recorder_of()) is not None:
+            recorder.on_norm(norm)

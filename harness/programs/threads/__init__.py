@@ -1,0 +1,1 @@
+"""Recorded programs whose ranks are threads of one process, in the place of those that torchrun starts."""
