@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from shardproof.harness.checking.checks import CHECKS
-from shardproof.harness.injecting.kill_matrix import COLUMNS, Figures, Kill, figures, killed_alone
+from shardproof.harness.injecting import COLUMNS, Figures, Kill, figures, killed_alone
 from shardproof.harness.protocols import case_text
 from shardproof.harness.resolve import resolve
 from shardproof.harness.running.request import seconds
