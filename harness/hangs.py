@@ -19,7 +19,7 @@ from shardproof.harness.engines.calls.signature import NOT_KNOWN, Shapes, Signat
 from shardproof.harness.errors import RequestError
 from shardproof.harness.interpreter import without_garbage_collection
 from shardproof.harness.traces.calls import MOST_RANKS, Trace, TracedCall, find_dtype, payload_bytes
-from shardproof.harness.traces.fields import as_list, number, numbers, refuse_torn, text
+from shardproof.harness.traces.files import as_list, number, numbers, refuse_torn, text
 from shardproof.harness.traces.flight_recorder import MESSAGES, load_dump, trace_of
 
 

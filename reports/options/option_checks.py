@@ -16,7 +16,7 @@ from pathlib import Path
 from shardproof.harness.dense_model import SUBJECT, dense_model
 from shardproof.harness.errors import RequestError
 from shardproof.harness.protocols import CaseLike
-from shardproof.harness.witnesses.nsys import on_gpus
+from shardproof.harness.traces.nsys_export import on_gpus
 
 
 def with_data(cases: Sequence[CaseLike], path: str | None) -> tuple[CaseLike, ...]:

@@ -12,7 +12,7 @@ from shardproof.harness.programs.session import steps_of, values_of
 from shardproof.harness.resolve import resolve
 from shardproof.harness.running.request import seconds
 from shardproof.harness.subject import cases_of, resolve_subject, truth_of, vocabulary
-from shardproof.harness.traces.names import RANK, check_names
+from shardproof.harness.traces.files import RANK, check_names
 from shardproof.reports.comparing.compared_sides import check_name, is_trace, parse_limits, side_folder
 from shardproof.reports.options.command_options import SLICED
 from shardproof.reports.options.launches import commands_of, count_of_steps, folder_of_values
