@@ -19,8 +19,7 @@ from shardproof.harness.dense_model import dense_model
 from shardproof.harness.ledger import COLUMNS, OPS, PHASES, Event
 from shardproof.harness.mesh_axes import SHOWN
 from shardproof.harness.verdicts.facts import When, state_text
-from shardproof.harness.verdicts.stored_records import record_of
-from shardproof.harness.verdicts.verdict import UNKNOWN, Verdict, verdict_of
+from shardproof.harness.verdicts.verdict import UNKNOWN, Verdict, record_of, verdict_of
 from shardproof.harness.verdicts.words import notes_text
 from shardproof.reports.stored.files import (
     RunFolderError,
