@@ -26,7 +26,7 @@ from shardproof.parallel.communication.expectation import CompleteTerm, terms
 from shardproof.parallel.communication.layout import Box, pieces, rows
 from shardproof.parallel.communication.mesh import Mesh, coordinates
 from shardproof.parallel.communication.schedules import stages_at
-from shardproof.parallel.data_parallel.megatron import ledger_lines, megatron_beside
+from shardproof.parallel.data_parallel.calls import ledger_lines, megatron_beside
 from shardproof.parallel.model.strategy import Value
 from shardproof.parallel.pipeline import CasePipeline
 from shardproof.parallel.registry import rows_of, strategy_of

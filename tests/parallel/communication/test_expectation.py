@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 
-from shardproof.parallel.data_parallel.megatron import estimated_mb
+from shardproof.parallel.data_parallel.calls import estimated_mb
 from shardproof.parallel.registry import scheme_of
 from shardproof.parallel.slicing.rows import widths
 from shardproof.parallel.slicing.slices import slices
