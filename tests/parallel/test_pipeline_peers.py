@@ -18,8 +18,7 @@ from shardproof.parallel.communication.mesh import axis_rank
 from shardproof.parallel.communication.schedules import stages
 from shardproof.parallel.model.strategy import Rank, Scheduled, Step
 from shardproof.parallel.pipeline import message_shape
-from shardproof.parallel.registry import strategy_of
-from shardproof.parallel.subject import subject
+from shardproof.parallel.subject import strategy_of, subject
 from shardproof.parallel.training import MicroBatches
 from shardproof.reference.case import Case
 from shardproof.reference.model.parameters import dtype_of, shapes

@@ -9,8 +9,7 @@ from torch import Tensor
 from shardproof.parallel.checkpoints.saving import load, save
 from shardproof.parallel.communication.mesh import Mesh
 from shardproof.parallel.model.strategy import Rank
-from shardproof.parallel.registry import strategy_of
-from shardproof.parallel.subject import subject
+from shardproof.parallel.subject import strategy_of, subject
 from shardproof.parallel.training import set_up
 from shardproof.reference.case import Case
 from shardproof.reference.checkpoints.foreign import stored_tensors

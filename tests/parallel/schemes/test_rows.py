@@ -15,8 +15,7 @@ from shardproof.harness.subject import resolve_subject
 from shardproof.parallel import registry
 from shardproof.parallel.communication.expectation import terms
 from shardproof.parallel.data_parallel.calls import summed_over, trained_placements
-from shardproof.parallel.registry import scheme_of, strategy_of
-from shardproof.parallel.subject import subject
+from shardproof.parallel.subject import scheme_of, strategy_of, subject
 from shardproof.reference.case import Case
 from shardproof.reference.case.default_cases import default_cases
 from shardproof.reference.language import core
