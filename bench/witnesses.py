@@ -36,7 +36,7 @@ from shardproof.harness.recording.ranges import attached_ranges
 from shardproof.harness.recording.recorder import Recorder
 from shardproof.harness.traces.nsys_export import database_of, nsys_path
 from shardproof.parallel.communication.batch import deliver
-from shardproof.parallel.communication.mesh import Mesh
+from shardproof.parallel.communication.layout import Mesh
 from shardproof.parallel.subject import scheme_of
 from shardproof.parallel.training import set_up
 from shardproof.reference.case import Case

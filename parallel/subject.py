@@ -33,8 +33,7 @@ from shardproof.bugs.anchors import change_sources
 from shardproof.bugs.planting import plant_subject
 from shardproof.parallel.checkpoints.saving import SAVING
 from shardproof.parallel.communication.expectation import CallRow, CompleteTerm, terms
-from shardproof.parallel.communication.layout import Box, pieces, rows
-from shardproof.parallel.communication.mesh import Mesh, coordinates
+from shardproof.parallel.communication.layout import Box, Mesh, coordinates, pieces, rows
 from shardproof.parallel.communication.schedules import stages_at
 from shardproof.parallel.data_parallel.calls import bucket_rows, ledger_lines, megatron_beside, step_rows
 from shardproof.parallel.layers.loss import metric_rows

@@ -68,8 +68,7 @@ from torch import Tensor
 from shardproof.parallel.communication.batch import Delivered
 from shardproof.parallel.communication.collectives import Pending
 from shardproof.parallel.communication.expectation import MICRO_BATCHES, CallRow
-from shardproof.parallel.communication.layout import Cut, Placement
-from shardproof.parallel.communication.mesh import Axis, Mesh
+from shardproof.parallel.communication.layout import Axis, Cut, Mesh, Placement
 from shardproof.parallel.communication.pairs import gather_from_sequence
 from shardproof.parallel.context.blocks import (
     Slices,

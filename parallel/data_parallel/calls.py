@@ -39,8 +39,7 @@ from shardproof.parallel.communication.expectation import (
     Places,
     gradient_dtype,
 )
-from shardproof.parallel.communication.layout import Coordinates, Cut, Placement, local_shape
-from shardproof.parallel.communication.mesh import axis_size, coordinates
+from shardproof.parallel.communication.layout import Coordinates, Cut, Placement, axis_size, coordinates, local_shape
 from shardproof.parallel.communication.schedules import (
     TABLE,
     Kind,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from shardproof.harness.verdicts.verdict import PASS
-from shardproof.parallel.communication.mesh import axis_rank
+from shardproof.parallel.communication.layout import axis_rank
 from shardproof.parallel.communication.schedules import stages
 from shardproof.parallel.model.strategy import Rank, Scheduled, Step
 from shardproof.parallel.pipeline import message_shape

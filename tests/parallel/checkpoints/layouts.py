@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from shardproof.parallel.checkpoints.saving import load, save
-from shardproof.parallel.communication.mesh import Mesh
+from shardproof.parallel.communication.layout import Mesh
 from shardproof.parallel.model.strategy import Rank
 from shardproof.parallel.subject import strategy_of, subject
 from shardproof.parallel.training import set_up

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardproof.parallel.communication.mesh import Axis
+from shardproof.parallel.communication.layout import Axis
 from shardproof.parallel.context.blocks import Slices, zigzag
 from tests.parallel.context.rows import METHODS, error, full_row, on_axis
 from tests.parallel.ranks import Calls

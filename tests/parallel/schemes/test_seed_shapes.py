@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from shardproof.parallel.communication.batch import deliver
-from shardproof.parallel.communication.mesh import Mesh
+from shardproof.parallel.communication.layout import Mesh
 from shardproof.parallel.layers.attention import Attention, Core
 from shardproof.parallel.subject import scheme_of
 from shardproof.parallel.training import set_up
