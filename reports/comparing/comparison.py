@@ -12,10 +12,9 @@ from typing import Any
 import pandas as pd
 
 from shardproof.harness.errors import RequestError
-from shardproof.reports.comparing.alike import align_events
 from shardproof.reports.comparing.change_sentences import describe_changes
 from shardproof.reports.comparing.compared_sides import EXACT, Limit, describe_breaches
-from shardproof.reports.comparing.differences import find_changes, fold_changes, list_changes
+from shardproof.reports.comparing.differences import align_events, find_changes, fold_changes, list_changes
 from shardproof.reports.comparing.intervals import phase_times
 from shardproof.reports.comparing.snapshot import CALLED, Snapshot, parse_span
 from shardproof.reports.stored.frames import in_order
