@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from shardproof.reference.training.steps import train as train_dense
     from shardproof.reports.comparing.comparison import compare
     from shardproof.reports.comparing.snapshot import snapshot
-    from shardproof.reports.printing.modes import side_by_side
+    from shardproof.reports.printing.run_tables import side_by_side
     from shardproof.reports.programs.program_frames import program_frames
     from shardproof.reports.stored.frames import load
     from shardproof.reports.stored.summary import headline, traffic
@@ -79,7 +79,7 @@ _PLACES = {
     "shardproof.reference.model.parameters": "full_parameter parameter_shapes",
     "shardproof.reference.training.steps": "train_dense",
     "shardproof.reports.comparing.comparison": "compare",
-    "shardproof.reports.printing.modes": "side_by_side",
+    "shardproof.reports.printing.run_tables": "side_by_side",
     "shardproof.reports.programs.program_frames": "program_frames",
     "shardproof.reports.comparing.snapshot": "snapshot",
     "shardproof.reports.stored.frames": "load",

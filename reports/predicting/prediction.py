@@ -18,9 +18,9 @@ from shardproof.harness.predicting.figures import Forecast
 from shardproof.harness.predicting.forecast import forecast_case
 from shardproof.harness.protocols import CaseLike, Subject
 from shardproof.harness.subject import resolve_subject
-from shardproof.reports.comparing.growth import find_crossings
 from shardproof.reports.predicting import loads, pipelines
 from shardproof.reports.predicting.planning import Candidate, growth_of_cases, parse_candidates
+from shardproof.reports.printing.run_tables import find_crossings
 from shardproof.reports.printing.text_tables import figure
 
 _GIB = 2**30
