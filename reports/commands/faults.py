@@ -24,7 +24,7 @@ from shardproof.harness.resolve import resolve
 from shardproof.harness.running.request import seconds
 from shardproof.harness.running.store import Store, environment
 from shardproof.harness.subject import cases_of, resolve_subject
-from shardproof.reports.options.option_checks import check_writing
+from shardproof.reports.options.request import check_writing
 from shardproof.reports.printing.text import (
     append_step_summary,
     show_message,

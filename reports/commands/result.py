@@ -19,7 +19,7 @@ from shardproof.harness.errors import ShardproofError
 from shardproof.harness.resolve import resolve
 from shardproof.harness.running.run_result import RunResult
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
-from shardproof.reports.options.option_checks import EXPERIMENTS, real_size
+from shardproof.reports.options.request import EXPERIMENTS, real_size
 from shardproof.reports.pages import page
 from shardproof.reports.printing import text_tables
 from shardproof.reports.printing.annotations import Failure, annotate_failures
