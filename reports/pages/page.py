@@ -21,8 +21,8 @@ from shardproof.harness.verdicts.verdict import UNKNOWN
 from shardproof.reports.pages import drawings, opening, plots
 from shardproof.reports.pages.charts import chart_models
 from shardproof.reports.pages.drawings import Node, build_tree, by_module, draw_timeline, last_micro_batch
+from shardproof.reports.pages.plots import draw_pictures
 from shardproof.reports.pages.templates import template_of
-from shardproof.reports.pages.trace_plots import draw_pictures
 from shardproof.reports.printing import text_tables
 from shardproof.reports.printing.run_tables import (
     break_even_table,
