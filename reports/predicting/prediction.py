@@ -34,7 +34,7 @@ class Prediction:
 
     Cases that cannot be are the last rows. Columns: `_row_of_candidate`. `memory_gib` is the room of a rank.
     `states`: bytes kept of each parameter where they are by formula, "" where the program's own were measured.
-    `stages`: those of the pipeline of the first row that has one (reports.predicting.pipelines). `loads` and `calls`:
+    `stages`: those of the pipeline of the first row that has one (reports.predicting.loads). `loads` and `calls`:
     what stages need and which bytes they send by the load of experts, where one is given (reports.predicting.loads).
     `beside`: what and how much the subject states beside its closed form (`subject.beside(case)`), of a single case.
     """
