@@ -22,7 +22,7 @@ from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 from shardproof.reports.options.request import EXPERIMENTS, real_size
 from shardproof.reports.pages import page
 from shardproof.reports.printing import text_tables
-from shardproof.reports.printing.annotations import Failure, annotate_failures
+from shardproof.reports.printing.printable import Failure, annotate_failures
 from shardproof.reports.printing.text import (
     STYLES,
     append_step_summary,
