@@ -14,8 +14,7 @@ from shardproof.reports.printing.text_tables import (
     three,
 )
 from shardproof.reports.programs import figures, speed
-from shardproof.reports.programs.program_frames import program_frames
-from shardproof.reports.programs.speed import compare_with_case
+from shardproof.reports.programs.program_frames import compare_with_case, program_frames
 from shardproof.reports.stored.files import about_ranks
 from shardproof.reports.stored.frames import Run
 
