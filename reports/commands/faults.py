@@ -35,7 +35,7 @@ from shardproof.reports.printing.text import (
 )
 from shardproof.reports.printing.text_tables import Table
 from shardproof.reports.stored.files import MATRIX, RunFolderError, environment_of
-from shardproof.reports.stored.tables import csv_table
+from shardproof.reports.stored.frames import csv_table
 
 KILLING = "shardproof.suites.killing"
 _SCRIPTS = "shardproof.suites.killing:scripts"

@@ -20,8 +20,7 @@ from shardproof.harness.ledger import OTHER
 from shardproof.harness.protocols import Axes
 from shardproof.harness.traces.calls import UNKNOWN, find_dtype, minus, union
 from shardproof.reports.stored.files import GROUP_TYPES, is_recording
-from shardproof.reports.stored.frames import Run
-from shardproof.reports.stored.tables import join_ranks
+from shardproof.reports.stored.frames import Run, join_ranks
 
 _NAMES = {
     "all_reduce": "allreduce",

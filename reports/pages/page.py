@@ -35,8 +35,7 @@ from shardproof.reports.printing.run_tables import (
 from shardproof.reports.printing.text_tables import Table
 from shardproof.reports.printing.witnesses import witness_tables
 from shardproof.reports.stored import summary
-from shardproof.reports.stored.frames import Run
-from shardproof.reports.stored.tables import csv_table
+from shardproof.reports.stored.frames import Run, csv_table
 from shardproof.reports.stored.unchecked import unchecked_notes
 
 _MOST_BYTES = 2_000_000

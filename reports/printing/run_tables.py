@@ -22,9 +22,8 @@ from shardproof.reports.printing.text_tables import (
     three,
     whole,
 )
-from shardproof.reports.stored.frames import Run, in_order
+from shardproof.reports.stored.frames import Run, csv_table, in_order
 from shardproof.reports.stored.summary import words_but
-from shardproof.reports.stored.tables import csv_table
 
 _MOST_BYTES = ["payload_bytes", "wire_bytes"]
 
