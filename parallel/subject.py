@@ -135,7 +135,7 @@ def _plant(variant: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelSubject:
-    """The implementation under test, for every scheme in the registry."""
+    """The implementation under test, for every scheme."""
 
     only: tuple[str, ...] = ()
     """Some of the modes; none: all of them."""

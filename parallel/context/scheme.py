@@ -27,7 +27,7 @@ Letters: a ranks of the inner axis, c/a of the outer one; Q elements of one rank
 * a / kv_heads where each kv head must be repeated for every inner rank to get one.
 
 Over the inner axis queries, keys and values go from [B, s/c, N, D] to [B, a*s/c, N/a, D], and the context back. Over
-the outer axis keys and values go round in a ring (`parallel.context.scheme`).
+the outer axis keys and values go round in a ring.
 
 With the inner axis alone (a = c) the exchanged rank holds whole rows of its heads, in the order of the ranks. The mask
 is taken at their places. With both, the inner ranks are neighbours, and the exchanged rank holds the tokens of all of

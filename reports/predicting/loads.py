@@ -11,7 +11,6 @@ from collections.abc import Mapping
 import pandas as pd
 
 from shardproof.harness.predicting.figures import Forecast, Traffic
-from shardproof.reports.predicting import pipelines
 from shardproof.reports.printing.text_tables import Table, count, gibibytes, table
 
 PARTS = ("parameters", "gradients", "optimizer", "saved", "peak")
@@ -50,8 +49,8 @@ CALL = ["stages", "phase", "module", "op", "axis", "ranks"]
 
 
 def memory_by_load(by_load: Mapping[str, Forecast]) -> pd.DataFrame:
-    """load, and what `pipelines.rows_of_stages` says of every stage; nothing where there is one stage."""
-    frames = [pipelines.rows_of_stages(one).assign(load=load) for load, one in by_load.items() if one.stages]
+    """load, and what `rows_of_stages` says of every stage; nothing where there is one stage."""
+    frames = [rows_of_stages(one).assign(load=load) for load, one in by_load.items() if one.stages]
     return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
 
 
