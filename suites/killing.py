@@ -33,7 +33,8 @@ from shardproof.harness.running.ranks.capacity import admit
 from shardproof.harness.running.ranks.execution import execute
 from shardproof.harness.subject import NamedSubject, claims, own_cases, refusal, resolve_subject
 from shardproof.reference.case import Case
-from shardproof.suites.mutants.catalogue import FIELD, HELD_BACK, MUTANTS, VARIANT_ROWS, Mutant, cases_showing, in_field
+from shardproof.suites.mutants.catalogue import HELD_BACK, MUTANTS, VARIANT_ROWS, Mutant, cases_showing
+from shardproof.suites.mutants.field import FIELD, in_field
 from shardproof.suites.mutants.kill_rows import Killed, faults_killed, mutant_killed
 
 _SMALL = (

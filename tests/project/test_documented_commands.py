@@ -34,7 +34,7 @@ _MEGATRON_FOLDER = "a folder of Megatron-Core: tests/parallel/checkpoints/test_m
 NOT_RUN = {
     "make run": "the default run: tests/reports/pages/test_default_run.py",
     "make test": "the suite itself",
-    "python -m shardproof.suites.mutants.catalogue": "writes the page itself: tests/suites/test_catalogue.py",
+    "python -m shardproof.suites.mutants.field": "writes the page itself: tests/suites/test_catalogue.py",
     "shardproof faults --field": "half an hour: two bugs are measured by tests/suites/test_catalogue.py",
     "python -m bench.static_witness": "needs torchtitan: tests/bench/test_systems.py",
     "python -m bench.systems": "half an hour; its quick cells: tests/suites/test_foreign_subjects.py",

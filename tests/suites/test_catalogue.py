@@ -19,17 +19,8 @@ from shardproof.reports.commands.cli import main
 from shardproof.suites import killing
 from shardproof.suites.killing import scripts
 from shardproof.suites.mutants import field, kill_rows
-from shardproof.suites.mutants.catalogue import (
-    FIELD,
-    HELD_BACK,
-    MEASURED,
-    MUTANTS,
-    VARIANT_ROWS,
-    Mutant,
-    cases_showing,
-    page,
-    public,
-)
+from shardproof.suites.mutants.catalogue import HELD_BACK, MUTANTS, VARIANT_ROWS, Mutant, cases_showing
+from shardproof.suites.mutants.field import FIELD, MEASURED, page, public
 from shardproof.suites.mutants.kill_rows import mutant_killed
 from tests import ROOT
 from tests.suites.toy_faults import kill
@@ -69,7 +60,7 @@ def test_every_number_of_a_record_is_read_and_the_field_is_what_a_case_can_show(
 def test_the_page_is_that_of_the_records_and_keeps_what_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Written anew by `python -m shardproof.suites.mutants.catalogue`; what was measured stands below, not compared."""
+    """Written anew by `python -m shardproof.suites.mutants.field`; what was measured stands below, not compared."""
     assert PAGE.partition(MEASURED)[0] == page().partition(MEASURED)[0], "docs/catalogue.md is stale"
     other = dataclasses.replace(FIELD[0], cause="size_factor")
     version = [text.split()[7] for text in (page(), page((other, *FIELD[1:])))]
