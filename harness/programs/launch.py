@@ -23,8 +23,7 @@ from shardproof.harness.programs.session import (
     tools_of,
     values_of,
 )
-from shardproof.harness.traces.nsys_export import command_under_nsys
-from shardproof.harness.traces.nsys_export import nsys_path
+from shardproof.harness.traces.nsys_export import command_under_nsys, nsys_path
 
 _HOOK = Path(__file__).parent / "hook"
 _BLIND = {"-I": "ignores PYTHONPATH", "-E": "ignores PYTHONPATH", "-S": "imports no sitecustomize"}

@@ -1,4 +1,4 @@
-"""Calls of a rank as a trace tells them, in words that the readers of all formats share, and what a trace does not know.
+"""Calls of a rank as a trace tells them, in words that all readers share, and what a trace does not know.
 
 A trace seldom knows all of a call. What it does not know is None, or "" and () where the ledger has a text or a group,
 and never 0; a sentence says so, and which option of the profiler records it. Payloads are counted as in the ledger

@@ -1,4 +1,4 @@
-"""Files of traces, which others wrote: their names, and fields of the types that they must have. Nothing here loads torch.
+"""Files of traces, which others wrote: their names, and fields of the types that they must have. No torch is loaded.
 
 A field of another type is a TypeError. Pickles hold plain values.
 """

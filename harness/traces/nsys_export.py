@@ -1,4 +1,4 @@
-"""Runs Nsight Systems: a command under it, and its report as a sqlite database, with the nsys on PATH. Waits are bounded.
+"""Runs Nsight Systems, the nsys on PATH: a command under it, its report as a sqlite database. All waits are bounded.
 
 On a CPU everything is captured and the marks of the ranks say what belongs to the run.
 On a GPU the capture range is the stretch between cudaProfilerStart and Stop. Children must be spawned, never forked.
@@ -118,7 +118,9 @@ def command_under_nsys(nsys: str, report: Path, program: Sequence[str], *, devic
 def on_gpus() -> str:
     """Command of `--device cuda --profile nsys` on a node with GPUs, where kernels are in the timeline too."""
     program = ["python", "-m", "shardproof.harness.witnesses.measured", "FOLDER"]
-    return f"on a GPU node the session is: {shlex.join(command_under_nsys('nsys', Path(REPORT), program, device='cuda'))}"
+    return (
+        f"on a GPU node the session is: {shlex.join(command_under_nsys('nsys', Path(REPORT), program, device='cuda'))}"
+    )
 
 
 def database_of(

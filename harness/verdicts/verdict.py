@@ -10,7 +10,7 @@ import math
 import re
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -180,7 +180,7 @@ class Verdict:
     kind: str = ""
     worst: Worst | None = None
     notes: tuple[Note, ...] = ()
-    decided: Mapping[str, Counts] = field(default_factory=dict)
+    decided: Mapping[str, Counts] = dataclasses.field(default_factory=dict)
     failure: FailedCheck | None = None
 
     @property

@@ -1,4 +1,4 @@
-"""Tables of one run: its modes against each other, where one becomes cheaper, stated calls, and rows that experts get."""
+"""Tables of one run: its modes against each other, where one becomes cheaper, stated calls, rows that experts get."""
 
 import re
 from collections.abc import Iterable

@@ -1,5 +1,5 @@
-"""Tests of parallel.subject. Rows of closed forms: each is met by a case, sums follow from placements; a new scheme is one
-file, two entries.
+"""Tests of parallel.subject. Rows of closed forms: each is met by a case, sums follow from placements; a new scheme is
+one file, two entries.
 """
 
 import dataclasses

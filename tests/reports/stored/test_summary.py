@@ -10,8 +10,7 @@ import pytest
 
 from shardproof.harness.verdicts.facts import Note, NoteKind
 from shardproof.harness.verdicts.verdict import Verdict
-from shardproof.reports.printing import run_tables
-from shardproof.reports.printing import text_tables
+from shardproof.reports.printing import run_tables, text_tables
 from shardproof.reports.programs import figures, program_tables
 from shardproof.reports.stored import summary
 from shardproof.reports.stored.frames import Run, in_order, load
