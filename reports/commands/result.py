@@ -18,7 +18,7 @@ import pandas as pd
 from shardproof.harness.errors import ShardproofError
 from shardproof.harness.resolve import resolve
 from shardproof.harness.running.run_result import RunResult
-from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
+from shardproof.harness.verdicts.verdict import FAIL
 from shardproof.reports.options.request import EXPERIMENTS, real_size
 from shardproof.reports.pages import page
 from shardproof.reports.printing import text_tables
@@ -35,7 +35,7 @@ from shardproof.reports.printing.text import (
 from shardproof.reports.printing.text_tables import NOTHING, Table, byte_size, count
 from shardproof.reports.printing.witnesses import witness_tables
 from shardproof.reports.stored import summary
-from shardproof.reports.stored.failures import bugs_of_run, find_first_caller, simplest_first
+from shardproof.reports.stored.failures import bugs_of_run, find_first_caller, open_checks, simplest_first
 from shardproof.reports.stored.frames import Run, load
 from shardproof.reports.stored.unchecked import unchecked_notes
 
@@ -172,17 +172,14 @@ def _rows_as_json(frame: pd.DataFrame) -> list[dict[str, object]]:
 def show_failures(run: Run, stream: TextIO) -> None:
     """Print six lines for every first wrong place, the simplest case first, then the checks that fail because of it.
 
-    Then a reason for every check that was skipped or could not be decided.
+    Then each reason for which checks were skipped or could not be decided, once for all of its cases.
     """
     if (run.verdicts["verdict"] == "fail").any():
         for bug in bugs_of_run(simplest_first(run)):
             lines = [*bug.verdict.lines, *filter(None, [bug.follows])]
             show_report("fail", f"fail: {bug.verdict.case}", lines, stream)
-    for one in sorted(run.records, key=lambda one: -summary.badness_of(one.verdict)):
-        if one.verdict not in (PASS, FAIL):
-            # An unknown verdict names its check; six lines of a failure and a reason to skip do so themselves.
-            check = f" ({one.check})" if one.verdict == UNKNOWN else ""
-            show_report(one.verdict, f"{one.verdict}{check}: {one.case}", one.lines, stream)
+    for one in open_checks(simplest_first(run)):
+        show_report(one.verdict, one.title, one.lines, stream)
 
 
 def show_tally(run: Run, headline: pd.DataFrame, stream: TextIO) -> None:

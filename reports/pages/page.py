@@ -35,6 +35,7 @@ from shardproof.reports.printing.run_tables import (
 from shardproof.reports.printing.text_tables import Table
 from shardproof.reports.printing.witnesses import witness_tables
 from shardproof.reports.stored import summary
+from shardproof.reports.stored.failures import open_checks
 from shardproof.reports.stored.frames import Run, csv_table
 from shardproof.reports.stored.unchecked import unchecked_notes
 
@@ -127,14 +128,14 @@ def _parts_of_template(run: Run) -> dict[str, object]:
         "few": text_tables.MOST_CASES,
         "phases": [(phase, colour) for phase, colour in drawings.PHASE_COLOURS.items() if phase in used],
         "failures": opening.group_failures(run),
-        "open": [one for one in run.records if one.verdict == UNKNOWN and one.statement],
+        "open": [one for one in open_checks(run.records) if one.verdict == UNKNOWN and any(one.lines)],
         "most_messages": _MOST_MESSAGES,
         "turns": run.env.get("request", {}).get("engine") == _TURNS,
         "notes": run.notes,
         "remarks": unchecked_notes(run),
         "command": _command_of_run(run.env),
         **_plot_growth(run),
-        "pictures": _draw_traces(program.get("frames", {})),
+        "pictures": list(draw_pictures(program["frames"])) if program.get("frames") else [],
         "traffic": program["traffic"] if program else [*_traffic_tables(run), *witness_tables(run.path)],
         "cases": [] if program else _case_tables(run),
         "stated": [] if program else _stated_calls(run),
@@ -168,13 +169,6 @@ def _plot_growth(run: Run) -> dict[str, object]:
     svg = plots.break_even(sizes, find_crossings(sizes), "Bytes against tokens")
     caption = "Wire bytes of one rank in the layers, a micro-batch; all-to-alls, embedding and head left out."
     return {"plots": [_Plot(svg=Markup(svg), caption=caption)], "break_even": table}
-
-
-def _draw_traces(frames: dict[str, pd.DataFrame]) -> list[_Plot]:
-    """The pictures of a job's traces."""
-    if not frames:
-        return []
-    return [_Plot(svg=Markup(one.svg), caption=f"{one.title}. {one.caption}") for one in draw_pictures(frames)]
 
 
 def _plot_pipelines(run: Run) -> list[_Plot]:

@@ -1,7 +1,7 @@
 """Steps of a recorded program, and micro-batches of a step, that issue other calls than the most typical one."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -24,15 +24,20 @@ def median_over_steps(calls: Iterable[int], steps_in_all: int) -> float:
 
 def find_unlike_steps(run: Run, unit: str) -> Iterator[str]:
     """Steps, or the micro-batches of a step, that issue other calls than most; one sentence for all of them."""
-    word = {"step": "steps", "microbatch": "micro-batches"}[unit]
     kinds = _find_kinds(run, unit)
     if len(kinds) > 1:
         most = _typical_kind(kinds)
         usual = Counter(dict(most))
         for kind in [kind for kind in kinds if kind != most][:3]:
             more, less = Counter(dict(kind)) - usual, usual - Counter(dict(kind))
-            here, usually = (format_span(kinds[one]) for one in (kind, most))
-            yield f"{word} {here}, other than {usually}: {_words_of_calls(more, less)}"
+            here, usual_ones = (_name_span(unit, kinds[one]) for one in (kind, most))
+            yield f"{here}, unlike {usual_ones}: {_words_of_calls(more, less)}"
+
+
+def _name_span(unit: str, numbers: Sequence[int]) -> str:
+    """Step 3; micro-batches 0..1."""
+    one, several = {"step": ("step", "steps"), "microbatch": ("micro-batch", "micro-batches")}[unit]
+    return f"{one if len(numbers) == 1 else several} {format_span(numbers)}"
 
 
 def list_unlike_steps(run: Run) -> list[int]:
@@ -98,9 +103,16 @@ def _words_of_calls(more: Counter[Any], less: Counter[Any]) -> str:
         if calls:
             rank, phase, region, op, axis, dtype, size, caller = next(iter(sorted(calls)))
             number = max(Counter({one[0]: 0 for one in calls} | _by_rank(calls)).values())
-            of = f" of {size:,} B" if size else ""
-            first = f"{phase} {op}{of} {dtype} over {axis}".replace("  ", " ")
-            parts.append(f"{number} {sign}, first {first}{f' in {region}' if region else ''} at {caller or '?'}")
+            places = (("over", axis), ("in", region), ("at", caller))
+            words = [
+                phase,
+                op,
+                f"of {size:,} B" if size else "?",
+                dtype,
+                *(f"{word} {at or '?'}" for word, at in places),
+            ]
+            told = " ".join(word for word in words if not word.endswith("?"))  # a trace may not know them
+            parts.append(f"{number} {sign}, first {told}")
     return "; ".join(parts)
 
 

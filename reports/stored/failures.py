@@ -19,11 +19,13 @@ import pandas as pd
 from shardproof.harness.ledger import PHASES
 from shardproof.harness.verdicts import words
 from shardproof.harness.verdicts.facts import FailedCheck
-from shardproof.harness.verdicts.verdict import FAIL, Verdict
+from shardproof.harness.verdicts.verdict import FAIL, SKIP, UNKNOWN, Verdict
 from shardproof.reports.stored.frames import Run, csv_table
 
 _DTYPES = ("float64", "float32", "float16", "bfloat16")
 """From the dtype in which rounding hides least."""
+_NAMED_CASES = 3
+"""Cases that one title names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +55,37 @@ def bugs_of_run(records: Iterable[Verdict]) -> list[Bug]:
         others = {check: len(own) for check, own in cases.items()}
         found.append(Bug(verdict=first, others=others, cases=len(set().union(*cases.values()))))
     return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenCheck:
+    """A check that is unknown or skipped for one reason in these cases."""
+
+    verdict: str
+    check: str
+    cases: tuple[str, ...]
+    lines: tuple[str, ...]
+
+    @property
+    def title(self) -> str:
+        """The verdict, its check where that is unknown, and the cases: "unknown (waits): tp=3; tp=2"."""
+        check = f" ({self.check})" if self.verdict == UNKNOWN else ""  # a reason to skip names its check itself
+        more = len(self.cases) - _NAMED_CASES
+        return f"{self.verdict}{check}: {'; '.join(self.cases[:_NAMED_CASES])}{f' and {more} more' if more > 0 else ''}"
+
+
+def open_checks(records: Iterable[Verdict]) -> list[OpenCheck]:
+    """What is neither right nor wrong, unknown before skipped: what one reason leaves open in several cases is one."""
+    found: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
+    for one in records:
+        if one.verdict in (UNKNOWN, SKIP):
+            check = one.check if one.verdict == UNKNOWN else ""
+            found.setdefault((one.verdict, check, tuple(one.lines)), []).append(one.case)
+    order = sorted(found, key=lambda key: key[0] != UNKNOWN)
+    return [
+        OpenCheck(verdict=verdict, check=check, cases=tuple(found[verdict, check, lines]), lines=lines)
+        for verdict, check, lines in order
+    ]
 
 
 def _by_first_place(failed: Sequence[Verdict]) -> list[list[Verdict]]:

@@ -89,6 +89,26 @@ def test_modules_have_docstrings_files_at_most_450_lines_and_functions_60() -> N
         assert not [f.name for f in functions if (f.end_lineno or f.lineno) - f.lineno >= 60], path
 
 
+def names_bound_again(source: str) -> list[str]:
+    """Names that a module's own statements bind a second time: constants, functions, classes."""
+    found = Counter[str]()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            overloads = any("overload" in ast.unparse(one) for one in node.decorator_list)
+            found[node.name] += not overloads
+        elif isinstance(node, ast.Assign) or (isinstance(node, ast.AnnAssign) and node.value):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = [one for target in targets for one in ast.walk(target) if isinstance(one, ast.Name)]
+            found.update(one.id for one in names if isinstance(one.ctx, ast.Store))
+    return [name for name, count in found.items() if count > 1]
+
+
+def test_a_module_binds_each_of_its_names_once() -> None:
+    """Two constants of one name in a file that was two: the first one's readers silently get the second."""
+    assert names_bound_again("_MOST = 1\ndef f(): ...\n_MOST, x = 2, 3\nclass f: ...") == ["_MOST", "f"]
+    assert not [(str(path), again) for path in FILES if (again := names_bound_again(path.read_text()))]
+
+
 def test_no_two_test_files_have_one_name() -> None:
     names = Counter(path.name for path in FILES if path.name.startswith("test_"))
     assert not [name for name, count in names.items() if count > 1]

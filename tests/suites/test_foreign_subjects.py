@@ -34,8 +34,8 @@ from tests.harness.command_line import CommandLine
 
 CELLS = [cell for cell in read_cells() if cell.expected == PASS and not cell.system.python]
 CHECKOUTS = {cell.subject: cell.system.checkout for cell in CELLS if cell.system.checkout}
-NEEDS = {cell.subject: cell.system.packages[0].partition("-")[0] for cell in CELLS}
-NEEDS = {subject: package for subject, package in NEEDS.items() if package != "torch"}
+FIRST_PACKAGES = {cell.subject: cell.system.packages[0].partition("-")[0] for cell in CELLS}
+NEEDS = {subject: package for subject, package in FIRST_PACKAGES.items() if package != "torch"}
 ELSEWHERE = [one for one in dict.fromkeys(cell.system for cell in read_cells()) if one.python and not one.is_here]
 PEERS = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 

@@ -51,6 +51,7 @@ def test_a_folder_of_traces_is_a_run_folder(run: CommandLine, tmp_path: Path) ->
         assert f'aria-label="{words}"' in pictures
     for words in ("Late ranks", "Steps, and those that issue other calls than most", "The largest calls"):
         assert f'aria-label="{words}"' in pictures
+    assert ">0.0075 ms, last in " in pictures and 'aria-label="Late ranks: late 0.0075 ms"' in pictures
     assert run("show", "runs/latest")[1] == out
     for command in ("page", "trace", "expect"):
         assert run(command, "runs/latest")[0] == 0
@@ -116,8 +117,8 @@ def test_steps_that_differ_are_told_and_sizes_of_uneven_all_to_alls_differ_by_th
         written(Path("x.json"), trace(rows))
         return run("read", "x.json")[1]
 
-    assert "steps 2, other than 0..1: 1 more, first" in found(64, 64, 128, split="[]")
-    assert "other than" not in found(64, 64, 128, split="[1, 2, ...]")
+    assert "step 2, unlike steps 0..1: 1 more, first" in found(64, 64, 128, split="[]")
+    assert ", unlike " not in found(64, 64, 128, split="[1, 2, ...]")
 
 
 SPOILT: dict[str, tuple[Callable[[bytes], bytes], str]] = {

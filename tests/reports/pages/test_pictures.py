@@ -9,7 +9,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from shardproof.harness.verdicts.facts import First, Worst
+from shardproof.harness.verdicts.facts import First, Worst, state_text
+from shardproof.harness.verdicts.verdict import Verdict
 from shardproof.parallel.communication.schedules import Pipeline, bubble_closed_form
 from shardproof.reports.commands.show import show_run
 from shardproof.reports.commands.trace import trace_events
@@ -93,6 +94,23 @@ def test_failures_with_one_first_place_are_one_block(failing: Run) -> None:
     ]
     html = page.render_page(sample_run.with_records(failing, [*failing.records, *[told] * 200]))
     assert "200 more failed checks with this first place" in html and "170 more stand in verdicts.jsonl" in html
+
+
+def test_a_reason_that_leaves_checks_open_is_said_once_for_all_of_its_cases() -> None:
+    def verdict(case: str, check: str, verdict: str, why: str) -> Verdict:
+        return Verdict(case=case, check=check, verdict=verdict, facts=(state_text(why),))
+
+    records = [
+        *(verdict(f"tp={size}", "waits", "unknown", "no wait was seen") for size in range(2, 7)),
+        verdict("tp=9", "waits", "unknown", "another reason"),
+        verdict("tp=9", "update", "skip", "no optimizer"),
+        verdict("tp=9", "loss", "pass", ""),
+    ]
+    assert [(one.title, one.lines) for one in failures.open_checks(reversed(records))] == [
+        ("unknown (waits): tp=9", ("another reason",)),
+        ("unknown (waits): tp=6; tp=5; tp=4 and 2 more", ("no wait was seen",)),
+        ("skip: tp=9", ("no optimizer",)),
+    ]
 
 
 def test_times_of_ranks_that_take_turns_are_said_to_be_no_speed(failing: Run) -> None:

@@ -51,11 +51,11 @@ def test_uneven_exchanges_are_alike_whatever_they_send_and_even_ones_are_not(tmp
     uneven[2].append(SAVED)
     (found,) = find_unlike_steps(program(tmp_path / "saved", *uneven), "step")
     assert found.startswith(
-        "steps 2, other than 0..1,3..4: 1 more, first checkpoint all_gather of 4,096 B float64 over tp"
+        "step 2, unlike steps 0..1,3..4: 1 more, first checkpoint all_gather of 4,096 B float64 over tp"
     )
     even = [[USUAL, exchange(*rows)] for rows in ((2, 2), (2, 2), (3, 3))]
     (found,) = find_unlike_steps(program(tmp_path / "even", *even), "step")
-    assert found.startswith("steps 2, other than 0..1: 1 more, first backward all_to_all of 48 B")
+    assert found.startswith("step 2, unlike steps 0..1: 1 more, first backward all_to_all of 48 B")
 
 
 def test_the_standard_is_the_step_that_is_closest_to_all_where_none_repeats(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_the_standard_is_the_step_that_is_closest_to_all_where_none_repeats(tmp_
     steps = [[*[SAVED] * 9, USUAL], *middle, [*[USUAL] * 4, *[SAVED] * 5]]
     found = list(find_unlike_steps(program(tmp_path / "run", *steps), "step"))
     assert found and all(
-        f"other than {typical}:" in one for one in found for typical in (found[0].split()[4].rstrip(":"),)
+        f"unlike step {typical}:" in one for one in found for typical in (found[0].split()[4].rstrip(":"),)
     )
     assert found[0].split()[4].rstrip(":") in {"1", "2", "3", "4"}
 
