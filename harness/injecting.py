@@ -1,7 +1,7 @@
 """Fault injection: every fault of a subject, one after another: which checks notice it, and which no check would miss.
 
-    results = survey(case, subject, engine)
-    for collective in unproved(results): print(collective.target, collective.why)
+    results = survey_faults(case, subject, engine)
+    for collective in unproved_collectives(results): print(collective.target, collective.why)
 
 A fault is killed when a check fails that passes without it (`run` when the ranks do not even finish). A fault that
 cannot be noticed, because the program it makes computes the same, has a proof; what is neither has survived. Times are
@@ -49,7 +49,7 @@ from shardproof.harness.ledger import Event
 from shardproof.harness.outcome.merging import Outcomes
 from shardproof.harness.protocols import CaseLike, Subject
 from shardproof.harness.running.trials.runs import judge_case, record_case, repeat_plainly
-from shardproof.harness.running.trials.trial import Reference, Trial, reference_of
+from shardproof.harness.running.trials.trial import Trial, reference_of
 from shardproof.harness.subject import NamedSubject, answer_question, offers, resolve_subject
 from shardproof.harness.verdicts.verdict import FAIL, PASS
 
@@ -170,7 +170,6 @@ def survey_faults(
     checks: Mapping[str, Check] = CHECKS,
     rules: Sequence[Rule] = RULES,
     first_only: bool = False,
-    reference: Reference | None = None,
     device: str = "cpu",
     timeout_s: float = 60.0,
 ) -> list[FaultResult]:
@@ -180,7 +179,7 @@ def survey_faults(
     before it is repeated. Raises RequestError when the undisturbed subject does not finish or passes nothing.
     """
     given = resolve_subject(subject)
-    known = reference or reference_of(given, engine, timeout_s)
+    known = reference_of(given, engine, timeout_s)
     trial = Trial(case=case, subject=given, engine=engine, reference=known, device=device, timeout_s=timeout_s)
     with one_thread():
         clean = _run_undisturbed(trial, checks)
