@@ -14,7 +14,13 @@ from shardproof.reports.printing.text_tables import (
     three,
 )
 from shardproof.reports.programs import figures
-from shardproof.reports.programs.program_frames import compare_with_case, program_frames
+from shardproof.reports.programs.program_frames import (
+    bandwidth_by_size,
+    compare_with_case,
+    program_frames,
+    step_s,
+    tokens_per_second,
+)
 from shardproof.reports.stored.files import about_ranks
 from shardproof.reports.stored.frames import Run
 
