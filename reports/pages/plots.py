@@ -80,7 +80,7 @@ def break_even(growth: pd.DataFrame, crossings: pd.DataFrame, title: str) -> str
     return inline_svg(figure, title, "break-even")
 
 
-_MOST_BARS = 4000
+_MOST_SPANS = 4000
 """More of them become one picture of dots."""
 _LABELLED = 300
 """Bars of which each shows its micro-batch."""
@@ -107,7 +107,7 @@ def plot_pipeline(spans: pd.DataFrame, title: str) -> str:
                     alpha=1 - 0.6 * number / chunks,
                     label=f"{name}, chunk {chunk}" if chunks > 1 else name,
                     linewidth=0.0,
-                    rasterized=len(spans) > _MOST_BARS,
+                    rasterized=len(spans) > _MOST_SPANS,
                 )
         if len(calls):
             axes.barh(
