@@ -49,6 +49,13 @@ def report(path: Path) -> dict[str, str]:
     return found
 
 
+def has_run(address: str, report: Mapping[str, str]) -> bool:
+    """Whether the report says so of a test, whose address is that of pytest: `tests/test_a.py::Class::name[word]`."""
+    place, bracket, words = address.partition("[")
+    *places, name = place.replace("/", ".").replace(".py::", "::", 1).split("::")
+    return report.get("::".join((".".join(places), f"{name}{bracket}{words}"))) == ""
+
+
 def _reason(skip: ElementTree.Element) -> str:
     """A module that is skipped as a whole has its reason in the text alone, behind its path and line."""
     text = str(skip.text).strip()

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from bench.skips import has_run, report
 from shardproof.harness.engines.processes.forked.pool import PoolEngine
 from shardproof.harness.engines.threads.dry import DryEngine
 from shardproof.harness.engines.threads.inproc import InprocEngine
@@ -21,6 +22,12 @@ from shardproof.suites.drawing.profiles import register
 from shardproof.suites.session.prover import Prover
 from tests import ROOT
 from tests.harness.command_line import CommandLine, command_line
+
+CHANGED = tuple(
+    f"tests/harness/{folder}/"
+    for folder in ("engines", "processes", "programs", "recording", "threads", "torch_internals")
+)
+"""Tests of what stands between a program and torch, which packages change: DeepSpeed and Megatron-Core patch it."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before hypothesis looks for the profile of its option
@@ -51,11 +58,20 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """What CI says to its second run."""
+    parser.addoption("--after", metavar="REPORT", help="leave out what has run there")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Long tests first: one that begins last would keep a single worker busy while the others have ended.
 
-    Tests that are marked `deep` are skipped in every other profile.
+    Tests that are marked `deep` are skipped in every other profile. What another environment has run is left out, but
+    for what packages can change.
     """
+    if path := config.getoption("after"):
+        done = report(Path(path))
+        items[:] = [item for item in items if item.nodeid.startswith(CHANGED) or not has_run(item.nodeid, done)]
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     if config.getoption("hypothesis_profile", None) != "deep":
         for item in items:

@@ -5,14 +5,19 @@ milliseconds. A forked process has its own group, standard output and error in f
 functions of `atexit`.
 """
 
+import json
 import multiprocessing
 import os
 import signal
+import socket
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _IMPORTED = (
@@ -83,3 +88,69 @@ def _be(
         os.dup2(opened, number)
         os.close(opened)
     sys.exit(program(*words))
+
+
+_CLIENT = """#!{python} -IS
+import json, os, socket, sys
+with socket.socket(socket.AF_UNIX) as server:
+    server.connect({address!r})
+    socket.send_fds(server, [b"!"], [0, 1, 2])
+    server.sendall(json.dumps([os.getcwd(), dict(os.environ), sys.argv]).encode())
+    server.shutdown(socket.SHUT_WR)
+    sys.exit(int(server.recv(8) or 1))
+"""
+
+
+@contextmanager
+def command_served(name: str, program: Callable[[], int | None]) -> Iterator[Path]:
+    """A folder for PATH in which lies a command of this name, for what shells run: a program forked for every call."""
+    with TemporaryDirectory() as made:  # the path of a socket is short
+        folder, address = Path(made), f"{made}/address"
+        (folder / name).write_text(_CLIENT.format(python=sys.executable, address=address))
+        (folder / name).chmod(0o755)
+        server = started(_serve, program, address, folder=folder)
+        try:
+            while not Path(address).exists() and server.process.is_alive():
+                server.process.join(0.01)
+            yield folder
+        finally:
+            server.send(signal.SIGTERM)
+            server.process.join()
+
+
+def _serve(program: Callable[[], int | None], address: str) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a call but its client
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(f"{address}~")
+        server.listen()
+        Path(f"{address}~").rename(address)
+        while True:
+            call, _ = server.accept()
+            if not os.fork():
+                _answer(call, program)
+            call.close()
+
+
+def _answer(call: socket.socket, program: Callable[[], int | None]) -> None:
+    """Be the command in this process, which ends here."""
+    status: object = 1
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        _, opened, _, _ = socket.recv_fds(call, 1, 3)
+        for number, file in enumerate(opened):
+            os.dup2(file, number)
+        with call.makefile() as words:
+            folder, environment, sys.argv = json.load(words)
+        os.chdir(folder)
+        os.environ.clear()
+        os.environ.update(environment)
+        status = program()
+    except SystemExit as end:
+        status = end.code
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        call.sendall(str(int(status or 0) if isinstance(status, int | None) else 1).encode())
+        os._exit(0)

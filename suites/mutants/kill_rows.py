@@ -72,11 +72,19 @@ class Killed:
 
 
 def mutant_killed(
-    mutant: Mutant, mode: str, engine: Engine, timeout_s: float = 60.0, dtype: str = "", *, twin: bool = False
+    mutant: Mutant,
+    mode: str,
+    engine: Engine,
+    timeout_s: float = 60.0,
+    dtype: str = "",
+    *,
+    twin: bool = False,
+    explain: bool = True,
 ) -> Killed:
     """The row of one mutant or variant in one mode; in cases of `dtype` where such can show it.
 
-    With `twin` also what the failure needs, and whether the last case is quiet without the bug.
+    With `twin` also what the failure needs, and whether the last case is quiet without the bug. Without `explain` the
+    failure is not diagnosed: the row has no right place and no cause.
     """
     if mutant.equivalent:
         return Killed(row=_row(mutant, mode, None, 0.0), case="", diagnosed="")
@@ -85,7 +93,7 @@ def mutant_killed(
     when = ""
     with mutant.subject() as subject:
         for case in itertools.islice(cases_showing(mutant, mode, dtype), TRIES):
-            result = prove(case, subject, engine, timeout_s=timeout_s)
+            result = prove(case, subject, engine, timeout_s=timeout_s, explain=explain)
             if result.verdict == FAIL:
                 when = when_of(result, subject, engine) if twin else ""
                 break

@@ -185,9 +185,12 @@ class Prover:
         """Why the subject does not take this case, "" when it does. Raises Unanswered when its own words fail."""
         return refusal(case, self.subject)
 
-    def proof(self, case: CaseLike, subject: Any = None) -> CaseResult:
-        """All that is known of this case; `subject` stands in for the one under test (a planted bug)."""
-        return prove(case, subject or self.subject, self.engine, timeout_s=self.timeout_s)
+    def proof(self, case: CaseLike, subject: Any = None, *, explain: bool = True) -> CaseResult:
+        """All that is known of this case; `subject` stands in for the one under test (a planted bug).
+
+        Without `explain` a failure takes no further runs.
+        """
+        return prove(case, subject or self.subject, self.engine, timeout_s=self.timeout_s, explain=explain)
 
     def holds(self, case: CaseLike, *checks: str) -> None:
         """Assert that these checks pass on this case; skip when the subject refuses it.

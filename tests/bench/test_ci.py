@@ -29,15 +29,6 @@ def test_the_releases_of_torch_are_what_is_said_to_be_tested() -> None:
     assert sorted([python, torch] for python, many in rows for torch in many.split(", ")) == sorted(pairs)
 
 
-def test_what_runs_without_the_peers_alone_names_none() -> None:
-    command = ["make", "--dry-run", "--always-make", "test", "EXTRAS=dev,peers"]
-    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    left_out = [ROOT / place for place in re.findall(r"--deselect=([^: ]+)", told)]
-    assert left_out
-    for path in (one for place in left_out for one in (place.rglob("*.py") if place.is_dir() else [place])):
-        assert not re.search(r"mark\.peers|importorskip|find_spec\(\"", path.read_text()), path
-
-
 PAGE = badges.read_pages()
 
 
@@ -131,3 +122,23 @@ def test_a_report_of_nothing_is_no_report(tmp_path: Path) -> None:
     (tmp_path / "tests.xml").write_text("<testsuites><testsuite></testsuite></testsuites>")
     with pytest.raises(SystemExit, match="names no test"):
         skips.main([str(tmp_path / "tests.xml")])
+
+
+def test_what_one_run_has_run_is_left_to_it(tmp_path: Path) -> None:
+    tests, bare = tmp_path / "tests", tmp_path / "bare"
+    for folder in (tests, bare):
+        folder.mkdir()
+    (tests / "test_parts.py").write_text(TESTS)
+    (tests / "test_of_extra.py").write_text(OF_A_MODULE.format("extra"))
+    done = skips.report(Path(ran(tests, bare / "tests.xml")))
+    left = {
+        one: skips.has_run(f"test_{one}", done)
+        for one in (
+            *("of_extra.py::test_any", "parts.py::test_with_the_extra", "parts.py::test_without_the_extra"),
+            *("parts.py::TestBoth::test_numbers[1]", "parts.py::TestBoth::test_numbers[2]", "parts.py::test_new"),
+        )
+    }
+    assert [one for one, ran_there in left.items() if ran_there] == [
+        "parts.py::test_without_the_extra",
+        "parts.py::TestBoth::test_numbers[1]",
+    ]

@@ -161,11 +161,15 @@ def test_a_bug_without_a_place_is_an_error_that_names_it(room: Path, capsys: pyt
 
 def test_every_bug_has_its_place() -> None:
     """Moves by a refactoring are written down by `python -m shardproof.bugs.repair`; changed lines are written anew."""
-    lost, away = [], []
+    lost: list[str] = []
+    away: list[str] = []
+    needed: set[str] = set()
     for path in sorted(FOLDER.rglob("*.txt")):
         for bug in read_bugs(path, Bug, {}):
-            if any(find_spec(change.module.partition(".")[0]) is None for change in bug.changes):
-                continue  # bugs in packages of the extra `peers`
+            packages = {change.module.partition(".")[0] for change in bug.changes}
+            if lacking := {package for package in packages if find_spec(package) is None}:
+                needed |= lacking
+                continue
             try:
                 texts = change_sources(bug.name, bug.changes)
             except AnchorLost as problem:
@@ -175,6 +179,8 @@ def test_every_bug_has_its_place() -> None:
             for module, text in texts.items():
                 compile(text, module, "exec")
     assert (lost, away) == ([], [])
+    if needed:
+        pytest.skip(f"the other bugs have their places; needs {', '.join(sorted(needed))} (extra `peers`)")
 
 
 def test_a_bug_costs_seven_lines_and_is_package_data() -> None:

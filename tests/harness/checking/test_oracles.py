@@ -119,7 +119,7 @@ def test_a_proof_against_another_model_fails_in_every_number(engine: InprocEngin
     """No number is compared with itself (TransformerEngine's parallel loss test did: bugs.md, B-111)."""
     case = Case.parse("mode=tp tp=2 layers=1 hidden=16 heads=4 ffn=16 seq=8 vocab=264 micro=1")
     wrong = replace(decoder(), truth=other_truth)
-    result = prove(case, "shardproof.parallel.subject:subject", engine, reference=wrong)
+    result = prove(case, "shardproof.parallel.subject:subject", engine, reference=wrong, explain=False)
     of = {told: {verdict.check for verdict in result.verdicts if verdict.verdict == told} for told in (FAIL, PASS)}
     numbers = {"forward", "activations", "activation_gradients", "parameter_gradients", "gradient_norm", "update"}
     assert of[FAIL] == numbers and {"ledger", "merge", "replicas", "determinism"} <= of[PASS]

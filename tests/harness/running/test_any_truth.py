@@ -144,7 +144,7 @@ def test_an_update_of_complex_numbers_has_two_parts() -> None:
             return {"param_after/0/w": (w + (self.grad(moved) if ranks else moved)).detach()}
 
     assert proved(Complex(), "dp=2 steps=1").verdict == "pass"
-    smaller = proved(Complex(grad=lambda g: torch.complex(g.real, 0.9 * g.imag)), "dp=2 steps=1")
+    smaller = proved(Complex(grad=lambda g: torch.complex(g.real, 0.9 * g.imag)), "dp=2 steps=1", explain=False)
     assert contradicted(smaller) == {"update"}
 
 

@@ -143,5 +143,5 @@ leaking = Packed(all_before)
 
 @pytest.mark.slow
 def test_ranks_that_are_processes_are_told_apart_too(pool: PoolEngine) -> None:
-    result = proved(f"{__name__}:leaking", "dp=2", pool)
+    result = proved(f"{__name__}:leaking", "dp=2", pool, explain=False)
     assert contradicted(result) == {"documents"}
