@@ -9,27 +9,64 @@ a known one with both values, changed as the rules propose (`reference.case.doma
 long as that holds more pairs for its cost (AETG: Cohen et al., IEEE TSE 23, 1997). After that a few cases at a time are
 taken out and found anew, and single words are changed. A change that costs less and loses no pair is kept. For the
 second half of the time words are changed so that the cases hold more triples of values, at the same cost: of words that
-one file of `parallel` reads (`bench.read_together`), and of two such words in a long case. The list is written to
+one file of `parallel` reads, since what meets there can be wrong for some of their values alone, and of two such words
+in a long case. A property of a case counts as the words that it is found from. The list is written to
 `reference/case/default_cases.txt`, from which another call goes on. Rules propose one word at a time. Where they lead
 nowhere, two values are joined with all words that either needs in a known case. A value that needs others which no line
 has: write a line with all of them first.
 """
 
 import argparse
+import ast
+import inspect
 import itertools
 import math
 import random
+import textwrap
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.read_together import words_read_together
+from shardproof import parallel
 from shardproof.reference.case import Case
 from shardproof.reference.case.default_cases import FILE, NUMBERS, RANKS, line_of, lines, paired_domains
 from shardproof.reference.case.domains import Problem, Words, problem_of, repair_words, words_of
+from shardproof.reference.features import WORDS
+
+
+def words_read_together() -> list[frozenset[str]]:
+    """The words of every file."""
+    files = sorted(Path(parallel.__path__[0]).rglob("*.py"))
+    return [frozenset().union(*map(_words, _read_of_a_case(ast.parse(file.read_text())))) for file in files]
+
+
+def _read_of_a_case(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            of = node.value
+            if "case" in (of.id if isinstance(of, ast.Name) else of.attr if isinstance(of, ast.Attribute) else ""):
+                yield node.attr
+        elif isinstance(node, ast.keyword) and node.arg == "when" and isinstance(node.value, ast.Constant):
+            names = ast.walk(ast.parse(str(node.value.value), mode="eval"))
+            yield from (name.id for name in names if isinstance(name, ast.Name))
+
+
+@cache
+def _words(name: str) -> frozenset[str]:
+    """The words that a property of a case is found from; of a word itself, and of no property none."""
+    found = inspect.getattr_static(Case, name, None)
+    if name in WORDS or not isinstance(found, property) or not found.fget:
+        return frozenset({name} & WORDS.keys())
+    tree = ast.parse(textwrap.dedent(inspect.getsource(found.fget)))
+    read = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr != name)
+    own = (node.attr for node in read if isinstance(node.value, ast.Name) and node.value.id == "self")
+    return frozenset().union(*map(_words, own))
+
 
 Matrix = NDArray[np.bool_]
 """Of two levels each: whether a case holds both, or whether that is wanted."""

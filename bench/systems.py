@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardproof.harness.verdicts.facts import Fact
-from shardproof.harness.verdicts.stored_records import record_of
+from shardproof.harness.verdicts.verdict import record_of
 from shardproof.harness.verdicts.words import join_facts
 
 ROOT = Path(__file__).resolve().parents[1]

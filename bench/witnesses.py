@@ -34,11 +34,10 @@ from shardproof.harness.engines.processes.rank_program import world
 from shardproof.harness.errors import MachineError
 from shardproof.harness.recording.ranges import attached_ranges
 from shardproof.harness.recording.recorder import Recorder
-from shardproof.harness.traces.nsys_export import nsys_path
-from shardproof.harness.witnesses.nsys import database_of
+from shardproof.harness.traces.nsys_export import database_of, nsys_path
 from shardproof.parallel.communication.batch import deliver
-from shardproof.parallel.communication.mesh import Mesh
-from shardproof.parallel.registry import scheme_of
+from shardproof.parallel.communication.layout import Mesh
+from shardproof.parallel.subject import scheme_of
 from shardproof.parallel.training import set_up
 from shardproof.reference.case import Case
 

@@ -1,6 +1,6 @@
 """The implementation under test: one scheme, one file or folder, one table; no instrumentation inside.
 
-`subject` is run and states what must hold; `registry` has the schemes by name. `modes.md`, `around.md` and `experts.md`
+`subject` is run, states what must hold, and finds the schemes by name. `modes.md`, `around.md` and `experts.md`
 are design notes outside this repository. A folder imports only folders below it:
 
     schemes, context, data_parallel, pipeline    one way to split the work each

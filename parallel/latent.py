@@ -35,8 +35,7 @@ from torch.nn import functional
 
 from shardproof.parallel.communication import pairs
 from shardproof.parallel.communication.expectation import CallRow, in_modules
-from shardproof.parallel.communication.layout import Cut, Placement, local_shape
-from shardproof.parallel.communication.mesh import Mesh
+from shardproof.parallel.communication.layout import Cut, Mesh, Placement, local_shape
 from shardproof.parallel.layers.attention import Attention, HeadShape, MaskedCore
 from shardproof.parallel.layers.block import Norm
 from shardproof.parallel.layers.linear import ColumnLinear, Region

@@ -44,8 +44,7 @@ from shardproof.parallel.communication.expectation import (
     Places,
     in_modules,
 )
-from shardproof.parallel.communication.layout import Placement, local_shape
-from shardproof.parallel.communication.mesh import Mesh
+from shardproof.parallel.communication.layout import Mesh, Placement, local_shape
 from shardproof.parallel.communication.schedules import stages
 from shardproof.parallel.layers.block import Norm
 from shardproof.parallel.layers.linear import ColumnLinear, Region, column_linear

@@ -1,4 +1,4 @@
-"""Our subject, found by its name as any other: `shardproof.parallel.subject:subject`.
+"""Our subject, found by its name as any other: `shardproof.parallel.subject:subject`; and the strategy of a case.
 
 subject(case, device)                    outcome of this rank; torch.distributed is initialised
 subject.modes                            the modes it claims
@@ -9,12 +9,21 @@ subject.pipeline(case)                   what the stages of its pipeline do in a
 subject.activations(case, rank, module, local)
                                          a module's output (or the gradient in it) as boxes of `act/<module>`
 subject.harmless(case, fault)            why this fault of a collective changes nothing, "" when it does
+
+The strategy of a case is that of its mode, changed by every feature. Mode and features are found by name, and imported
+for the first case that has them. A mode of `reference.language.core` is the file of `parallel.schemes` with its name,
+or else one of the table of `parallel.schemes.tensor`. The strategy there is called like it: `TP_SP` for mode=tp-sp. A
+file of `reference.features` is implemented by the module of its name, `parallel.NAME`, or `parallel.NAME.scheme` where
+that is a folder. The module has `apply(strategy, case)`, and may have `AFTER`, the features that are applied before it.
+A feature without such a module changes no strategy, and neither does one that a case has no word of.
 """
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
+from graphlib import TopologicalSorter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,20 +31,84 @@ from torch import Tensor
 
 from shardproof.bugs.anchors import change_sources
 from shardproof.bugs.planting import plant_subject
-from shardproof.parallel.communication.expectation import CompleteTerm, terms
-from shardproof.parallel.communication.layout import Box, pieces, rows
-from shardproof.parallel.communication.mesh import Mesh, coordinates
+from shardproof.parallel.checkpoints.saving import SAVING
+from shardproof.parallel.communication.expectation import CallRow, CompleteTerm, terms
+from shardproof.parallel.communication.layout import Box, Mesh, coordinates, pieces, rows
 from shardproof.parallel.communication.schedules import stages_at
-from shardproof.parallel.data_parallel.megatron import ledger_lines, megatron_beside
-from shardproof.parallel.model.strategy import Value
+from shardproof.parallel.data_parallel.calls import bucket_rows, ledger_lines, megatron_beside, step_rows
+from shardproof.parallel.layers.loss import metric_rows
+from shardproof.parallel.model.strategy import Strategy, Value
 from shardproof.parallel.pipeline import CasePipeline
-from shardproof.parallel.registry import rows_of, strategy_of
 from shardproof.parallel.training import train
 from shardproof.reference.case import Case
 from shardproof.reference.case.variants import VARIANTS
-from shardproof.reference.features import FEATURES
+from shardproof.reference.features import FEATURES, module_in
 from shardproof.reference.language.core import MODES
-from shardproof.reference.language.words import declared_words
+from shardproof.reference.language.words import declared_words, not_default
+
+SCHEMES: dict[str, Strategy] = {}
+"""Value of `mode=` -> the strategy that the other schemes build on, of the modes that were used so far."""
+HERE = Path(__file__).parent
+Applied = Callable[[Strategy, Case], Strategy]
+
+
+def scheme_of(mode: str) -> Strategy:
+    """The strategy of a mode."""
+    if mode not in SCHEMES:
+        name = mode.replace("-", "_")
+        file = name if (HERE / "schemes" / f"{name}.py").exists() else "tensor"
+        SCHEMES[mode] = getattr(_module(f"schemes.{file}"), name.upper())
+    return SCHEMES[mode]
+
+
+def _module(name: str) -> Any:
+    return module_in(__package__, name, _import_here)
+
+
+def _import_here(name: str) -> Any:
+    """The statement's own function: in a copy with a planted bug it imports of the copy."""
+    return __import__(name, fromlist=["*"])
+
+
+def _features(case: Case) -> Iterator[Applied]:
+    """Changes of a strategy by the features of a case, in the order in which they are applied."""
+    modules = {}
+    for name, words in FEATURES.items():
+        if any(not_default(words, case)):
+            if (HERE / f"{name}.py").exists():
+                modules[name] = _module(name)
+            elif (HERE / name / "scheme.py").exists():
+                modules[name] = _module(f"{name}.scheme")
+    order = TopologicalSorter({name: getattr(module, "AFTER", ()) for name, module in modules.items()})
+    yield from (modules[name].apply for name in order.static_order() if name in modules)
+
+
+def strategy_of(case: Case) -> Strategy:
+    """Strategy that mode and features of this case decide together."""
+    return _compose(scheme_of(case.mode), case)
+
+
+@lru_cache(maxsize=16)
+def _compose(strategy: Strategy, case: Case) -> Strategy:
+    """Apply the features of a case, once: every tensor needs them."""
+    for apply in _features(case):
+        strategy = apply(strategy, case)
+    return strategy
+
+
+def rows_of(case: Case) -> tuple[CallRow, ...]:
+    """The closed form of a case: the calls of its micro-batches, of a step, of its metric and of a checkpoint."""
+    strategy = strategy_of(case)
+    rows = strategy.rows
+    if case.shares_gradients:
+        rows += bucket_rows(strategy, case)
+    rows += step_rows(strategy, case)
+    if case.metric:
+        rows += metric_rows(strategy.activation(case, "head"))
+    if case.save:
+        rows += (SAVING,)
+    return rows
+
 
 if TYPE_CHECKING:
     from shardproof.parallel.pipeline import CasePipeline
@@ -62,7 +135,7 @@ def _plant(variant: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelSubject:
-    """The implementation under test, for every scheme in the registry."""
+    """The implementation under test, for every scheme."""
 
     only: tuple[str, ...] = ()
     """Some of the modes; none: all of them."""

@@ -26,8 +26,7 @@ from torch import Tensor
 from shardproof.parallel.checkpoints.saving import load, read_again, save
 from shardproof.parallel.communication.batch import deliver
 from shardproof.parallel.communication.collectives import all_reduce
-from shardproof.parallel.communication.layout import Box, Placement, rows
-from shardproof.parallel.communication.mesh import Axis, Mesh
+from shardproof.parallel.communication.layout import Axis, Box, Mesh, Placement, rows
 from shardproof.parallel.communication.schedules import TABLE, stages_at
 from shardproof.parallel.layers.block import wide
 from shardproof.parallel.layers.loss import Metric, token_weights

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from shardproof.harness.faults import softmax_shift
     from shardproof.harness.programs.watching import watch
     from shardproof.harness.protocols import Shard
-    from shardproof.harness.recording.annotations import phase, region
-    from shardproof.harness.recording.documents import documents
+    from shardproof.harness.recording.statements import documents, phase, region
     from shardproof.harness.terms import Term
     from shardproof.harness.torch_internals.cuda_on_cpu import cuda_on_cpu
     from shardproof.proving import prove, run
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from shardproof.reference.training.steps import train as train_dense
     from shardproof.reports.comparing.comparison import compare
     from shardproof.reports.comparing.snapshot import snapshot
-    from shardproof.reports.printing.modes import side_by_side
+    from shardproof.reports.printing.run_tables import side_by_side
     from shardproof.reports.programs.program_frames import program_frames
     from shardproof.reports.stored.frames import load
     from shardproof.reports.stored.summary import headline, traffic
@@ -70,8 +69,7 @@ _PLACES = {
     "shardproof.harness.errors": "RequestError ShardproofError",
     "shardproof.harness.faults": "softmax_shift",
     "shardproof.harness.programs.watching": "watch",
-    "shardproof.harness.recording.annotations": "phase region",
-    "shardproof.harness.recording.documents": "documents",
+    "shardproof.harness.recording.statements": "documents phase region",
     "shardproof.harness.protocols": "Shard",
     "shardproof.harness.terms": "Term",
     "shardproof.harness.torch_internals.cuda_on_cpu": "cuda_on_cpu",
@@ -80,7 +78,7 @@ _PLACES = {
     "shardproof.reference.model.parameters": "full_parameter parameter_shapes",
     "shardproof.reference.training.steps": "train_dense",
     "shardproof.reports.comparing.comparison": "compare",
-    "shardproof.reports.printing.modes": "side_by_side",
+    "shardproof.reports.printing.run_tables": "side_by_side",
     "shardproof.reports.programs.program_frames": "program_frames",
     "shardproof.reports.comparing.snapshot": "snapshot",
     "shardproof.reports.stored.frames": "load",

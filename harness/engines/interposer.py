@@ -28,7 +28,7 @@ from shardproof.harness.errors import MachineError
 from shardproof.harness.ledger import OTHER, Call, Observer, notify_waited
 from shardproof.harness.torch_internals.backends import fake_group
 from shardproof.harness.torch_internals.compiler import leave_uncompiled
-from shardproof.harness.torch_internals.dispatch import BACKEND_SELECT, Add, has_kernel, kernels, operator_names
+from shardproof.harness.torch_internals.dispatch import BACKEND_SELECT, Add, c10d_operators, has_kernel, kernels
 from shardproof.harness.torch_internals.lookup import tested_span
 
 _KEY = "BackendSelect"
@@ -95,7 +95,7 @@ class Interposer:
 
     def add_operators(self) -> None:
         """Observe operators of c10d too that were registered since, by an imported library. Raises MachineError."""
-        names = operator_names("c10d")
+        names = c10d_operators()
         if not names:
             raise _blindness_error("no operators of c10d are known")
         operators = {name: getattr(torch.ops.c10d, name) for name in names if name not in self._names}

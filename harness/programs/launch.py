@@ -23,8 +23,7 @@ from shardproof.harness.programs.session import (
     tools_of,
     values_of,
 )
-from shardproof.harness.traces.nsys_export import nsys_path
-from shardproof.harness.witnesses.nsys import command as under_nsys
+from shardproof.harness.traces.nsys_export import command_under_nsys, nsys_path
 
 _HOOK = Path(__file__).parent / "hook"
 _BLIND = {"-I": "ignores PYTHONPATH", "-E": "ignores PYTHONPATH", "-S": "imports no sitecustomize"}
@@ -66,7 +65,7 @@ def with_tools(command: Sequence[str], session: ProgramSession) -> list[str]:
     traces = Path(session.folder) / "traces"
     traces.mkdir(exist_ok=True)
     has_gpus = Path("/dev/nvidiactl").exists()
-    profiled = under_nsys(str(nsys), traces / "nsys", command)
+    profiled = command_under_nsys(str(nsys), traces / "nsys", command)
     return [word.replace("--trace=nvtx", "--trace=cuda,nvtx") for word in profiled] if has_gpus else profiled
 
 

@@ -140,7 +140,7 @@ class Silence:
                     written = True
 
     def _describe_last_calls(self, silent_s: float, ended: str) -> dict[str, object]:
-        """The last calls as `records` (hangs.dumps.RECORD), their kinds once each (hangs.dumps.KIND).
+        """The last calls as `records` (harness.hangs.RECORD), their kinds once each (harness.hangs.KIND).
 
         `stack`: the lines of the program's own code at which its first thread is, innermost first.
         """
@@ -168,7 +168,7 @@ class Silence:
 
 
 def _kind(call: PastCall) -> tuple[object, ...]:
-    """Fields of a call, as hangs.dumps.KIND."""
+    """Fields of a call, as harness.hangs.KIND."""
     issued, site, signature = call.issued, call.site, call.issued.signature
     root, peer = (issued.call.peer, -1) if signature.root >= 0 else (-1, issued.call.peer)
     caller = "" if call.caller is None else str(Caller(*call.caller))

@@ -2,6 +2,16 @@
 
 An exception in the recorder is reported once on standard error and in the rank's `end.json`, and nothing is recorded
 any further. The program never sees it. Nothing here waits for another rank, and no collective is issued.
+
+Asynchronous calls that the program drops before it has waited for them are noted. The program keeps the works of its
+backend; they are followed by weak references, so that none lives longer than it would without us. The methods of
+torch's class that amount to a wait are wrapped. Only works that Python code gets are followed: C++ waits itself for
+what it issues for itself (DDP's reducer, functional collectives).
+
+The torch profiler watches from the first forward of the first chosen step to that of the step after the last one, and
+writes to the run folder's `traces/` then. A Kineto trace names the rank and the groups (`distributedInfo`), as
+HolisticTraceAnalysis needs. torch's own log of the same calls (its Flight Recorder) alone knows groups and dtypes on
+gloo (harness.witnesses).
 """
 
 import atexit
@@ -14,21 +24,24 @@ import sys
 import threading
 import time
 import traceback
+import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from multiprocessing.util import Finalize
 from pathlib import Path
+from types import FrameType
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from shardproof.harness.engines.calls.callers import Caller
-from shardproof.harness.engines.calls.operators import OperatorCall
+from shardproof.harness.engines.calls.operators import MESSAGES, OperatorCall
 from shardproof.harness.engines.interposer import Interposer
 from shardproof.harness.ledger import Call
-from shardproof.harness.programs.handles import Handles, is_given
-from shardproof.harness.programs.kineto import Window
 from shardproof.harness.programs.part import MODE, Part, Silence, shared_file
 from shardproof.harness.programs.session import ProgramSession, boot_id
 from shardproof.harness.programs.stream import EventStream, PastCall
@@ -38,6 +51,89 @@ from shardproof.harness.recording.recorder import Recorded
 from shardproof.harness.recording.watch import Watch
 from shardproof.harness.run_folder import LAYOUT
 from shardproof.harness.running.store import environment
+from shardproof.harness.torch_internals.backends import waits_of_works
+from shardproof.harness.witnesses.chosen import TorchTrace
+from shardproof.harness.witnesses.torch_trace import FLIGHT_SUFFIX, TRACE_SUFFIX
+
+Place = tuple[str, str, str]
+"""Op, axis and caller of a call."""
+
+
+class Handles:
+    """While it is entered, `dropped` counts the works that were never waited for by place."""
+
+    def __init__(self) -> None:
+        self.dropped: Counter[Place] = Counter()
+        self._open: dict[int, tuple[Place, weakref.ref[Any]]] = {}
+        self._local = threading.local()
+        self._entered = ExitStack()
+
+    def __enter__(self) -> None:
+        self._entered.enter_context(waits_of_works(self._note_wait))
+
+    def __exit__(self, *_: object) -> None:
+        self._entered.close()
+
+    def follow(self, work: Any, place: Place) -> None:
+        """Follow a work that is about to be given to the program, in this thread."""
+        self._local.newest = work  # nobody else holds it yet
+        self._open[id(work)] = place, weakref.ref(work, partial(self._on_drop, id(work)))
+
+    def release_last(self) -> None:
+        """The program has what was followed last in this thread, or has dropped it."""
+        self._local.newest = None
+
+    def close(self) -> None:
+        """The program has ended: what it still holds it never waited for."""
+        self.release_last()
+        while self._open:
+            self.dropped[self._open.popitem()[1][0]] += 1
+
+    def _note_wait(self, work: int) -> None:
+        self._open.pop(work, None)
+
+    def _on_drop(self, work: int, _reference: object) -> None:
+        if (found := self._open.pop(work, None)) is not None:
+            self.dropped[found[0]] += 1
+
+
+def is_given(issued: OperatorCall, caller: FrameType | None) -> bool:
+    """Whether Python code gets the work of a call that was issued by the code of this frame.
+
+    torch's own functions do, but for messages on a GPU, which batch_isend_irecv waits for together.
+    """
+    from_python = caller is not None and caller.f_code.co_filename == distributed_c10d.__file__
+    return from_python and (issued.call.op not in MESSAGES or issued.call.device == "cpu")
+
+
+class Window:
+    """The torch profiler of one rank with all groups, and the Flight Recorder's entries of the same stretch.
+
+    Nothing is done unless the session wants it.
+    """
+
+    def __init__(self, session: ProgramSession, rank: int) -> None:
+        self._stem = Path(session.folder) / "traces" / f"rank{rank}"
+        self._steps = range(*session.steps) if session.steps and "torch" in session.profile else range(0)
+        self._trace: TorchTrace | None = None
+
+    def step(self, number: int) -> None:
+        """A step begins."""
+        if self._trace is not None:
+            self._trace.note_groups()
+        if self._trace is not None and number >= self._steps.stop:
+            self.close()
+        elif self._trace is None and number in self._steps:
+            self._trace = TorchTrace(cuda=torch.cuda.is_available())
+            self._trace.__enter__()
+
+    def close(self) -> None:
+        """Watch no more, and write what was seen."""
+        trace, self._trace, self._steps = self._trace, None, range(0)
+        if trace is not None:
+            trace.__exit__()
+            self._stem.parent.mkdir(exist_ok=True)
+            trace.write(Path(f"{self._stem}{TRACE_SUFFIX}"), Path(f"{self._stem}{FLIGHT_SUFFIX}"))
 
 
 def begin(session: ProgramSession) -> None:

@@ -19,9 +19,8 @@ from shardproof.harness.programs.part import GROUP_COLUMNS, MODE, STEP_COLUMNS
 from shardproof.harness.recording.naming import axis_name, group_word
 from shardproof.harness.run_folder import LAYOUT, guard_writing, link_latest, new_run_folder
 from shardproof.harness.running.store import environment
-from shardproof.harness.traces.calls import FLIGHT_RECORDER, MOST_RANKS, Trace, TracedCall
+from shardproof.harness.traces.calls import FLIGHT_RECORDER, MOST_RANKS, UNKNOWN, Trace, TracedCall, sentences
 from shardproof.harness.traces.reading import read_traces
-from shardproof.harness.traces.unknown import UNKNOWN, sentences
 
 DEVICE_COLUMNS = ("step", "device_us", "compute_us", "communication_us", "exposed_us")
 _NUMBERS = tuple(name for name in COLUMNS if Event.__annotations__[name] is not str)

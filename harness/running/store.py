@@ -31,8 +31,7 @@ from shardproof.harness.ledger import COLUMNS
 from shardproof.harness.run_folder import LAYOUT, csv_text, guard_writing, link_latest, new_run_folder, safe_name
 from shardproof.harness.running.summary import SUMMARY_COLUMNS, SummaryRow
 from shardproof.harness.torch_internals.lookup import untested_note
-from shardproof.harness.verdicts.stored_records import plain
-from shardproof.harness.verdicts.verdict import Verdict
+from shardproof.harness.verdicts.verdict import Verdict, plain
 
 LARGEST_LEDGER = 50_000_000
 """Bytes of ledger.csv above which it is packed."""

@@ -29,15 +29,15 @@ from shardproof.harness.running.request import Request
 from shardproof.harness.running.result import CaseResult, verdict_on
 from shardproof.harness.running.store import Store
 from shardproof.harness.subject import NamedSubject, Unanswered, refusal
+from shardproof.harness.traces.nsys_export import on_gpus
 from shardproof.harness.verdicts.facts import FailedCheck, state_fact
 from shardproof.harness.verdicts.verdict import FAIL, UNKNOWN, Verdict
 from shardproof.harness.witnesses.agreement import NOT_ASKED, Agreement, Sighting, agreement, group_text, of_ledger
 from shardproof.harness.witnesses.chosen import steps_text, terms_of
 from shardproof.harness.witnesses.measured import SessionRequest
-from shardproof.harness.witnesses.nsys import on_gpus
 from shardproof.harness.witnesses.session import Session, hold
 from shardproof.harness.witnesses.spread import spread
-from shardproof.harness.witnesses.timing import time_sightings
+from shardproof.harness.witnesses.torch_trace import time_sightings
 
 INDEPENDENCE = (
     "of the witnesses, nsys stores ranges that our recorder draws: it shows that no event was lost or renamed on the "

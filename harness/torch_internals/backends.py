@@ -25,10 +25,10 @@ from torch.distributed import distributed_c10d as c10d
 from shardproof.harness.torch_internals.dispatch import (
     FUSED,
     arguments_of,
+    c10d_operators,
     dispatch_keys,
     has_kernel,
     kernels,
-    operator_names,
 )
 from shardproof.harness.torch_internals.lookup import find_name, lacking_error, replace_attribute
 
@@ -141,7 +141,7 @@ def meta_device() -> Iterator[None]:
     messages look for it. Uses torch._C.DispatchKeySet, DispatchKey.CPU and ProcessGroup._get_backend.
     """
     with kernels("c10d", "Meta") as add, ExitStack() as stack:
-        for name in operator_names("c10d"):
+        for name in c10d_operators():
             operator: Any = getattr(getattr(torch.ops.c10d, name), "default", None)
             if operator is None or has_kernel(f"c10d::{name}", "Meta") or not has_kernel(f"c10d::{name}", "CPU"):
                 continue

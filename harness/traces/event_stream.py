@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, cast
 
-from shardproof.harness.traces.fields import refuse_torn
+from shardproof.harness.traces.files import refuse_torn
 
 _CHUNK_BYTES = 2**22
 _MOST_BYTES = 2**26

@@ -16,7 +16,7 @@ from typing import Any
 
 from shardproof.harness.ledger import OTHER
 from shardproof.harness.traces.calls import FLIGHT_RECORDER, Trace, TracedCall, find_dtype, find_op, payload_bytes
-from shardproof.harness.traces.fields import as_list, number, numbers, refuse_torn, text, unpickle
+from shardproof.harness.traces.files import as_list, number, numbers, refuse_torn, text, unpickle
 
 Entry = Mapping[str, Any]
 LEGAL = "a file that torch's Flight Recorder wrote, such as nccl_trace_rank_3"

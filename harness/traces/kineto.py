@@ -17,12 +17,10 @@ from typing import Any, NamedTuple
 
 from shardproof.harness.engines.calls.operators import OPERATORS
 from shardproof.harness.errors import RequestError, ranks_text
-from shardproof.harness.traces.calls import TORCH, Trace, TracedCall, find_dtype, find_op, payload_bytes
+from shardproof.harness.traces.calls import TORCH, Trace, TracedCall, find_dtype, find_op, payload_bytes, union
 from shardproof.harness.traces.event_stream import LEGAL, Json, TraceEvents
-from shardproof.harness.traces.fields import refuse_torn
-from shardproof.harness.traces.intervals import union
-from shardproof.harness.traces.kineto_groups import Groups
-from shardproof.harness.traces.kineto_kernels import NO_ID, KernelRows, StepTimes, build_steps, id_of
+from shardproof.harness.traces.files import refuse_torn
+from shardproof.harness.traces.kineto_rows import NO_ID, Groups, KernelRows, StepTimes, build_steps, id_of
 from shardproof.harness.traces.phases import (
     CALL,
     FORWARD,

@@ -1,21 +1,65 @@
-"""Traces of any format, by their content: one function for a file, one for the files of a job."""
+"""Traces of any format, by their content: one function for a file, one for the files of a job.
 
+The torch profiler on gloo knows neither groups nor dtypes; torch's Flight Recorder of the same stretch completes it.
+"""
+
+import itertools
 import re
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from shardproof.harness.errors import RequestError
-from shardproof.harness.traces.calls import FLIGHT_RECORDER, TORCH, Trace
+from shardproof.harness.traces.calls import FLIGHT_RECORDER, TORCH, Trace, TracedCall, find_dtype, payload_bytes
 from shardproof.harness.traces.event_stream import open_trace
-from shardproof.harness.traces.fields import refuse_torn
+from shardproof.harness.traces.files import LEGAL, RANK, REPORTS, rank_pattern, refuse_torn, trace_files
 from shardproof.harness.traces.flight_recorder import read_flight_recorder
-from shardproof.harness.traces.kineto import read_kineto
-from shardproof.harness.traces.logged import with_log
-from shardproof.harness.traces.names import LEGAL, RANK, REPORTS, rank_pattern, trace_files
+from shardproof.harness.traces.kineto import backend_word, operator_of, read_kineto
 from shardproof.harness.traces.nsys import read_nsys
 from shardproof.harness.traces.nsys_export import export_report, nsys_path
+
+_UNLOGGED = {"send", "recv_", "recv_any_source_", "monitored_barrier_"}
+"""Operators that gloo's log leaves out."""
+_SEVERAL = {"reduce_scatter_", "reduce_scatter_tensor_coalesced_"}
+"""Operators that gloo lowers to one call for each of their input tensors."""
+
+
+def with_log(trace: Trace, log: Trace) -> Trace:
+    """The trace with the groups and dtypes of the calls in a Flight Recorder's dump."""
+    logged = zip(trace.calls, _match_entries(trace.calls, log.calls), strict=True)
+    return replace(
+        trace, calls=tuple(call if one is None else _complete_call(call, one, trace) for call, one in logged)
+    )
+
+
+def _match_entries(calls: Sequence[TracedCall], entries: Sequence[TracedCall]) -> list[TracedCall | None]:
+    """The entry of every call, all None unless the entries are exactly those of the calls."""
+    logs: list[TracedCall | None] = []
+    left = iter(entries)
+    for call in calls:
+        if operator_of(call.name) in _UNLOGGED:
+            logs.append(None)
+            continue
+        several = len(call.shapes or ()) if operator_of(call.name) in _SEVERAL else 1
+        mine = list(itertools.islice(left, several))
+        word = backend_word(call.op)
+        if len(mine) < several or any(word not in entry.name for entry in mine):
+            return [None] * len(calls)
+        logs.append(mine[0])
+    return logs if next(left, None) is None else [None] * len(calls)
+
+
+def _complete_call(call: TracedCall, entry: TracedCall, trace: Trace) -> TracedCall:
+    ranks = trace.groups.get(entry.group_name, ())
+    call = replace(call, group_name=entry.group_name, group_desc=entry.group_desc)
+    if ranks:
+        call = replace(call, group=ranks, group_size=len(ranks))
+    dtype, shapes = find_dtype(entry.dtype), call.shapes or entry.shapes
+    if call.payload_bytes is not None or dtype is None or not shapes:
+        return call
+    return replace(call, dtype=dtype.name, shapes=shapes, payload_bytes=payload_bytes(dtype, shapes))
+
 
 _HEAD_BYTES = 2**20
 

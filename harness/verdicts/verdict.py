@@ -1,13 +1,161 @@
-"""The verdict of a check on a case, and its row in `verdicts.jsonl`."""
+"""The verdict of a check on a case, and its row in `verdicts.jsonl`: frozen dataclasses as JSON and back.
 
+Values that are defaults are left out, "inf" and "nan" are text. A record may hold texts, numbers, tuples, mappings from
+text, enums of text and other such records; its annotations are its schema. `Any` is a text, a number, a list or an
+object of these.
+"""
+
+import dataclasses
+import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from shardproof.harness.verdicts import words
 from shardproof.harness.verdicts.facts import Counts, Fact, FailedCheck, Note, Worst
-from shardproof.harness.verdicts.stored_records import plain, record_of, row_of
+
+Record = TypeVar("Record")
+_MOST = 2**63
+_KINDS = {str: "string", int: "integer", float: "number", bool: "boolean"}
+
+
+def row_of(record: Any) -> dict[str, Any]:
+    """The fields of a record as JSON can hold them, without those that are defaults."""
+    return {
+        field.name: plain(value)
+        for field in dataclasses.fields(record)
+        if field.init and (value := getattr(record, field.name)) != default_of(field)
+    }
+
+
+def default_of(field: "dataclasses.Field[Any]") -> object:
+    """The default of a field, MISSING where it has none."""
+    made = field.default_factory
+    return field.default if made is dataclasses.MISSING else made()
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON can hold it: numbers that JSON does not know become text."""
+    if dataclasses.is_dataclass(value):
+        return row_of(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(entry) for entry in value]
+    if isinstance(value, StrEnum):
+        return value.value
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def record_of(kind: type[Record], row: object) -> Record:
+    """The record that a row holds; unknown keys are ignored. Raises ValueError naming the field that is none."""
+    if not isinstance(row, Mapping):
+        raise ValueError(f"{kind.__name__}={row!r}: must be an object")
+    hints = _hints(kind)
+    found = {}
+    for field in dataclasses.fields(kind):  # type: ignore[arg-type]  # every kind is a dataclass
+        if field.init and field.name in row:
+            try:
+                found[field.name] = _read_value(hints[field.name], row[field.name])
+            except (ValueError, OverflowError) as problem:  # an integer may be too large for a float
+                raise ValueError(f"{field.name}: {problem}") from problem
+        elif field.init and default_of(field) is dataclasses.MISSING:
+            raise ValueError(f"{field.name}: is missing in a {kind.__name__}")
+    return kind(**found)
+
+
+def schema_of(kind: Any) -> dict[str, Any]:
+    """The JSON schema of a record, from its annotations."""
+    hints = _hints(kind)
+    fields = [field for field in dataclasses.fields(kind) if field.init]
+    return {
+        "type": "object",
+        "properties": {field.name: _schema(hints[field.name]) for field in fields},
+        "required": [field.name for field in fields if default_of(field) is dataclasses.MISSING],
+    }
+
+
+_hints: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
+"""The annotations of a record, evaluated once."""
+
+
+def _read_value(hint: Any, value: Any) -> Any:
+    """The value of an annotation that JSON gave. Raises ValueError where it is of another kind."""
+    if hint is Any:
+        return _read_any(value)
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return None if value is None else _read_value(arguments[0], value)
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise ValueError(f"{value!r} must be a list")
+        if arguments[-1] is Ellipsis:
+            return tuple(_read_value(arguments[0], entry) for entry in value)
+        if len(value) != len(arguments):
+            raise ValueError(f"{value!r} must have {len(arguments)} entries")
+        return tuple(_read_value(one, entry) for one, entry in zip(arguments, value, strict=True))
+    if origin is not None:  # a mapping from text
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{value!r} must be an object")
+        return {str(key): _read_value(arguments[1], entry) for key, entry in value.items()}
+    if dataclasses.is_dataclass(hint):
+        return record_of(hint, value)  # type: ignore[arg-type]  # a class, as every annotation is
+    if issubclass(hint, StrEnum):
+        return hint(value)
+    return _simple(hint, value)
+
+
+def _read_any(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _read_any(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_read_any(entry) for entry in value]
+    if value in ("inf", "-inf", "nan"):
+        return float(value)
+    return None if value is None else _simple(type(value), value)
+
+
+def _simple(hint: Any, value: Any) -> Any:
+    """A text, number or truth value. Raises ValueError where it is another."""
+    if hint is float and isinstance(value, str) and value in ("inf", "-inf", "nan"):
+        return float(value)
+    if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    if hint is int and isinstance(value, int) and abs(value) >= _MOST:
+        raise ValueError(f"{value} must be an integer of 64 bits")
+    if hint is str and isinstance(value, str):  # half of a surrogate pair can be written as JSON, and nowhere else
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, hint) and isinstance(value, bool) == (hint is bool):
+        return value
+    raise ValueError(f"{value!r} must be of the kind {_KINDS[hint]}")
+
+
+def _schema(hint: Any) -> dict[str, Any]:
+    if hint is Any:
+        return {}
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return {"anyOf": [_schema(arguments[0]), {"type": "null"}]}
+    if origin is tuple and arguments[-1] is Ellipsis:
+        return {"type": "array", "items": _schema(arguments[0])}
+    if origin is tuple:
+        return {"type": "array", "prefixItems": [_schema(one) for one in arguments]}
+    if origin is not None:
+        return {"type": "object", "additionalProperties": _schema(arguments[1])}
+    if dataclasses.is_dataclass(hint):
+        return schema_of(hint)
+    if issubclass(hint, StrEnum):
+        return {"enum": [one.value for one in hint]}
+    if hint is float:
+        return {"anyOf": [{"type": "number"}, {"enum": ["inf", "-inf", "nan"]}]}
+    return {"type": _KINDS[hint]}
+
 
 _NUMBER = re.compile(r"(?<![a-z])\d+")
 PASS, FAIL, UNKNOWN, SKIP = "pass", "fail", "unknown", "skip"
@@ -32,7 +180,7 @@ class Verdict:
     kind: str = ""
     worst: Worst | None = None
     notes: tuple[Note, ...] = ()
-    decided: Mapping[str, Counts] = field(default_factory=dict)
+    decided: Mapping[str, Counts] = dataclasses.field(default_factory=dict)
     failure: FailedCheck | None = None
 
     @property

@@ -51,16 +51,15 @@ def sighting_of(call: TracedCall, rank: int, index: int, **known: Any) -> Sighti
     return Sighting(rank=rank, index=index, op=call.op, phase=call.phase, **facts | known)
 
 
-def of_ledger(events: Iterable[Event], *, steps: range | None = None) -> list[Sighting]:
-    """The recorder's own sightings, by rank and order of issue; of these steps only when they are given."""
+def of_ledger(events: Iterable[Event]) -> list[Sighting]:
+    """The recorder's own sightings, by rank and order of issue."""
     same = ("rank", "op", "payload_bytes", "phase", "region", "step", "start_us", "duration_us")
     counts: Counter[int] = Counter()
     seen = []
     for event in sorted(events, key=lambda event: (event.rank, event.call_index)):
-        if steps is None or event.step in steps:
-            facts = {name: getattr(event, name) for name in same}
-            seen.append(Sighting(index=counts[event.rank], groups=(tuple(sorted(event.group)),), **facts))
-            counts[event.rank] += 1
+        facts = {name: getattr(event, name) for name in same}
+        seen.append(Sighting(index=counts[event.rank], groups=(tuple(sorted(event.group)),), **facts))
+        counts[event.rank] += 1
     return seen
 
 

@@ -17,11 +17,10 @@ from shardproof.harness.engines.processes.rank_program import RankResult
 from shardproof.harness.errors import MachineError, RequestError, error_text
 from shardproof.harness.protocols import CaseLike, case_text
 from shardproof.harness.traces.nsys import read_own_ranges
-from shardproof.harness.traces.nsys_export import run_to_end
+from shardproof.harness.traces.nsys_export import database_of, run_to_end
 from shardproof.harness.witnesses.agreement import Sighting, sighting_of
 from shardproof.harness.witnesses.chosen import steps_text
 from shardproof.harness.witnesses.measured import SessionRequest, WatchedRank
-from shardproof.harness.witnesses.nsys import database_of
 from shardproof.harness.witnesses.torch_trace import read_traces
 
 LIMIT_S = 60.0

@@ -39,7 +39,7 @@ from shardproof.parallel.communication.layout import Box, whole_box
 from shardproof.parallel.model.strategy import Rank
 from shardproof.reference.case import Case
 from shardproof.reference.checkpoints.foreign import is_foreign
-from shardproof.reference.checkpoints.stored import stored_tensors as reference_stored
+from shardproof.reference.checkpoints.foreign import stored_tensors as reference_stored
 from shardproof.reference.checkpoints.torch_format import read_tensors
 from shardproof.reference.errors import CaseError
 from shardproof.reference.model.parameters import shapes

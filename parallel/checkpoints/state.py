@@ -23,8 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardproof.parallel.communication.layout import Box, Coordinates, Placement, pieces
-from shardproof.parallel.communication.mesh import coordinates
+from shardproof.parallel.communication.layout import Box, Coordinates, Placement, coordinates, pieces
 from shardproof.parallel.model.strategy import Rank
 from shardproof.reference.case import Case
 

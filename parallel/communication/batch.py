@@ -33,7 +33,7 @@ from torch import Tensor
 
 from shardproof.parallel.communication.collectives import broadcast
 from shardproof.parallel.communication.expectation import CallPlace, CallRow, Places
-from shardproof.parallel.communication.mesh import Axis, Mesh
+from shardproof.parallel.communication.layout import Axis, Mesh
 from shardproof.parallel.communication.schedules import Stage, stages
 from shardproof.reference.case import Case
 from shardproof.reference.data.batches import Batch, micro_batch

@@ -15,7 +15,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from types import CodeType
 from typing import Any
 
-from shardproof.parallel.communication.mesh import axis_size
+from shardproof.parallel.communication.layout import axis_size
 from shardproof.parallel.communication.schedules import ends_of_units, is_inside, recomputed_modules, stages
 from shardproof.reference.case import Case
 

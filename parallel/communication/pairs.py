@@ -19,7 +19,7 @@ from shardproof.parallel.communication.collectives import all_gather as _all_gat
 from shardproof.parallel.communication.collectives import all_reduce, exchange, own_slice
 from shardproof.parallel.communication.collectives import all_to_all as _all_to_all
 from shardproof.parallel.communication.collectives import reduce_scatter as _reduce_scatter
-from shardproof.parallel.communication.mesh import Axis
+from shardproof.parallel.communication.layout import Axis
 
 _Move = Callable[[Tensor], Tensor]
 

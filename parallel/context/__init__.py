@@ -1,6 +1,6 @@
 """Context parallelism: every rank of an axis holds some tokens of each row, and attention meets the keys of the others.
 
-`blocks` says which tokens, and has attention over a part of the keys and how parts are merged. `methods` has ways to
+`blocks` says which tokens, and has attention over a part of the keys and how parts are merged. `scheme` has ways to
 meet the keys of others, with their calls, mathematics and closed forms; all of them compute the same function:
 
     method     | what happens to k and v              | calls of a layer, c ranks                | needs

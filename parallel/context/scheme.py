@@ -1,4 +1,47 @@
-"""Context parallelism as a scheme: what the words `cp cp_comm cp_inner cp_slices` replace of a strategy.
+"""How queries meet the keys of all context ranks: by a ring, by all-to-all, by both, or by all-gather.
+
+Ring attention: every rank keeps its queries, while the keys and values of all ranks go round.
+
+Letters: c ranks; K elements of one rank's keys, b * (s/c) * kv_heads * head_dim, and as many of its values. Gradients
+are in the dtype of statistics. Keys and values of one rank travel together, as one block.
+
+    step of rank r       0        1        2       ..  c-1      then
+    computes with        r        r-1      r-2         r+1                all modulo c
+    forward hops         k, v  -> k, v  -> ..      -> k, v      -         c-1 sends and receives of 2K
+    backward hops        k, v  -> k, v  -> ..      -> k, v      -         c-1 sends and receives of 2K
+                                  dk, dv -> dk, dv -> dk, dv -> home      c   sends and receives of 2K, wide
+
+A hop sends to the next rank and receives from the one before, both in one batch: no rank waits for another one's
+receive. The next block is under way while this one is computed with. Heads are repeated for their groups after a hop,
+never before; rotated keys travel rotated. The gradient of a block follows the block one step behind it and collects
+what every rank adds. After c hops it is back at the block's owner.
+
+Every rank gets every block, also those that none of its queries may see. Slices of unequal length give messages of
+unequal length; an empty block is not sent. Source: arXiv:2310.01889; torch `_templated_ring_attention` and picotron
+`context_parallel` (backward as here). TransformerEngine `AttnFuncWithCPAndKVP2P` starts backward from the block of the
+last step and turns the other way: c-1 hops bring every gradient home. around.md 14.1.
+
+Context parallelism by all-to-all, alone or inside of a ring: a rank gives tokens away and gets heads for them.
+
+Letters: a ranks of the inner axis, c/a of the outer one; Q elements of one rank's queries, K of its keys. K' = K, or K
+* a / kv_heads where each kv head must be repeated for every inner rank to get one.
+
+Over the inner axis queries, keys and values go from [B, s/c, N, D] to [B, a*s/c, N/a, D], and the context back. Over
+the outer axis keys and values go round in a ring.
+
+With the inner axis alone (a = c) the exchanged rank holds whole rows of its heads, in the order of the ranks. The mask
+is taken at their places. With both, the inner ranks are neighbours, and the exchanged rank holds the tokens of all of
+them. These are `a` times the tokens, `a` times thinner, so a hop of the ring carries as many bytes as without the
+exchange. Source: arXiv:2309.14509 (Ulysses); arXiv:2405.07719 (both, USP); TransformerEngine `a2a+p2p`. around.md 14.1.
+
+Context parallelism by all-gather: every rank keeps its queries and gets the keys and values of all ranks at once. Keys
+and values go from [B, s/c, K, D] to [B, s, K, D] on c ranks. Their gradients go back from partial sums to own parts. A
+key's gradient is the sum over the ranks of what their queries add: the conjugate of a gather. Gathered keys lie in the
+order of the ranks, not of the row, so the mask is taken at the places of both. They are kept for backward: c times the
+memory of the ring, no call more. Source: TransformerEngine `AttnFuncWithCPAndKVAllGather` (which gathers again in
+backward: two all-gathers more); arXiv:2407.21783 (Llama 3). around.md 14.1.
+
+Context parallelism as a scheme: what the words `cp cp_comm cp_inner cp_slices` replace of a strategy.
 
     replaced     | by
     local        | this context rank's slice of every row; the mask stays whole
@@ -16,27 +59,209 @@ sums over dp_cp, divided once by the number of tokens of all (around.md 14.3).
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from shardproof.parallel.communication.batch import Delivered
-from shardproof.parallel.communication.expectation import CallRow
-from shardproof.parallel.communication.layout import Cut, Placement
-from shardproof.parallel.communication.mesh import Mesh
-from shardproof.parallel.context.blocks import Slices, contiguous, slice_row, zigzag
-from shardproof.parallel.context.methods import (
-    exchanged_attention,
-    exchanged_rows,
-    gathered_attention,
-    gathered_rows,
-    nested_attention,
-    nested_rows,
-    ring_attention,
-    ring_rows,
+from shardproof.parallel.communication.collectives import Pending
+from shardproof.parallel.communication.expectation import MICRO_BATCHES, CallRow
+from shardproof.parallel.communication.layout import Axis, Cut, Mesh, Placement
+from shardproof.parallel.communication.pairs import gather_from_sequence
+from shardproof.parallel.context.blocks import (
+    Slices,
+    attend,
+    contiguous,
+    gradients,
+    merge_partials,
+    of_keys,
+    over_all_keys,
+    slice_row,
+    zigzag,
 )
+from shardproof.parallel.layers.attention import by_all_to_all
+from shardproof.parallel.layers.roles import ATTENTION
 from shardproof.parallel.model.strategy import Parts, Strategy
 from shardproof.reference.case import Case
+
+
+def ring_attention(
+    q_BqND: Tensor,
+    k_BqKD: Tensor,
+    v_BqKD: Tensor,
+    *,
+    axis: Axis,
+    slices: Slices,
+    keep: Tensor | None = None,
+    overlap: bool = True,
+) -> Tensor:
+    """Attention [B,q,N,D] of this rank's queries over the keys of all ranks.
+
+    `keep` [B,N,q,S] are the factors of dropout, keys in the order of the row.
+    """
+    context: Tensor = _Ring.apply(q_BqND, k_BqKD, v_BqKD, axis, slices, keep, overlap)
+    return context
+
+
+class _Ring(torch.autograd.Function):
+    """The two loops of the table above."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: Axis, slices: Slices, keep: Tensor | None, overlap: bool
+    ) -> Tensor:
+        ctx.axis, ctx.slices, ctx.overlap = axis, slices, overlap
+        block, whole, own = torch.stack((k, v)), None, slices.held[axis.rank]
+        for step in range(axis.size):
+            keys = slices.held[_owner(axis, step)]
+            ahead = _hop(block, axis, slices, step, overlap=overlap) if step < axis.size - 1 else None
+            part = attend(q, block[0], block[1], slices.visible(own, keys), of_keys(keep, keys))
+            whole = part if whole is None else merge_partials(whole, part)
+            block = block if ahead is None else ahead.wait()
+        assert whole is not None  # an axis has at least this rank
+        ctx.save_for_backward(q, k, v, keep, *whole)
+        return whole[0].flatten(2, 3).to(q.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, keep, *whole = ctx.saved_tensors
+        axis, slices, own = ctx.axis, ctx.slices, ctx.slices.held[ctx.axis.rank]
+        block, grad_q, home = torch.stack((k, v)), torch.zeros_like(whole[0]).flatten(2, 3), None
+        for step in range(axis.size):
+            keys = slices.held[_owner(axis, step)]
+            ahead = _hop(block, axis, slices, step, overlap=ctx.overlap) if step < axis.size - 1 else None
+            visible, factors = slices.visible(own, keys), of_keys(keep, keys)
+            own_q, *own_kv = gradients(grad, q, block[0], block[1], visible, (whole[0], whole[1]), factors)
+            grad_q += own_q
+            grad_kv = torch.stack(own_kv) if home is None else home.wait() + torch.stack(own_kv)
+            home = _hop(grad_kv, axis, slices, step, overlap=ctx.overlap)
+            block = block if ahead is None else ahead.wait()
+        assert home is not None  # an axis has at least this rank
+        grad_k, grad_v = home.wait().unbind()
+        return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None, None
+
+
+def _owner(axis: Axis, step: int) -> int:
+    """Whose block this rank computes with in a step."""
+    return (axis.rank - step) % axis.size
+
+
+def _hop(block: Tensor, axis: Axis, slices: Slices, step: int, *, overlap: bool) -> Pending:
+    """Begin to send this step's block [2,B,tokens,K,D] to the next rank and to receive the next step's."""
+    if axis.size == 1:
+        return Pending(None, lambda: block)
+    sender, receiver = axis.ranks[axis.rank - 1], axis.ranks[(axis.rank + 1) % axis.size]
+    arriving = block.new_empty((*block.shape[:2], len(slices.held[_owner(axis, step + 1)]), *block.shape[3:]))
+    messages = [
+        dist.P2POp(move, tensor, peer, axis.group)
+        for move, tensor, peer in ((dist.isend, block, receiver), (dist.irecv, arriving, sender))
+        if tensor.numel()
+    ]
+    works = dist.batch_isend_irecv(messages) if messages else []
+
+    def wait_for_block() -> Tensor:
+        for work in works:
+            work.wait()
+        return arriving
+
+    if not overlap:
+        wait_for_block()
+        works = []
+    return Pending(None, wait_for_block)
+
+
+def ring_rows(keys: str, *, axis: str) -> tuple[CallRow, ...]:
+    """The messages of equal slices over an axis; `keys` is the formula of the elements K of one rank's keys."""
+
+    block: Callable[..., CallRow] = partial(CallRow, ATTENTION, elements=f"2 * {keys}", axis=axis, again="core")
+    follow = partial(block, times=f"(ranks - 1) * {MICRO_BATCHES}", hidden="overlap")
+    home = "gradients come home, when nothing is left to compute"
+    return tuple(
+        row
+        for op in ("send", "recv")
+        for row in (
+            follow("forward backward", op, why="keys and values of the next rank"),
+            follow("backward", op, why="gradients follow their keys and values", dtype="loss"),
+            block("backward", op, why=home, dtype="loss"),
+        )
+    )
+
+
+def gathered_attention(
+    q_BqND: Tensor, k_BqKD: Tensor, v_BqKD: Tensor, *, axis: Axis, slices: Slices, keep: Tensor | None = None
+) -> Tensor:
+    """Attention [B,q,N,D] of this rank's queries over the keys of all ranks. Raises ValueError for unequal slices.
+
+    `keep` [B,N,q,S] are the factors of dropout, keys in the order of the row.
+    """
+    slices.require_equal("gather")
+    k, v = (gather_from_sequence(x, axis, dim=1) for x in (k_BqKD, v_BqKD))
+    visible = slices.visible(slices.held[axis.rank], slices.gather_order)
+    return over_all_keys(q_BqND, k, v, visible, of_keys(keep, slices.gather_order))
+
+
+def gathered_rows(keys: str, *, axis: str) -> tuple[CallRow, ...]:
+    """The calls; `keys` is the formula of the elements K."""
+    times = f"2 * {MICRO_BATCHES}"
+    each = partial(CallRow, ATTENTION, elements=f"{axis} * {keys}", axis=axis, times=times, again="core")
+    return (
+        each("forward", "all_gather", why="keys, values of all ranks"),
+        each("backward", "reduce_scatter", why="their gradients"),
+    )
+
+
+def exchanged_attention(
+    q_BqND: Tensor, k_BqKD: Tensor, v_BqKD: Tensor, *, axis: Axis, slices: Slices, keep: Tensor | None = None
+) -> Tensor:
+    """Attention [B,q,N,D] of this rank's queries over the keys of all ranks. Raises ValueError for unequal slices.
+
+    `keep` are the factors of dropout of the exchanged heads and queries, keys in the order of the row.
+    """
+    slices.require_equal("alltoall")
+    visible = slices.visible(slices.gather_order, slices.gather_order)
+    factors = of_keys(keep, slices.gather_order)
+    return by_all_to_all(axis)(lambda q, k, v: over_all_keys(q, k, v, visible, factors), q_BqND, k_BqKD, v_BqKD)
+
+
+def nested_attention(
+    q_BqND: Tensor,
+    k_BqKD: Tensor,
+    v_BqKD: Tensor,
+    *,
+    inner: Axis,
+    outer: Axis,
+    slices: Slices,
+    keep: Tensor | None = None,
+    overlap: bool = True,
+) -> Tensor:
+    """Exchange as in `exchanged_attention`, with a ring of the outer ranks around.
+
+    Rank r of the slices is inner rank r % a of outer rank r // a. Raises ValueError for unequal slices.
+    """
+    slices.require_equal("alltoall inside of a ring")
+    groups = slices.merge_ranks(inner.size)
+
+    def core(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ring_attention(q, k, v, axis=outer, slices=groups, keep=keep, overlap=overlap)
+
+    return by_all_to_all(inner)(core, q_BqND, k_BqKD, v_BqKD)
+
+
+def exchanged_rows(queries: str, keys: str, *, axis: str) -> tuple[CallRow, ...]:
+    """The exchanges over an axis; formulas of the elements Q and K' (repeated heads counted)."""
+    each = partial(CallRow, ATTENTION, "forward backward", "all_to_all", axis=axis, again="core")
+    return (
+        each(queries, "tokens of queries for heads"),
+        each(f"2 * {keys}", "tokens of keys and values for heads"),
+        each(queries, "heads of the context for tokens"),
+    )
+
+
+def nested_rows(queries: str, keys: str) -> tuple[CallRow, ...]:
+    """The calls of both levels, by the formulas of Q and K'."""
+    return (*exchanged_rows(queries, keys, axis="cp_inner"), *ring_rows(keys, axis="cp_outer"))
 
 
 def apply(strategy: Strategy, case: Case) -> Strategy:

@@ -40,8 +40,7 @@ import torch
 from torch import Tensor, nn
 
 from shardproof.parallel.communication.collectives import Pending, all_reduce, reduce_scatter, start_all_gather
-from shardproof.parallel.communication.layout import Cut, Placement, shard
-from shardproof.parallel.communication.mesh import Axis
+from shardproof.parallel.communication.layout import Axis, Cut, Placement, shard
 from shardproof.parallel.communication.schedules import backward_order, is_inside, recomputed_modules
 from shardproof.parallel.data_parallel.buckets import gradient_dtype, trained_dtype
 from shardproof.parallel.model.strategy import Rank

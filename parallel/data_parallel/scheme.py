@@ -24,7 +24,7 @@ from torch import Tensor
 
 from shardproof.parallel.communication.collectives import all_gather
 from shardproof.parallel.communication.expectation import CallPlace, CallRow
-from shardproof.parallel.communication.mesh import axis_size
+from shardproof.parallel.communication.layout import axis_size
 from shardproof.parallel.communication.schedules import TABLE, stages_by_rank
 from shardproof.parallel.data_parallel.buckets import Buckets, BucketsByAxis
 from shardproof.parallel.data_parallel.fsdp import REPLICAS, Shards, shard_axis

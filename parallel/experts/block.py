@@ -43,8 +43,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardproof.parallel.communication.collectives import all_reduce
-from shardproof.parallel.communication.layout import Coordinates, Placement, local_shape
-from shardproof.parallel.communication.mesh import Mesh, coordinates
+from shardproof.parallel.communication.layout import Coordinates, Mesh, Placement, coordinates, local_shape
 from shardproof.parallel.communication.pairs import gather_from_sequence, scatter_to_sequence
 from shardproof.parallel.experts.counts import places_of, rows_sent, tokens_of
 from shardproof.parallel.experts.dispatch import ByAllGather, ByAllToAll, apply_capacity, taken_of_all

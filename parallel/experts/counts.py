@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from shardproof.parallel.communication.expectation import ACTIVATION, CallPlace, CallRow, in_modules
-from shardproof.parallel.communication.layout import Coordinates
-from shardproof.parallel.communication.mesh import coordinates
+from shardproof.parallel.communication.layout import Coordinates, coordinates
 from shardproof.parallel.communication.schedules import Stage, stages, stages_at
 from shardproof.reference.case import Case
 from shardproof.reference.data.routing import first_token, forced_experts, period

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from shardproof.parallel.communication.collectives import all_gather
-from shardproof.parallel.communication.mesh import Axis, Mesh, coordinates
+from shardproof.parallel.communication.layout import Axis, Mesh, coordinates
 from shardproof.parallel.communication.pairs import exchange_rows, gather_from_sequence, reduce_scatter_to_sequence
 from shardproof.parallel.experts.counts import RowCounts
 from shardproof.reference.case import Case

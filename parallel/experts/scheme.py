@@ -28,8 +28,7 @@ from torch import Tensor, nn
 
 from shardproof.parallel.communication.collectives import all_reduce
 from shardproof.parallel.communication.expectation import ONCE_A_STEP, CallPlace, CallRow
-from shardproof.parallel.communication.layout import Box, Cut, Placement, rows, whole_box
-from shardproof.parallel.communication.mesh import Mesh
+from shardproof.parallel.communication.layout import Box, Cut, Mesh, Placement, rows, whole_box
 from shardproof.parallel.communication.schedules import stages_by_rank
 from shardproof.parallel.experts.block import ExpertBlock, blocks_of
 from shardproof.parallel.experts.counts import rows_of_experts

@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardproof.parallel.communication import pairs
 from shardproof.parallel.communication.collectives import start_all_to_all
-from shardproof.parallel.communication.mesh import Axis
+from shardproof.parallel.communication.layout import Axis
 from shardproof.parallel.layers.block import wide
 from shardproof.parallel.layers.randomness import Draw, Dropout
 

@@ -36,7 +36,7 @@ from shardproof.parallel.communication.collectives import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from shardproof.parallel.communication.mesh import Axis
+from shardproof.parallel.communication.layout import Axis
 
 Holder = Callable[[Tensor, Tensor], Tensor]
 

@@ -34,8 +34,7 @@ from torch import Tensor, nn
 
 from shardproof.parallel.communication.collectives import all_reduce, own_slice
 from shardproof.parallel.communication.expectation import STAGES, CallRow
-from shardproof.parallel.communication.layout import Placement
-from shardproof.parallel.communication.mesh import Axis
+from shardproof.parallel.communication.layout import Axis, Placement
 from shardproof.parallel.layers.block import wide
 
 IGNORED = -100

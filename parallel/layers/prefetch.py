@@ -35,7 +35,7 @@ from shardproof.parallel.communication.collectives import (
     start_all_gather,
     start_reduce_scatter,
 )
-from shardproof.parallel.communication.mesh import Axis
+from shardproof.parallel.communication.layout import Axis
 
 
 class FlatGather:

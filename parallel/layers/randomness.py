@@ -65,7 +65,7 @@ from torch import Tensor
 from shardproof.parallel.communication.layout import Box, Coordinates, Placement, local_shape, pieces, rows, shard
 from shardproof.parallel.communication.schedules import stages_at
 from shardproof.reference.case import Case
-from shardproof.reference.checkpoints.stored import steps_before
+from shardproof.reference.checkpoints.foreign import steps_before
 from shardproof.reference.language.core import MODES
 from shardproof.reference.model.parameters import drawn_weight
 

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardproof.parallel.communication.collectives import all_gather, own_slice
 from shardproof.parallel.communication.expectation import ACTIVATION, CallRow, in_modules
-from shardproof.parallel.communication.mesh import Axis
+from shardproof.parallel.communication.layout import Axis
 from shardproof.parallel.communication.schedules import ends_of_units
 from shardproof.reference.case import Case
 

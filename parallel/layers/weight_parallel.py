@@ -47,7 +47,7 @@ from shardproof.parallel.communication.collectives import (
     start_all_gather,
     start_reduce_scatter,
 )
-from shardproof.parallel.communication.mesh import Axis
+from shardproof.parallel.communication.layout import Axis
 from shardproof.parallel.layers.embedding import EmbeddingTable
 from shardproof.parallel.layers.prefetch import Gathers, Seat
 

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from shardproof.parallel.communication.batch import Delivered
 from shardproof.parallel.communication.expectation import CallRow
-from shardproof.parallel.communication.layout import Box, Cut, Placement, pieces
-from shardproof.parallel.communication.mesh import Axis, Mesh
+from shardproof.parallel.communication.layout import Axis, Box, Cut, Mesh, Placement, pieces
 from shardproof.parallel.communication.schedules import Stage
 from shardproof.parallel.layers.attention import Exchange, MaskedCore, core_attention, no_exchange
 from shardproof.parallel.layers.loss import Metric, Terms

@@ -31,8 +31,7 @@ from torch.nn import functional
 from shardproof.parallel.communication import pairs
 from shardproof.parallel.communication.batch import DELIVERY
 from shardproof.parallel.communication.expectation import ACTIVATION, CallPlace, CallRow
-from shardproof.parallel.communication.layout import Cut, Placement, local_shape
-from shardproof.parallel.communication.mesh import Axis, Mesh
+from shardproof.parallel.communication.layout import Axis, Cut, Mesh, Placement, local_shape
 from shardproof.parallel.layers.embedding import WholeEmbedding
 from shardproof.parallel.layers.linear import Region, column_linear
 from shardproof.parallel.layers.loss import vocabulary_cross_entropy

@@ -29,8 +29,7 @@ from shardproof.parallel.communication import pairs
 from shardproof.parallel.communication.batch import DELIVERY, Delivered
 from shardproof.parallel.communication.collectives import own_slice
 from shardproof.parallel.communication.expectation import STAGES, CallPlace, CallRow, Places
-from shardproof.parallel.communication.layout import Cut, Placement, local_shape
-from shardproof.parallel.communication.mesh import Axis, Mesh
+from shardproof.parallel.communication.layout import Axis, Cut, Mesh, Placement, local_shape
 from shardproof.parallel.communication.schedules import recomputed_layers, stages, stages_at
 from shardproof.parallel.layers.attention import by_all_to_all
 from shardproof.parallel.layers.loss import LOSS, vocabulary_cross_entropy

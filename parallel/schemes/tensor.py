@@ -28,8 +28,7 @@ from torch import Tensor, nn
 
 from shardproof.parallel.communication.batch import DELIVERY
 from shardproof.parallel.communication.expectation import ACTIVATION, CallRow, Places
-from shardproof.parallel.communication.layout import Cut, Placement, local_shape
-from shardproof.parallel.communication.mesh import Axis, Mesh
+from shardproof.parallel.communication.layout import Axis, Cut, Mesh, Placement, local_shape
 from shardproof.parallel.layers.embedding import Head, HiddenEmbedding, VocabularyEmbedding
 from shardproof.parallel.layers.linear import ColumnLinear, Region, RowLinear
 from shardproof.parallel.layers.loss import LOGITS, vocabulary_cross_entropy

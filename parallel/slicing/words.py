@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardproof.parallel.slicing.rows import SPARE, Heads
-from shardproof.reference.case.presets import PRESETS
+from shardproof.reference.case.case import PRESETS
 from shardproof.reference.errors import CaseError
 from shardproof.reference.language.core import mlp_width
 from shardproof.reference.language.words import LARGEST_SIZE, Meaning, describe_words, read, word

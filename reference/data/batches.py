@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from shardproof.reference.case import Case
-from shardproof.reference.checkpoints.stored import steps_before
+from shardproof.reference.checkpoints.foreign import steps_before
 from shardproof.reference.data.corpus import Source, mix_seed, sources, stream_of
 
 IGNORED = -100

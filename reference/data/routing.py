@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardproof.reference.case import Case
-from shardproof.reference.checkpoints.stored import steps_before
+from shardproof.reference.checkpoints.foreign import steps_before
 from shardproof.reference.language.rules import SKEW_PARTS
 
 EQUAL_DIGITS = 9

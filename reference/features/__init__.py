@@ -2,7 +2,7 @@
 
 A file has one class, which extends `Core`. The class has its words, each with default, meaning and legal values
 (`reference.language.words.word`), and `problems`. Its changes of the facts of a case (`layout`, `axes`, `data_axis`,
-...) each begin with `super()`. An implementation of a feature has the same name in `parallel` (`parallel.registry`).
+...) each begin with `super()`. An implementation of a feature has the same name in `parallel` (`parallel.subject`).
 Names of modules are put together by `module_in` and nowhere else.
 """
 

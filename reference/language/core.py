@@ -4,7 +4,7 @@ Sizes count elements: `seq` tokens of a sequence, `batch` sequences of a micro-b
 
 A mode is a scheme that splits a model over ranks, one for each value of `mode=`; `MODES` is the only list of them. Here
 are the words of a mode and what makes them legal. Everything else of a mode is in `parallel.schemes`, where
-`parallel.registry` finds it by its name. Sources: modes.md 2, 3, 4, 8.2.
+`parallel.subject` finds it by its name. Sources: modes.md 2, 3, 4, 8.2.
 """
 
 import math

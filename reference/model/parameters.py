@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardproof.reference.case import Case
-from shardproof.reference.checkpoints.stored import stored_tensors
+from shardproof.reference.checkpoints.foreign import stored_tensors
 from shardproof.reference.errors import CaseError
 from shardproof.reference.model.branch import branch_of
 from shardproof.reference.model.randomness import field_values, given_now

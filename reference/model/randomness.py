@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 
 from shardproof.reference.case import Case
-from shardproof.reference.checkpoints.stored import steps_before
+from shardproof.reference.checkpoints.foreign import steps_before
 from shardproof.reference.data.batches import Batch
 from shardproof.reference.errors import CaseError
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shardproof.reference.case import Case
-from shardproof.reference.checkpoints.stored import stored_tensors
+from shardproof.reference.checkpoints.foreign import stored_tensors
 from shardproof.reference.model.parameters import shapes
 
 BETAS = (0.9, 0.999)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardproof.reference.case import Case
-from shardproof.reference.checkpoints.stored import stored_tensors
+from shardproof.reference.checkpoints.foreign import stored_tensors
 from shardproof.reference.errors import CaseError
 from shardproof.reference.training.reach import Reach
 

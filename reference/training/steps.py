@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from shardproof.reference.case import Case
-from shardproof.reference.checkpoints.stored import steps_before, stored_tensors
+from shardproof.reference.checkpoints.foreign import steps_before, stored_tensors
 from shardproof.reference.data.batches import Batch, micro_batch
 from shardproof.reference.model import decoder, layers
 from shardproof.reference.model import losses as loss

@@ -33,7 +33,7 @@ from shardproof.reference.model.branch import Beside
 from shardproof.reference.model.parameters import full, shapes, weights
 from shardproof.reference.model.randomness import given_now, initial_deviation, masks, sites, takes_given
 from shardproof.reference.training.control import refuse_decisive
-from shardproof.reference.training.steps import Feed, train
+from shardproof.reference.training.steps import train
 
 SPLIT: Mapping[str, Any] = {
     word: field.metadata["dense"] for word, field in WORDS.items() if field.metadata["dense"] is not None
@@ -122,9 +122,7 @@ def first_diverged_step(case: Case, outcome: Mapping[str, Tensor]) -> int | None
     return None if finite else case.steps - 1
 
 
-def refuse_divergence(
-    case: Case, weights: Mapping[str, Tensor], outcome: Mapping[str, Tensor], *, feed: Feed = micro_batch
-) -> None:
+def refuse_divergence(case: Case, weights: Mapping[str, Tensor], outcome: Mapping[str, Tensor]) -> None:
     """Raise CaseError when this outcome of dense training on these micro-batches, in float64, diverges."""
     step = first_diverged_step(case, outcome)
     if step is None:
@@ -132,7 +130,7 @@ def refuse_divergence(
     rule = f"the dense model diverges in step {step} (loss {float(outcome[f'loss/{step}']):.3g})"
     for share in _SLOWER:
         slower = case.but(lr=float(f"{case.lr * share:.2g}"))
-        if first_diverged_step(slower, train(slower, weights, feed=feed, dtype=torch.float64)) is None:
+        if first_diverged_step(slower, train(slower, weights, dtype=torch.float64)) is None:
             raise CaseError("lr", case.lr, rule, f"lr={slower.lr}")
     raise CaseError("steps", case.steps, rule, f"steps={max(step, 1)}")
 

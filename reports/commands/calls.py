@@ -5,7 +5,7 @@ import sys
 from shardproof.harness.errors import RequestError
 from shardproof.harness.subject import case_of, refusal, resolve_subject
 from shardproof.harness.subject.call import answer_question
-from shardproof.reports.printing.calls import calls_table
+from shardproof.reports.printing.run_tables import calls_table
 from shardproof.reports.printing.text import show_table
 
 

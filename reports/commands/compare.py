@@ -20,8 +20,8 @@ from shardproof.reports.comparing.compared_tables import (
 from shardproof.reports.comparing.comparison import Comparison, compare
 from shardproof.reports.comparing.snapshot import Snapshot, read_side, save_snapshot, snapshot
 from shardproof.reports.pages.comparison_page import render_comparison, render_comparison_comment
-from shardproof.reports.printing.annotations import Failure, annotate_failures
-from shardproof.reports.printing.modes import modes_table, side_by_side
+from shardproof.reports.printing.printable import Failure, annotate_failures
+from shardproof.reports.printing.run_tables import modes_table, side_by_side
 from shardproof.reports.printing.text import (
     append_step_summary,
     show_busy,

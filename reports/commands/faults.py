@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from shardproof.harness.checking.checks import CHECKS
-from shardproof.harness.injecting.kill_matrix import COLUMNS, Figures, Kill, figures, killed_alone
+from shardproof.harness.injecting import COLUMNS, Figures, Kill, figures, killed_alone
 from shardproof.harness.protocols import case_text
 from shardproof.harness.resolve import resolve
 from shardproof.harness.running.request import seconds
 from shardproof.harness.running.store import Store, environment
 from shardproof.harness.subject import cases_of, resolve_subject
-from shardproof.reports.options.option_checks import check_writing
+from shardproof.reports.options.request import check_writing
 from shardproof.reports.printing.text import (
     append_step_summary,
     show_message,
@@ -35,7 +35,7 @@ from shardproof.reports.printing.text import (
 )
 from shardproof.reports.printing.text_tables import Table
 from shardproof.reports.stored.files import MATRIX, RunFolderError, environment_of
-from shardproof.reports.stored.tables import csv_table
+from shardproof.reports.stored.frames import csv_table
 
 KILLING = "shardproof.suites.killing"
 _SCRIPTS = "shardproof.suites.killing:scripts"

@@ -18,12 +18,9 @@ from shardproof.harness.dense_model import read_case
 from shardproof.harness.errors import RequestError
 from shardproof.harness.ledger import OTHER
 from shardproof.harness.protocols import Axes
-from shardproof.harness.traces.calls import find_dtype
-from shardproof.harness.traces.intervals import minus, union
-from shardproof.harness.traces.unknown import UNKNOWN
+from shardproof.harness.traces.calls import UNKNOWN, find_dtype, minus, union
 from shardproof.reports.stored.files import GROUP_TYPES, is_recording
-from shardproof.reports.stored.frames import Run
-from shardproof.reports.stored.tables import join_ranks
+from shardproof.reports.stored.frames import Run, join_ranks
 
 _NAMES = {
     "all_reduce": "allreduce",

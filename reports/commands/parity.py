@@ -11,7 +11,7 @@ from pathlib import Path
 from shardproof.harness.parity.parity import ParityRequest, compare_recordings, prove_parity
 from shardproof.harness.running.run_result import RunResult
 from shardproof.reports.commands.result import show_result, write_page
-from shardproof.reports.options.launches import count_of_steps, folder_of_values
+from shardproof.reports.options.others import count_of_steps, folder_of_values
 from shardproof.reports.printing.text import show_note
 from shardproof.reports.stored.frames import load
 

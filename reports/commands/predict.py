@@ -18,11 +18,10 @@ from shardproof.harness.errors import RequestError
 from shardproof.harness.ledger import COLUMNS
 from shardproof.harness.predicting.figures import DEPTHS
 from shardproof.harness.subject import resolve_subject
-from shardproof.reports.comparing.growth import break_even_table
 from shardproof.reports.pages import plots
-from shardproof.reports.predicting.loads import load_tables
-from shardproof.reports.predicting.pipelines import PARTS
+from shardproof.reports.predicting.loads import PARTS, load_tables
 from shardproof.reports.predicting.prediction import Prediction, join_predictions, predict_text, step_words
+from shardproof.reports.printing.run_tables import break_even_table
 from shardproof.reports.printing.text import plain, show_message, show_progress, show_table, show_words
 from shardproof.reports.printing.text_tables import Table, count, gibibytes, mark, records, table
 

@@ -11,7 +11,7 @@ from shardproof.harness.running.request import Request
 from shardproof.harness.running.run_result import INTERRUPTED, RunResult
 from shardproof.harness.verdicts.verdict import FAIL
 from shardproof.harness.verdicts.words import when_line
-from shardproof.reports.options.option_checks import check_writing
+from shardproof.reports.options.request import check_writing
 from shardproof.reports.stored.failures import simplicity_key
 
 

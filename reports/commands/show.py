@@ -6,11 +6,10 @@ from typing import TextIO
 
 from shardproof.reports.commands.faults import show_matrix
 from shardproof.reports.commands.result import show_failures, show_tally
-from shardproof.reports.comparing.growth import break_even_table, compare_modes
 from shardproof.reports.pages import page
 from shardproof.reports.pages.comment import render_comment
 from shardproof.reports.printing import text_tables
-from shardproof.reports.printing.experts import expert_tables
+from shardproof.reports.printing.run_tables import break_even_table, compare_modes, expert_tables
 from shardproof.reports.printing.text import show_busy, show_message, show_note, show_table, write_report
 from shardproof.reports.printing.witnesses import witness_tables
 from shardproof.reports.programs import figures

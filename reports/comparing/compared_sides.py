@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardproof.harness.errors import RequestError
-from shardproof.harness.traces.names import SUFFIXES
+from shardproof.harness.traces.files import SUFFIXES
 from shardproof.reports.stored.files import RunFolderError, guard_looking, refuse_file, run_folder, shorten_path
 
 if TYPE_CHECKING:

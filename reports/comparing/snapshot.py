@@ -22,8 +22,7 @@ import pandas as pd
 from shardproof.harness.errors import RequestError
 from shardproof.reports.comparing.compared_sides import FOLDER, MARK, check_name, is_trace, side_folder
 from shardproof.reports.stored.files import RunFolderError, is_recording, json_object, shorten_path
-from shardproof.reports.stored.frames import Run, load
-from shardproof.reports.stored.tables import csv_table
+from shardproof.reports.stored.frames import Run, csv_table, load
 
 _PLACE = ("case", "mode", "phase", "region", "op")
 WHAT = ("axis", "group_size", "reduce_op", "dtype", "shape", "payload_bytes", "is_async")

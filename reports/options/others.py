@@ -2,7 +2,8 @@
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from shardproof.harness.dense_model import SUBJECT, check_words, read_case
@@ -12,11 +13,47 @@ from shardproof.harness.programs.session import steps_of, values_of
 from shardproof.harness.resolve import resolve
 from shardproof.harness.running.request import seconds
 from shardproof.harness.subject import cases_of, resolve_subject, truth_of, vocabulary
-from shardproof.harness.traces.names import RANK, check_names
+from shardproof.harness.traces.files import RANK, check_names
 from shardproof.reports.comparing.compared_sides import check_name, is_trace, parse_limits, side_folder
 from shardproof.reports.options.command_options import SLICED
-from shardproof.reports.options.launches import commands_of, count_of_steps, folder_of_values
 from shardproof.reports.stored.files import run_folder
+
+VALUES = "values"
+"""Folder of a recording that holds values (harness.programs.values, which needs torch)."""
+_LEGAL = "shardproof parity -- torchrun --nproc-per-node 1 train.py -- torchrun --nproc-per-node 2 train.py"
+
+
+def commands_of(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The two commands behind `--`. Raises RequestError."""
+    parts: list[list[str]] = []
+    for word in words:
+        if word == "--":
+            parts.append([])
+        elif parts:
+            parts[-1].append(word)
+        else:
+            raise RequestError(f"parity {word}: each command stands behind a -- of its own; legal: {_LEGAL}")
+    if len(parts) != 2 or not all(parts):
+        rule = "takes two commands, each behind a -- of its own (one that has a -- in it: sh -c '...')"
+        raise RequestError(f"parity: {rule}; legal: {_LEGAL}")
+    return tuple(parts[0]), tuple(parts[1])
+
+
+def count_of_steps(text: str) -> int:
+    """The number of steps that are compared. Raises RequestError."""
+    if not text.isdigit() or not 1 <= int(text) < 10**4:
+        raise RequestError(f"steps={text}: must be the number of steps to compare, at least 1; legal: --steps 2")
+    return int(text)
+
+
+def folder_of_values(name: str | None) -> Path:
+    """A folder with recorded values. Raises RequestError where there is none."""
+    legal = "a folder of `shardproof record --values`, or a launch of `parity`, as runs/latest/first"
+    if name is None:
+        raise RequestError("values: two folders are compared, BASE and NEW; legal: compare BASE NEW --values")
+    if not (Path(name) / VALUES).is_dir():
+        raise RequestError(f"folder={name}: holds no values; legal: {legal}")
+    return Path(name).resolve()  # `latest` is another run as soon as this one is stored
 
 
 def _check_run_folder(arguments: argparse.Namespace) -> None:

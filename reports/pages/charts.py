@@ -14,8 +14,8 @@ from markupsafe import Markup
 
 from shardproof.harness.ledger import OPS
 from shardproof.reports.comparing.comparison import Comparison
-from shardproof.reports.comparing.growth import WITH_MODE
 from shardproof.reports.pages.drawings import PHASE_COLOURS, SAVED, Part, draw_bar
+from shardproof.reports.printing.run_tables import WITH_MODE
 from shardproof.reports.printing.text_tables import byte_size, count
 from shardproof.reports.stored.frames import Run
 from shardproof.reports.stored.summary import words_but

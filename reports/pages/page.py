@@ -18,21 +18,25 @@ from markupsafe import Markup
 from shardproof.harness.dense_model import SUBJECT, read_case
 from shardproof.harness.resolve import resolve
 from shardproof.harness.verdicts.verdict import UNKNOWN
-from shardproof.reports.comparing.growth import break_even_table, compare_modes, find_crossings, growth_of_bytes
 from shardproof.reports.pages import drawings, opening, plots
 from shardproof.reports.pages.charts import chart_models
 from shardproof.reports.pages.drawings import Node, build_tree, by_module, draw_timeline, last_micro_batch
+from shardproof.reports.pages.plots import draw_pictures
 from shardproof.reports.pages.templates import template_of
-from shardproof.reports.pages.trace_plots import draw_pictures
 from shardproof.reports.printing import text_tables
-from shardproof.reports.printing.calls import calls_table
-from shardproof.reports.printing.experts import expert_tables
+from shardproof.reports.printing.run_tables import (
+    break_even_table,
+    calls_table,
+    compare_modes,
+    expert_tables,
+    find_crossings,
+    growth_of_bytes,
+)
 from shardproof.reports.printing.text_tables import Table
 from shardproof.reports.printing.witnesses import witness_tables
 from shardproof.reports.stored import summary
 from shardproof.reports.stored.failures import open_checks
-from shardproof.reports.stored.frames import Run
-from shardproof.reports.stored.tables import csv_table
+from shardproof.reports.stored.frames import Run, csv_table
 from shardproof.reports.stored.unchecked import unchecked_notes
 
 _MOST_BYTES = 2_000_000

@@ -1,4 +1,4 @@
-"""How a prediction changes with the load of experts: memory by stage, bytes by stage and call, as frames and tables.
+"""Frames and tables of a prediction: memory and bytes of every stage, and how both change with the load of experts.
 
 A load is the words of a case that say where tokens go. The predicted rank is the first of its stage, which holds the
 experts that a skew loads. No other rank computes, keeps or returns more rows. Sizes are bytes.
@@ -11,8 +11,36 @@ from collections.abc import Mapping
 import pandas as pd
 
 from shardproof.harness.predicting.figures import Forecast, Traffic
-from shardproof.reports.predicting import pipelines
 from shardproof.reports.printing.text_tables import Table, count, gibibytes, table
+
+PARTS = ("parameters", "gradients", "optimizer", "saved", "peak")
+"""Parts of a rank's memory, and the most that all tensors hold at once."""
+
+
+def rows_of_stages(forecast: Forecast) -> pd.DataFrame:
+    """A row for every stage: stage, layers, live, the parts of its memory, what it sends, ledger.
+
+    `live` are micro-batches in flight (of a chunk each). messages go to its neighbours. Missing where the subject
+    states no closed form.
+    """
+    return pd.DataFrame(
+        [
+            {
+                "stage": stage.index,
+                "layers": stage.layers,
+                "live": stage.live,
+                **{f"{part}_bytes": getattr(stage.memory, part) for part in PARTS},
+                "flops": stage.flops,
+                "messages": sent.messages if (sent := stage.traffic) else None,
+                "message_bytes": sent.message_bytes if sent else None,
+                "wire_bytes": sent.wire_bytes if sent else None,
+                "ledger": stage.ledger,
+                "run_as_rank": stage.run,
+            }
+            for stage in forecast.stages
+        ]
+    )
+
 
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 """The number of a layer in a path."""
@@ -21,8 +49,8 @@ CALL = ["stages", "phase", "module", "op", "axis", "ranks"]
 
 
 def memory_by_load(by_load: Mapping[str, Forecast]) -> pd.DataFrame:
-    """load, and what `pipelines.rows_of_stages` says of every stage; nothing where there is one stage."""
-    frames = [pipelines.rows_of_stages(one).assign(load=load) for load, one in by_load.items() if one.stages]
+    """load, and what `rows_of_stages` says of every stage; nothing where there is one stage."""
+    frames = [rows_of_stages(one).assign(load=load) for load, one in by_load.items() if one.stages]
     return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
 
 

@@ -18,9 +18,9 @@ from shardproof.harness.predicting.figures import Forecast
 from shardproof.harness.predicting.forecast import forecast_case
 from shardproof.harness.protocols import CaseLike, Subject
 from shardproof.harness.subject import resolve_subject
-from shardproof.reports.comparing.growth import find_crossings
-from shardproof.reports.predicting import loads, pipelines
+from shardproof.reports.predicting import loads
 from shardproof.reports.predicting.planning import Candidate, growth_of_cases, parse_candidates
+from shardproof.reports.printing.run_tables import find_crossings
 from shardproof.reports.printing.text_tables import figure
 
 _GIB = 2**30
@@ -34,7 +34,7 @@ class Prediction:
 
     Cases that cannot be are the last rows. Columns: `_row_of_candidate`. `memory_gib` is the room of a rank.
     `states`: bytes kept of each parameter where they are by formula, "" where the program's own were measured.
-    `stages`: those of the pipeline of the first row that has one (reports.predicting.pipelines). `loads` and `calls`:
+    `stages`: those of the pipeline of the first row that has one (reports.predicting.loads). `loads` and `calls`:
     what stages need and which bytes they send by the load of experts, where one is given (reports.predicting.loads).
     `beside`: what and how much the subject states beside its closed form (`subject.beside(case)`), of a single case.
     """
@@ -92,7 +92,7 @@ def predict_text(
         curves=curves,
         forecasts=tuple(legal),
         beside=_join_measured(legal, subject),
-        stages=pd.DataFrame() if staged is None else pipelines.rows_of_stages(staged),
+        stages=pd.DataFrame() if staged is None else loads.rows_of_stages(staged),
         loads=loads.memory_by_load(by_load),
         calls=loads.calls_by_load(by_load),
     )
@@ -135,7 +135,7 @@ def _row_of_candidate(candidate: Candidate, one: Forecast | None, memory_gib: fl
         "ranks": one.case.world_size if one else None,
         "tokens": (one.tokens or None) if one else None,
         "flops": one.flops if one else None,
-        **{f"{name}_bytes": getattr(memory, name) if memory else None for name in pipelines.PARTS},
+        **{f"{name}_bytes": getattr(memory, name) if memory else None for name in loads.PARTS},
         **{name: getattr(sent, name) if sent else None for name in ("calls", "payload_bytes", "wire_bytes")},
         **{name: size if type(size) is int else None for name, size in sizes.items()},
         "fits": fits,

@@ -11,8 +11,7 @@ from typing import NoReturn
 
 from shardproof.harness.engines.calls.matching import find_divergences
 from shardproof.harness.errors import RequestError
-from shardproof.harness.hangs.dumps import read_standings
-from shardproof.harness.hangs.hang_findings import lines_of_findings
+from shardproof.harness.hangs import lines_of_findings, read_standings
 from shardproof.harness.programs.launch import check_startable, environment_of, replace_by, request_of, with_tools
 from shardproof.harness.programs.session import new_session
 from shardproof.reports.printing.text import show_message

@@ -16,8 +16,7 @@ from shardproof.harness.ledger import Event
 from shardproof.reports.comparing.snapshot import format_span
 from shardproof.reports.programs.unlike import find_unlike_steps, median_over_steps
 from shardproof.reports.stored.files import DEVICE_TYPES, GROUP_TYPES, STEP_TYPES, about_ranks, ends_of
-from shardproof.reports.stored.frames import Run
-from shardproof.reports.stored.tables import join_ranks
+from shardproof.reports.stored.frames import Run, join_ranks
 
 _MOST_LAWFUL = 100_000
 """Events over which the laws are looked at: whole steps from the first on."""

@@ -13,9 +13,14 @@ from shardproof.reports.printing.text_tables import (
     table,
     three,
 )
-from shardproof.reports.programs import figures, speed
-from shardproof.reports.programs.program_frames import program_frames
-from shardproof.reports.programs.speed import compare_with_case
+from shardproof.reports.programs import figures
+from shardproof.reports.programs.program_frames import (
+    bandwidth_by_size,
+    compare_with_case,
+    program_frames,
+    step_s,
+    tokens_per_second,
+)
 from shardproof.reports.stored.files import about_ranks
 from shardproof.reports.stored.frames import Run
 
@@ -40,7 +45,7 @@ def overview_table(run: Run) -> Table:
             "calls": run.ledger.groupby("rank").size().max() if len(run.ledger) else 0,
             "payload": most["payload_bytes"],
             "wire": most["wire_bytes"],
-            "step_us": speed.step_s(run) * 1e6,
+            "step_us": step_s(run) * 1e6,
         }
     )
     traced = figures.is_traced(run)
@@ -143,7 +148,7 @@ def _largest_table(run: Run) -> Table:
 
 
 def _bandwidth_tables(run: Run) -> list[Table]:
-    frame = speed.bandwidth_by_size(run)
+    frame = bandwidth_by_size(run)
     if not len(frame):
         return []
     by_size = "bytes each: payload_bytes" if figures.is_traced(run) else ""
@@ -163,7 +168,7 @@ def _bandwidth_tables(run: Run) -> list[Table]:
 
 
 def _speed_tables(run: Run) -> list[Table]:
-    rows = list(speed.tokens_per_second(run))
+    rows = list(tokens_per_second(run))
     frame = pd.DataFrame(rows, columns=["what", "how much"])
     note = "a step: the median over steps of the slowest rank"
     return [table("Speed", frame, (str, "what | how much"), note=note)] if rows else []

@@ -20,8 +20,7 @@ from shardproof.harness.ledger import PHASES
 from shardproof.harness.verdicts import words
 from shardproof.harness.verdicts.facts import FailedCheck
 from shardproof.harness.verdicts.verdict import FAIL, SKIP, UNKNOWN, Verdict
-from shardproof.reports.stored.frames import Run
-from shardproof.reports.stored.tables import csv_table
+from shardproof.reports.stored.frames import Run, csv_table
 
 _DTYPES = ("float64", "float32", "float16", "bfloat16")
 """From the dtype in which rounding hides least."""

@@ -16,8 +16,20 @@ from shardproof.harness.dense_model import SUBJECT
 from shardproof.harness.diagnosing.diagnosis import Diagnosis
 from shardproof.harness.engines.engine import Engine
 from shardproof.harness.faults import Fault
-from shardproof.harness.injecting.kill_matrix import AND_MORE, MISLEADING, NO, NONE, RIGHT, YES, Kill
-from shardproof.harness.injecting.survey import UNCHANGED, UNREAD, FaultResult, survey_faults, unproved_collectives
+from shardproof.harness.injecting import (
+    AND_MORE,
+    MISLEADING,
+    NO,
+    NONE,
+    RIGHT,
+    UNCHANGED,
+    UNREAD,
+    YES,
+    FaultResult,
+    Kill,
+    survey_faults,
+    unproved_collectives,
+)
 from shardproof.harness.protocols import CaseLike
 from shardproof.harness.running.experiments import Failed, words_needed
 from shardproof.harness.running.proof import prove
@@ -146,7 +158,7 @@ def right_place(mutant: Mutant, diagnosis: Diagnosis | None) -> str:
 
 
 def cause_told(mutant: Mutant, diagnosis: Diagnosis | None) -> str:
-    """Judgement of the reported cause by the ids alone, one of `harness.injecting.kill_matrix.JUDGEMENTS`."""
+    """Judgement of the reported cause by the ids alone, one of `harness.injecting.JUDGEMENTS`."""
     named = [cause.id for cause in diagnosis.causes] if diagnosis else []
     accepted = set(mutant.cause.split("|"))
     if not named:

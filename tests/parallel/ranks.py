@@ -16,10 +16,9 @@ from shardproof.harness.ledger import Call
 from shardproof.harness.outcome.blocks import localize
 from shardproof.harness.outcome.merging import merge_outcomes
 from shardproof.parallel.communication.expectation import CompleteTerm
-from shardproof.parallel.communication.mesh import Axis, Mesh
+from shardproof.parallel.communication.layout import Axis, Mesh
 from shardproof.parallel.model.strategy import Step, Value
-from shardproof.parallel.registry import strategy_of
-from shardproof.parallel.subject import subject
+from shardproof.parallel.subject import strategy_of, subject
 from shardproof.parallel.training import train
 from shardproof.reference.case import Case
 

@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from shardproof.harness.verdicts.verdict import PASS
-from shardproof.parallel.communication.mesh import axis_rank
+from shardproof.parallel.communication.layout import axis_rank
 from shardproof.parallel.communication.schedules import stages
 from shardproof.parallel.model.strategy import Rank, Scheduled, Step
 from shardproof.parallel.pipeline import message_shape
-from shardproof.parallel.registry import strategy_of
-from shardproof.parallel.subject import subject
+from shardproof.parallel.subject import strategy_of, subject
 from shardproof.parallel.training import MicroBatches
 from shardproof.reference.case import Case
 from shardproof.reference.model.parameters import dtype_of, shapes

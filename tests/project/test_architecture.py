@@ -61,7 +61,7 @@ IMPORTING = ("import_module", "__import__")
 BY_NAME = {"shardproof.reference.features"}
 """The file that finds modules of ours by names built at run time: modes and features are files, which no list names."""
 OF_OTHERS = {
-    "shardproof.parallel.registry": "what reference.features finds, in a copy with a planted bug that of the copy",
+    "shardproof.parallel.subject": "what reference.features finds, in a copy with a planted bug that of the copy",
     "shardproof.bugs.planting": "copies of modules in which a bug is planted",
     "shardproof.harness.engines.threads.rank_state": "modules that a subject names in per_rank",
     "shardproof.harness.reproducing.repro_script": "a subject, in a script that stands alone",

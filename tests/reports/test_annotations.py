@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shardproof.reports.printing.annotations import annotate_failures
+from shardproof.reports.printing.printable import annotate_failures
 from tests.harness.command_line import TOY, CommandLine
 
 CASE = "mode=tp tp=2 layers=1 hidden=16 heads=2 vocab=24 seq=8 micro=1 steps=1"

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardproof.harness.injecting.kill_matrix import Kill
+from shardproof.harness.injecting import Kill
 from shardproof.harness.protocols import Shard
 from shardproof.harness.subject import NamedSubject
 from shardproof.parallel.subject import ParallelSubject

@@ -331,14 +331,14 @@ def _describe_lack(usual: Mapping[int, GroupCall], own: Mapping[int, GroupCall],
 
     `lead`: how many calls more it has in all; None while that may change.
     """
-    if (lead is None or lead < 0) and _agree_when_shifted(own, usual, number, 1):
+    if (lead is None or lead < 0) and _agree_one_later(own, usual, number):
         return "skipped"
-    return "extra" if (lead is None or lead > 0) and _agree_when_shifted(usual, own, number, 1) else "differs"
+    return "extra" if (lead is None or lead > 0) and _agree_one_later(usual, own, number) else "differs"
 
 
-def _agree_when_shifted(one: Mapping[int, GroupCall], other: Mapping[int, GroupCall], number: int, shift: int) -> bool:
+def _agree_one_later(one: Mapping[int, GroupCall], other: Mapping[int, GroupCall], number: int) -> bool:
     """Whether the calls of `one` from `number` on are those of `other` a number further, as far as both go."""
-    pairs = [(one[n], other[n + shift]) for n in range(number, number + _SHIFTED) if n in one and n + shift in other]
+    pairs = [(one[n], other[n + 1]) for n in range(number, number + _SHIFTED) if n in one and n + 1 in other]
     return bool(pairs) and all(mine.identity == theirs.identity for mine, theirs in pairs)
 
 

@@ -59,10 +59,10 @@ from shardproof.harness.ledger import Observer
 from shardproof.harness.torch_internals.compiler import leave_uncompiled, share_compiled
 from shardproof.harness.torch_internals.dispatch import (
     BACKEND_SELECT,
+    c10d_operators,
     has_kernel,
     keep_device_guard,
     kernels,
-    operator_names,
 )
 from shardproof.harness.torch_internals.world import leave_world, rank_tables
 
@@ -189,7 +189,7 @@ class Unmapped:
     def record_calls(self) -> Iterator[None]:
         """Within it, calls of these operators by rank threads are recorded."""
         if self._modules != len(sys.modules):
-            names = [name for name in operator_names("c10d") if name not in OPERATORS]
+            names = [name for name in c10d_operators() if name not in OPERATORS]
             operators = {name: getattr(getattr(torch.ops.c10d, name), "default", None) for name in names}
             self._modules = len(sys.modules)
             self._operators = {name: one for name, one in operators.items() if one is not None and communicates(one)}

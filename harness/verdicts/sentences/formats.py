@@ -21,10 +21,10 @@ def describe_factor(factor: float) -> str:
     return f"{factor:.{digits}g} x"
 
 
-def join_names(names: Sequence[str], most: int = _LISTED) -> str:
+def join_names(names: Sequence[str]) -> str:
     """Names as sentences print them: "a, b and 3 more"."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return f"{', '.join(names[:most])}{more}"
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return f"{', '.join(names[:_LISTED])}{more}"
 
 
 def join_lists(lists: Iterable[Sequence[int]]) -> str:

@@ -28,9 +28,9 @@ from shardproof.reference.case import Case
 from shardproof.reference.model.parameters import shapes
 from shardproof.reference.training.size import sizes_by_part, word_of_size
 from shardproof.reports.commands.cli import main
-from shardproof.reports.comparing.growth import find_crossings
 from shardproof.reports.predicting.planning import growth_of_cases, parse_candidates
 from shardproof.reports.predicting.prediction import predict_text
+from shardproof.reports.printing.run_tables import find_crossings
 from tests.harness import own_words
 from tests.harness.command_line import CommandLine
 from tests.harness.proofs import ran

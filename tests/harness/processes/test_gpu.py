@@ -22,7 +22,7 @@ from shardproof.harness.running.run import run_request
 from shardproof.harness.running.witnessing import witnesses
 from shardproof.harness.subject import resolve_subject
 from shardproof.reference.case import Case
-from shardproof.reports.options.option_checks import EXPERIMENTS
+from shardproof.reports.options.request import EXPERIMENTS
 from tests.harness.processes.test_torchrun import TINY, torchrun
 from tests.harness.recording.toy_calls import a_call
 

@@ -14,7 +14,7 @@ from shardproof.harness.witnesses.torch_trace import read_traces
 from shardproof.reports.comparing.comparison import compare
 from shardproof.reports.comparing.snapshot import snapshot
 from shardproof.reports.pages import page
-from shardproof.reports.programs import figures, program_tables, speed
+from shardproof.reports.programs import figures, program_frames, program_tables
 from shardproof.reports.stored.frames import Run, load
 from tests import ROOT
 from tests.forked import Forked
@@ -89,13 +89,13 @@ def test_torchs_profiler_saw_the_same_calls_and_the_reports_take_the_folder(reco
 def test_speed_bandwidth_and_the_case_beside_it_are_reported(recorded: tuple[Run, str]) -> None:
     run = recorded[0]
     assert run.env["stated"]["tokens"] == TOKENS
-    took_s = speed.step_s(run)
+    took_s = program_frames.step_s(run)
     assert took_s == pytest.approx(figures.steps_by_rank(run).groupby("step")["step_us"].max().median() / 1e6)
-    rows = dict(speed.tokens_per_second(run))
+    rows = dict(program_frames.tokens_per_second(run))
     assert float(rows["tokens a second"].replace(",", "")) == pytest.approx(TOKENS / took_s, abs=1)
-    calls = speed.bandwidth_by_size(run)
+    calls = program_frames.bandwidth_by_size(run)
     assert set(calls["op"]) == {"all_reduce"} and (calls["gb_s"] > 0).all()
-    beside, why_not = speed.compare_with_case(run)
+    beside, why_not = program_frames.compare_with_case(run)
     assert why_not == ""
     (row,) = [row for row in beside.to_dict("records") if row["op"] == "all_reduce"]
     assert (row["group_size"], row["calls"]) == (2, 2.0)

@@ -177,7 +177,7 @@ def test_two_interposers_at_once_are_refused_and_the_first_goes_on() -> None:
 
 def test_a_torch_without_operators_or_one_that_is_read_wrongly_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as blind:
-        blind.setattr("shardproof.harness.engines.interposer.operator_names", lambda _namespace: [])
+        blind.setattr("shardproof.harness.engines.interposer.c10d_operators", lambda: [])
         with pytest.raises(MachineError, match="torch .*blind: no operators of c10d are known"):
             Interposer(Log()).__enter__()
 

@@ -16,7 +16,7 @@ import shardproof
 from shardproof.harness.engines.threads.dry import DryEngine
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.errors import RequestError
-from shardproof.harness.injecting.survey import UNREAD, survey_faults
+from shardproof.harness.injecting import UNREAD, survey_faults
 from shardproof.harness.plain_case import Vocabulary, WordError
 from shardproof.harness.recording.capturing.operator_probes import NarrowProbe, Probed
 from shardproof.harness.running.ranks.execution import execute

@@ -46,13 +46,13 @@ from shardproof.harness.torch_internals.dispatch import (
     BACKEND_SELECT,
     DispatchMode,
     arguments_of,
+    c10d_operators,
     copy_each,
     full_name,
     has_kernel,
     hide_from_modes,
     kernels,
     modes_are_on,
-    operator_names,
     thread_switches,
 )
 from shardproof.harness.torch_internals.world import (
@@ -246,7 +246,7 @@ def _one_storage_one_number() -> bool:
     otherwise="no recording on real backends: MachineError",
 )
 def _has_schemas() -> bool:
-    names = operator_names("c10d")
+    names = c10d_operators()
     read = arguments_of(torch.ops.c10d.allgather_.default)
     wanted = [("output_tensors", "tensors"), ("input_tensors", "tensors"), ("process_group", "group")]
     named = full_name(torch.ops.aten.mm.out) == "aten::mm.out" and full_name(torch.ops.aten.mm.default) == "aten::mm"

@@ -9,8 +9,8 @@ from typing import Any
 
 from shardproof.harness.errors import RequestError
 from shardproof.harness.programs.traced import ledger_rows, world_of, write_folder
+from shardproof.harness.traces.calls import sentences
 from shardproof.harness.traces.reading import read_traces
-from shardproof.harness.traces.unknown import sentences
 from shardproof.reports.programs.unlike import find_unlike_steps
 from shardproof.reports.stored.frames import load
 from tests.harness.hangs.dumped import leaves

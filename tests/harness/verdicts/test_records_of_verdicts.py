@@ -29,8 +29,7 @@ from shardproof.harness.verdicts.facts import (
     state_text,
 )
 from shardproof.harness.verdicts.sentences.rendering import SENTENCES
-from shardproof.harness.verdicts.stored_records import schema_of
-from shardproof.harness.verdicts.verdict import FAIL, Verdict, verdict_of
+from shardproof.harness.verdicts.verdict import FAIL, Verdict, schema_of, verdict_of
 from shardproof.reports.commands.cli import main
 from shardproof.reports.comparing.comparison import compare
 from shardproof.reports.comparing.snapshot import snapshot

@@ -16,11 +16,11 @@ from shardproof.harness.dense_model import parse_cases
 from shardproof.harness.engines.processes.rank_program import RankResult
 from shardproof.harness.errors import MachineError
 from shardproof.harness.running.witnessing import witnesses
+from shardproof.harness.traces.nsys_export import command_under_nsys, database_of, on_gpus
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 from shardproof.harness.witnesses import measured
 from shardproof.harness.witnesses import session as session_module
 from shardproof.harness.witnesses.measured import SessionRequest
-from shardproof.harness.witnesses.nsys import command, database_of, on_gpus
 from shardproof.harness.witnesses.session import hold, read_database
 from tests.forked import started
 from tests.harness.witnesses.stepped_subject import CALLS, subject
@@ -107,7 +107,7 @@ def test_a_rank_that_failed_or_left_nothing_is_told(tmp_path: Path, monkeypatch:
 
 
 def test_commands_trace_ranges_on_a_cpu_and_a_capture_range_on_a_gpu() -> None:
-    here = command("nsys", Path("x"), ["program"])
+    here = command_under_nsys("nsys", Path("x"), ["program"])
     assert here[:3] == ["nsys", "profile", "--trace=nvtx"]
     assert here[-1] == "program"
     there = on_gpus()

@@ -19,8 +19,8 @@ from shardproof.harness.traces.nsys_export import nsys_path
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 from shardproof.harness.witnesses import session
 from shardproof.harness.witnesses.chosen import step_ends, terms_of, watch_steps
-from shardproof.reports.commands.experiment import experiment_table
-from shardproof.reports.options.option_checks import EXPERIMENTS, complete_experiment, profiled_steps, real_size
+from shardproof.reports.commands.result import experiment_table
+from shardproof.reports.options.request import EXPERIMENTS, complete_experiment, profiled_steps, real_size
 from shardproof.reports.stored.frames import load
 from tests.harness.noted import reasons_of
 from tests.harness.witnesses.stepped_subject import CALLS, subject, uneven

@@ -12,11 +12,10 @@ import torch
 
 from shardproof.harness.traces.flight_recorder import trace_of as trace_of_dump
 from shardproof.harness.traces.kineto import trace_of
-from shardproof.harness.traces.logged import with_log
+from shardproof.harness.traces.reading import with_log
 from shardproof.harness.witnesses.agreement import UNKNOWN, Sighting
 from shardproof.harness.witnesses.spread import spread
-from shardproof.harness.witnesses.timing import Timed, time_sightings
-from shardproof.harness.witnesses.torch_trace import read_rank
+from shardproof.harness.witnesses.torch_trace import Timed, read_rank, time_sightings
 from shardproof.harness.witnesses.torch_trace import sightings as sightings_of_trace
 
 HEADER = {"pg_config": [{"pg_name": "0", "ranks": [0, 1, 2, 3]}, {"pg_name": "7", "ranks": [0, 1]}]}

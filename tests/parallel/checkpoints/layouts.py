@@ -7,13 +7,12 @@ import torch
 from torch import Tensor
 
 from shardproof.parallel.checkpoints.saving import load, save
-from shardproof.parallel.communication.mesh import Mesh
+from shardproof.parallel.communication.layout import Mesh
 from shardproof.parallel.model.strategy import Rank
-from shardproof.parallel.registry import strategy_of
-from shardproof.parallel.subject import subject
+from shardproof.parallel.subject import strategy_of, subject
 from shardproof.parallel.training import set_up
 from shardproof.reference.case import Case
-from shardproof.reference.checkpoints.stored import stored_tensors
+from shardproof.reference.checkpoints.foreign import stored_tensors
 from tests.parallel.ranks import CPU, on_ranks
 
 MODEL = "layers=2 heads=12 kv_heads=6 hidden=48 ffn=42 vocab=389 seq=24 batch=2 lr=0.1"

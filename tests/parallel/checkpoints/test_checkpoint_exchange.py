@@ -16,7 +16,7 @@ from shardproof.harness.verdicts.verdict import FAIL
 from shardproof.parallel.checkpoints.comparing import compare
 from shardproof.parallel.subject import subject
 from shardproof.reference.case import Case, CaseError
-from shardproof.reference.checkpoints.stored import stored_tensors
+from shardproof.reference.checkpoints.foreign import stored_tensors
 from shardproof.reference.data.batches import micro_batch
 from shardproof.reference.model import decoder
 from shardproof.reference.model.parameters import drawn_weight, shapes

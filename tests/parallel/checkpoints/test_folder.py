@@ -20,7 +20,7 @@ from shardproof.parallel.checkpoints.saving import load
 from shardproof.parallel.checkpoints.state import CheckpointError
 from shardproof.parallel.communication.layout import Box
 from shardproof.reference.case import Case, CaseError
-from shardproof.reference.checkpoints.stored import stored_tensors
+from shardproof.reference.checkpoints.foreign import stored_tensors
 from shardproof.reference.checkpoints.torch_format import METADATA
 from shardproof.reference.model.parameters import weights
 from tests.parallel.checkpoints.layouts import MODEL, begun, full_tensors, relaid, trained

@@ -10,12 +10,11 @@ from collections import Counter
 
 import pytest
 
-from shardproof.parallel.data_parallel.megatron import estimated_mb
-from shardproof.parallel.registry import scheme_of
+from shardproof.parallel.data_parallel.calls import estimated_mb
 from shardproof.parallel.slicing.rows import widths
 from shardproof.parallel.slicing.slices import slices
 from shardproof.parallel.slicing.words import Sliced
-from shardproof.parallel.subject import subject
+from shardproof.parallel.subject import scheme_of, subject
 from shardproof.reference.case import Case
 from tests.parallel.case_tables import TABLES
 from tests.parallel.ranks import stated

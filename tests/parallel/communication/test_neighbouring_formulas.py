@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shardproof.parallel.communication import expectation
-from shardproof.parallel.registry import rows_of
+from shardproof.parallel.subject import rows_of
 from shardproof.reference.case.default_cases import default_cases
 
 Names = Mapping[str, Any]

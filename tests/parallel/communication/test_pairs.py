@@ -13,6 +13,7 @@ from torch import Tensor
 from shardproof.harness.engines.engine import Engine
 from shardproof.parallel.communication import pairs
 from shardproof.parallel.communication.layout import (
+    Axis,
     Box,
     Cut,
     Placement,
@@ -23,7 +24,6 @@ from shardproof.parallel.communication.layout import (
     rows,
     shard,
 )
-from shardproof.parallel.communication.mesh import Axis
 from shardproof.suites.session.prover import Prover
 
 Layout = str | int

@@ -12,7 +12,7 @@ from torch import Tensor
 from shardproof.parallel.communication import batch as delivery
 from shardproof.parallel.communication import collectives
 from shardproof.parallel.communication.batch import Delivered, deliver, hidden_pairs
-from shardproof.parallel.communication.mesh import Axis, Mesh
+from shardproof.parallel.communication.layout import Axis, Mesh
 from shardproof.reference.case import Case
 from shardproof.reference.data.batches import Batch, micro_batch
 from tests.parallel.ranks import CPU, Calls, along_tp, numbers, on_ranks

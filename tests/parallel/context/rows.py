@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from shardproof.parallel.communication.batch import hidden_pairs
-from shardproof.parallel.communication.mesh import Mesh
+from shardproof.parallel.communication.layout import Mesh
 from shardproof.parallel.context.blocks import Slices, contiguous, slice_row, zigzag
-from shardproof.parallel.context.methods import exchanged_attention, gathered_attention, ring_attention
+from shardproof.parallel.context.scheme import exchanged_attention, gathered_attention, ring_attention
 from shardproof.reference.case import Case
 from shardproof.reference.model.layers import attention, visible
 from tests.parallel.ranks import CPU, Calls, numbers, on_ranks

@@ -1,4 +1,4 @@
-"""Tests of context/blocks and context/methods. Attention on slices is the dense model's, by every method; slices of
+"""Tests of context/blocks and context/scheme. Attention on slices is the dense model's, by every method; slices of
 a row: a partition, its inverse, its work.
 """
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardproof.parallel.communication.collectives import Pending
-from shardproof.parallel.context import methods
+from shardproof.parallel.context import scheme
 from shardproof.parallel.context.blocks import (
     Partial,
     Slices,
@@ -84,12 +84,12 @@ def test_in_bfloat16_the_error_does_not_grow_with_the_ranks(monkeypatch: pytest.
         return [far > 1.05 * alone for far, alone in zip(errors(ranks), errors(1), strict=True)]
 
     assert grown(4) == [False] * 4
-    hop = methods._hop
+    hop = scheme._hop
 
     def rounded(block: Tensor, *rest: Any, overlap: bool) -> Pending:
         return hop(block.bfloat16().to(block.dtype), *rest, overlap=overlap)
 
-    monkeypatch.setattr(methods, "_hop", rounded)
+    monkeypatch.setattr(scheme, "_hop", rounded)
     assert any(grown(4))
 
 

@@ -1,4 +1,4 @@
-"""Tests of context/methods. torch's own ring attention beside ours, on the same zigzag slices: numbers, calls and
+"""Tests of context/scheme. torch's own ring attention beside ours, on the same zigzag slices: numbers, calls and
 bytes.
 
 Differences are named: torch merges in float32 unless `convert_to_f32` is off, and its gradients of keys travel in it.
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardproof.parallel.communication.mesh import Axis
+from shardproof.parallel.communication.layout import Axis
 from shardproof.parallel.context.blocks import Slices, zigzag
 from tests.parallel.context.rows import METHODS, error, full_row, on_axis
 from tests.parallel.ranks import Calls

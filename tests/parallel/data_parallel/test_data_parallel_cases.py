@@ -18,8 +18,7 @@ from shardproof.harness.predicting.figures import EQUAL, mixed_adamw
 from shardproof.harness.predicting.forecast import forecast_case
 from shardproof.harness.recording.measures import SavedActivations
 from shardproof.harness.verdicts.verdict import FAIL, PASS
-from shardproof.parallel.communication.layout import local_shape
-from shardproof.parallel.communication.mesh import coordinates
+from shardproof.parallel.communication.layout import coordinates, local_shape
 from shardproof.parallel.data_parallel.buckets import make_buckets
 from shardproof.parallel.data_parallel.scheme import bits_hash
 from shardproof.parallel.schemes.tensor import placements

@@ -27,7 +27,7 @@ from shardproof.parallel.communication.layout import Cut
 from shardproof.parallel.communication.schedules import Action
 from shardproof.parallel.model.strategy import Rank, Step
 from shardproof.parallel.pipeline import StageRun, as_scheduled, with_channels
-from shardproof.parallel.registry import strategy_of
+from shardproof.parallel.subject import strategy_of
 from shardproof.reference.case import Case
 from shardproof.reports.commands.cli import main
 from shardproof.suites.session.prover import Prover

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardproof.parallel.communication.mesh import coordinates
+from shardproof.parallel.communication.layout import coordinates
 from shardproof.parallel.experts.counts import micro_batches, rows_sent, tokens_of
 from shardproof.parallel.subject import subject
 from shardproof.reference.case import Case

@@ -1,5 +1,5 @@
-"""Tests of registry. A feature is two files, found by name: a copy of the product with both has it everywhere; without
-them it has none.
+"""Tests of parallel.subject. A feature is two files, found by name: a copy of the product with both has it everywhere;
+without them it has none.
 
 The toy is a learned gain: an axis, a parameter, two words and a collective of its own.
 """

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from shardproof.parallel.communication.collectives import own_slice
-from shardproof.parallel.communication.layout import Cut, Placement, shard
-from shardproof.parallel.communication.mesh import Axis
+from shardproof.parallel.communication.layout import Axis, Cut, Placement, shard
 from shardproof.parallel.layers.linear import ColumnLinear, Region
 from shardproof.parallel.layers.loss import Metric, MetricSums, token_weights
 from tests.parallel.ranks import CPU, Calls, along_tp, numbers

@@ -12,7 +12,7 @@ from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.outcome.blocks import localize
 from shardproof.harness.running.ranks.execution import execute
 from shardproof.parallel.communication.batch import deliver
-from shardproof.parallel.communication.mesh import Mesh
+from shardproof.parallel.communication.layout import Mesh
 from shardproof.parallel.layers.weight_parallel import WeightLinear
 from shardproof.parallel.schemes.isp import ISP
 from shardproof.parallel.subject import subject

@@ -1,5 +1,5 @@
-"""Tests of registry. Rows of closed forms: each is met by a case, sums follow from placements; a new scheme is one
-file, two entries.
+"""Tests of parallel.subject. Rows of closed forms: each is met by a case, sums follow from placements; a new scheme is
+one file, two entries.
 """
 
 import dataclasses
@@ -12,11 +12,10 @@ from shardproof.harness.dense_model import SUBJECT
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.running.proof import prove
 from shardproof.harness.subject import resolve_subject
-from shardproof.parallel import registry
+from shardproof.parallel import subject as parallel_subject
 from shardproof.parallel.communication.expectation import terms
 from shardproof.parallel.data_parallel.calls import summed_over, trained_placements
-from shardproof.parallel.registry import scheme_of, strategy_of
-from shardproof.parallel.subject import subject
+from shardproof.parallel.subject import scheme_of, strategy_of, subject
 from shardproof.reference.case import Case
 from shardproof.reference.case.default_cases import default_cases
 from shardproof.reference.language import core
@@ -76,7 +75,7 @@ TEXT = "mode=toy tp=2 layers=1 hidden=16 heads=4 kv_heads=4 ffn=32 vocab=389 seq
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(core.MODES, "toy", core.MODES["mtp"])
-    monkeypatch.setitem(registry.SCHEMES, "toy", TOY)
+    monkeypatch.setitem(parallel_subject.SCHEMES, "toy", TOY)
     monkeypatch.setattr("os.cpu_count", lambda: 1)  # no second process, which would not have it
     monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
 
@@ -126,7 +125,7 @@ def test_suites(pytester: pytest.Pytester) -> None:
 def test_its_calls_are_in_its_closed_form_or_the_ledger_fails(
     monkeypatch: pytest.MonkeyPatch, engine: InprocEngine
 ) -> None:
-    monkeypatch.setitem(registry.SCHEMES, "toy", dataclasses.replace(TOY, rows=registry.scheme_of("mtp").rows))
+    monkeypatch.setitem(parallel_subject.SCHEMES, "toy", dataclasses.replace(TOY, rows=scheme_of("mtp").rows))
     result = prove(Case.parse(TEXT), subject, engine)
     (ledger,) = (verdict for verdict in result.verdicts if verdict.check == "ledger")
     assert ledger.verdict == "fail" and "all_reduce sum of 8 B float64 over tp" in ledger.message

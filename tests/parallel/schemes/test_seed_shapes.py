@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from shardproof.parallel.communication.batch import deliver
-from shardproof.parallel.communication.mesh import Mesh
+from shardproof.parallel.communication.layout import Mesh
 from shardproof.parallel.layers.attention import Attention, Core
-from shardproof.parallel.registry import scheme_of
+from shardproof.parallel.subject import scheme_of
 from shardproof.parallel.training import set_up
 from shardproof.reference.case import Case
 from tests.parallel.ranks import CPU, on_ranks

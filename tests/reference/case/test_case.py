@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardproof.reference.case import Case, CaseError
-from shardproof.reference.case.presets import PRESETS
+from shardproof.reference.case.case import PRESETS
 from shardproof.reference.case.variants import VARIANTS, lack
 from shardproof.reference.language.core import MODES, mlp_width
 from shardproof.reference.training import truth as module

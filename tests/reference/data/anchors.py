@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from shardproof.reference.case import Case
-from shardproof.reference.checkpoints.stored import steps_before
+from shardproof.reference.checkpoints.foreign import steps_before
 from shardproof.reference.data import corpus
 from shardproof.reference.data.batches import (
     IGNORED,

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardproof.reference.case import Case, CaseError
+from shardproof.reference.case.case import FAMILIES, PRESETS
 from shardproof.reference.case.domains import domains
-from shardproof.reference.case.presets import FAMILIES, PRESETS
 from shardproof.reference.features import FEATURES
 from shardproof.reference.language import rules
 from shardproof.reference.language.core import MODES

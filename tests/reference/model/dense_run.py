@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardproof.reference.case import Case
-from shardproof.reference.case.presets import FAMILIES
+from shardproof.reference.case.case import FAMILIES
 from shardproof.reference.data.batches import Batch
 from shardproof.reference.model import decoder
 from shardproof.reference.model import losses as loss

@@ -18,7 +18,7 @@ from shardproof.parallel.slicing.words import Sliced
 from shardproof.reference.case import Case, CaseError
 from shardproof.reference.language.words import Meaning
 from shardproof.reports.commands import word_help
-from shardproof.reports.printing.calls import calls_table
+from shardproof.reports.printing.run_tables import calls_table
 from tests import ROOT
 from tests.harness.command_line import ONE, TOY, CommandLine
 

@@ -10,8 +10,7 @@ import pytest
 
 from shardproof.harness.verdicts.facts import Note, NoteKind
 from shardproof.harness.verdicts.verdict import Verdict
-from shardproof.reports.comparing import growth
-from shardproof.reports.printing import text_tables
+from shardproof.reports.printing import run_tables, text_tables
 from shardproof.reports.programs import figures, program_tables
 from shardproof.reports.stored import summary
 from shardproof.reports.stored.frames import Run, in_order, load
@@ -200,13 +199,13 @@ def _growth(**lines: tuple[float, float]) -> pd.DataFrame:
 
 
 def test_the_crossing_is_where_the_lines_meet_and_parallel_lines_have_none() -> None:
-    (crossing,) = growth.find_crossings(_growth(mtp=(0, 5), isp=(1000, 1))).to_dict("records")
+    (crossing,) = run_tables.find_crossings(_growth(mtp=(0, 5), isp=(1000, 1))).to_dict("records")
     assert (crossing["mode"], crossing["other"]) == ("isp", "mtp")
     assert crossing["tokens"] == pytest.approx(250)
     assert crossing["wire_bytes"] == pytest.approx(1250)
-    parallel = growth.find_crossings(_growth(mtp=(0, 5), msp=(0, 5)))
-    apart = growth.find_crossings(_growth(mtp=(1000, 5), msp=(0, 4)))
-    from_zero = growth.find_crossings(_growth(mtp=(0, 5), fsp=(0, 6.5)))
+    parallel = run_tables.find_crossings(_growth(mtp=(0, 5), msp=(0, 5)))
+    apart = run_tables.find_crossings(_growth(mtp=(1000, 5), msp=(0, 4)))
+    from_zero = run_tables.find_crossings(_growth(mtp=(0, 5), fsp=(0, 6.5)))
     assert len(parallel) == len(apart) == len(from_zero) == 0
 
 
@@ -229,10 +228,10 @@ def grown(run: Run, names: dict[str, dict[int, int]]) -> Run:
 
 def test_growth_is_measured_a_micro_batch_with_and_without_what_lies_outside_the_layers(run: Run) -> None:
     measured = grown(run, CROSSING)
-    layers = growth.growth_of_bytes(measured)
+    layers = run_tables.growth_of_bytes(measured)
     assert list(layers["wire_bytes"]) == [500, 1000, 800, 900], "two micro-batches; isp sorts behind mtp"
-    assert list(growth.growth_of_bytes(measured, "all")["wire_bytes"]) == [508.5, 1008.5, 808.5, 908.5]
-    compared = growth.compare_modes(measured)
+    assert list(run_tables.growth_of_bytes(measured, "all")["wire_bytes"]) == [508.5, 1008.5, 808.5, 908.5]
+    compared = run_tables.compare_modes(measured)
     assert list(compared["counted"]) == ["layers", "all"]
     assert list(compared["tokens"]) == pytest.approx([175, 175])
 
@@ -242,18 +241,18 @@ def test_modes_are_compared_across_the_words_that_they_bring_with_them_and_no_ot
 
     def also(word: str) -> int:
         cases = measured.cases.assign(case=[c + word * ("isp" in c) for c in measured.cases["case"]])
-        return len(growth.growth_of_bytes(dataclasses.replace(measured, cases=cases)))
+        return len(run_tables.growth_of_bytes(dataclasses.replace(measured, cases=cases)))
 
     assert also(" head=exchange") == 4
     assert also(" layers=9") == 0, "another model"
 
 
 def test_one_size_or_one_mode_is_no_growth(run: Run) -> None:
-    assert len(growth.growth_of_bytes(run)) == 0
-    assert len(growth.growth_of_bytes(grown(run, {"mtp": {100: 1, 200: 2}, "isp": {100: 1}}))) == 0
-    assert len(growth.compare_modes(run)) == 0
+    assert len(run_tables.growth_of_bytes(run)) == 0
+    assert len(run_tables.growth_of_bytes(grown(run, {"mtp": {100: 1, 200: 2}, "isp": {100: 1}}))) == 0
+    assert len(run_tables.compare_modes(run)) == 0
     with pytest.raises(ValueError, match="legal: layers, all"):
-        growth.growth_of_bytes(run, "some")
+        run_tables.growth_of_bytes(run, "some")
 
 
 def test_a_sum_with_an_unknown_part_is_unknown(run: Run) -> None:

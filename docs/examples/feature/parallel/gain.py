@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardproof.parallel.communication.expectation import ACTIVATION, CallRow, in_modules
-from shardproof.parallel.communication.layout import Cut, Placement
-from shardproof.parallel.communication.mesh import Axis, Mesh
+from shardproof.parallel.communication.layout import Axis, Cut, Mesh, Placement
 from shardproof.parallel.communication.pairs import gather_from, scatter_to
 from shardproof.parallel.model.strategy import Parts, Strategy
 from shardproof.reference.case import Case

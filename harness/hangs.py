@@ -1,6 +1,7 @@
-"""Reads what ranks left of a hang: our recorder's parts, and torch's Flight Recorder as pickle or JSON.
+"""After a hang: what every rank did last, by our recorder or torch's Flight Recorder, and where the ranks diverge.
 
-A field that is missing, of another type, or out of range is refused in one sentence that names the file.
+Dumps are our recorder's parts, and the Flight Recorder's files as pickle or JSON. A field that is missing, of another
+type, or out of range is refused in one sentence that names the file.
 """
 
 import csv
@@ -8,18 +9,84 @@ import functools
 import itertools
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardproof.harness.engines.calls.matching import Channel, GroupCall
+from shardproof.harness.engines.calls.matching import Channel, Divergence, GroupCall, RankCalls, call_named, ranks_named
 from shardproof.harness.engines.calls.signature import NOT_KNOWN, Shapes, Signature
 from shardproof.harness.errors import RequestError
-from shardproof.harness.hangs.standing import RankStanding, standing_of
 from shardproof.harness.interpreter import without_garbage_collection
-from shardproof.harness.traces.calls import MOST_RANKS, find_dtype, payload_bytes
-from shardproof.harness.traces.fields import as_list, number, numbers, refuse_torn, text
+from shardproof.harness.traces.calls import MOST_RANKS, Trace, TracedCall, find_dtype, payload_bytes
+from shardproof.harness.traces.files import as_list, number, numbers, refuse_torn, text
 from shardproof.harness.traces.flight_recorder import MESSAGES, load_dump, trace_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStanding(RankCalls):
+    """Calls of a rank from the file or folder `source`. `stack`: lines of the program, innermost first."""
+
+    world_size: int
+    source: str
+    silent_s: float = 0.0
+    stack: tuple[str, ...] = ()
+
+
+def standing_of(trace: Trace, rank: int) -> RankStanding:
+    """Where a rank stands by a dump of the Flight Recorder.
+
+    Collectives have the number that their group gives them, messages are counted for each pair of ranks.
+    """
+    calls: dict[Channel, dict[int, GroupCall]] = {}
+    for order, (call, complete) in enumerate(_find_completed_calls(trace)):
+        is_message = call.op in MESSAGES
+        if is_message and call.peer is None:
+            continue
+        own = calls.setdefault((call.group_name, call.group, f"{call.op} {call.peer}" if is_message else ""), {})
+        number = call.number if call.number is not None else len(own) + 1
+        if own and number <= max(own):
+            own.clear()  # the group was destroyed and made anew: its numbers start again
+        own[number] = GroupCall(
+            _signature(call),
+            (),
+            call.group_desc or f"group {call.group_name}",
+            call.caller,
+            order,
+            complete,
+            tuple(map(_signature, call.members)),
+            call.payload_bytes if is_message else None,
+            call.batched,
+        )
+    return RankStanding(
+        rank=rank,
+        world_size=trace.world_size or 0,
+        source=trace.source,
+        calls=calls,
+        last={channel: max(by) for channel, by in calls.items()},
+        counted=not trace.lost,
+    )
+
+
+def _find_completed_calls(trace: Trace) -> Iterator[tuple[TracedCall, bool | None]]:
+    """Each call, and whether it is complete. A batch that is not known to be, and that nothing follows, is not."""
+    last = max((n for n, call in enumerate(trace.calls) if call.op not in MESSAGES), default=-1)
+    for n, call in enumerate(trace.calls):
+        yield call, False if n > last and call.complete is None else call.complete
+
+
+def _signature(call: TracedCall) -> Signature:
+    """The words in which all ranks must agree, as far as the recorder knows them.
+
+    The shapes of an all-to-all may differ. A coalesced call is compared member by member. It has no name while its rank
+    is about to issue further members.
+    """
+    op = (call.name.partition(":")[2] or call.name).partition(" ")[0] or NOT_KNOWN
+    if call.members or call.shapes is None:
+        return Signature(op, NOT_KNOWN, NOT_KNOWN, NOT_KNOWN, NOT_KNOWN, NOT_KNOWN)
+    shapes = NOT_KNOWN if call.op == "all_to_all" else call.shapes
+    return Signature(op, NOT_KNOWN, NOT_KNOWN, NOT_KNOWN, call.dtype, shapes)
+
 
 KIND = ("group", "axis", "op", "reduce_op", "dtype", "shape", "root", "peer", "phase", "region", "caller")
 """Fields of a kind of call that our recorder writes."""
@@ -157,3 +224,57 @@ def _of_file(path: Path) -> RankStanding:
 def _rank_of(path: Path) -> int | None:
     found = re.search(r"(\d+)(\.json|\.pickle|\.pkl)?$", path.name)
     return int(found[1]) if found else None
+
+
+_MOST = 8
+"""Ranks, or findings, that are listed one by one."""
+
+
+def lines_of_findings(ranks: Sequence[RankStanding], divergences: Sequence[Divergence]) -> Iterator[str]:
+    """The findings, the first one with the standing of its ranks; a sentence when no rank is seen to diverge."""
+    silent = max((one.silent_s for one in ranks), default=0.0)
+    about = f", silent for {silent:g} s" if silent else ""
+    yield f"{len(ranks)} ranks{about}"
+    missing = sorted(set(range(max((one.world_size for one in ranks), default=0))) - {one.rank for one in ranks})
+    if missing:
+        yield f"{ranks_named(missing)} left no dump"
+    for one in [one for one in ranks if one.ended][:_MOST]:
+        yield f"rank {one.rank}: {one.ended}"
+    if not divergences:
+        yield _no_difference(ranks, missing)
+        return
+    for place, finding in enumerate(divergences[:_MOST]):
+        yield finding.text
+        if not place:
+            yield from _describe_standings(finding, ranks)
+    if len(divergences) > _MOST:
+        yield f"and {len(divergences) - _MOST} more findings"
+
+
+def _no_difference(ranks: Sequence[RankStanding], missing: Sequence[int]) -> str:
+    """What is known when no rank is seen to diverge: a rank that left no calls may have."""
+    unknown = sorted({*missing, *(one.rank for one in ranks if not one.last)})
+    known = [one.rank for one in ranks if one.last]
+    if not known:
+        return f"nothing to compare: {ranks_named(unknown)} left no calls"
+    if unknown:
+        same = f"{ranks_named(known)} issued the same calls in every group that they share" if len(known) > 1 else ""
+        apart = (
+            f"{ranks_named(unknown)} left no calls, so that {'it' if len(unknown) == 1 else 'they'} may have diverged"
+        )
+        return "; ".join(filter(None, (same, apart)))
+    return "no rank diverges: in every group all ranks issued the same calls, as far back as the dumps reach"
+
+
+def _describe_standings(found: Divergence, ranks: Sequence[RankStanding]) -> Iterator[str]:
+    """Where the ranks that diverge are, and one of those that wait."""
+    by_rank = {one.rank: one for one in ranks}
+    for rank in [*found.ranks[:_MOST], *found.waiting[:1]]:
+        one = by_rank.get(rank)
+        latest = None if one is None or one.ended else one.latest
+        if one is not None and latest is not None:
+            channel, number, call = latest
+            is_in = "is in" if call.complete is False else "issued last"
+            yield f"  rank {rank} {is_in} {call_named(channel, number, call)}: {call.words}"
+            if one.stack:
+                yield f"    its program is at {one.stack[0]}"
