@@ -1,6 +1,7 @@
 """Programs whose ranks are threads of one process: read from torchrun's words, each rank with modules of its own."""
 
 import sys
+import sysconfig
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,6 @@ import torch
 from shardproof.harness.errors import ProgramError, RequestError
 from shardproof.harness.parity.launching import OUTPUT, LaunchRecorder
 from shardproof.harness.programs.session import ValueOptions
-from shardproof.harness.programs.threads import own_modules
 from shardproof.harness.programs.threads.launches import ThreadLaunches
 from shardproof.harness.programs.threads.own_modules import OwnModules
 from shardproof.harness.programs.threads.torchrun_words import read_torchrun
@@ -121,7 +121,7 @@ def test_what_threads_cannot_stand_for_is_one_sentence(command: str, told: str) 
 
 
 def test_an_installed_package_that_asks_for_its_rank_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_modules.sysconfig, "get_path", lambda name: str(tmp_path / name))
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / name))
     modules = OwnModules()
     texts = {"purelib/plain/a.py": "import torch", "purelib/asks/state.py": "import torch\nrank = get_rank()"}
     for place, text in (*texts.items(), ("own/model.py", "import torch\nrank = get_rank()")):
