@@ -234,7 +234,7 @@ class Search:
         self.wanted = self._union([*known, *kept])
         for one, other in np.argwhere(np.triu(self.pairs.kinds)):
             fixed = self.pairs.words(one, other)
-            if not self.wanted[one, other] and (found := self._near(fixed) or self._joined(fixed)):
+            if not self.wanted[one, other] and (found := self._near(fixed) or self._join_pair(fixed)):
                 self.known.append(found)
                 self.wanted |= self.pairs.pairs_of(found)
         for place, (word, mode) in enumerate(self.pairs.levels):  # a mode that splits something is that mode
@@ -263,7 +263,7 @@ class Search:
         sources = self.random.sample(self.known, min(_NEAR, len(self.known)))
         return next(filter(None, (self.propose_case(words, fixed) for words in sources)), None)
 
-    def _joined(self, fixed: Words) -> Words | None:
+    def _join_pair(self, fixed: Words) -> Words | None:
         """The plainest case with these values and all that they need."""
         needs = join_needs(fixed, self.known)
         plain = {**words_of(Case()), **NUMBERS}
@@ -396,7 +396,8 @@ def main() -> int:
     asked = parser.parse_args()
     half_s = time.monotonic() + asked.seconds / 2
     kept, before = ([words_of(case) for case in lines()[section]] for section in ("recipes", "pairs"))
-    search = Search(kept, [words for words in (*before, *kept) if not _problem(words)], asked.seed)
+    known = [{**words, "save": "", "load": ""} for words in (*before, *kept)]  # checkpoints belong to recipes alone
+    search = Search(kept, [words for words in known if not _problem(words)], asked.seed)
     cases = search.plainer(search.complete_pairs([words for words in before if not _problem(words)]))
     by_hand = FILE.read_text(encoding="utf-8").partition("\npairs:\n")[0]
     for number in range(10**9):

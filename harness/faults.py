@@ -111,7 +111,7 @@ def faults_of(
     """Every legal fault of these kinds for every target of a clean ledger; `axes` are the case's.
 
     With `rank` those that spoil one rank's result only: drop, op, stale, delay, poison. Equivalent faults are among
-    them: harness.injecting says which, and why.
+    them: harness.running.injecting says which, and why.
     """
     return tuple(
         replace(fault, rank=rank)

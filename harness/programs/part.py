@@ -8,8 +8,8 @@ groups.csv   axis, ranks: the groups in which this rank called, in the order in 
 rank.json    rank, host, pid, clock (ranks of one clock have comparable times)
 end.json     written at an orderly end, or when the recorder fails: calls, doubts, peak bytes, calls that were never
              waited for, what the recorder failed at
-last.json    where the rank stood when nothing had happened for long, or at its end (harness.hangs): gloo writes no
-             Flight Recorder file when it hangs, and a rank that waits in native code can write none itself
+last.json    where the rank stood when nothing had happened for long, or at its end (harness.traces.hangs): gloo writes
+             no Flight Recorder file when it hangs, and a rank that waits in native code can write none itself
 
 Rows go to the system at once: nothing waits in a buffer of the process. `cases.jsonl` and `env.json` of the run folder
 are written by whichever rank is first.
@@ -140,7 +140,7 @@ class Silence:
                     written = True
 
     def _describe_last_calls(self, silent_s: float, ended: str) -> dict[str, object]:
-        """The last calls as `records` (harness.hangs.RECORD), their kinds once each (harness.hangs.KIND).
+        """The last calls as `records` (harness.traces.hangs.RECORD), their kinds once each (harness.traces.hangs.KIND).
 
         `stack`: the lines of the program's own code at which its first thread is, innermost first.
         """
@@ -168,7 +168,7 @@ class Silence:
 
 
 def _kind(call: PastCall) -> tuple[object, ...]:
-    """Fields of a call, as harness.hangs.KIND."""
+    """Fields of a call, as harness.traces.hangs.KIND."""
     issued, site, signature = call.issued, call.site, call.issued.signature
     root, peer = (issued.call.peer, -1) if signature.root >= 0 else (-1, issued.call.peer)
     caller = "" if call.caller is None else str(Caller(*call.caller))

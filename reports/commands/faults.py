@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from shardproof.harness.checking.checks import CHECKS
-from shardproof.harness.injecting import COLUMNS, Figures, Kill, figures, killed_alone
 from shardproof.harness.protocols import case_text
 from shardproof.harness.resolve import resolve
+from shardproof.harness.running.injecting import COLUMNS, Figures, Kill, figures, killed_alone
 from shardproof.harness.running.request import seconds
 from shardproof.harness.running.store import Store, environment
 from shardproof.harness.subject import cases_of, resolve_subject

@@ -11,9 +11,9 @@ from typing import NoReturn
 
 from shardproof.harness.engines.calls.matching import find_divergences
 from shardproof.harness.errors import RequestError
-from shardproof.harness.hangs import lines_of_findings, read_standings
 from shardproof.harness.programs.launch import check_startable, environment_of, replace_by, request_of, with_tools
 from shardproof.harness.programs.session import new_session
+from shardproof.harness.traces.hangs import lines_of_findings, read_standings
 from shardproof.reports.printing.text import show_message
 
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardproof.bugs.references import defect
-from shardproof.harness.injecting import MISLEADING, NO, Kill, figures
+from shardproof.harness.running.injecting import MISLEADING, NO, Kill, figures
 from shardproof.reference.case.variants import VARIANTS
 from shardproof.suites.mutants.catalogue import MUTANTS, VARIANT_ROWS, Mutant
 

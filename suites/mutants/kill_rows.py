@@ -16,7 +16,9 @@ from shardproof.harness.dense_model import SUBJECT
 from shardproof.harness.diagnosing.diagnosis import Diagnosis
 from shardproof.harness.engines.engine import Engine
 from shardproof.harness.faults import Fault
-from shardproof.harness.injecting import (
+from shardproof.harness.protocols import CaseLike
+from shardproof.harness.running.experiments import Failed, words_needed
+from shardproof.harness.running.injecting import (
     AND_MORE,
     MISLEADING,
     NO,
@@ -30,8 +32,6 @@ from shardproof.harness.injecting import (
     survey_faults,
     unproved_collectives,
 )
-from shardproof.harness.protocols import CaseLike
-from shardproof.harness.running.experiments import Failed, words_needed
 from shardproof.harness.running.proof import prove
 from shardproof.harness.running.result import CaseResult
 from shardproof.harness.subject import NamedSubject, resolve_subject
@@ -158,7 +158,7 @@ def right_place(mutant: Mutant, diagnosis: Diagnosis | None) -> str:
 
 
 def cause_told(mutant: Mutant, diagnosis: Diagnosis | None) -> str:
-    """Judgement of the reported cause by the ids alone, one of `harness.injecting.JUDGEMENTS`."""
+    """Judgement of the reported cause by the ids alone, one of `harness.running.injecting.JUDGEMENTS`."""
     named = [cause.id for cause in diagnosis.causes] if diagnosis else []
     accepted = set(mutant.cause.split("|"))
     if not named:

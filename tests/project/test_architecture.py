@@ -70,6 +70,7 @@ OF_OTHERS = {
     "shardproof.harness.running.engines": "engines, at their first use",
     "shardproof.reports.commands.cli": "commands, at their first use",
     "shardproof.reports.commands.doctor": "packages that may be missing",
+    "shardproof.suites.subjects.torchtitan_recipe": "the models of torchtitan, which a case names",
     "shardproof": "public names, at their first use",
 }
 """The files that import by a name that others give them, or that a table has."""

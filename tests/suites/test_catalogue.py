@@ -11,8 +11,8 @@ import pytest
 from shardproof.bugs.references import defect, references, unread
 from shardproof.harness.dense_model import SUBJECT
 from shardproof.harness.errors import RequestError, TimeLimit
-from shardproof.harness.injecting import COLUMNS, figures
 from shardproof.harness.running.engines import engine_named
+from shardproof.harness.running.injecting import COLUMNS, figures
 from shardproof.harness.running.proof import prove
 from shardproof.harness.subject import cases_of, resolve_subject
 from shardproof.reports.commands.cli import main

@@ -12,7 +12,7 @@ from shardproof.harness.dense_model import SUBJECT
 from shardproof.harness.diagnosing.causes.cause import report_cause as made
 from shardproof.harness.diagnosing.diagnosis import diagnose_ended_case
 from shardproof.harness.errors import MachineError, RankDied, RequestError
-from shardproof.harness.injecting import Kill, figures, killed_alone
+from shardproof.harness.running.injecting import Kill, figures, killed_alone
 from shardproof.harness.subject import cases_of, resolve_subject
 from shardproof.harness.verdicts.facts import state_text
 from shardproof.reports.commands import faults

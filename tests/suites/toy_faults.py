@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardproof.harness.injecting import Kill
 from shardproof.harness.protocols import Shard
+from shardproof.harness.running.injecting import Kill
 from shardproof.harness.subject import NamedSubject
 from shardproof.parallel.subject import ParallelSubject
 from shardproof.reference.case import Case

@@ -101,11 +101,11 @@ class FollowedWork(dist.Work):
 
     def is_completed(self) -> bool:
         """Whether it is complete, without waiting."""
-        return self._told("is_completed")
+        return self._ask_work("is_completed")
 
     def is_success(self) -> bool:
         """Whether it is complete without an error."""
-        return self._told("is_success")
+        return self._ask_work("is_success")
 
     def exception(self) -> Any:
         """Its error, None without one."""
@@ -118,7 +118,7 @@ class FollowedWork(dist.Work):
     _source_rank = source_rank
     _source = -1
 
-    def _told(self, question: str) -> bool:
+    def _ask_work(self, question: str) -> bool:
         complete = self._inner is None or bool(getattr(self._inner, question)())
         if complete:
             self._mark()

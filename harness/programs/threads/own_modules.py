@@ -41,7 +41,7 @@ class OwnModules:
 
     def find_shared_state(self) -> str | None:
         """Why threads are no ranks for an installed package that the program has imported, None where they may be."""
-        for module in self._installed():
+        for module in self._find_installed():
             text = Path(module.__file__ or "").read_text(encoding="utf-8", errors="replace")
             if _OF_TORCH.search(text) and _ASKS.search(text):
                 package = module.__name__.partition(".")[0]
@@ -51,7 +51,7 @@ class OwnModules:
                 )
         return None
 
-    def _installed(self) -> Iterator[ModuleType]:
+    def _find_installed(self) -> Iterator[ModuleType]:
         """Modules of installed packages that the program was the first to import."""
         torch_itself = f"{Path(torch.__path__[0])}/"
         for name, module in sorted(sys.modules.items()):

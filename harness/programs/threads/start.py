@@ -8,23 +8,20 @@ signal) when it has ended.
 Run by the Python of the program, which may lack shardproof: found behind all that is the program's own.
 """
 
-import importlib
 import importlib.util
 import json
 import os
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-_PARTS = ("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch._dynamo")
+import torch.distributed.fsdp
+import torch.distributed.tensor.parallel  # noqa: F401  (what most programs load is loaded once)
 
 
-def serve_orders() -> None:
+def serve_orders(run_program: Callable[[int, str, Sequence[str]], int]) -> None:
     """Carry out orders until the input ends."""
-    from shardproof.harness.programs.threads.program import run_program  # noqa: PLC0415  (the path is complete only now)
-
-    for name in _PARTS:
-        importlib.import_module(name)
     for line in sys.stdin:
         order = json.loads(line)
         process = os.fork()
@@ -51,4 +48,6 @@ if __name__ == "__main__":
     sys.path.pop(0)  # this folder
     if importlib.util.find_spec("shardproof") is None:
         sys.path.append(str(Path(__file__).absolute().parents[4]))
-    serve_orders()
+    from shardproof.harness.programs.threads.program import run_program
+
+    serve_orders(run_program)

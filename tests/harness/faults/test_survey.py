@@ -13,9 +13,9 @@ from shardproof.harness.checking.checks import CHECKS
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.errors import RequestError
 from shardproof.harness.faults import KINDS, Fault, faults_of, softmax_shift
-from shardproof.harness.injecting import UNREAD, FaultResult, proof_of, survey_faults, unproved_collectives
 from shardproof.harness.plain_case import Vocabulary
 from shardproof.harness.protocols import Shard
+from shardproof.harness.running.injecting import UNREAD, FaultResult, proof_of, survey_faults, unproved_collectives
 from shardproof.harness.running.ranks.execution import execute
 from shardproof.harness.subject import case_of, resolve_subject
 from shardproof.parallel.subject import subject
@@ -135,12 +135,12 @@ class Counting(own_words.Network):
 
 
 def test_a_program_that_no_longer_ends_is_noticed(engine: InprocEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardproof.harness.injecting._LEAST_S", 0.2)
+    monkeypatch.setattr("shardproof.harness.running.injecting._LEAST_S", 0.2)
     case, endless = Vocabulary.of(own_words.WORDS).parse("tp=2 steps=1 micro=1"), Counting()
     poison = next(fault for fault in faults(engine, case, "poison", subject=endless) if fault.target.op == "broadcast")
     (result,) = survey_faults(case, endless, engine, faults=[poison], timeout_s=60.0)
     assert (result.killed_by, result.machine) == (("run",), "")
-    monkeypatch.setattr("shardproof.harness.injecting._LEAST_S", 60.0)
+    monkeypatch.setattr("shardproof.harness.running.injecting._LEAST_S", 60.0)
     (result,) = survey_faults(case, endless, engine, faults=[poison], timeout_s=0.3)
     assert result.killed_by == () and "no end within 0.3 s" in result.machine
 

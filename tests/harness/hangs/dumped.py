@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardproof.harness.engines.calls.matching import Divergence, find_divergences
-from shardproof.harness.hangs import lines_of_findings, read_standings
+from shardproof.harness.traces.hangs import lines_of_findings, read_standings
 
 
 def found_in(*paths: Path) -> tuple[list[Divergence], str]:

@@ -12,7 +12,7 @@ import pytest
 
 from shardproof.harness.engines.calls.matching import GroupCall, find_divergences
 from shardproof.harness.engines.calls.signature import NOT_KNOWN, Signature
-from shardproof.harness.hangs import RankStanding, lines_of_findings
+from shardproof.harness.traces.hangs import RankStanding, lines_of_findings
 from tests.harness.hangs.dumped import found_in, write_flight, write_last
 from tests.harness.programs.launched import LIMIT_S, forked
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shardproof.harness.errors import RequestError
-from shardproof.harness.hangs import read_standings
+from shardproof.harness.traces.hangs import read_standings
 from tests.harness.hangs.dumped import found_in, leaves, write_flight, write_last
 
 

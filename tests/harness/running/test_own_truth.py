@@ -16,9 +16,9 @@ import shardproof
 from shardproof.harness.engines.threads.dry import DryEngine
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.errors import RequestError
-from shardproof.harness.injecting import UNREAD, survey_faults
 from shardproof.harness.plain_case import Vocabulary, WordError
 from shardproof.harness.recording.capturing.operator_probes import NarrowProbe, Probed
+from shardproof.harness.running.injecting import UNREAD, survey_faults
 from shardproof.harness.running.ranks.execution import execute
 from shardproof.harness.running.trials.law_runs import groupings
 from shardproof.harness.running.truth.control_modes import partial_sums

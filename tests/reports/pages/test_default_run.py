@@ -26,7 +26,7 @@ from tests import ROOT
 from tests.project.test_documents import TABLE, table_rows
 from tests.reports.pages.page_figures import compared
 
-CASES = 253
+CASES = 239
 LATEST = ROOT / "runs" / "latest"
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 SCREENS = {390: 844, 1400: 900, 2500: 1400}
