@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from shardproof.harness.faults import softmax_shift
     from shardproof.harness.programs.watching import watch
     from shardproof.harness.protocols import Shard
-    from shardproof.harness.recording.statements import documents, phase, region
+    from shardproof.harness.recording.annotations import phase, region
+    from shardproof.harness.recording.documents import documents
     from shardproof.harness.terms import Term
     from shardproof.harness.torch_internals.cuda_on_cpu import cuda_on_cpu
     from shardproof.proving import prove, run
@@ -69,7 +70,8 @@ _PLACES = {
     "shardproof.harness.errors": "RequestError ShardproofError",
     "shardproof.harness.faults": "softmax_shift",
     "shardproof.harness.programs.watching": "watch",
-    "shardproof.harness.recording.statements": "documents phase region",
+    "shardproof.harness.recording.annotations": "phase region",
+    "shardproof.harness.recording.documents": "documents",
     "shardproof.harness.protocols": "Shard",
     "shardproof.harness.terms": "Term",
     "shardproof.harness.torch_internals.cuda_on_cpu": "cuda_on_cpu",

@@ -22,9 +22,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from shardproof.harness.mesh_axes import PIPELINE
+from shardproof.harness.recording.annotations import Override
 from shardproof.harness.recording.naming import group_word
 from shardproof.harness.recording.observations import LEAF, OUTSIDE
-from shardproof.harness.recording.statements import Override
 
 _MARKS = 1 << 16
 """Module calls of a thread, entered and left, whose backward can still be placed."""

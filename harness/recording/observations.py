@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from shardproof.harness.recording.statements import Override
+from shardproof.harness.recording.annotations import Override
 from shardproof.harness.torch_internals.autograd import version_of
 from shardproof.harness.torch_internals.lookup import replace_attribute
 

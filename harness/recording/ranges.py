@@ -27,9 +27,9 @@ import nvtx
 
 from shardproof.harness.errors import MachineError
 from shardproof.harness.ledger import Call
+from shardproof.harness.recording.annotations import TOOL
 from shardproof.harness.recording.attribution import Attribution
 from shardproof.harness.recording.observations import Entered, Issued, Left, Observation, Stepped
-from shardproof.harness.recording.statements import TOOL
 
 DOMAIN = "shardproof"
 _DRAWN, _HIDDEN = -1, -2

@@ -32,6 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils import checkpoint
 
 from shardproof.harness.engines.calls.callers import is_user, issued_at
+from shardproof.harness.recording.annotations import overridden
 from shardproof.harness.recording.observations import (
     LEAF,
     OUTSIDE,
@@ -48,7 +49,6 @@ from shardproof.harness.recording.observations import (
     Stepping,
     watch_graphs,
 )
-from shardproof.harness.recording.statements import overridden
 from shardproof.harness.torch_internals.autograd import (
     BACKWARD,
     STEP,

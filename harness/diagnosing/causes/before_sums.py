@@ -29,7 +29,11 @@ _ENOUGH = 8
 
 def find_summed_axes(evidence: Evidence, name: str, wrong: Collection[str]) -> Axes | None:
     """The fewest axes over which the gradients of this name were right before any sum; None where they were not."""
-    true = evidence.truth.tensors[name].double()
+    true = evidence.truth.tensors[name]
+    given = [block.local for blocks in blocks_of(evidence.run, name).values() for block in blocks]
+    if any(tensor.is_complex() for tensor in (true, *given)):
+        return None  # sums are compared as real numbers
+    true = true.double()
     errors = (
         float((block.local.double() - block.part_of(true)).norm())
         for blocks in blocks_of(evidence.run, name).values()

@@ -173,7 +173,8 @@ class Scheduler:
         while any(frames):
             if any(is_compiler(frame.f_code.co_filename) for frame in frames if frame):
                 return True
-            frames = [frame.f_back for frame in frames if frame]
+            # A rank that runs may leave a frame while it is read: what then stands behind it may be no frame at all.
+            frames = [back if isinstance(back := frame.f_back, FrameType) else None for frame in frames if frame]
         return False
 
     def frames(self) -> list[FrameType | None]:

@@ -23,12 +23,12 @@ from shardproof.harness.engines.threads.rank_state import own_state
 from shardproof.harness.errors import RequestError, error_text
 from shardproof.harness.outcome.blocks import localize
 from shardproof.harness.protocols import CaseLike, Subject
+from shardproof.harness.recording.annotations import TOOL
 from shardproof.harness.recording.capturing.module_calls import Capture
 from shardproof.harness.recording.measures import Overlap, SavedActivations
 from shardproof.harness.recording.ranges import attached_ranges
 from shardproof.harness.recording.recorder import Recorder
 from shardproof.harness.recording.spans import stopwatch
-from shardproof.harness.recording.statements import TOOL
 from shardproof.harness.resolve import resolve
 from shardproof.harness.running.ranks.output import rank_output
 from shardproof.harness.running.ranks.watching import Execution, Localized, Watching

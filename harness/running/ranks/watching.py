@@ -12,9 +12,9 @@ from shardproof.harness.ledger import Event, Observer
 from shardproof.harness.outcome.blocks import Block, blocks
 from shardproof.harness.protocols import CaseLike, Subject
 from shardproof.harness.recording.capturing.module_calls import Capture
+from shardproof.harness.recording.documents import DocumentsNoted
 from shardproof.harness.recording.measures import Overlap, RankCallIndex, SavedActivations
 from shardproof.harness.recording.recorder import Recorder
-from shardproof.harness.recording.statements import DocumentsNoted
 from shardproof.harness.subject import Unanswered, answer_question
 
 if TYPE_CHECKING:

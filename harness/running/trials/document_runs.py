@@ -21,7 +21,7 @@ from shardproof.harness.checking.records import DocumentLeak, Documents
 from shardproof.harness.errors import MachineError, ProgramError
 from shardproof.harness.outcome.merging import Outcomes
 from shardproof.harness.protocols import CaseLike, Value, without_saving
-from shardproof.harness.recording.statements import DocumentProbe
+from shardproof.harness.recording.documents import DocumentProbe
 from shardproof.harness.running.trials.trial import Trial
 from shardproof.harness.subject import NamedSubject, call_subject, refusal
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
-from shardproof.harness.recording.statements import phase, region
+from shardproof.harness.recording.annotations import phase, region
 from tests.harness.recording.toy_calls import (
     LEAVES,
     Block,

@@ -1,15 +1,10 @@
-"""Statements of a subject inside its program: the phase and the module of its calls, the document of every token.
-
-    with phase("grad_sync"), region("layers.0"):
-        dist.all_reduce(buffer)
-
-Optional, for code that is made of functions and not of modules, whose phases are not to be inferred.
+"""Statement of a subject with packed rows: the document of every token.
 
     x = documents(embedding(tokens), numbers)    # [rows, tokens, ..], and a whole number of every token
     logits = head(documents(x, numbers))         # at two places at least, the first where tokens enter
 
-`documents` returns its tensor. In runs of the check `documents` it changes the tokens of some documents there, or lets
-the gradients of some through, and keeps what came to that place. Users import all three from `shardproof`.
+It returns its tensor. In runs of the check `documents` it changes the tokens of some documents there, or lets the
+gradients of some through, and keeps what came to that place.
 """
 
 import sys
@@ -21,38 +16,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-
-from shardproof.harness.ledger import PHASES
-
-TOOL = "NVTX_INJECTION64_PATH"
-"""Set in the environment of a process to which a tool listens that stores nvtx ranges."""
-Override = tuple[str | None, str | None]
-"""Phase and region that the subject stated, None where it stated none."""
-_OVERRIDE: ContextVar[Override] = ContextVar("shardproof_override", default=(None, None))
-overridden = _OVERRIDE.get
-"""Statement of the subject about the calls of this thread right now."""
-
-
-@contextmanager
-def phase(name: str) -> Iterator[None]:
-    """Set the phase of the calls made inside, in place of the inferred one. Raises ValueError for an unknown phase."""
-    if name not in PHASES:
-        raise ValueError(f"phase {name!r} must be one of the ledger's phases, such as 'grad_sync': {' '.join(PHASES)}")
-    token = _OVERRIDE.set((name, overridden()[1]))
-    try:
-        yield
-    finally:
-        _OVERRIDE.reset(token)
-
-
-@contextmanager
-def region(path: str) -> Iterator[None]:
-    """Set the dotted module path of the calls made inside, in place of the inferred one."""
-    token = _OVERRIDE.set((overridden()[0], path))
-    try:
-        yield
-    finally:
-        _OVERRIDE.reset(token)
 
 
 class _Stated(Protocol):
