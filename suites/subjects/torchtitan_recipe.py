@@ -3,8 +3,8 @@
 shardproof run "tp=2 dp=3" --subject shardproof.suites.subjects.torchtitan_recipe:subject
 
 `recipe` is the team's own: what it says of optimizer, warmup, clipping, loss and recomputation is what is proved, at
-the case's sizes and degrees. `Reading` reads, and gives samples and first weights. Losses and norms are those that the
-Trainer reports; the truth is a loop in plain torch over all batches of a step. Needs torchtitan 0.3.
+the case's sizes and degrees. `ReportingTrainer` keeps gradients, losses and norms, and gives samples and first weights.
+The truth is a loop in plain torch over all batches of a step. Needs torchtitan 0.3.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ def recipe(case):
     return config
 
 
-class Reading(Trainer):
+class ReportingTrainer(Trainer):
     def __init__(self, case):
         self.case, self.outcome, self.batches, config = case, {}, 0, recipe(case)
         config.tokenizer = SimpleNamespace(build=lambda **given: None)
@@ -68,7 +68,7 @@ class Reading(Trainer):
 
 
 def subject(case, device):
-    trainer = Reading(case)
+    trainer = ReportingTrainer(case)
     batches = trainer.batch_generator(trainer.dataloader)
     for trainer.step in range(1, case.steps + 1):
         trainer.train_step(batches)
