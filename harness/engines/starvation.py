@@ -9,8 +9,12 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
+from shardproof.harness.interpreter import turns_of_threads
+
 LONGEST = 10
 """How many times its limit a run may take when ranks compile or wait for a processor, which is no part of the limit."""
+LOOKING_S = 1e-4
+"""Turns of threads that compute while one looks at them."""
 _TASKS = Path("/proc/self/task")
 
 
@@ -46,12 +50,13 @@ class Starvation:
     def _read(self) -> dict[str, int]:
         """Nanoseconds in which every thread could have run and did not."""
         found = {}
-        for thread in _TASKS.iterdir() if _TASKS.is_dir() else ():
-            try:
-                if thread.name not in self._but:
-                    found[thread.name] = int((thread / "schedstat").read_bytes().split()[1])
-            except (OSError, IndexError):  # it has ended
-                continue
+        with turns_of_threads(LOOKING_S):
+            for thread in _TASKS.iterdir() if _TASKS.is_dir() else ():
+                try:
+                    if thread.name not in self._but:
+                        found[thread.name] = int((thread / "schedstat").read_bytes().split()[1])
+                except (OSError, IndexError):  # it has ended
+                    continue
         return found
 
 

@@ -37,7 +37,7 @@ from shardproof.harness.engines.calls.operators import OPERATORS, communicates, 
 from shardproof.harness.engines.calls.pending import RootCause, of_deadlock, of_mismatch, of_skipped, position_in_call
 from shardproof.harness.engines.engine import Engine, RunRequest
 from shardproof.harness.engines.rank_environment import one_thread
-from shardproof.harness.engines.starvation import LONGEST
+from shardproof.harness.engines.starvation import LONGEST, LOOKING_S
 from shardproof.harness.engines.threads.matcher import CollectiveMatcher, Race
 from shardproof.harness.engines.threads.rank_state import CallerStreams, Namespace, PerRankState, namespaces_of
 from shardproof.harness.engines.threads.rank_threads import Aborted, Heap, RankThread, RankThreads, Stillness
@@ -55,6 +55,7 @@ from shardproof.harness.errors import (
     error_text,
     ranks_text,
 )
+from shardproof.harness.interpreter import turns_of_threads
 from shardproof.harness.ledger import Observer
 from shardproof.harness.torch_internals.compiler import leave_uncompiled, share_compiled
 from shardproof.harness.torch_internals.dispatch import (
@@ -122,9 +123,10 @@ def of_time(scheduler: Scheduler, timeout_s: float) -> RootCause:
     running = [rank for rank, status in enumerate(scheduler.statuses) if status is RankStatus.RUNNING]
     looks = {rank: Stillness(scheduler.idents[rank], strictly=True) for rank in running}
     blocked: set[int] = set()
-    for _ in range(_LOOKS):
-        blocked = {rank for rank, look in looks.items() if look()}
-        time.sleep(0.001)
+    with turns_of_threads(LOOKING_S):
+        for _ in range(_LOOKS):
+            blocked = {rank for rank, look in looks.items() if look()}
+            time.sleep(0.001)
     texts = []
     for rank in running:
         place, does = caller_of(frames[rank]), "is blocked" if rank in blocked else "runs"
