@@ -85,13 +85,10 @@ Job = Callable[[], Callable[[], None]]
 
 
 class RankThread:
-    """A thread that runs one job at a time. `reusable` is known when a job has ended.
-
-    A job returns what to call last, when the thread is about to sleep.
-    """
+    """A thread that runs one job at a time. A job returns what to call last, when the thread is about to sleep."""
 
     def __init__(self) -> None:
-        self.reusable = False
+        self._clean = False
         self._interrupted = False
         self._job: Job | None = None
         self._given = taken_lock()
@@ -108,6 +105,14 @@ class RankThread:
     def end(self) -> None:
         """End the idle thread."""
         self.begin("rank (ending)", None)
+
+    @property
+    def reusable(self) -> bool:
+        """Whether it can run another job; known when `wait_for_end` has said that the last one has ended.
+
+        An interruption may have come when the job was over already, and then ends the thread itself.
+        """
+        return self._clean and not self._interrupted
 
     def wait_for_end(self, timeout_s: float) -> bool:
         """Wait for the end of the job; True when it came in time. Not to be called again after True."""
@@ -134,7 +139,7 @@ class RankThread:
                     last = contextvars.Context().run(self._job)
                 finally:
                     self._job = None
-                    self.reusable = not self._interrupted and _state_of_thread(_thread_dict()) == born
+                    self._clean = _state_of_thread(_thread_dict()) == born
                     self._ended.release()
                 last()
 

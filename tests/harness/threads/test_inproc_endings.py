@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardproof.harness.engines.starvation import Starvation
 from shardproof.harness.engines.threads.inproc import InprocEngine
-from shardproof.harness.engines.threads.rank_threads import interrupt
+from shardproof.harness.engines.threads.rank_threads import RankThreads, do_nothing, interrupt
 from shardproof.harness.errors import NotComputed, RankRaised, RequestError, TimeLimit
 from shardproof.harness.running.ranks.execution import execute
 from shardproof.reference.case import Case
@@ -295,3 +295,17 @@ def test_a_rank_that_waits_for_a_lock_of_another_is_named_with_the_engine_that_w
             LOCK.release()
     assert caught.value.cause.startswith("no end within 0.3 s: rank 1 is blocked at ")
     assert "test_inproc_endings.py:" in caught.value.cause and "; legal: --engine pool" in caught.value.cause
+
+
+def test_a_thread_that_was_interrupted_as_its_job_ended_runs_no_other_job() -> None:
+    """Whoever ends a run interrupts threads that are slow to unwind, and one may have ended just then."""
+    threads = RankThreads()
+    (first,) = threads.take(1)
+    first.begin("rank 0", lambda: do_nothing)
+    assert first.wait_for_end(10) and first.reusable
+    first.interrupt()
+    threads.give_back([first])
+    (second,) = threads.take(1)
+    second.begin("rank 0", lambda: do_nothing)
+    assert second.wait_for_end(10), "nobody runs the job"
+    second.end()
