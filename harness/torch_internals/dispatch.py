@@ -145,10 +145,42 @@ class DispatchMode(TorchDispatchMode):
         _eager.end()
 
 
-leaves: Callable[[Any], list[Any]] = _pytree.tree_leaves
-"""The leaves of nested tuples, lists and dicts. torch.utils._pytree.tree_leaves."""
-mapped: Callable[[Callable[[Any], Any], Any], Any] = _pytree.tree_map
-"""The same nest with a function of every leaf. torch.utils._pytree.tree_map."""
+def leaves(nest: Any) -> list[Any]:
+    """The leaves of nested tuples, lists, dicts, and of what else torch takes apart.
+
+    Uses torch.utils._pytree.tree_leaves, which takes longer than most operators, for other classes alone.
+    """
+    found: list[Any] = []
+    _add_leaves(nest, found)
+    return found
+
+
+def _add_leaves(nest: Any, found: list[Any]) -> None:
+    kind = type(nest)
+    if kind in _LEAVES:
+        found.append(nest)
+    elif kind is tuple or kind is list:
+        for one in nest:
+            _add_leaves(one, found)
+    elif kind is dict:
+        for one in nest.values():
+            _add_leaves(one, found)
+    else:
+        found += _pytree.tree_leaves(nest)
+
+
+def mapped(function: Callable[[Any], Any], nest: Any) -> Any:
+    """The same nest with a function of every leaf. Uses torch.utils._pytree.tree_map as `leaves` does."""
+    kind = type(nest)
+    if kind in _LEAVES:
+        return function(nest)
+    if kind is tuple or kind is list:
+        return kind([mapped(function, one) for one in nest])
+    return _pytree.tree_map(function, nest)
+
+
+_LEAVES = frozenset({Tensor, torch.nn.Parameter, int, float, bool, str, type(None), torch.dtype, torch.device})
+"""Classes that nothing takes apart."""
 
 _NO_DISPATCH = Tensor.__torch_dispatch__
 FakeTensor: Any = getattr(getattr(torch, "_subclasses", None), "FakeTensor", ())

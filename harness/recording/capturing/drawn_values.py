@@ -12,7 +12,7 @@ functional programs, whose parameters are no leaves, nothing is seen; then the r
 the truth.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -168,8 +168,9 @@ class FirstValues(DispatchMode):
             and operator is not torch.ops.aten.detach.default
         )
         in_forward = current_task() < 0  # backward makes leaves of the tensors that forward saved
-        for leaf in leaves((args, kwargs)) if in_forward else ():
-            if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.is_leaf and (reads or leaf.grad is not None):
+        tensors = [one for one in leaves(args) + leaves(kwargs) if isinstance(one, Tensor)]
+        for leaf in tensors if in_forward else ():
+            if leaf.requires_grad and leaf.is_leaf and (reads or leaf.grad is not None):
                 own = leaf.to_local() if hasattr(leaf, "to_local") else leaf
                 if isinstance(own, FakeTensor):
                     continue
@@ -183,12 +184,15 @@ class FirstValues(DispatchMode):
                     self._on_leaf(leaf)
         if take_themselves_apart(types):
             return NotImplemented
-        given = _storages((args, kwargs)) if self._leaves else set()
+        given = _storages(tensors) if self._leaves else set()
         result = operator(*args, **(kwargs or {}))
-        if given & self._leaves or given & self._computed:
-            self._computed.update(_storages(result) - self._leaves)
-        elif self._computed:  # new memory may have the number of what was freed
-            self._computed.difference_update(_storages(result))
+        if not self._leaves:  # and so nothing is computed from them
+            return result
+        made = _storages(one for one in leaves(result) if isinstance(one, Tensor))
+        if given.isdisjoint(self._leaves) and given.isdisjoint(self._computed):
+            self._computed -= made  # new memory may have the number of what was freed
+        else:
+            self._computed |= made - self._leaves
         return result
 
     @property
@@ -199,10 +203,9 @@ class FirstValues(DispatchMode):
         return {f"{STARTED}{number}": value for number, value in enumerate(values)}
 
 
-def _storages(found: object) -> set[int]:
-    """The storages of the dense tensors in this nest of values."""
-    tensors = (one for one in leaves(found) if isinstance(one, Tensor) and one.layout is torch.strided)
-    return {storage_id(tensor) for tensor in tensors}
+def _storages(tensors: Iterable[Tensor]) -> set[int]:
+    """The storages of the dense ones of these tensors."""
+    return {storage_id(tensor) for tensor in tensors if tensor.layout is torch.strided}
 
 
 @dataclass(frozen=True, slots=True)
