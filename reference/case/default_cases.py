@@ -185,35 +185,35 @@ def _cover_pairs(cases: Iterable[Case]) -> list[Case]:
 
 def _in_order(cases: Iterable[Case], price: Callable[[Case], int] = lambda case: 1) -> Iterator[tuple[Case, int]]:
     """These cases in greedy order, the most new pairs for the price first, each with the number of its new pairs."""
-    varied = paired_domains()
+    varied, ordered = paired_domains(), list(dict.fromkeys(cases))
     numbers: dict[Level, int] = {}
-    levels = {
-        case: [
+    levels = [
+        [
             numbers.setdefault((word, value), len(numbers))
             for word, values in varied.items()
             if (value := getattr(case, word)) in values
         ]
-        for case in cases
-    }
-    bits = {case: sum(1 << number for number in values) for case, values in levels.items()}
+        for case in ordered
+    ]
+    bits = [sum(1 << number for number in own) for own in levels]
     missing = [0] * len(numbers)
-    for case, values in levels.items():
-        for number in values:
-            missing[number] |= bits[case]
+    for held, own in zip(bits, levels, strict=True):
+        for number in own:
+            missing[number] |= held
 
-    def more(case: Case) -> int:
-        own = bits[case]
-        return sum((missing[number] & own).bit_count() for number in levels[case])
+    def more(place: int) -> int:
+        held = bits[place]
+        return sum((missing[number] & held).bit_count() for number in levels[place])
 
-    left = [(-more(case) / price(case), number, case) for number, case in enumerate(levels)]
+    left = [(-more(place) / price(case), place) for place, case in enumerate(ordered)]
     heapify(left)
     while left:  # what a case has more than those before only shrinks: only the first one is counted again
-        _, number, case = heappop(left)
-        now = more(case)
-        if left and now / price(case) < -left[0][0]:
-            heappush(left, (-now / price(case), number, case))
+        _, place = heappop(left)
+        now = more(place)
+        if left and now / price(ordered[place]) < -left[0][0]:
+            heappush(left, (-now / price(ordered[place]), place))
             continue
-        yield case, now
-        others = ~bits[case]
-        for level in levels[case]:
-            missing[level] &= others
+        yield ordered[place], now
+        others = ~bits[place]
+        for number in levels[place]:
+            missing[number] &= others

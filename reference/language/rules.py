@@ -8,14 +8,15 @@ follows its choice. Sources: modes.md sections 3.1 and 4 (divisibility of heads,
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple, Self
 
 from shardproof.reference.errors import CaseError
 from shardproof.reference.language.core import Core, whose
 from shardproof.reference.language.groups import RankOrder
-from shardproof.reference.language.words import LARGEST_SIZE, Field, Problem, legal_values, multiple
+from shardproof.reference.language.words import LARGEST_SIZE, Problem, legal_values, multiple
 
 _EMBEDDINGS = {"whole": "leaves it whole", "vocab": "splits the vocabulary"}
 """Treatment of the token table by a mode that has one form of it alone."""
@@ -28,25 +29,38 @@ def problems(case: Core) -> Iterator[Problem]:
         yield from rules(case)
 
 
-@functools.cache
-def _restricted_words(kind: Any) -> tuple[tuple[Field, ...], dict[str, bool]]:
-    """Words of a class of cases: those that take one of a list, and whole numbers with whether 0 is legal."""
-    fields = dataclasses.fields(kind)
-    sizes = {field.name: bool(field.metadata["legal"]) for field in fields if type(field.default) is int}
-    return tuple(field for field in fields if legal_values(field)), sizes
+class _Restricted(NamedTuple):
+    """Words of a class of cases: those that take one of a list, each with that list, which may grow by modes of a third
+    party; whole numbers with whether 0 is legal. `choices` and `numbers` read the values of all of them from a case.
+    """
+
+    lists: tuple[tuple[str, Collection[str]], ...]
+    choices: Callable[[Core], tuple[object, ...]]
+    sizes: dict[str, bool]
+    numbers: Callable[[Core], tuple[int, ...]]
+
+    @classmethod
+    @functools.cache
+    def of(cls, kind: Any) -> Self:
+        """Those of this class of cases."""
+        fields = dataclasses.fields(kind)
+        lists = tuple((field.name, field.metadata["legal"]) for field in fields if legal_values(field))
+        sizes = {field.name: bool(field.metadata["legal"]) for field in fields if type(field.default) is int}
+        sizes.pop("seed")
+        return cls(lists, attrgetter(*(name for name, _ in lists)), sizes, attrgetter(*sizes))
 
 
 def _domains(case: Core) -> Iterator[Problem]:
-    kind: Any = type(case)
-    of_a_list, sizes = _restricted_words(kind)
-    for field in of_a_list:
-        if getattr(case, field.name) not in (known := legal_values(field)):  # which may grow: modes of a third party
-            yield field.name, "is not a known word", "|".join(known)
-    for key, with_zero in sizes.items():
-        if not with_zero and getattr(case, key) < 1:
+    words = _Restricted.of(type(case))
+    for value, (key, known) in zip(words.choices(case), words.lists, strict=True):
+        if value not in known:
+            yield key, "is not a known word", "|".join(known)
+    numbers = words.numbers(case)
+    for (key, with_zero), number in zip(words.sizes.items(), numbers, strict=True) if min(numbers) < 1 else ():
+        if not with_zero and number < 1:
             yield key, "must be at least 1", f"{key}=1"
-    for key in sizes:
-        if getattr(case, key) > LARGEST_SIZE and key != "seed":
+    for key, number in zip(words.sizes, numbers, strict=True) if max(numbers) > LARGEST_SIZE else ():
+        if number > LARGEST_SIZE:
             yield key, f"must be at most {LARGEST_SIZE}", f"{key}={LARGEST_SIZE}"
     if case.seed < 0:
         yield "seed", "must not be negative", "seed=0"

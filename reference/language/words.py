@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from shardproof.reference.errors import CaseError
@@ -87,13 +88,19 @@ def declared_words(owner: type) -> dict[str, Field]:
 
 
 @functools.cache
-def _defaults(owner: Any) -> tuple[tuple[str, Any], ...]:
-    return tuple((name, field.default) for name, field in declared_words(owner).items())
+def _defaults(owner: Any) -> tuple[Callable[[object], object], object, tuple[tuple[str, Any], ...]]:
+    """What reads all words of a feature from a case, what it reads where all have their defaults, and these."""
+    defaults = tuple((name, field.default) for name, field in declared_words(owner).items())
+    own = tuple(value for _, value in defaults)
+    return attrgetter(*(name for name, _ in defaults)), own if len(own) > 1 else own[0], defaults
 
 
 def not_default(owner: Any, case: object) -> Iterator[tuple[str, str]]:
     """Every word of a feature, a class, that has not its default in a case, with that default as a case writes it."""
-    for name, default in _defaults(owner):
+    read_words, plain, defaults = _defaults(owner)
+    if read_words(case) == plain:
+        return
+    for name, default in defaults:
         if getattr(case, name) != default:
             yield name, f"{name}={write(default)}"
 
