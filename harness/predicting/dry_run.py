@@ -37,6 +37,7 @@ from shardproof.harness.engines.engine import RunRequest
 from shardproof.harness.engines.threads.dry import DryEngine
 from shardproof.harness.errors import NotComputed
 from shardproof.harness.ledger import Call, Event
+from shardproof.harness.predicting.known_shapes import make_result
 from shardproof.harness.protocols import CaseLike, Subject
 from shardproof.harness.recording.measures import SavedActivations
 from shardproof.harness.recording.recorder import Recorder
@@ -186,7 +187,7 @@ class Meter(DispatchMode):
         space = func.namespace
         if space in {"_c10d_functional", "c10d"}:
             return self._note_collective(space, func, args, words)
-        out = func(*args, **words)
+        out = make_result(func, args, words)
         formula = FORMULAS.get(packet_of(func))
         if formula is not None:
             self._flops += formula(*args, **words, out_val=out)

@@ -185,12 +185,13 @@ class Prover:
         """Why the subject does not take this case, "" when it does. Raises Unanswered when its own words fail."""
         return refusal(case, self.subject)
 
-    def proof(self, case: CaseLike, subject: Any = None, *, explain: bool = True) -> CaseResult:
+    def proof(self, case: CaseLike, subject: Any = None, *, explain: bool = True, repeat: bool = True) -> CaseResult:
         """All that is known of this case; `subject` stands in for the one under test (a planted bug).
 
-        Without `explain` a failure takes no further runs.
+        Without `explain` a failure takes no further runs, without `repeat` the subject runs once.
         """
-        return prove(case, subject or self.subject, self.engine, timeout_s=self.timeout_s, explain=explain)
+        words: dict[str, Any] = {"timeout_s": self.timeout_s, "explain": explain, "repeat": repeat}
+        return prove(case, subject or self.subject, self.engine, **words)
 
     def holds(self, case: CaseLike, *checks: str) -> None:
         """Assert that these checks pass on this case; skip when the subject refuses it.

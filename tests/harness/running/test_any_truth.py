@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.deep import deep
 from tests.harness.proofs import contradicted, proved, told, unchecked, verdict_of
 
 
@@ -106,7 +107,7 @@ def test_a_precision_widens_limits_by_its_effect() -> None:
     assert proved(alone(inside=little, grad=lambda g: g * 1.001), "dp=2", explain=False).verdict == "fail"
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float64", *deep("four CPU seconds each", "float32"), "bfloat16"])
 def test_an_update_is_judged_by_what_it_moves(dtype: str) -> None:
     """A thousandth of the parameters, of which an eighth is missing, or a step of one rank's count too many."""
     text = f"dp=2 dtype={dtype} steps=2 rows=40 width=20"
@@ -192,7 +193,7 @@ class OutOfSight(Rows):
         return out
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float64", *deep("four CPU seconds each", "float32"), "bfloat16"])
 def test_a_truth_outside_of_torch_has_the_rounding_of_the_ranks(dtype: str) -> None:
     text = f"dp=2 dtype={dtype} rows=30 steps=1"
     result = proved(OutOfSight(master=True), text)

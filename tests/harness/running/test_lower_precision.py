@@ -19,6 +19,7 @@ from shardproof.harness.recording.capturing.operator_probes import NarrowProbe, 
 from shardproof.harness.running.ranks.execution import execute
 from shardproof.harness.subject import resolve_subject
 from shardproof.suites.subjects import ddp, hsdp
+from tests.deep import deep
 from tests.harness import own_words
 from tests.harness.noted import names_of, reasons_of
 from tests.harness.own_words import Network
@@ -231,7 +232,7 @@ def test_what_the_stated_wire_does_not_reach_keeps_its_own_limits() -> None:
     assert contradicted(proved(off, HOOKED, explain=False)) == {"forward"}
 
 
-@pytest.mark.parametrize("more", ["dtype=float32 steps=4", "dtype=float64"])
+@pytest.mark.parametrize("more", ["dtype=float64", *deep("eight CPU seconds", "dtype=float32 steps=4")])
 def test_stated_mixed_precision_has_the_limits_of_its_dtype(more: str) -> None:
     result = proved(hsdp.subject, f"{MIXED} {more}")
     assert result.verdict == "pass", told(result)

@@ -177,25 +177,25 @@ class Thrown:
 def test_memory_does_not_grow_with_what_ranks_print() -> None:
     """The first 10,000 lines are shown, and the last; those between are counted, text without an end is shown.
 
-    Two ranks print 30,000 lines and the end of one without a line feed.
+    Two ranks print 15,000 lines and the end of one without a line feed.
     """
     out, err, peaks = Thrown(), Thrown(), list[int]()
     with redirect_stdout(out), redirect_stderr(err), shown_once():
         tracemalloc.start()
         for rank in range(2):
             with rank_output():
-                for number in range(30_000):
+                for number in range(15_000):
                     print(rank, "prints a line of its own:", number)
-                for _ in range(6_000):
+                for _ in range(3_000):
                     print(".", end="")
                 peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert max(peaks) < 8e6 and peaks[1] < peaks[0] * 1.1
     assert 10_000 <= out.count < 10_200
     assert (
-        "(the ranks printed 50,002 more lines in all runs of the case; the last 100 different ones follow)" in err.end
+        "(the ranks printed 20,002 more lines in all runs of the case; the last 100 different ones follow)" in err.end
     )
-    assert "\n1 prints a line of its own: 29999\n" in out.end
+    assert "\n1 prints a line of its own: 14999\n" in out.end
 
 
 def test_others_than_ranks_and_lines_that_are_flushed_pass(capsys: pytest.CaptureFixture[str]) -> None:

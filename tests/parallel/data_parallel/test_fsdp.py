@@ -140,7 +140,7 @@ STAGES = "no_sync=true tied=false"
 def test_calls_and_numbers_are_torchs(prover: Prover, words: str) -> None:
     """Its next layer is prefetched for backward: as many bytes, in another module. All else of every stage agrees."""
     case = Case.parse(f"{SIZES} {words}")
-    result = prover.proof(case, theirs)
+    result = prover.proof(case, theirs, repeat=False)
     assert {verdict.check for verdict in result.verdicts if verdict.verdict != "pass"} <= {"ledger"}
     for place in range(case.pp):
         found = Counter(_line(event) for event in result.events if event.rank == place * case.dp)

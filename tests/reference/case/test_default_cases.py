@@ -1,6 +1,7 @@
 """The default cases: which pairs of values they hold, found out from other legal cases than their own search's."""
 
 import dataclasses
+import functools
 import random
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
@@ -69,6 +70,7 @@ def missing(cases: Collection[Case], others: Iterable[Case]) -> set[Pair]:
     return {frozenset((LEVELS[one], LEVELS[other])) for one, other in found.nonzero().tolist()}
 
 
+@functools.cache
 def changed(count: int, modes: tuple[str, ...] = tuple(MODES)) -> tuple[Case, ...]:
     """Legal cases: each is one before it with a few random words at random values."""
     source, values = random.Random(0), paired_domains() | {"mode": modes}
@@ -112,7 +114,7 @@ def test_most_triples_of_values_that_meet_in_a_file_are_there() -> None:
     def held(cases: Iterable[Case]) -> Tensor:
         return torch.from_numpy(np.any([known.triples_of(words_of(case)) for case in cases], axis=0))
 
-    possible = held(changed(600))
+    possible = held(changed(1000)[:600])
     assert (possible & held(default_cases(checkpoint="ck"))).sum() > 0.95 * possible.sum()
 
 
@@ -144,7 +146,7 @@ def test_every_value_is_in_a_long_case_and_states_that_last_are_there_together()
     lasting = {level for case in cases for level in levels(case) if level[0] in STATES}
     assert {level for case in cases for level in levels(case)} - held == set()
     assert lasting - kept == set()
-    more = [case.but(**{"steps": 3, "layers": 2, "micro": 3}) for case in changed(400) if _can_be_longer(case)]
+    more = [case.but(**{"steps": 3, "layers": 2, "micro": 3}) for case in changed(1000)[:400] if _can_be_longer(case)]
     missing = (of_states(more) & ~of_states(cases)).nonzero().tolist()
     assert [(LEVELS[one], LEVELS[other]) for one, other in missing] == []
     assert sum(case.steps == 1 for case in cases) > len(cases) / 2
