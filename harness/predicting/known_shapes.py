@@ -1,4 +1,4 @@
-"""What operators make of tensors that have shapes and no numbers, asked of torch once for tensors that are laid out alike.
+"""What operators make of tensors that have shapes and no numbers, asked of torch once for tensors laid out alike.
 
 torch finds it in Python: a millisecond for a sum of two tensors, of which a step has thousands. Known are operators of
 aten that write to nothing and return new memory of the meta device, filled without holes. Their result follows from the
@@ -65,7 +65,7 @@ def _key_of(given: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _layouts_of(result: Any) -> tuple[_Layout, ...] | None:
-    """How the tensors of a result are laid out; None unless each has memory of its own, as large as its layout needs."""
+    """How the tensors of a result are laid out; None unless each has memory of its own, and no more than it needs."""
     tensors = (result,) if isinstance(result, Tensor) else result
     if not isinstance(tensors, tuple) or not all(type(one) is Tensor and one.is_meta for one in tensors):
         return None
