@@ -169,13 +169,13 @@ def _add_leaves(nest: Any, found: list[Any]) -> None:
         found += _pytree.tree_leaves(nest)
 
 
-def mapped(function: Callable[[Any], Any], nest: Any) -> Any:
+def map_leaves(function: Callable[[Any], Any], nest: Any) -> Any:
     """The same nest with a function of every leaf. Uses torch.utils._pytree.tree_map as `leaves` does."""
     kind = type(nest)
     if kind in _LEAVES:
         return function(nest)
     if kind is tuple or kind is list:
-        return kind([mapped(function, one) for one in nest])
+        return kind([map_leaves(function, one) for one in nest])
     return _pytree.tree_map(function, nest)
 
 

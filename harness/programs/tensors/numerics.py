@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from shardproof.harness.outcome.blocks import is_dtensor
 from shardproof.harness.programs.session import ValueOptions
 from shardproof.harness.torch_internals.compiler import run_eagerly
-from shardproof.harness.torch_internals.dispatch import mapped
+from shardproof.harness.torch_internals.dispatch import map_leaves
 from shardproof.harness.torch_internals.world import redirect_function
 
 _WIDE = torch.float64
@@ -100,7 +100,7 @@ def convert_call(
     first = next(module.parameters(), None)
     if first is None or first.dtype is not _WIDE:
         return args, words
-    converted: tuple[Sequence[Any], Mapping[str, Any]] = mapped(_widen_tensor, (tuple(args), dict(words)))
+    converted: tuple[Sequence[Any], Mapping[str, Any]] = map_leaves(_widen_tensor, (tuple(args), dict(words)))
     return converted
 
 

@@ -36,7 +36,7 @@ from shardproof.harness.torch_internals.dispatch import (
     FakeTensor,
     leaves,
     makes_new,
-    mapped,
+    map_leaves,
     take_themselves_apart,
 )
 
@@ -183,7 +183,9 @@ def _in_float64(operator: Any, args: Sequence[Any], words: Mapping[str, Any]) ->
         return x.detach().double() * (1 + by * part)
 
     def results(by: float) -> list[Tensor]:
-        found = operator(*mapped(lambda x: move_dtype(x, by), args), **mapped(lambda x: move_dtype(x, by), dict(words)))
+        found = operator(
+            *map_leaves(lambda x: move_dtype(x, by), args), **map_leaves(lambda x: move_dtype(x, by), dict(words))
+        )
         return [leaf for leaf in leaves(found) if isinstance(leaf, Tensor)]
 
     try:

@@ -32,7 +32,7 @@ from shardproof.harness.torch_internals.dispatch import (
     FakeTensor,
     leaves,
     makes_new,
-    mapped,
+    map_leaves,
     take_themselves_apart,
     written_arguments,
 )
@@ -125,7 +125,7 @@ class RandomRounding(DispatchMode):
             moved = (self._move_randomly(first), *map(rows, rest))
             self._remember(moved)
             return moved if isinstance(result, tuple) else moved[1]
-        moved = mapped(self._move_randomly, result)
+        moved = map_leaves(self._move_randomly, result)
         self._remember(moved)
         return moved
 
@@ -168,7 +168,7 @@ class RandomRounding(DispatchMode):
         places = [place for place, x in enumerate(args) if isinstance(x, Tensor)]
         one = places[-2] if len(places) > 1 and name in PRODUCTS else places[0]
         return [
-            mapped(functools.partial(self._move_randomly, terms=terms if place == one else 1, narrow=narrow), x)
+            map_leaves(functools.partial(self._move_randomly, terms=terms if place == one else 1, narrow=narrow), x)
             for place, x in enumerate(args)
         ]
 
@@ -206,7 +206,7 @@ class RandomRounding(DispatchMode):
             return self._by(x.to(wanted), self._units[x.dtype])
 
         written = written_arguments(operator)
-        return [x if place in written else mapped(widen_tensor, x) for place, x in enumerate(args)]
+        return [x if place in written else map_leaves(widen_tensor, x) for place, x in enumerate(args)]
 
 
 def _terms(name: str, args: Sequence[Any]) -> int:
