@@ -37,6 +37,7 @@ from shardproof.harness.engines.engine import RunRequest
 from shardproof.harness.engines.threads.dry import DryEngine
 from shardproof.harness.errors import NotComputed
 from shardproof.harness.ledger import Call, Event
+from shardproof.harness.predicting.known_shapes import make_result
 from shardproof.harness.protocols import CaseLike, Subject
 from shardproof.harness.recording.measures import SavedActivations
 from shardproof.harness.recording.recorder import Recorder
@@ -54,7 +55,6 @@ from shardproof.harness.torch_internals.dispatch import (
     short_name,
     take_themselves_apart,
 )
-from shardproof.harness.torch_internals.known_shapes import make_result
 
 START, WAIT, END = "start", "wait", "end"
 TO_BACKWARD, TO_FORWARD = "to backward", "to forward"

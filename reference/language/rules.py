@@ -51,8 +51,7 @@ class _Restricted(NamedTuple):
 
 
 def _domains(case: Core) -> Iterator[Problem]:
-    kind: Any = type(case)
-    words = _Restricted.of(kind)
+    words = _Restricted.of(type(case))
     for value, (key, known) in zip(words.choices(case), words.lists, strict=True):
         if value not in known:
             yield key, "is not a known word", "|".join(known)

@@ -65,7 +65,6 @@ from shardproof.harness.torch_internals.dispatch import (
     keep_device_guard,
     kernels,
 )
-from shardproof.harness.torch_internals.known_shapes import share_stated_shapes
 from shardproof.harness.torch_internals.world import leave_world, rank_tables
 
 _BLOCKED = (
@@ -307,7 +306,6 @@ class InprocEngine(Engine):
         parts = intervention or Intervention()
         self.unwaited = ()
         leave_uncompiled()
-        share_stated_shapes()
         places = parts.places(request.per_rank)
         with one_thread(), install_worlds() as enter, self._unmapped.record_calls():
             state = PerRankState(request.world_size, request.seed, places, self._streams)
