@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import get_ident
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import Function
 from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.nn import functional
 from torch.utils import checkpoint
 
@@ -55,6 +56,8 @@ from shardproof.harness.torch_internals.dispatch import (
     modes_are_on,
     thread_switches,
 )
+from shardproof.harness.torch_internals.lookup import replace_attribute
+from shardproof.harness.torch_internals.sharding import share_inferred_shapes
 from shardproof.harness.torch_internals.world import (
     _PRIVATE_NAMES,
     _RANKS,
@@ -360,6 +363,28 @@ def _tells_threads_apart() -> bool:
     with kept_apart(lambda: 3):
         threaded, number = module.get_backend(), module.threading.get_ident()
     return threaded == "threaded" and number % _RANKS == 3 and module.threading is threading
+
+
+@probe(
+    "shapes that DTensor infers for one rank known to all",
+    names="torch.distributed.tensor._sharding_prop.ShardingPropagator._propagate_tensor_meta_non_cached",
+    otherwise="a run of DTensor takes half as long again",
+)
+def _asks_once() -> bool:
+    asked: list[object] = []
+    with (
+        replace_attribute(
+            ShardingPropagator, "_propagate_tensor_meta_non_cached", lambda _self, one: asked.append(one)
+        ),
+        share_inferred_shapes(),
+    ):
+        propagator: Any = object.__new__(ShardingPropagator)
+        schema = SimpleNamespace(op=torch.ops.aten.neg.default, args_schema=(object(),), kwargs_schema={})
+        threads = [threading.Thread(target=propagator._propagate_tensor_meta_non_cached, args=[schema]) for _ in "ab"]
+        for thread in threads:
+            thread.start()
+            thread.join()
+    return asked == [schema]
 
 
 @probe(

@@ -7,11 +7,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 from shardproof.harness.engines.threads.process_group import InprocGroup
 from shardproof.harness.errors import MachineError
 from shardproof.harness.torch_internals import autograd, compiler, dispatch, lookup, world
 from shardproof.harness.torch_internals.lookup import find_name
+from shardproof.harness.torch_internals.sharding import share_inferred_shapes
 from shardproof.reports.commands import cli
 from tests.harness.recording.toy_calls import recorded
 from tests.harness.torch_internals.probes import PROBES, Probe
@@ -26,6 +32,27 @@ def test_a_name_that_torch_lacks_is_a_sentence_when_it_is_needed() -> None:
     missing = find_name(torch, "_no_such_name", "flying")
     with pytest.raises(MachineError, match=r"^flying is not available .*torch\._no_such_name; legal: torch 2"):
         missing(1, two=2)
+
+
+def test_dtensor_infers_again_where_the_answer_may_differ() -> None:
+    mesh = DeviceMesh("cpu", [0], _init_backend=False, _rank=0)
+    whole = DTensorSpec(mesh, (Replicate(),), tensor_meta=TensorMeta(torch.Size([3]), (1,), torch.int64))
+    propagator, aten = ShardingPropagator(), torch.ops.aten
+
+    def dtype(op: Any, *words: object) -> torch.dtype:
+        found = propagator._propagate_tensor_meta_non_cached(OpSchema(op, (whole, *words), {}))
+        assert isinstance(found, TensorMeta) and found.shape == (3,)
+        return found.dtype
+
+    for _ in "twice":
+        with share_inferred_shapes():
+            assert dtype(aten.mul.Tensor, 2) is dtype(aten.mul.Tensor, True) is torch.int64
+            assert dtype(aten.mul.Tensor, 2.0) is dtype(aten.div.Tensor, whole) is torch.float32
+            torch.set_default_dtype(torch.float64)
+            try:
+                assert dtype(aten.mul.Tensor, 2.0) is dtype(aten.div.Tensor, whole) is torch.float64
+            finally:
+                torch.set_default_dtype(torch.float32)
 
 
 def test_a_version_is_noted_when_it_was_not_tested() -> None:
