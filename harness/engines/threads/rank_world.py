@@ -26,7 +26,6 @@ from shardproof.harness.engines.rank_environment import environment_of, meeting_
 from shardproof.harness.engines.threads.matcher import CollectiveMatcher
 from shardproof.harness.engines.threads.process_group import InprocGroup
 from shardproof.harness.engines.threads.rank_threads import follow_threads
-from shardproof.harness.torch_internals.sharding import share_inferred_shapes
 from shardproof.harness.torch_internals.world import (
     Maker,
     Tables,
@@ -138,7 +137,6 @@ def install_worlds() -> Iterator[Enter]:
         undo.enter_context(redirect_function(c10d.split_group, _split_group))
         undo.enter_context(groups_made_by(_new_group))
         undo.enter_context(kept_apart(lambda: getattr(_rank_of_thread(), "rank", None)))
-        undo.enter_context(share_inferred_shapes())
         undo.enter_context(follow_threads(lambda mine: mine.matcher.scheduler.hand_back(mine.rank)))
         undo.enter_context(environ_by_rank(lambda: getattr(_rank_of_thread(), "environ", None)))
         yield functools.partial(_enter_world, ranks, dist.HashStore(), meet_at)

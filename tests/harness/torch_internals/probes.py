@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import get_ident
-from types import FrameType, SimpleNamespace
+from types import FrameType
 from typing import Any
 
 import torch
@@ -16,7 +16,10 @@ from torch import Tensor, nn
 from torch.autograd.function import Function
 from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema
 from torch.nn import functional
 from torch.utils import checkpoint
 
@@ -56,8 +59,7 @@ from shardproof.harness.torch_internals.dispatch import (
     modes_are_on,
     thread_switches,
 )
-from shardproof.harness.torch_internals.lookup import replace_attribute
-from shardproof.harness.torch_internals.sharding import share_inferred_shapes
+from shardproof.harness.torch_internals.sharding import Decisions
 from shardproof.harness.torch_internals.world import (
     _PRIVATE_NAMES,
     _RANKS,
@@ -366,25 +368,18 @@ def _tells_threads_apart() -> bool:
 
 
 @probe(
-    "shapes that DTensor infers for one rank known to all",
-    names="torch.distributed.tensor._sharding_prop.ShardingPropagator._propagate_tensor_meta_non_cached",
-    otherwise="a run of DTensor takes half as long again",
+    "decisions of DTensor kept from run to run",
+    names="torch.distributed.tensor._sharding_prop.ShardingPropagator.propagate_op_sharding_non_cached,"
+    " DTensorSpec OpSchema OutputSharding",
+    otherwise="a run of DTensor takes twice as long",
 )
-def _asks_once() -> bool:
-    asked: list[object] = []
-    with (
-        replace_attribute(
-            ShardingPropagator, "_propagate_tensor_meta_non_cached", lambda _self, one: asked.append(one)
-        ),
-        share_inferred_shapes(),
-    ):
-        propagator: Any = object.__new__(ShardingPropagator)
-        schema = SimpleNamespace(op=torch.ops.aten.neg.default, args_schema=(object(),), kwargs_schema={})
-        threads = [threading.Thread(target=propagator._propagate_tensor_meta_non_cached, args=[schema]) for _ in "ab"]
-        for thread in threads:
-            thread.start()
-            thread.join()
-    return asked == [schema]
+def _decides_once() -> bool:
+    decisions, mesh = Decisions(), DeviceMesh("cpu", [0], _init_backend=False, _rank=0)
+    spec = DTensorSpec(mesh, (Replicate(),), tensor_meta=TensorMeta(torch.Size([3]), (1,), torch.float32))
+    with decisions.share_decisions():
+        decide: Any = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding_non_cached
+        one, other = (decide(OpSchema(torch.ops.aten.neg.default, (spec,), {})) for _ in "ab")
+    return len(decisions._known) == 1 and one is not other and one == other
 
 
 @probe(
