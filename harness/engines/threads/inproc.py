@@ -65,6 +65,7 @@ from shardproof.harness.torch_internals.dispatch import (
     keep_device_guard,
     kernels,
 )
+from shardproof.harness.torch_internals.sharding import Decisions
 from shardproof.harness.torch_internals.world import leave_world, rank_tables
 
 _BLOCKED = (
@@ -297,6 +298,7 @@ class InprocEngine(Engine):
         self._streams = CallerStreams()
         self._heap = Heap()
         self._unmapped = Unmapped()
+        self._decisions = Decisions()
 
     def run_request(
         self, request: RunRequest, observer: Observer | None, intervention: Intervention | None = None
@@ -307,7 +309,7 @@ class InprocEngine(Engine):
         self.unwaited = ()
         leave_uncompiled()
         places = parts.places(request.per_rank)
-        with one_thread(), install_worlds() as enter, self._unmapped.record_calls():
+        with one_thread(), install_worlds() as enter, self._unmapped.record_calls(), self._decisions.share_decisions():
             state = PerRankState(request.world_size, request.seed, places, self._streams)
             threads = self._threads.take(request.world_size)
             run = _Run(request, threads, state, observer, parts)

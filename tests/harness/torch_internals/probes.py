@@ -16,6 +16,10 @@ from torch import Tensor, nn
 from torch.autograd.function import Function
 from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema
 from torch.nn import functional
 from torch.utils import checkpoint
 
@@ -55,6 +59,7 @@ from shardproof.harness.torch_internals.dispatch import (
     modes_are_on,
     thread_switches,
 )
+from shardproof.harness.torch_internals.sharding import Decisions
 from shardproof.harness.torch_internals.world import (
     _PRIVATE_NAMES,
     _RANKS,
@@ -360,6 +365,21 @@ def _tells_threads_apart() -> bool:
     with kept_apart(lambda: 3):
         threaded, number = module.get_backend(), module.threading.get_ident()
     return threaded == "threaded" and number % _RANKS == 3 and module.threading is threading
+
+
+@probe(
+    "decisions of DTensor kept from run to run",
+    names="torch.distributed.tensor._sharding_prop.ShardingPropagator.propagate_op_sharding_non_cached,"
+    " DTensorSpec OpSchema OutputSharding",
+    otherwise="a run of DTensor takes twice as long",
+)
+def _decides_once() -> bool:
+    decisions, mesh = Decisions(), DeviceMesh("cpu", [0], _init_backend=False, _rank=0)
+    spec = DTensorSpec(mesh, (Replicate(),), tensor_meta=TensorMeta(torch.Size([3]), (1,), torch.float32))
+    with decisions.share_decisions():
+        decide: Any = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding_non_cached
+        one, other = (decide(OpSchema(torch.ops.aten.neg.default, (spec,), {})) for _ in "ab")
+    return len(decisions._known) == 1 and one is not other and one == other
 
 
 @probe(

@@ -7,11 +7,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema
 
 from shardproof.harness.engines.threads.process_group import InprocGroup
 from shardproof.harness.errors import MachineError
 from shardproof.harness.torch_internals import autograd, compiler, dispatch, lookup, world
 from shardproof.harness.torch_internals.lookup import find_name
+from shardproof.harness.torch_internals.sharding import Decisions
 from shardproof.reports.commands import cli
 from tests.harness.recording.toy_calls import recorded
 from tests.harness.torch_internals.probes import PROBES, Probe
@@ -26,6 +31,41 @@ def test_a_name_that_torch_lacks_is_a_sentence_when_it_is_needed() -> None:
     missing = find_name(torch, "_no_such_name", "flying")
     with pytest.raises(MachineError, match=r"^flying is not available .*torch\._no_such_name; legal: torch 2"):
         missing(1, two=2)
+
+
+def test_dtensor_decides_again_where_the_decision_may_differ() -> None:
+    propagator, aten, decisions = DTensor._op_dispatcher.sharding_propagator, torch.ops.aten, Decisions()
+    meshes = [DeviceMesh("cpu", [0, 1], _init_backend=False, _rank=rank) for rank in (0, 1)]
+
+    def decided(mesh: DeviceMesh, op: Any, *words: object) -> tuple[torch.dtype, Any]:
+        meta = TensorMeta(torch.Size([3]), (1,), torch.int64)
+        spec = DTensorSpec(mesh, (Shard(0),), tensor_meta=meta)
+        found: Any = propagator.propagate_op_sharding_non_cached(OpSchema(op, (spec, *words), {}))
+        assert found.output_spec.mesh is mesh and found.output_spec.placements == (Shard(0),)
+        local = found.redistribute_schema.args_schema[1] if found.redistribute_schema else None
+        return found.output_spec.tensor_meta.dtype, local
+
+    for _ in "twice":
+        with decisions.share_decisions():
+            assert [decided(meshes[0], aten.mul.Tensor, factor)[0] for factor in (2, True, 2.0)] == [
+                torch.int64,
+                torch.int64,
+                torch.float32,
+            ]
+            assert [decided(mesh, aten.view.default, [3])[1] for mesh in meshes] == [(2,), (1,)], "uneven shards"
+            torch.set_default_dtype(torch.float64)
+            try:
+                assert decided(meshes[0], aten.mul.Tensor, 2.0)[0] is torch.float64
+            finally:
+                torch.set_default_dtype(torch.float32)
+    rules = propagator.op_strategy_funcs
+    rule = rules[aten.view.default]
+    rules[aten.view.default] = lambda _: (_ for _ in ()).throw(ValueError("a rule that a program registered"))
+    try:
+        with decisions.share_decisions(), pytest.raises(ValueError, match="that a program registered"):
+            decided(meshes[0], aten.view.default, [3])
+    finally:
+        rules[aten.view.default] = rule
 
 
 def test_a_version_is_noted_when_it_was_not_tested() -> None:
