@@ -153,7 +153,7 @@ def test_cases_on_other_numbers_of_ranks_are_never_added_up(run: Run) -> None:
 def test_words_that_all_cases_share_are_said_once(run: Run) -> None:
     table = text_tables.headline_table(summary.headline(run))
     assert [row[-1] for row in table.rows] == ["tp=2", "seq=64"], "no case is without words"
-    assert table.note.endswith("every case: tp=2")
+    assert table.title.endswith(", all with tp=2")
     alone = text_tables.headline_table(summary.headline(run).head(1))
     assert [row[-1] for row in alone.rows] == ["tp=2"], "one case keeps its words"
 
@@ -163,7 +163,8 @@ def test_the_title_claims_no_more_than_was_compared(run: Run) -> None:
     silent = headline.assign(worst_error=float("nan"))
     crashed = silent.assign(expected_payload_bytes=pd.array([pd.NA] * len(silent), dtype="Int64"))
     titles = [text_tables.headline_table(frame).title for frame in (headline, silent, crashed)]
-    assert titles == ["Every case against the dense model", "Every case against its expected ledger", "Every case"]
+    known = ("Every case against the dense model", "Every case against its expected ledger", "Every case")
+    assert titles == [f"{title}, all with tp=2" for title in known]
 
     def table_of(**request: str) -> Any:
         return text_tables.headline_table(summary.headline(dataclasses.replace(run, env={"request": request})))
