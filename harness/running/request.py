@@ -23,9 +23,10 @@ class Request:
     The run folder is made in `out`, which the user called `asked_out`. `timeout_s` bounds each run of a case and each
     dense model. `command` goes to env.json. `profile` names the tools under which every case is run once more as a
     witness of its ledger: torch, nsys. They watch `profile_steps` of that run, None for all. Where this process can be
-    forked, `processes` prove the cases in its place; with 0 this one does. So a case that ends its process ends no other. `fail_fast`: the first case that
-    neither passes nor is skipped is the last. `when_s`: how long the words that a failure needs are looked for, three
-    times that in all; 0: not at all. `repeat_every`: 3 where every third case is run twice, to compare its two runs.
+    forked, `processes` prove the cases in its place; with 0 this one does. So a case that ends its process ends no
+    other. `fail_fast`: the first case that neither passes nor is skipped is the last. `when_s`: how long the words
+    that a failure needs are looked for, three times that in all; 0: not at all. `repeat_every`: 3 where every third
+    case is run twice, to compare its two runs.
     """
 
     cases: tuple[CaseLike, ...]
