@@ -156,7 +156,7 @@ def headline_table(headline: pd.DataFrame) -> Table:
     if (headline["against"] == LAUNCH).all():
         frame = frame.assign(both_calls=NOTHING, payload_bytes=math.nan)
     return table(
-        _title_of_comparison(headline) + (f", all with {shared}" if shared else ""),
+        _title_of_comparison(headline) + (f"; all have {shared}" if shared else ""),
         frame,
         (str, "mode"),
         (count, "ranks"),

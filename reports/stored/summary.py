@@ -122,7 +122,7 @@ def _open_beside_failures(ran: pd.DataFrame, records: Sequence[Verdict]) -> str:
     failed = set(ran.loc[ran["verdict"].eq("fail"), "case"])
     found = [one for one in records if one.case in failed and one.verdict == UNKNOWN]
     checks, cases = [*dict.fromkeys(one.check for one in found)], len({one.case for one in found})
-    verb, many = "are" if len(checks) > 1 else "is", f" in {cases} of these" if len(failed) > 1 else ""
+    verb, many = "are" if len(checks) > 1 else "is", f" in {cases} of these" if cases < len(failed) else ""
     return f"{join_names(checks)} {verb} unknown beside the failure{'s' * (cases > 1)}{many}" if checks else ""
 
 
