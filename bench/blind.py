@@ -52,7 +52,7 @@ from shardproof.suites.mutants.kill_rows import cause_told, right_place
 
 _NEEDED = re.compile(
     r"only with (?P<fails>.+?)(, perhaps .+?)?; right with (?P<right>.+?)"
-    r"( \(tried on (?P<on>'.*?'|\".*?\")\))?( \(no time was left .*\))?"
+    r"( \(tried on (?P<on>'.*?'|\".*?\")(; no time was left .*)?\))?"
 )
 _PLAINEST = re.compile(r"no word is known to be needed.*?; (?P<on>'.*?'|\".*?\") fails.*")
 _CHECKS = " but for "

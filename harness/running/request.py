@@ -1,6 +1,7 @@
 """The request of a run: cases, subject, engine and what else the options of a command choose, checked without torch."""
 
 import math
+import shlex
 import tempfile
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -19,12 +20,13 @@ _WEEK_S = 604800.0
 class Request:
     """Request of a run: these cases of a subject on an engine, whose ranks compute on a device.
 
-    The run folder is made in `out`. `timeout_s` bounds each run of a case and each dense model. `command` goes to
-    env.json. `profile` names the tools under which every case is run once more as a witness of its ledger: torch, nsys.
-    They watch `profile_steps` of that run, None for all. Where this process can be forked, `processes` prove the cases
-    in its place; with 0 this one does. So a case that ends its process ends no other. `fail_fast`: the first case that
-    neither passes nor is skipped is the last. `when_s`: how long the words that a failure needs are looked for, three
-    times that in all; 0: not at all. `repeat_every`: 3 where every third case is run twice, to compare its two runs.
+    The run folder is made in `out`, which the user called `asked_out`. `timeout_s` bounds each run of a case and each
+    dense model. `command` goes to env.json. `profile` names the tools under which every case is run once more as a
+    witness of its ledger: torch, nsys. They watch `profile_steps` of that run, None for all. Where this process can be
+    forked, `processes` prove the cases in its place; with 0 this one does. So a case that ends its process ends no
+    other. `fail_fast`: the first case that neither passes nor is skipped is the last. `when_s`: how long the words
+    that a failure needs are looked for, three times that in all; 0: not at all. `repeat_every`: 3 where every third
+    case is run twice, to compare its two runs.
     """
 
     cases: tuple[CaseLike, ...]
@@ -32,6 +34,7 @@ class Request:
     engine: str = "inproc"
     device: str = "cpu"
     out: Path = Path("runs")
+    asked_out: str = "runs"
     timeout_s: float = 60.0
     command: tuple[str, ...] = ()
     profile: tuple[str, ...] = ()
@@ -50,7 +53,8 @@ class Request:
         """The words beside case and subject that repeat a case as it was run here."""
         limit = (f"{self.timeout_s:g}", "60")
         words = {"--engine": (self.engine, "inproc"), "--device": (self.device, "cpu"), "--timeout": limit}
-        return " ".join(f"{word} {value}" for word, (value, usual) in words.items() if value != usual)
+        words["--out"] = (self.asked_out, "runs")
+        return " ".join(f"{word} {shlex.quote(value)}" for word, (value, usual) in words.items() if value != usual)
 
 
 def seconds(text: str, word: str, legal: str = "60") -> float:

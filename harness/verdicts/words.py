@@ -1,7 +1,7 @@
 """Sentences of verdicts, for terminal, page, markdown and pytest; those of single facts are in `sentences`.
 
-A failure is six labelled lines: what, where, error, first (the first place), causes, repeat; and `when` behind
-experiments. Nothing reads a sentence back: every reader takes the records (`verdicts.facts`).
+A failure is six labelled lines: what, where, error, first (the first place), causes, repeat; `agree` where no cause
+fits, and `when` behind experiments. Nothing reads a sentence back: every reader takes the records (`verdicts.facts`).
 """
 
 import math
@@ -86,8 +86,10 @@ def lines_of(check: str, statement: str, worst: Worst | None, failure: FailedChe
         "where": where(failure.where),
         "error": _error(check, worst, failure),
         "first": _first_line(failure, statement) or statement,
-        "causes": "; ".join(cause.fact.text for cause in failure.causes) or _agreement(failure.agreement) or NO_CAUSE,
+        "causes": "; ".join(cause.fact.text for cause in failure.causes) or NO_CAUSE,
     }
+    if agreement := _agreement(failure.agreement):
+        lines["agree"] = agreement
     if failure.when is not None:
         lines["when"] = when_line(failure.when)
     return {**lines, "repeat": failure.repeat}
@@ -170,14 +172,12 @@ def first_place(first: First) -> str:
 
 
 def _agreement(known: AgreementByKind) -> str:
-    """Which tensors are wrong and which are right, by their kinds."""
-    sides = (("wrong", known.wrong), ("right", known.right))
-    parts = [
-        f"{side}: {', '.join(f'{kind} {count} of {of}' for kind, (count, of) in counts.items())}"
-        for side, counts in sides
-        if counts
-    ]
-    return "; ".join(parts)
+    """Which tensors agree with the truth and which do not, by their kinds; "" where none was counted."""
+    right, wrong = (
+        ", ".join(f"{kind} {count} of {of}" for kind, (count, of) in counts.items())
+        for counts in (known.right, known.wrong)
+    )
+    return f"{right or 'none'}; these do not: {wrong}" if wrong else right
 
 
 def when_line(when: When) -> str:
@@ -185,18 +185,19 @@ def when_line(when: When) -> str:
 
     "only with tp=2|4 and zero=1, perhaps act=relu; right with tp=1, with zero=0 (tried on 'tp=2 zero=1 act=relu')".
     """
-    untried = f" (no time was left to try {_list_words(when.untried)})" if when.untried else ""
+    untried = f"no time was left to try {_list_words(when.untried)}" if when.untried else ""
     if when.kind in _WHEN:
         return _WHEN[when.kind]
     beside = f", perhaps {_list_words(when.perhaps)}" if when.perhaps else ""
     on = f"{when.case!r}"
     if when.kind == WhenKind.NONE_NEEDED:
         ranks = ", on one rank" if when.ranks == 1 else ""
-        return f"no word is known to be needed{beside}; {on} fails{ranks}{untried}"
+        return f"no word is known to be needed{beside}; {on} fails{ranks}{f' ({untried})' if untried else ''}"
     right = ", ".join(
         f"with {one.words}" + (f" but for {'|'.join(one.but_for)}" if one.but_for else "") for one in when.right
     )
-    return f"only with {' and '.join(when.fails)}{beside}; right {right} (tried on {on}){untried}"
+    tried = "; ".join(filter(None, (on, untried)))
+    return f"only with {' and '.join(when.fails)}{beside}; right {right} (tried on {tried})"
 
 
 def follows(shown: str, counts: Mapping[str, int], cases: int) -> str:

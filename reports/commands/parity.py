@@ -38,7 +38,13 @@ def compare_values(arguments: argparse.Namespace) -> int:
     first, second, *controls = map(folder_of_values, (arguments.base, arguments.new, *arguments.control))
     command = ["shardproof", "compare", str(first), str(second), "--values"]
     command += [word for control in controls for word in ("--control", str(control))]
+    command += _folder_words(arguments)
     return _show(compare_recordings(first, second, controls, Path(arguments.out), command), arguments)
+
+
+def _folder_words(arguments: argparse.Namespace) -> list[str]:
+    """Where run folders go, where that was asked for."""
+    return ["--out", arguments.out] if arguments.out != "runs" else []
 
 
 def _command_of(arguments: argparse.Namespace) -> tuple[str, ...]:
@@ -50,6 +56,7 @@ def _command_of(arguments: argparse.Namespace) -> tuple[str, ...]:
     words += ["--no-dropout"] if arguments.no_dropout else []
     words += ["--budget", arguments.budget] if arguments.budget else []
     words += ["--timeout", arguments.timeout] if arguments.timeout != "300" else []
+    words += _folder_words(arguments)
     return (*words, "--", *arguments.commands[0], "--", *arguments.commands[1])
 
 

@@ -208,6 +208,7 @@ def build_request(arguments: argparse.Namespace) -> Request:
         engine=arguments.engine,
         device=arguments.device,
         out=out,
+        asked_out=arguments.out,
         timeout_s=seconds(arguments.timeout, "timeout"),
         command=tuple(sys.argv),
         profile=profiled_tools(arguments),

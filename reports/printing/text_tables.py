@@ -156,7 +156,7 @@ def headline_table(headline: pd.DataFrame) -> Table:
     if (headline["against"] == LAUNCH).all():
         frame = frame.assign(both_calls=NOTHING, payload_bytes=math.nan)
     return table(
-        _title_of_comparison(headline),
+        _title_of_comparison(headline) + (f"; all have {shared}" if shared else ""),
         frame,
         (str, "mode"),
         (count, "ranks"),
@@ -170,8 +170,7 @@ def headline_table(headline: pd.DataFrame) -> Table:
         (str, "verdict"),
         (mark, "case: own_words"),
         note="calls and bytes (payload): one rank, the whole run; saved: the most bytes that autograd held on a rank; "
-        "error: the largest beside its limit; decided: tensors found right or wrong"
-        + (f"; every case: {shared}" if shared else ""),
+        "error: the largest beside its limit; decided: tensors found right or wrong",
     )
 
 

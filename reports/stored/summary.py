@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 import pandas as pd
 
 from shardproof.harness.ledger import NO_PHASE
-from shardproof.harness.verdicts.verdict import Verdict
+from shardproof.harness.verdicts.sentences.formats import join_names
+from shardproof.harness.verdicts.verdict import UNKNOWN, Verdict
 from shardproof.reports.stored.frames import Run, in_order
 from shardproof.reports.stored.unchecked import by_case, decided_words, fields_left_out
 
@@ -102,7 +103,8 @@ def _partly_stated(run: Run) -> dict[str, str]:
 def tally_of_run(headline: pd.DataFrame, records: Sequence[Verdict]) -> str:
     """The run in one line, from `headline`: cases by verdict, those that did not run, and how many tensors are decided.
 
-    "3 cases: 2 pass, 1 fail, 0 unknown, 0 skip; all 129 tensors decided".
+    "3 cases: 2 pass, 1 fail, 0 unknown, 0 skip; all 129 tensors decided". Checks that are unknown in failed cases are
+    named.
     """
     ran = headline[headline["case"].isin([one.case for one in records])]
     counts = ran["verdict"].value_counts()
@@ -110,8 +112,18 @@ def tally_of_run(headline: pd.DataFrame, records: Sequence[Verdict]) -> str:
     counted += [f"{len(headline) - len(ran)} not run"] if len(ran) < len(headline) else []
     decided, none = decided_words(records), int(ran["tensors"].isna().sum())
     decided += f" ({none} case{'s' * (none != 1)} left none to decide)" if decided and none else ""
-    parts = [f"{len(headline)} case{'s' if len(headline) != 1 else ''}: {', '.join(counted)}", decided]
+    parts = [f"{len(headline)} case{'s' if len(headline) != 1 else ''}: {', '.join(counted)}"]
+    parts += [_open_beside_failures(ran, records), decided]
     return "; ".join(filter(None, parts))
+
+
+def _open_beside_failures(ran: pd.DataFrame, records: Sequence[Verdict]) -> str:
+    """The checks that are unknown in failed cases, which are counted as failed; "" where there is none."""
+    failed = set(ran.loc[ran["verdict"].eq("fail"), "case"])
+    found = [one for one in records if one.case in failed and one.verdict == UNKNOWN]
+    checks, cases = [*dict.fromkeys(one.check for one in found)], len({one.case for one in found})
+    verb, many = "are" if len(checks) > 1 else "is", f" in {cases} of these" if cases < len(failed) else ""
+    return f"{join_names(checks)} {verb} unknown beside the failure{'s' * (cases > 1)}{many}" if checks else ""
 
 
 def group_headline(headline: pd.DataFrame) -> pd.DataFrame:

@@ -67,7 +67,7 @@ def test_lines_of_bugs_and_cases_that_are_drawn(seed: int, tmp_path: Path) -> No
 def test_a_line_is_a_list_of_cases() -> None:
     line = (
         "only with tp=2|4 and zero=1, perhaps act=relu; right with tp=1, with zero=0 wdp=1 but for replicas|ledger "
-        "(tried on 'tp=2 zero=1') (no time was left to try bias)"
+        "(tried on 'tp=2 zero=1'; no time was left to try bias)"
     )
     assert [(one.case.removeprefix("tp=2 zero=1 "), one.fails, sorted(one.but_for)) for one in statements(line)] == [
         ("tp=2 zero=1", True, []),

@@ -4,6 +4,7 @@ A gradient is fitted by the dense model's share of every micro-batch of every da
 1 everywhere are right; others show the mistake. Tested on numbers: a fit that leaves an error shows nothing.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -14,7 +15,7 @@ from shardproof.harness.checking.records import Evidence, RecordedRun, Search, T
 from shardproof.harness.diagnosing.causes.cause import Cause, claim_cause
 from shardproof.harness.diagnosing.causes.hypothesis import OF_TOKENS, Failure, Hypothesis
 from shardproof.harness.diagnosing.causes.places import blocks_of
-from shardproof.harness.diagnosing.causes.proofs import Explained, share_left
+from shardproof.harness.diagnosing.causes.proofs import SINGLE, Explained, share_left
 from shardproof.harness.mesh_axes import place_of_rank
 from shardproof.harness.verdicts.facts import state_fact
 
@@ -24,6 +25,8 @@ LEFT = 1e-2
 """A fit explains a wrong tensor when it leaves less than this share of its error."""
 MOST = 4096
 """Elements of one tensor that a fit looks at."""
+_FOR_EACH = 8
+"""Fewest elements for each weight that is fitted, so that none fits by chance."""
 
 
 def from_shares(evidence: Evidence, wrong: Sequence[str], before: str = "") -> list[Cause]:
@@ -169,7 +172,76 @@ def _guess_sums(failure: Failure) -> list[Cause]:
     return from_shares(evidence, every) or from_shares(evidence, wrong, failure.first)
 
 
+def from_own_gradients(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
+    """The axis whose ranks' gradients, as backward leaves them, count alike where the truth weighs them otherwise.
+
+    The weights are the same in all gradients that are a mean of ranks, and account for the truth of all of these.
+    """
+    names = [name for name in wrong if kind_of(name) == "grad" and name in evidence.run.tensors]
+    for axis, lists in evidence.claims.axes.items():
+        means = {name: parts for name in names if (parts := _mean_of_ranks(evidence, name, lists))}
+        if not means or len({len(own) for _, _, own in means.values()}) != 1:
+            continue
+        value, truth = (torch.cat([parts[place] for parts in means.values()]) for place in (0, 1))
+        own = torch.cat([parts[2] for parts in means.values()], 1).t()
+        solved, total = torch.linalg.lstsq(own, truth[:, None], driver="gelsd"), own.sum(1)
+        weights, each = solved.solution[:, 0], _share_of(value.double(), total)
+        unsure = len(value) < _FOR_EACH * own.shape[1] or int(solved.rank) < own.shape[1]
+        if unsure or _are_alike(weights) or not math.isclose(float(weights.mean()), each, rel_tol=SINGLE):
+            continue
+        alike = Explained(value=value, truth=truth, guess=each * total, names=tuple(means), fitted=1)
+        guess, left = own @ weights, share_left(value)
+        weighed = Explained(value=truth, truth=value, guess=guess, left=left, fitted=len(weights))
+        fact = state_fact("averaged_alike", axis=axis, weights=(weights / weights.sum()).tolist())
+        if found := claim_cause("unequal_shares", fact, alike, weighed):
+            return found
+    return []
+
+
+def _mean_of_ranks(
+    evidence: Evidence, name: str, lists: Sequence[Sequence[int]]
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """A gradient that is a mean of what the ranks of an axis have: its values, the truth's, and each rank's own.
+
+    None where it is no mean of what is known as theirs: parameters that begin alike are taken for each other.
+    """
+    parts = [found for ranks in lists if (found := _own_parts(evidence, name, ranks))]
+    if len(parts) < len(lists):
+        return None
+    value, truth, own = (torch.cat([part[place] for part in parts], -1) for place in range(3))
+    total = own.sum(0)
+    left = float((value.double() - _share_of(value.double(), total) * total).norm())
+    return (value, truth, own) if left <= share_left(value) * float(value.double().norm()) else None
+
+
+def _own_parts(evidence: Evidence, name: str, ranks: Sequence[int]) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Of the part of a gradient that these ranks hold: its values, the truth's, and each rank's own before any sum.
+
+    None where they hold different parts, or where nothing is known of one of them.
+    """
+    given, parameter = evidence.search.before_sums, name.removeprefix("grad/")
+    held = [part for rank in ranks if rank < len(given) and (part := given[rank].get(parameter)) is not None]
+    value, truth = evidence.run.tensors[name], evidence.truth.tensors[name]
+    if len(held) < max(len(ranks), 2) or len({part.region for part in held}) > 1 or truth.is_complex():
+        return None
+    if not held[0].global_shape == tuple(truth.shape) == tuple(value.shape) or not held[0].local.numel():
+        return None
+    x, t = (held[0].part_of(tensor).flatten()[:MOST] for tensor in (value, truth))
+    own = torch.stack([part.local.double().flatten()[:MOST] for part in held])
+    return (x, t.double(), own) if bool(torch.isfinite(torch.cat([x[None].double(), t[None], own])).all()) else None
+
+
+def _share_of(value: Tensor, total: Tensor) -> float:
+    """The number by which a sum is nearest to a value."""
+    return float(value @ total) / max(float(total @ total), 1e-300)
+
+
 HYPOTHESES = (
+    Hypothesis(
+        predicts="every gradient is the mean of what ranks have, which the truth weighs",
+        causes=lambda failure: from_own_gradients(failure.evidence, failure.of_kind("grad")),
+        kinds=frozenset({"loss", "grad"}),
+    ),
     Hypothesis(
         predicts="every gradient is a sum of micro-batches and data ranks that count otherwise",
         causes=_guess_sums,

@@ -71,6 +71,16 @@ class TrueTensor:
         controls = tuple((torch.cat(run, dim),) for run in self.controls if [one.shape for one in run] == shapes)
         return TrueTensor(calls=(torch.cat(self.calls, dim),), dtype=self.dtype, controls=controls, kind=self.kind)
 
+    def plus(self, times: int, other: "TrueTensor") -> "TrueTensor | None":
+        """The sum of this tensor and so many times another one; None where their shapes differ."""
+        if [call.shape for call in self.calls] != [call.shape for call in other.calls]:
+            return None
+        runs = [
+            tuple(mine + times * its for mine, its in zip(own, beside, strict=True))
+            for own, beside in zip((self.calls, *self.controls), (other.calls, *other.controls), strict=False)
+        ]
+        return TrueTensor(calls=runs[0], controls=tuple(runs[1:]), dtype=self.dtype, kind=self.kind)
+
     def near(self, value: Tensor) -> bool:
         """Whether a tensor is the only call, within the limits of the checks."""
         (truth,) = self.calls

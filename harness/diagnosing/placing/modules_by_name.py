@@ -43,6 +43,10 @@ _UNLIKE = "is not the dense model's, however its parts are put together"
 _OUTPUTS, _GRADIENTS, _INPUT_GRADIENTS = map(attrgetter, ("outputs", "gradients", "input_gradients"))
 
 
+def _first_inputs(calls: ModuleCalls) -> Mapping[str, Sequence[TensorCopy]]:
+    return {path: [call[0] for call in given if call] for path, given in calls.inputs.items()}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watched:
     """The modules of all ranks and of the truth, by the same call of the case. `controls` are runs of the truth in the
@@ -162,7 +166,22 @@ class _Search:
             event.op in _SUMS and event.phase in phases and event.axis == axis and event.region in regions
             for event in self._of.events
         )
-        return [] if added else parts
+        return [] if added and not (wrong and self._stay_apart(parts, fits, wrong, phase)) else parts
+
+    def _stay_apart(self, parts: Sequence[str], fits: Mapping[str, Fit], wrong: str, phase: str) -> bool:
+        """Whether the wrong tensor behind these partial sums holds each rank's own part, and what goes around them.
+
+        Every rank has that whole, as the residual stream is, so that all ranks' sum has it as often as there are ranks.
+        """
+        of, order = (_first_inputs, self._order) if phase == "forward" else (_GRADIENTS, [*reversed(self._order)])
+        target, around = self._targets(of).get(wrong), self._targets(_OUTPUTS if phase == "forward" else _GRADIENTS)
+        before = order[: order.index(parts[0])] if target else []
+        whole = (around[path] for path in reversed(before) if fits[path].state == AGREES and not fits[path].summed)
+        more = len(self._of.axes[fits[parts[-1]].summed][0]) - 1
+        sums = (target.plus(more, one) for one in whole if target)
+        factors = self._factors if phase == "backward" else None
+        found = (self._fit(wrong, one, of, factors=factors) for one in sums if one)
+        return any(fit.summed == fits[parts[-1]].summed for fit in found)
 
     def _outside(self, path: str) -> Iterator[str]:
         """The modules around this one, from inside out, as far as they have a counterpart."""

@@ -109,6 +109,10 @@ FROM_CAUSES: Mapping[str, str | Callable[..., str]] = {
     "micro_batches_missing": "micro-batch {lost:all} of {of} is missing in it",
     "some_missing": "some micro-batches of some data ranks are missing in it",
     "micro_batch_tokens": "every micro-batch is divided by its own tokens, not by those of the step",
+    "averaged_alike": lambda axis, weights: (
+        f"the gradients of the {axis} ranks are averaged with equal weights; the truth weighs them "
+        + ", ".join(f"{one:.4g}" for one in weights)
+    ),
     "counted_times": lambda weights: (
         f"its micro-batches count {', '.join(f'{one:.3g}' for one in weights)} times instead of once each"
     ),

@@ -114,7 +114,7 @@ def _unlike_grouping(name: str, words: str, here: str, ratio: float, grows: Sequ
 _WHY_UNDECIDED = {
     "rounding": "rounding alone explains any error",
     "stated": "every one deviates as stated",
-    "unmerged": "of each, the ranks' copies or parts do not agree on one tensor, or the truth does not return it",
+    "unmerged": "the ranks disagree on each tensor, their parts do not fit together, or the truth lacks it",
 }
 
 

@@ -84,7 +84,7 @@ FROM_LAUNCHES: Mapping[str, str | Callable[..., str]] = {
     "without_partner": _without_partner,
     "partner_of_none": "{names:list} of launch B: no parameter of launch A has the shape or the numbers",
     "second_without": "launch B recorded no {names:list}",
-    "silent_ranks": "ranks {ranks:ranks} of launch B recorded nothing",
+    "silent_ranks": lambda ranks: f"{count_ranks(ranks)} of launch B recorded nothing",
     "recorder_failed": "the recorder of rank {rank} of launch {launch} failed: {problem}",
     "no_full_tensor": "{names:list} of launch A's ranks make no full tensor",
     # what cannot be judged

@@ -17,8 +17,12 @@ from shardproof.harness.diagnosing.diagnosis import diagnose, explanation_of
 from shardproof.harness.diagnosing.hypotheses.patterns import from_patterns
 from shardproof.harness.diagnosing.placing.alignments import AGREES, DIFFERS, UNKNOWN, TrueTensor, fit_parts
 from shardproof.harness.diagnosing.placing.counterparts import same_modules, stages_of_ranks
+from shardproof.harness.diagnosing.placing.modules_by_name import Watched, locate_wrong_module
+from shardproof.harness.outcome.blocks import Block
 from shardproof.harness.protocols import Shard
+from shardproof.harness.recording.capturing.module_calls import ModuleCalls, TensorCopy
 from shardproof.harness.verdicts.facts import state_text
+from tests.harness.recording.toy_calls import an_event
 from tests.harness.toy_evidence import drawn, evidence, ids_of, outcome_of, truth
 
 AXES = {"tp": ((0, 1), (2, 3)), "dp": ((0, 2), (1, 3))}
@@ -111,6 +115,38 @@ def test_stages_of_a_pipeline_are_looked_at_apart() -> None:
     assert fit_parts(parts, target(FULL), axes).state == DIFFERS
     assert [fit_parts(stage, target(FULL), axes).state for stage in stages_of_ranks(parts, axes)] == [AGREES, DIFFERS]
     assert stages_of_ranks(parts, {"tp": axes["tp"]}) == []
+
+
+def plain_copy(tensor: Tensor) -> tuple[TensorCopy, ...]:
+    return (TensorCopy(blocks=(Block(local=tensor, offsets=(0, 0), global_shape=tuple(tensor.shape)),)),)
+
+
+@pytest.mark.parametrize(("share", "summed"), [(1.0, "tp"), (1.1, "")])
+def test_a_sum_left_out_beside_the_residual_stream_is_found_where_its_block_sums_something_else(
+    share: float, summed: str
+) -> None:
+    """Each rank gives the stream and its part of the branch to what came before; 1.1 x is no such part."""
+    stream, branch, mixes = drawn(4, 6), drawn(4, 6, seed=1), drawn(6, 6, seed=2)
+    parts = (0.3 * branch + drawn(4, 6, seed=3), 0.7 * branch - drawn(4, 6, seed=3))
+
+    def calls(branch: Tensor, before: Tensor) -> ModuleCalls:
+        gradients = {"first": before, "block.norm": branch, "block": stream}
+        outputs = {path: plain_copy(drawn(4, 6, seed=4)) for path in gradients}
+        return ModuleCalls(outputs=outputs, inputs={}, gradients={p: plain_copy(g) for p, g in gradients.items()})
+
+    shares = (1.0, share)
+    found = locate_wrong_module(
+        Watched(
+            ranks=[calls(p, stream + s * p @ mixes) for p, s in zip(parts, shares, strict=True)],
+            truth=calls(branch, stream + branch @ mixes),
+            axes=PAIR,
+            dtype="float64",
+            events=[an_event(op="all_reduce", phase="backward", axis="tp", region="block")],
+        ),
+        forward=False,
+        backward=True,
+    )
+    assert found is not None and found.summed == summed
 
 
 def test_modules_are_matched_by_equal_names_then_by_their_longest_common_end() -> None:

@@ -97,7 +97,7 @@ def test_the_plainest_dtype_and_one_rank_come_first() -> None:
     assert tried == ["float64 2 2 on", "float64 1 1 on"]
     found, _ = searched(VOCABULARY.case({"tp": 2}), of, lambda other: other.tp == 2, most=1)
     assert when_line(found.when).startswith(
-        "only with tp=2; right with tp=1 (tried on 'tp=2') (no time was left to try w0"
+        "only with tp=2; right with tp=1 (tried on 'tp=2'; no time was left to try w0"
     )
     found, _ = searched(case, of, lambda other: True, most=0)
     assert when_line(found.when) == "not known: time ran out before a case was tried; a larger --when gives more"

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from shardproof.harness.checking.records import Evidence
-from shardproof.harness.diagnosing.hypotheses.sums import from_shares
+from shardproof.harness.diagnosing.hypotheses.sums import from_own_gradients, from_shares
 from shardproof.harness.diagnosing.rank_causes import by_numbers
-from shardproof.harness.outcome.blocks import localize
+from shardproof.harness.outcome.blocks import Block, localize
 from shardproof.harness.outcome.merging import Outcomes
 from tests.harness.toy_evidence import but, case, drawn, evidence, outcome_of, planted, truth
 
@@ -34,6 +34,30 @@ def counting(*weights: Tensor, shares: Tensor = SHARES[W1]) -> Evidence:
     tensors = {W1: weighted(by_rank[0])} if len(weights) == 1 else {}
     merged = replace(seen.run.merged, tensors=tensors)
     return but(seen, outcomes=outcomes, shares={**SHARES, W1: shares}, merged=merged)
+
+
+@pytest.mark.parametrize(
+    ("weights", "words"),
+    [
+        ((0.6, 0.4), ["the gradients of the dp ranks are averaged with equal weights; the truth weighs them 0.6, 0.4"]),
+        ((0.5, 0.5), []),  # right
+        ((0.6, 0.8), []),  # weights of another sum are no mean
+    ],
+)
+def test_a_mean_of_unequal_means_is_told_by_what_backward_leaves_on_ranks(
+    weights: tuple[float, float], words: list[str]
+) -> None:
+    own = [drawn(8, 6, seed=seed) for seed in (1, 2)]
+    true = {**truth(), W1: weights[0] * own[0] + weights[1] * own[1]}
+    value = (own[0] + own[1]) / 2
+    seen = evidence(case=case("mode=tp tp=2 dp=2 seq=16"), truth=true)
+    given = tuple(
+        {W1.removeprefix("grad/"): Block(local=own[rank // 2], offsets=(0, 0), global_shape=(8, 6))}
+        for rank in range(4)
+    )
+    merged = replace(seen.run.merged, tensors={**true, W1: value})
+    found = from_own_gradients(but(seen, merged=merged, before_sums=given), [W1])
+    assert [cause.words for cause in found] == words
 
 
 LOCAL = TOKENS.sum() / TOKENS.sum(1)

@@ -85,6 +85,6 @@ def test_what_time_did_not_allow_is_named() -> None:
             raise OutOfTime from None
 
     line, _ = tried(BOTH, "tp=2 act=tanh", proves)
-    assert line == "only with tp=2; right with tp=1 (tried on 'tp=2 act=tanh') (no time was left to try act)"
+    assert line == "only with tp=2; right with tp=1 (tried on 'tp=2 act=tanh'; no time was left to try act)"
     line, _ = tried(BOTH, "tp=2 act=tanh", proves)
     assert line.startswith("not known: time ran out before what was found was run again")

@@ -6,13 +6,15 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from contextlib import closing
+from multiprocessing import forkserver
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
 from shardproof.harness.engines.processes.forked import pool
-from shardproof.harness.engines.processes.forked.pool import PoolEngine
+from shardproof.harness.engines.processes.forked.pool import ForkServer, PoolEngine
 from shardproof.harness.errors import RankDied
 from tests.forked import Forked, started
 from tests.harness.engines.programs import asks_the_store, forever, parent_of, summed, total
@@ -89,6 +91,21 @@ def test_a_killed_server_is_replaced_and_dropping_an_engine_ends_every_process()
     del engine
     gc.collect()
     assert gone(pids)
+
+
+def test_a_worker_whose_driver_ends_before_it_says_what_to_run_ends_without_a_word(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(pool, "_PRELOADED", ())
+    server = ForkServer(1)
+    with closing(server):
+        server.ensure_running()
+        from_worker, to_worker = server.connect_to_new_process([])
+        os.close(to_worker)  # as by an interruption, or the end of the time for experiments
+        forkserver.read_signed(from_worker)  # its pid
+        assert forkserver.read_signed(from_worker) == 1, "its exit status"
+        os.close(from_worker)
+    assert capfd.readouterr().err == ""
 
 
 def driven(program: Callable[[int], None], folder: Path) -> tuple[Forked, list[int]]:

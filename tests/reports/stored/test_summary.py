@@ -150,10 +150,20 @@ def test_cases_on_other_numbers_of_ranks_are_never_added_up(run: Run) -> None:
     assert list(traffic.loc[traffic["ranks"] == 4, "calls"]) == [3, 1, 2]
 
 
+def test_the_tally_names_checks_that_are_unknown_in_a_failed_case(failing: Run) -> None:
+    headline = summary.headline(failing)
+    case = next(one.case for one in failing.records if one.verdict == "fail")
+    left = Verdict(case=case, check="waits", verdict="unknown", facts=())
+    counted = "2 cases: 1 pass, 1 fail, 0 unknown, 0 skip"
+    assert summary.tally_of_run(headline, failing.records).split("; ")[0] == counted
+    told = summary.tally_of_run(headline, [*failing.records, left]).split("; ")
+    assert told[:2] == [counted, "waits is unknown beside the failure"]
+
+
 def test_words_that_all_cases_share_are_said_once(run: Run) -> None:
     table = text_tables.headline_table(summary.headline(run))
     assert [row[-1] for row in table.rows] == ["tp=2", "seq=64"], "no case is without words"
-    assert table.note.endswith("every case: tp=2")
+    assert table.title.endswith("; all have tp=2")
     alone = text_tables.headline_table(summary.headline(run).head(1))
     assert [row[-1] for row in alone.rows] == ["tp=2"], "one case keeps its words"
 
@@ -163,10 +173,11 @@ def test_the_title_claims_no_more_than_was_compared(run: Run) -> None:
     silent = headline.assign(worst_error=float("nan"))
     crashed = silent.assign(expected_payload_bytes=pd.array([pd.NA] * len(silent), dtype="Int64"))
     titles = [text_tables.headline_table(frame).title for frame in (headline, silent, crashed)]
-    assert titles == ["Every case against the dense model", "Every case against its expected ledger", "Every case"]
+    known = ("Every case against the dense model", "Every case against its expected ledger", "Every case")
+    assert titles == [f"{title}; all have tp=2" for title in known]
 
     def table_of(**request: str) -> Any:
-        return text_tables.headline_table(summary.headline(dataclasses.replace(run, env={"request": request})))
+        return text_tables.headline_table(summary.headline(dataclasses.replace(run, env={"request": request})).head(1))
 
     assert table_of(truth="itself on one rank, in float64").title == "Every case against the subject on one rank"
     launches = table_of(engine="launches")

@@ -57,6 +57,12 @@ _LOOK_S = 1.0
 _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 """Unless the environment has another level: torch warns with a native stack of a store whose driver was killed."""
 
+_ABANDONED = """sys.excepthook = lambda kind, *rest: kind is EOFError or sys.__excepthook__(kind, *rest)
+"""
+"""A line of the server's program: a driver may end between its wish for a worker and the message that says what to run,
+since the server still loads torch. That worker has nothing to tell, and nobody to tell it to.
+"""
+
 
 class ForkServer(forkserver.ForkServer):
     """A fork server in which, as in its workers, Python hashes strings with `hash_seed`.
@@ -140,7 +146,7 @@ class ForkServer(forkserver.ForkServer):
         if self._process is not None:  # it has ended
             self._process.wait()
         self._process = subprocess.Popen(
-            [*arguments[:-1], boot() + arguments[-1]],
+            [*arguments[:-1], boot() + _ABANDONED + arguments[-1]],
             pass_fds=descriptors,
             stdin=subprocess.DEVNULL,
             env=_QUIET | dict(os.environ) | ONE_THREAD | {"PYTHONHASHSEED": str(self.hash_seed)},
