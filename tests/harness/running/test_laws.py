@@ -76,10 +76,10 @@ def spread(x: Tensor, add: Callable[[Tensor], Tensor]) -> Tensor:
     return add((x - add(x.sum()) / count).square().sum()).sqrt()
 
 
-class WithTruth(Averaged):
+class WithTruth:
     """Its loss adds up a function of each micro-batch, times a factor; so does its own dense model's."""
 
-    cases = ("dp=2",)
+    words, cases = {"micro": 2}, ("dp=2",)
 
     def __init__(self, of_batch: Any, factor: Callable[[Any], float], true_factor: Callable[[Any], float]) -> None:
         self.of_batch, self.factor, self.true_factor = of_batch, factor, true_factor
