@@ -16,6 +16,7 @@ NOWHERE: Mapping[str, str] = {
     "--hypothesis-profile deep": "repetitions in other forms, an hour in all: run by hand, in the profile of that name",
     "CUDA device": "needs a GPU, or two: run by hand on such a machine",
     "needs HolisticTraceAnalysis": "it brings all of JupyterLab: run by hand in an environment that has it",
+    "needs torchtitan": "it needs a torch built in the same week: run by hand in an environment that has both",
     "names no checkout": "picotron, nanotron and InternEvo are in no package index: run where variables name checkouts",
     "SHARDPROOF_TRACES": "traces of other projects, not ours to ship: run where the variable names their folder",
     "needs --ledger-baseline": "an option of the suites: tests/suites/test_own_words.py gives it, in a run of its own",

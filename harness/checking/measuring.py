@@ -272,14 +272,15 @@ def _step_of_name(run: RecordedRun, name: str) -> int:
     return run.case.steps - 1 if kind_of(name) == "param" else step_of(name)
 
 
-def _parameter_of_name(name: str) -> str:
+def parameter_of_name(name: str) -> str:
+    """The parameter of a state: "head" of "param/head" and of "exp_avg_after/0/head"."""
     place = name.partition("/")[2]
     return place if kind_of(name) == "param" else place.partition("/")[2]
 
 
 def _earlier_name(run: RecordedRun, name: str) -> str:
     """The name of this parameter's value before the step."""
-    return f"param_after/{_step_of_name(run, name) - 1}/{_parameter_of_name(name)}"
+    return f"param_after/{_step_of_name(run, name) - 1}/{parameter_of_name(name)}"
 
 
 def _movements_in_runs(
@@ -299,7 +300,7 @@ def _value_before(run: RecordedRun, truth: Truth, name: str, outcome: Mapping[st
     """The value of a parameter before the step that made `name`, in this outcome; None for other kinds."""
     if kind_of(name) not in MOVED:
         return None
-    earlier, parameter = _earlier_name(run, name), _parameter_of_name(name)
+    earlier, parameter = _earlier_name(run, name), parameter_of_name(name)
     if _returns_each_step(run, truth, name):
         return (truth.controls.states or {}).get(earlier, outcome.get(earlier))
     if _step_of_name(run, name) > 0 and kind_of(name) != "param":

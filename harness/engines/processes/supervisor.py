@@ -298,7 +298,9 @@ class Supervisor:
             return self._make_desynchronised(of_deadlock([rank not in pending for rank in self._ranks], waiting))
         text = f"no end within {self._timeout_s:g} s: {', '.join(map(self._describe_running_rank, running))}"
         others, quiet_s = [rank for rank in self._ranks if rank not in running], time.monotonic() - self._quiet[1]
-        if not others or quiet_s < self._timeout_s / 2:
+        # A slow machine may need most of the limit until a rank stops; but a stopped rank does not go on by itself.
+        stopped = all(self._standing.get(rank, Standing()).stopped for rank in running)
+        if not others or (quiet_s < self._timeout_s / 2 and not stopped):
             return TimeLimit(text, ranks=running, positions=self._positions())
         calls = sorted({call_text(call) for call in waiting if call is not None})
         text += f"; for {quiet_s:.1f} s no rank issued a call, and rank {ranks_text(others)} "

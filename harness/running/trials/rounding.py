@@ -39,6 +39,7 @@ from shardproof.harness.running.trials.lower_precision import (
     rejudge_unseen,
     wrong_of,
 )
+from shardproof.harness.running.trials.own_steps import judge_own_steps
 from shardproof.harness.running.trials.trial import Function, Trial
 from shardproof.harness.running.truth.control_modes import AMPLIFIED
 from shardproof.harness.torch_internals.autograd import give_back
@@ -195,7 +196,8 @@ def recheck(trial: Trial, evidence: Evidence, checks: Mapping[str, Check], findi
     `findings`: of the evidence as it is, in float64.
     """
     precision = declared_precision(trial, evidence.run.calls)
-    found = rejudge_unseen(trial, _judge(trial, evidence, checks, findings), checks)
+    found = judge_own_steps(trial, _judge(trial, evidence, checks, findings), checks)
+    found = rejudge_unseen(trial, found, checks)
     return (
         rejudge_detected(trial, found, checks)
         if precision is None

@@ -193,6 +193,7 @@ FROM_CHECKS: Mapping[str, str | Callable[..., str]] = {
     "none_compared": _none_compared,
     "miscounted": "{name} is {counted}, and the dense model counts {truth}",
     "made_by_step": "{name} is a state that only a step of the optimizer makes, and the dense model skips that step",
+    "of_own_gradients": "the dense model's optimizer makes another step of the gradients that the ranks returned",
     "within_lower": "within the limits of {lower}; no case on one rank shows whether the model has it too",
     "given_to_truth": "the dense model was given them",
     "more_wrong": "{count} more of {of} are wrong",

@@ -1,14 +1,18 @@
 """A rank of a composed case that ends badly: it is named with its place, and what the others waited for."""
 
 import re
+import time
 from pathlib import Path
 
 import pytest
 
 from shardproof.harness.engines.processes.forked.pool import PoolEngine
+from shardproof.harness.engines.processes.supervisor import Supervisor
+from shardproof.harness.engines.processes.trace_matcher import MatchedCall
 from shardproof.harness.errors import ProgramError, RankCrashed, RankDied, RankRaised, ShardproofError, Stalled
 from shardproof.harness.running.ranks.execution import execute
 from shardproof.harness.subject import case_of, resolve_subject
+from tests.harness.engines.programs import calls_then
 from tests.harness.processes.test_torchrun import torchrun
 
 STAGES = "pp=2 cp=2 tp=1 zero=1 micro=2"
@@ -51,6 +55,22 @@ def test_the_rank_its_place_and_what_the_others_waited_for_are_named(pool: PoolE
     *others, ended = found.positions
     assert {other.rank: other.call for other in others if other.state == "waits in"} == WAITS[case], found
     assert ended.caller, "the line where it ended, or its last call"
+
+
+@pytest.mark.deep("five seconds by the clock")
+def test_a_rank_that_stops_late_is_a_failure_of_the_program_too(
+    pool: PoolEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting = Supervisor._find_waiting_calls
+
+    def as_if_calls_just_came(self: Supervisor) -> list[MatchedCall | None]:
+        self._quiet = self._matcher.count, time.monotonic()
+        return waiting(self)
+
+    monkeypatch.setattr(Supervisor, "_find_waiting_calls", as_if_calls_just_came)
+    with pytest.raises(Stalled, match="rank 1 is stopped") as problem:
+        pool.run(calls_then, "stop", world_size=2, timeout_s=5.0)
+    assert problem.value.exit_status == 1
 
 
 @pytest.mark.deep("15 CPU seconds each: four processes that a launcher starts")

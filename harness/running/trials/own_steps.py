@@ -1,0 +1,225 @@
+"""Updates judged by the gradients that the ranks returned: whether the optimizer made of them what the truth's makes.
+
+In a lower precision an update is compared with one that was made of other gradients, those of the truth, so it may be
+as far off as rounding takes gradients: some percent in bfloat16. But where an outcome has the gradients with which the
+first step was made, they are known exactly, and so is the step. The truth is computed again, and the first step of
+each of its optimizers takes the gradients of the ranks.
+
+Which they are is seen in the truth itself: what its optimizer takes is what it returns as `grad/<name>`, or all of
+these times one factor, as where gradients are clipped. Where it is neither, where the step is no optimizer's of torch,
+or where gradients were not returned, nothing is said.
+
+What an optimizer takes need not be what was returned, to the last bit: one may have been rounded once more, in the
+dtype in which ranks hold their gradients. And an optimizer may amplify rounding. So what seems wrong is judged again by
+control runs with these gradients moved by such a rounding, whose optimizers round in the case's dtype, and by gradients
+that are moved by CONTROL_FACTOR times as much. What is returned in float32 is held in float32, in a 16-bit case too.
+"""
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from shardproof.harness.checking.checks import Check, run_checks
+from shardproof.harness.checking.finding import Finding
+from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS, kind_of, step_of
+from shardproof.harness.checking.measures.measured import epsilon
+from shardproof.harness.checking.measures.tolerance import CONTROL_FACTOR
+from shardproof.harness.checking.measuring import parameter_of_name, stored_dtype
+from shardproof.harness.checking.records import Controls, Evidence, RecordedRun
+from shardproof.harness.errors import MachineError, RequestError
+from shardproof.harness.running.trials.lower_precision import Found, wrong_of
+from shardproof.harness.running.trials.trial import Function, Trial
+from shardproof.harness.verdicts.facts import state_fact
+
+_UPDATE = "update"
+_EXACT = 1e-12
+"""Gradients that a truth returns in float64, and the same times one factor, are apart by less."""
+_MOVED_RUNS = 2
+
+
+def judge_own_steps(trial: Trial, found: Found, checks: Mapping[str, Check]) -> Found:
+    """The findings after the first step was judged by the gradients that the ranks returned.
+
+    As they are in float64, where limits are narrow anyway, and where something is wrong already.
+    """
+    run, truth = found[0].run, found[0].truth
+    first = [name for name in truth.tensors if name in run.tensors and _of_first_step(trial, name)]
+    if run.dtype == "float64" or _UPDATE not in found[1] or not first or wrong_of(found[1]):
+        return found
+    try:
+        return _judge_steps(trial, found, checks[_UPDATE])
+    except (MachineError, RequestError):  # the truth in other conditions than those in which it is known to end
+        return found
+
+
+def _judge_steps(trial: Trial, found: Found, check: Check) -> Found:
+    evidence, findings = found
+    run, truth = evidence.run, evidence.truth
+    taken = TakenGradients(returned=_gradients(truth.tensors), given=_gradients(run.tensors))
+    stepped = trial.compute_anew(taken.given_to(trial.reference.truth))
+    names = {name for name in stepped.keys() & run.tensors.keys() if _of_first_step(trial, name)}
+    names = {name for name in names if parameter_of_name(name) in taken.names}
+    if not names:
+        return found
+
+    def judge(controls: Controls) -> tuple[Evidence, Finding | None]:
+        known = replace(truth, tensors={name: stepped[name] for name in names}, controls=controls)
+        judged = replace(evidence, truth=known)
+        return judged, run_checks(judged, {_UPDATE: check}).get(_UPDATE)
+
+    _, finding = judge(Controls())  # optimizers are right by the limits of their own arithmetic, with few exceptions
+    if finding is None or not finding.wrong:
+        return found
+    units = {name: _unit(run, f"grad/{name}") for name in taken.names}
+    moved = [taken.moved(seed, units) for seed in range(_MOVED_RUNS)]
+    runs = [
+        trial.compute_anew(one.given_to(function), part="control")
+        for one in moved
+        for function in (trial.reference.control, trial.reference.truth)
+    ]
+    more = [
+        taken.moved(_MOVED_RUNS + seed, {name: CONTROL_FACTOR * unit for name, unit in units.items()})
+        for seed in range(_MOVED_RUNS)
+    ]
+    amplified = [trial.compute_anew(one.given_to(trial.reference.truth), part="control") for one in more]
+    judged, finding = judge(Controls(runs=tuple(runs), amplified=tuple(amplified)))
+    if finding is None or not finding.wrong:
+        return found
+    facts = (*finding.facts, state_fact("of_own_gradients"))
+    wrong = replace(findings[_UPDATE], verdict=finding.verdict, facts=facts, worst=finding.worst)
+    wrong = replace(wrong, wrong=finding.wrong, names=finding.names)
+    tensors = {**truth.tensors, **judged.truth.tensors}
+    evidence = replace(evidence, truth=replace(truth, tensors=tensors, controls=judged.truth.controls))
+    return evidence, {**findings, _UPDATE: wrong}
+
+
+def _gradients(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Gradients of parameters by their names."""
+    return {name.partition("/")[2]: tensor for name, tensor in tensors.items() if kind_of(name) == "grad"}
+
+
+def _unit(run: RecordedRun, name: str) -> float:
+    """Epsilon of the narrowest dtype in which a rank holds a part of this tensor."""
+    parts = [block.local for outcome in run.outcomes for block in outcome.get(name, ())]
+    return max((epsilon(stored_dtype(run, part)) for part in parts), default=epsilon(run.dtype))
+
+
+def _of_first_step(trial: Trial, name: str) -> bool:
+    """Whether a tensor is one that the first step left."""
+    if kind_of(name) == "param":
+        return bool(trial.case.steps == 1)
+    return kind_of(name) in NUMERIC_KINDS[_UPDATE] and step_of(name) == 0
+
+
+@dataclass(kw_only=True, slots=True)
+class TakenGradients:
+    """Gradients that the first steps of a truth's optimizers take in the place of its own.
+
+    `returned`: those that the truth returns; `given`: those of the ranks, both by parameter. `places` fills up: by the
+    number of an optimizer, and of a parameter in it, the parameter's name and the factor by which it is taken.
+    """
+
+    returned: Mapping[str, Tensor]
+    given: Mapping[str, Tensor]
+    places: dict[tuple[int, int], tuple[str, float]] = field(default_factory=dict)
+    known: bool = False
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Parameters whose gradients are taken."""
+        return frozenset(name for name, _ in self.places.values())
+
+    def moved(self, seed: int, units: Mapping[str, float]) -> "TakenGradients":
+        """The same with each element moved by a random part of a rounding of this relative size, by parameter."""
+        generator = torch.Generator().manual_seed(seed)
+
+        def move(x: Tensor, unit: float) -> Tensor:
+            part = torch.rand(x.shape, generator=generator, dtype=torch.float64) - 0.5
+            return x.to(torch.promote_types(x.dtype, torch.float64)) * (1 + unit * part)
+
+        given = {name: move(self.given[name], unit) for name, unit in units.items()}
+        return TakenGradients(returned=self.returned, given=given, places=self.places, known=True)
+
+    def given_to(self, function: Function) -> Function:
+        """The function of a reference whose optimizers' first steps take these gradients."""
+
+        def compute(*arguments: Any, **words: Any) -> Mapping[str, Tensor]:
+            with self._in_place():
+                return function(*arguments, **words)
+
+        return compute
+
+    @contextmanager
+    def _in_place(self) -> Iterator[None]:
+        threads, optimizers = set[int](), dict[int, torch.optim.Optimizer]()
+
+        def take(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            threads.add(threading.get_ident())
+            if len(threads) > 1 or id(optimizer) in optimizers:  # of several ranks each has a part of its own
+                return
+            number = len(optimizers)
+            optimizers[id(optimizer)] = optimizer  # kept, so that no other one gets its number
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            if not self.known:
+                self._recognise(number, parameters)
+            for index, parameter in enumerate(parameters):
+                name, factor = self.places.get((number, index), ("", 1.0))
+                if name and parameter.grad is not None:
+                    with torch.no_grad():
+                        parameter.grad.copy_(self.given[name] * factor)
+
+        handle = register_optimizer_step_pre_hook(take)
+        try:
+            yield
+        finally:
+            handle.remove()
+            self.known = True
+            if len(threads) > 1:
+                self.places.clear()
+
+    def _recognise(self, number: int, parameters: list[Tensor]) -> None:
+        """Note which returned gradients an optimizer takes; none where one of them is no gradient that is returned."""
+        found: dict[tuple[int, int], tuple[str, float]] = {}
+        for index, parameter in enumerate(parameters):
+            gradient = parameter.grad
+            if gradient is None or not bool(gradient.any()):
+                continue
+            names = [name for name, own in self.returned.items() if _factor(gradient, own) is not None]
+            if len(names) != 1 or self.given.get(names[0], gradient[:0]).shape != gradient.shape:
+                return
+            found[number, index] = names[0], _factor(gradient, self.returned[names[0]]) or 0.0
+        factors = [factor for _, factor in found.values()]
+        if not found or max(factors) - min(factors) > _EXACT * max(factors) or not all(self._is_finite(found)):
+            return
+        # One factor on all is that of a norm, which is another one of the ranks' gradients.
+        norms = [_norm([own[name] for name, _ in found.values()]) for own in (self.returned, self.given)]
+        clipped = abs(factors[0] - 1) > _EXACT and norms[1] > 0
+        self.places |= {
+            place: (name, factor * norms[0] / norms[1] if clipped else factor)
+            for place, (name, factor) in found.items()
+        }
+
+    def _is_finite(self, found: Mapping[tuple[int, int], tuple[str, float]]) -> Iterator[bool]:
+        return (bool(self.given[name].isfinite().all()) for name, _ in found.values())
+
+
+def _factor(gradient: Tensor, own: Tensor) -> float | None:
+    """By which a gradient is another one's multiple; None where it is not."""
+    if gradient.shape != own.shape or not gradient.is_floating_point() or not own.is_floating_point():
+        return None
+    if torch.equal(gradient, own.to(gradient.dtype)):
+        return 1.0
+    size, wide = float(own.double().norm()), gradient.double()
+    factor = float(wide.norm()) / size if size else 0.0
+    near = factor > 0 and bool((wide - own.double() * factor).norm() <= _EXACT * wide.norm())
+    return factor if near else None
+
+
+def _norm(gradients: list[Tensor]) -> float:
+    return float(torch.stack([gradient.double().norm() for gradient in gradients]).norm())
