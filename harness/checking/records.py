@@ -215,11 +215,13 @@ class Regrouped:
     """A run of the same global batch with these `sizes` of dp, micro, ...: its merged `tensors`.
 
     `flaws` are of tensors that make no full one; `problem` is why the subject did not finish it. `undecided`: that was
-    the machine, which says nothing about the subject.
+    the machine, which says nothing about the subject. `truth`: the dense model's tensors in this grouping, where the
+    step is another one there and the dense model is a function of the subject's own.
     """
 
     sizes: Mapping[str, int]
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    truth: Mapping[str, Tensor] = field(default_factory=dict)
     flaws: tuple[Flaw, ...] = ()
     problem: str = ""
     undecided: bool = False

@@ -24,7 +24,7 @@ from shardproof.harness.checking.measures.tolerance import FLOAT64_CEILING, meas
 from shardproof.harness.checking.measuring import theoretical_error_of_sums
 from shardproof.harness.checking.numeric_checks import as_worst
 from shardproof.harness.checking.records import Claims, RecordedRun, Regrouped, Regroupings, Truth
-from shardproof.harness.verdicts.facts import Note, NoteKind, state_fact
+from shardproof.harness.verdicts.facts import Fact, Note, NoteKind, state_fact
 from shardproof.harness.verdicts.verdict import FAIL, PASS, UNKNOWN
 
 _FIRST_STEP = ("loss", "tokens", "grad", "grad_norm")
@@ -40,6 +40,7 @@ _EPSILONS = 64.0
 def check_regrouping(run: RecordedRun, truth: Truth, claims: Claims, regroupings: Regroupings) -> Finding:
     """Whether the step is the same in every other grouping that was run."""
     settled: dict[str, int] = {}  # sizes with which the step was the same
+    by_model: list[Fact] = []
     for other in regroupings.runs:
         if flaw := next((flaw for flaw in other.flaws if flaw.name in run.tensors), None):
             here = _sizes_here(run, other)
@@ -49,15 +50,19 @@ def check_regrouping(run: RecordedRun, truth: Truth, claims: Claims, regroupings
             return Finding(verdict=FAIL, facts=(torn,), names=(flaw.name,))
         wrong = tuple(measured for measured in _compare_groupings(run, truth, claims, other.tensors) if measured.wrong)
         if wrong:
-            return _report_breach(run, other, wrong, settled)
+            breach = _report_breach(run, other, wrong, settled)
+            if not _is_the_models_own(run, other, wrong, breach):
+                return breach
+            by_model.append(state_fact("model_by_grouping", change=breach.facts[0]))
+            continue
         settled |= {} if other.problem else other.sizes
     by_design, stated = _by_design(run, claims), claims.known_differences
     applied = {name for name in by_design if stated and not stated.deviates_unapplied(name)}
     same = [other.words for other in regroupings.runs if not other.problem]
     late = [other for other in regroupings.runs if other.undecided]
     return Finding(
-        verdict=UNKNOWN if late else PASS,
-        facts=tuple(state_fact("run_not_ended", words=other.words, problem=other.problem) for other in late)
+        verdict=UNKNOWN if late or by_model else PASS,
+        facts=(*by_model, *(state_fact("run_not_ended", words=other.words, problem=other.problem) for other in late))
         or (state_fact("same_step", groupings=same),),
         notes=(
             *(
@@ -113,6 +118,24 @@ def _compare_rounded(run: RecordedRun, truth: Truth, name: str, other: Tensor, k
         controls = [tensor + 2 * (control[name] - true) for control in truth.controls.runs if name in control]
     error = 2 * theoretical_error_of_sums(run, truth, name, narrow=True)
     return measure(name, other, tensor, dtype=dtype, lower=lower, controls=controls, kind=kind, summed=error)
+
+
+def _is_the_models_own(run: RecordedRun, other: Regrouped, wrong: tuple[Measured, ...], breach: Finding) -> bool:
+    """Whether the step follows the dense model from one grouping to the other, by no ratio of sizes.
+
+    Then it cannot be told whether the model is one of whole micro-batches, as batch norm is, or both average wrongly.
+    """
+    values = breach.facts[0].values
+    if values["grows"] or values["falls"]:
+        return False
+    names = {measured.name for measured in wrong}
+    same = {name: tensor for name, tensor in other.truth.items() if name in names}
+    sizes = kind_rms(other.truth)
+    return names == same.keys() and all(
+        measure(name, other.tensors[name], true, dtype=run.dtype, kind=sizes.get(kind_of(name), 0.0)).right
+        for name, true in same.items()
+        if true.shape == other.tensors[name].shape
+    )
 
 
 def _report_breach(

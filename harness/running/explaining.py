@@ -73,7 +73,7 @@ def _ended_earlier(
     """
     if not wrong or evidence.search.located is not None:
         return None
-    steps = update_in_doubt(evidence.run, evidence.truth, wrong[0], wrong) + 1
+    steps = update_in_doubt(evidence.run, evidence.truth, wrong[0], wrong, tried=True) + 1
     if not steps or not trial.has_time("elsewhere"):
         return None
     try:

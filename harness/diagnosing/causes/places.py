@@ -82,12 +82,13 @@ def order_by_time(names: Sequence[str], steps: int) -> list[str]:
     return order + sorted(others, key=lambda name: step_of(name) if 0 <= step_of(name) < steps else steps)
 
 
-def update_in_doubt(run: RecordedRun, truth: Truth, name: str, wrong: Collection[str]) -> int:
+def update_in_doubt(run: RecordedRun, truth: Truth, name: str, wrong: Collection[str], *, tried: bool = False) -> int:
     """The step whose update may be behind this first wrong name of the step after it; -1 where there is none.
 
     No update is in doubt where every parameter behind it was returned right, or logits, a loss or a norm of gradients
-    after it. Tensors that were not returned show nothing. A step that is compared from the subject's own state is not
-    behind a later one.
+    after it. A small error of an update moves these less than their limits, so they show nothing where the case is
+    `tried` with fewer steps. Tensors that were not returned show nothing. A step that is compared from the subject's
+    own state is not behind a later one.
     """
     known, step = {*run.tensors} & {*truth.tensors}, 0
     if kind_of(name) in ("logits", "loss", "grad_norm", "routing", "param") or is_state(name):
@@ -95,7 +96,7 @@ def update_in_doubt(run: RecordedRun, truth: Truth, name: str, wrong: Collection
     right = known - {*wrong}
     parameters = {other.partition("/")[2] for other in truth.tensors if kind_of(other) in ("param", "grad")}
     kept = parameters and all(f"param_after/{step - 1}/{parameter}" in right for parameter in parameters)
-    followed = any(f"{kind}/{step}" in right for kind in ("logits", "loss", "grad_norm"))
+    followed = not tried and any(f"{kind}/{step}" in right for kind in ("logits", "loss", "grad_norm"))
     return -1 if step < 1 or kept or followed or truth.controls.states is not None else step - 1
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardproof.harness.checking.measures.distance import as_float64, distance
 from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS, kind_of, step_of
-from shardproof.harness.checking.measures.measured import Measured, epsilon
+from shardproof.harness.checking.measures.measured import FLOAT64_ALLOWED, Measured, epsilon
 from shardproof.harness.checking.measures.tolerance import CONTROL_FACTOR, FLOOR_EPSILONS, LEAP
 from shardproof.harness.checking.measuring import INITIAL, ROUNDING
 from shardproof.harness.checking.records import Regrouped, Regroupings, Truth
@@ -44,11 +44,11 @@ def run_regroupings(trial: Trial, truth: Truth) -> Regroupings | None:
     """
     if truth.from_ranks or truth.unmergeable:  # another grouping draws other numbers
         return None
-    found = tuple(_run_grouping(trial, sizes, case) for sizes, case in groupings(trial.case, trial.subject))
+    found = tuple(_run_grouping(trial, truth, sizes, case) for sizes, case in groupings(trial.case, trial.subject))
     return Regroupings(runs=found) if found else None
 
 
-def _run_grouping(trial: Trial, sizes: dict[str, int], case: CaseLike) -> Regrouped:
+def _run_grouping(trial: Trial, truth: Truth, sizes: dict[str, int], case: CaseLike) -> Regrouped:
     try:
         with trial.time_part("regrouped"):
             run = trial.run(trial.subject.call, case, name=trial.subject.address)
@@ -57,7 +57,25 @@ def _run_grouping(trial: Trial, sizes: dict[str, int], case: CaseLike) -> Regrou
     except MachineError as error:  # says nothing about the case, whose own run has ended
         return Regrouped(sizes=sizes, problem=error.cause, undecided=True)
     merged = merge_outcomes(run.outcomes)
-    return Regrouped(sizes=sizes, tensors=merged.tensors, flaws=merged.flaws)
+    true = _truth_of_grouping(trial, truth, case, merged.tensors)
+    return Regrouped(sizes=sizes, tensors=merged.tensors, truth=true, flaws=merged.flaws)
+
+
+def _truth_of_grouping(
+    trial: Trial, truth: Truth, case: CaseLike, grouped: Mapping[str, Tensor]
+) -> Mapping[str, Tensor]:
+    """The dense model in this grouping, where the first loss or a gradient is another one there than the truth's.
+
+    Nothing where the dense model is no function of the subject's own: then it takes its samples in groups of its own.
+    """
+    own = trial.reference.own
+    first = [name for name in truth.tensors if kind_of(name) in ("loss", "grad") and step_of(name) <= 0]
+    apart = (distance(grouped[n], truth.tensors[n]).frobenius for n in first if _fits(grouped, n, truth.tensors))
+    if own is None or isinstance(own.dense, OnRanks) or max(apart, default=0.0) <= FLOAT64_ALLOWED:
+        return {}
+    with suppress(RequestError):  # a dense model that does not take these words
+        return trial.compute_anew(own, case)
+    return {}
 
 
 def most_exact(case: CaseLike, subject: NamedSubject) -> bool:

@@ -275,6 +275,9 @@ FROM_CHECKS: Mapping[str, str | Callable[..., str]] = {
     ),
     "torn_grouping": "{name} with {words}: {flaw:fact} ({kind}), which is whole with {here}",
     "unlike_grouping": _unlike_grouping,
+    "model_by_grouping": "{change:fact}; so is the dense model's, which takes these groups too: its function is one of "
+    "a whole micro-batch, as that of batch norm is, or both are wrong alike; legal: one number of micro-batches, as in "
+    'words = {{"micro": (1,)}}',
     "truth_by_dtype": "the dense model's function depends on the dtype, so it is compared in {dtype}",
     "truth_same": "the dense model is one function in float32 and in float64; {closest} came closest to the limit",
     "truth_other": "the dense model computes another function in float32 than in float64, as {name} of its forward "

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.harness.proofs import proved, verdict_of
+from tests.harness.toy_subjects import Changed
 
 
 class Trained:
@@ -44,9 +45,9 @@ class Trained:
         return {**outcome, "param/w": w}
 
 
-def place(subject: Any, case: str) -> str:
-    """The line of the first place of a case."""
-    message: str = verdict_of(proved(subject, case), "forward").message
+def place(subject: Any, case: str, check: str = "forward") -> str:
+    """The line of the first place of a case in which this check fails."""
+    message: str = verdict_of(proved(subject, case), check).message
     return next(line for line in message.splitlines() if line.startswith("first:")).removeprefix("first:").strip()
 
 
@@ -60,6 +61,30 @@ def place(subject: Any, case: str) -> str:
 )
 def test_a_step_that_begins_wrong_is_traced_to_the_update_before_it_or_not(change: str, steps: int, first: str) -> None:
     assert place(Trained(change), f"dp=2 micro=2 steps={steps}") == first
+
+
+def rated(case: Any, device: torch.device) -> Mapping[str, Tensor]:
+    """A layer trained by SGD, whose learning rate is off by 5e-9 on several ranks."""
+    layer = torch.nn.Linear(3, 1, bias=False, dtype=torch.float64)
+    torch.nn.init.ones_(layer.weight)
+    optimizer, outcome = torch.optim.SGD(layer.parameters(), lr=0.01 * (1 + 5e-9 * (case.dp > 1))), {}
+    for step in range(case.steps):
+        optimizer.zero_grad()
+        numbers = [n for micro in range(case.micro) for n in case.samples(step, micro, dist.get_rank(), 2)]
+        x = torch.tensor(numbers, dtype=torch.float64)[:, None].add(torch.arange(3.0)).sin()
+        loss = layer(x).square().mean() / case.dp
+        loss.backward()
+        outcome[f"loss/{step}"] = loss.detach()
+        for tensor in (outcome[f"loss/{step}"], layer.weight.grad):
+            dist.all_reduce(tensor)
+        optimizer.step()
+    return {**outcome, "param/weight": layer.weight.detach()}
+
+
+def test_an_error_of_every_update_that_no_loss_shows_is_one_of_the_first() -> None:
+    """The loss of step 1 is right to 1e-9 behind an update that is off by 5e-9."""
+    first = "step in step 0: param/weight; seen where the case ends with that step (steps=1)"
+    assert place(Changed(rated, truth="alone", words={}), "dp=2", "update") == first
 
 
 class OneMicroBatch(Trained):

@@ -70,6 +70,50 @@ def test_a_loss_that_is_averaged_wrongly_breaks_it(mean: Loss, said: str) -> Non
     assert "with dp=1 micro=6 loss/0 is " in verdict.message and len(verdict.message.splitlines()) == 6
 
 
+def spread(x: Tensor, add: Callable[[Tensor], Tensor]) -> Tensor:
+    """A function of all samples of a micro-batch on all ranks together, as batch norm is."""
+    count = add(torch.tensor(float(len(x)), dtype=x.dtype))
+    return add((x - add(x.sum()) / count).square().sum()).sqrt()
+
+
+class WithTruth:
+    """Its loss adds up a function of each micro-batch, times a factor; so does its own dense model's."""
+
+    words, cases = {"micro": 2}, ("dp=2",)
+
+    def __init__(self, of_batch: Any, factor: Callable[[Any], float], true_factor: Callable[[Any], float]) -> None:
+        self.of_batch, self.factor, self.true_factor = of_batch, factor, true_factor
+
+    def __call__(self, case: Any, device: torch.device) -> Mapping[str, Any]:
+        return self.loss(case, [dist.get_rank()], summed, self.factor)
+
+    def truth(self, case: Any, device: torch.device) -> Mapping[str, Any]:
+        return self.loss(case, range(case.dp), torch.clone, self.true_factor)
+
+    def loss(self, case: Any, ranks: Any, add: Any, factor: Callable[[Any], float]) -> Mapping[str, Any]:
+        total = torch.zeros((), dtype=torch.float64)
+        for micro in range(case.micro):
+            numbers = [number for rank in ranks for number in case.samples(0, micro, rank, 5)]
+            total += self.of_batch(torch.tensor(numbers, dtype=torch.float64), add)
+        return {"loss/0": total * factor(case)}
+
+
+@pytest.mark.parametrize(
+    ("of_batch", "factor", "true_factor", "found"),
+    [
+        (spread, lambda case: 1.0, lambda case: 1.0, ("unknown", "so is the dense model's")),
+        (spread, lambda case: 1.0, lambda case: 1.0 + case.dp, ("fail", "no ratio of sizes")),
+        (lambda x, add: add(x.sum()), lambda case: case.micro, lambda case: case.micro, ("fail", "grows with micro")),
+    ],
+)
+def test_a_model_of_whole_micro_batches_breaks_no_law(
+    of_batch: Any, factor: Callable[[Any], float], true_factor: Callable[[Any], float], found: tuple[str, str]
+) -> None:
+    """But a factor of sizes is wrong, though the truth shares it."""
+    verdict = law(WithTruth(of_batch, factor, true_factor), "dp=2")
+    assert verdict.verdict == found[0] and found[1] in verdict.message, verdict.message
+
+
 def test_what_rounding_leaves_of_a_gradient_of_zero_keeps_it() -> None:
     """A softmax does not see the bias of a norm of keys: its gradient is rounding in every grouping."""
     words = "hidden=8 heads=2 ffn=6 vocab=389 tied=false qk_norm=true fuse_qkv=false seq=8 micro=3 steps=1 lr=0.1"
