@@ -1,7 +1,7 @@
 """Sentences of verdicts, for terminal, page, markdown and pytest; those of single facts are in `sentences`.
 
-A failure is six labelled lines: what, where, error, first (the first place), causes, repeat; `agree` where no cause
-fits, and `when` behind experiments. Nothing reads a sentence back: every reader takes the records (`verdicts.facts`).
+A failure is six labelled lines: what, where, error, first (the first place), causes, repeat; and `when` behind
+experiments. Nothing reads a sentence back: every reader takes the records (`verdicts.facts`).
 """
 
 import math
@@ -86,10 +86,8 @@ def lines_of(check: str, statement: str, worst: Worst | None, failure: FailedChe
         "where": where(failure.where),
         "error": _error(check, worst, failure),
         "first": _first_line(failure, statement) or statement,
-        "causes": "; ".join(cause.fact.text for cause in failure.causes) or NO_CAUSE,
+        "causes": "; ".join(cause.fact.text for cause in failure.causes) or _agreement(failure.agreement),
     }
-    if agreement := _agreement(failure.agreement):
-        lines["agree"] = agreement
     if failure.when is not None:
         lines["when"] = when_line(failure.when)
     return {**lines, "repeat": failure.repeat}
@@ -172,12 +170,14 @@ def first_place(first: First) -> str:
 
 
 def _agreement(known: AgreementByKind) -> str:
-    """Which tensors agree with the truth and which do not, by their kinds; "" where none was counted."""
+    """That no cause fits, and by kind which tensors agree with the truth and which do not, where they were counted."""
     right, wrong = (
         ", ".join(f"{kind} {count} of {of}" for kind, (count, of) in counts.items())
         for counts in (known.right, known.wrong)
     )
-    return f"{right or 'none'}; these do not: {wrong}" if wrong else right
+    if not wrong:
+        return NO_CAUSE
+    return f"none is known; {right or 'nothing'} agrees with the truth; {wrong} does not"
 
 
 def when_line(when: When) -> str:

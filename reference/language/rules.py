@@ -51,7 +51,8 @@ class _Restricted(NamedTuple):
 
 
 def _domains(case: Core) -> Iterator[Problem]:
-    words = _Restricted.of(type(case))
+    kind: Any = type(case)
+    words = _Restricted.of(kind)
     for value, (key, known) in zip(words.choices(case), words.lists, strict=True):
         if value not in known:
             yield key, "is not a known word", "|".join(known)

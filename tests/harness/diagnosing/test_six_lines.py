@@ -95,13 +95,13 @@ def test_a_case_without_an_outcome_in_six_lines(error: Any, what: str, why: str,
     assert [told.id for told in diagnose_ended_case(error).causes] == [cause]
 
 
-def test_every_failure_has_six_labelled_lines_and_one_where_no_cause_fits() -> None:
+def test_every_failure_has_six_labelled_lines() -> None:
     seen = planted({name: tensor + 1 for name, tensor in truth().items()})
     failed = [name for name, finding in run_checks(seen).items() if finding.verdict == "fail"]
     assert len(failed) == 9
     for check in failed:
         labels = [line.split(":")[0] for line in told_by(seen, check)]
-        assert labels == ["what", "where", "error", "first", "causes", "agree", "repeat"]
+        assert labels == ["what", "where", "error", "first", "causes", "repeat"]
     silent = told_by(evidence(events=(), expectation=None), "parallelism")
     assert silent[2] == "error:  nothing to measure: this must never be"
     assert silent[4] == "causes: ranks of a case that splits send nothing, or hold everything, as the check states"
