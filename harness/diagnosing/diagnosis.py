@@ -100,6 +100,8 @@ def explanation_of(evidence: Evidence, findings: Mapping[str, Finding]) -> Expla
     if earlier is not None and wrong_names(earlier.run, earlier.truth, known):
         ended = explanation_of(earlier, known)
         seen = f"seen where the case ends with that step (steps={earlier.run.case.steps})"
+        if earlier.search.earlier and any(line.startswith("seen where") for line in ended.first.beside):
+            return ended  # it ended earlier still
         return replace(ended, first=replace(ended.first, beside=(*ended.first.beside, seen)))
     findings = faults_of(evidence.run, findings)[0]
     wrong = wrong_names(evidence.run, evidence.truth, findings)
