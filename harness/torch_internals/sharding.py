@@ -118,17 +118,17 @@ def _question(schema: Any, mesh: Any, kinds: tuple[Any, ...]) -> object:
     ranks = getattr(mesh, "_flatten_rank_map", None)
     place = (mesh.shape, mesh.mesh_dim_names, mesh.device_type, ranks, tuple(mesh.get_coordinate()))
     words = (schema.args_schema, schema.kwargs_schema)
-    return setting, place, schema.op, _typed(_without_mesh(words, mesh, kinds))
+    return setting, place, schema.op, _with_types(_without_mesh(words, mesh, kinds))
 
 
-def _typed(value: Any) -> object:
+def _with_types(value: Any) -> object:
     """The value with its type at every depth: 1 and 1.0 and True are equal. Raises TypeError for a tensor."""
     if isinstance(value, torch.Tensor | torch.Generator):
         raise TypeError
     if isinstance(value, list | tuple):
-        return type(value), tuple(map(_typed, value))
+        return type(value), tuple(map(_with_types, value))
     if isinstance(value, dict):
-        return dict, tuple((word, _typed(one)) for word, one in value.items())
+        return dict, tuple((word, _with_types(one)) for word, one in value.items())
     return type(value), value
 
 
