@@ -177,7 +177,7 @@ def _agreement(known: AgreementByKind) -> str:
     )
     if not wrong:
         return NO_CAUSE
-    return f"none is known; {right or 'nothing'} agrees with the truth; {wrong} does not"
+    return f"none is known; {right or 'none'} agree with the truth; {wrong} do not"
 
 
 def when_line(when: When) -> str:

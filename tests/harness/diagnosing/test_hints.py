@@ -34,7 +34,7 @@ def test_what_no_cause_fits_is_told_as_far_as_it_is_known(
     values: dict[str, Tensor], true: dict[str, Tensor], micro: int, words: str
 ) -> None:
     told = told_by(seen(values, f"mode=tp tp=2 seq=16 micro={micro}", true))
-    assert told[4].startswith("causes: none is known; ") and told[4].endswith(f" agrees with the truth; {words} does not")
+    assert told[4].startswith("causes: none is known; ") and told[4].endswith(f" agree with the truth; {words} do not")
 
 
 W1 = "grad/layers.0.mlp.w1.weight"
@@ -80,9 +80,6 @@ def test_four_losses_show_a_factor_and_three_do_not() -> None:
 
 def test_a_loss_and_gradients_that_share_a_factor_show_it_together() -> None:
     gradients = [name for name in truth() if name.startswith("grad/")]
-    for other, causes in (
-        (2, "it and all wrong gradients are 2 x the truth, which is tp=2"),
-        (3, "none is known; "),
-    ):
+    for other, causes in ((2, "it and all wrong gradients are 2 x the truth, which is tp=2"), (3, "none is known; ")):
         found = multiplied({"loss/0": 2, **dict.fromkeys(gradients, 2), W1: other})
         assert told_by(found)[4].startswith(f"causes: {causes}")
