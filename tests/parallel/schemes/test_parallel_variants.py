@@ -26,7 +26,7 @@ TOLD = {
     "decoder-layer-thirds": ("forward", "it holds the right rows in another order"),
     "context-heads-repeated": ("ledger", "payload_bytes"),
     "dropped-heads": ("merge", "the ranks' parts do not make the full tensor"),
-    "two-stage-swap": ("activation_gradients", "wrong: loss 1 of 1, logits 1 of 1, gradients"),
+    "two-stage-swap": ("activation_gradients", "agree with the truth; loss 1 of 1, logits 1 of 1, gradients"),
     "ckpt-early-stop": ("ledger", "the all_reduce over tp is left out|the reduce_scatter over tp is left out"),
     "ddp-rebuild": ("ledger", "the all_reduce over dp is left out"),
     "pp-scale-missing": ("activation_gradients", "it is 3 x the truth, which is micro=3"),
