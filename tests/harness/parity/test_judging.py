@@ -255,7 +255,7 @@ def test_a_parameter_without_a_partner_is_named(tmp_path: Path) -> None:
     first, second = (read_launch(Toy(pp=pp).launch(tmp_path / str(pp))) for pp in (1, 2))
     lacking = type(second)(ranks=second.ranks[:1], folder=second.folder)
     unknown = statements(judge_launches(first, lacking), "unknown")
-    assert "layers.1.norm.weight" in unknown["partners"] and "ranks 1 of launch B recorded" in unknown["partners"]
+    assert "layers.1.norm.weight" in unknown["partners"] and "rank 1 of launch B recorded" in unknown["partners"]
 
 
 def test_a_launch_without_a_whole_step_is_unknown(tmp_path: Path) -> None:
