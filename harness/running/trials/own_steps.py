@@ -6,8 +6,9 @@ first step was made, they are known exactly, and so is the step. The truth is co
 each of its optimizers takes the gradients of the ranks.
 
 Which they are is seen in the truth itself: what its optimizer takes is what it returns as `grad/<name>`, or all of
-these times one factor, as where gradients are clipped. Where it is neither, where the step is no optimizer's of torch,
-or where gradients were not returned, nothing is said.
+these times one factor. A factor may be a constant, or follow from a norm of the gradients, by which they are clipped.
+Both are tried, and a step is wrong where it is by each of them. Where it is neither, where the step is no optimizer's
+of torch, or where gradients were not returned, nothing is said.
 
 What an optimizer takes need not be what was returned, to the last bit: one may have been rounded once more, in the
 dtype in which ranks hold their gradients. And an optimizer may amplify rounding. So what seems wrong is judged again by
@@ -15,6 +16,7 @@ control runs with these gradients moved by such a rounding, whose optimizers rou
 that are moved by CONTROL_FACTOR times as much. What is returned in float32 is held in float32, in a 16-bit case too.
 """
 
+import math
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -41,6 +43,8 @@ _UPDATE = "update"
 _EXACT = 1e-12
 """Gradients that a truth returns in float64, and the same times one factor, are apart by less."""
 _MOVED_RUNS = 2
+_NORMS = 2.0, 0.0, math.inf
+"""Norms of gradients from which a factor on them may follow, the usual one first; 0 is for a constant."""
 
 
 def judge_own_steps(trial: Trial, found: Found, checks: Mapping[str, Check]) -> Found:
@@ -52,16 +56,21 @@ def judge_own_steps(trial: Trial, found: Found, checks: Mapping[str, Check]) -> 
     first = [name for name in truth.tensors if name in run.tensors and _of_first_step(trial, name)]
     if run.dtype == "float64" or _UPDATE not in found[1] or not first or wrong_of(found[1]):
         return found
+    judged = found
     try:
-        return _judge_steps(trial, found, checks[_UPDATE])
+        for norm in _NORMS:
+            taken = TakenGradients(returned=_gradients(truth.tensors), given=_gradients(run.tensors), norm=norm)
+            judged = _judge_steps(trial, found, checks[_UPDATE], taken)
+            if judged is found or not taken.is_scaled:
+                break
     except (MachineError, RequestError):  # the truth in other conditions than those in which it is known to end
         return found
+    return judged
 
 
-def _judge_steps(trial: Trial, found: Found, check: Check) -> Found:
+def _judge_steps(trial: Trial, found: Found, check: Check, taken: "TakenGradients") -> Found:
     evidence, findings = found
     run, truth = evidence.run, evidence.truth
-    taken = TakenGradients(returned=_gradients(truth.tensors), given=_gradients(run.tensors))
     stepped = trial.compute_anew(taken.given_to(trial.reference.truth))
     names = {name for name in stepped.keys() & run.tensors.keys() if _of_first_step(trial, name)}
     names = {name for name in names if parameter_of_name(name) in taken.names}
@@ -76,7 +85,8 @@ def _judge_steps(trial: Trial, found: Found, check: Check) -> Found:
     _, finding = judge(Controls())  # optimizers are right by the limits of their own arithmetic, with few exceptions
     if finding is None or not finding.wrong:
         return found
-    units = {name: _unit(run, f"grad/{name}") for name in taken.names}
+    least = epsilon(run.dtype) if taken.is_scaled else 0.0  # a norm is only known to the rounding of all gradients
+    units = {name: max(_unit(run, f"grad/{name}"), least) for name in taken.names}
     moved = [taken.moved(seed, units) for seed in range(_MOVED_RUNS)]
     runs = [
         trial.compute_anew(one.given_to(function), part="control")
@@ -122,13 +132,16 @@ class TakenGradients:
     """Gradients that the first steps of a truth's optimizers take in the place of its own.
 
     `returned`: those that the truth returns; `given`: those of the ranks, both by parameter. `places` fills up: by the
-    number of an optimizer, and of a parameter in it, the parameter's name and the factor by which it is taken.
+    number of an optimizer, and of a parameter in it, the parameter's name and the factor by which it is taken. Factors
+    other than 1 are taken to follow from this `norm` (_NORMS).
     """
 
     returned: Mapping[str, Tensor]
     given: Mapping[str, Tensor]
+    norm: float = 0.0
     places: dict[tuple[int, int], tuple[str, float]] = field(default_factory=dict)
     known: bool = False
+    is_scaled: bool = False
 
     @property
     def names(self) -> frozenset[str]:
@@ -197,13 +210,16 @@ class TakenGradients:
         factors = [factor for _, factor in found.values()]
         if not found or max(factors) - min(factors) > _EXACT * max(factors) or not all(self._is_finite(found)):
             return
-        # One factor on all is that of a norm, which is another one of the ranks' gradients.
-        norms = [_norm([own[name] for name, _ in found.values()]) for own in (self.returned, self.given)]
-        clipped = abs(factors[0] - 1) > _EXACT and norms[1] > 0
-        self.places |= {
-            place: (name, factor * norms[0] / norms[1] if clipped else factor)
-            for place, (name, factor) in found.items()
-        }
+        scaled = abs(factors[0] - 1) > _EXACT
+        self.is_scaled = self.is_scaled or scaled
+        norms = [self._norm_of([own[name] for name, _ in found.values()]) for own in (self.returned, self.given)]
+        by = norms[0] / norms[1] if scaled and norms[1] > 0 else 1.0
+        self.places |= {place: (name, factor * by) for place, (name, factor) in found.items()}
+
+    def _norm_of(self, gradients: list[Tensor]) -> float:
+        """The norm of all of them together; 1 where a factor is a constant."""
+        each = torch.stack([torch.linalg.vector_norm(gradient.double(), self.norm or 2.0) for gradient in gradients])
+        return float(torch.linalg.vector_norm(each, self.norm)) if self.norm else 1.0
 
     def _is_finite(self, found: Mapping[tuple[int, int], tuple[str, float]]) -> Iterator[bool]:
         return (bool(self.given[name].isfinite().all()) for name, _ in found.values())
@@ -219,7 +235,3 @@ def _factor(gradient: Tensor, own: Tensor) -> float | None:
     factor = float(wide.norm()) / size if size else 0.0
     near = factor > 0 and bool((wide - own.double() * factor).norm() <= _EXACT * wide.norm())
     return factor if near else None
-
-
-def _norm(gradients: list[Tensor]) -> float:
-    return float(torch.stack([gradient.double().norm() for gradient in gradients]).norm())

@@ -43,13 +43,15 @@ class ByHand:
 class Trained:
     """A layer on dp ranks, in the case's dtype, whose optimizer has `wrong` times its learning rate on several ranks.
 
-    With `masters` the optimizer steps float32 copies, which are returned.
+    With `masters` the optimizer steps float32 copies, which are returned; with `wide` ranks add gradients in float32.
     """
 
     truth, words = "alone", {"micro": 1, "steps": 1}
 
-    def __init__(self, make: Make, wrong: float = 1.0, *, masters: bool = False, clip: float = 0.0) -> None:
-        self.make, self.wrong, self.masters, self.clip = make, wrong, masters, clip
+    def __init__(
+        self, make: Make, wrong: float = 1.0, *, masters: bool = False, clip: float = 0.0, wide: bool = False
+    ) -> None:
+        self.make, self.wrong, self.masters, self.clip, self.wide = make, wrong, masters, clip, wide
 
     def __call__(self, case: Any, device: torch.device) -> Mapping[str, Tensor]:
         torch.manual_seed(case.seed)
@@ -67,14 +69,18 @@ class Trained:
         gradients: dict[str, Tensor] = {}
         for (name, p), weight in zip(layer.named_parameters(), trained, strict=True):
             assert p.grad is not None
-            dist.all_reduce(p.grad)
-            weight.grad = p.grad.to(weight.dtype)
+            gradient = p.grad.to(weight.dtype) if self.wide else p.grad
+            dist.all_reduce(gradient)
+            weight.grad = gradient.to(weight.dtype)
             gradients[f"grad/{name}"] = weight.grad.clone()
-        if self.clip:
-            nn.utils.clip_grad_norm_(trained, self.clip)
+        self.scale(trained)
         self.make(trained, 0.5 * (self.wrong if case.dp > 1 else 1.0)).step()
         stepped = {f"param/{name}": w.detach() for (name, _), w in zip(layer.named_parameters(), trained, strict=True)}
         return {"loss/0": total, **gradients, **stepped}
+
+    def scale(self, trained: list[Tensor]) -> None:
+        if self.clip:
+            nn.utils.clip_grad_norm_(trained, self.clip)
 
 
 WRONG = {
@@ -97,6 +103,22 @@ def test_a_step_that_is_not_that_of_the_ranks_own_gradients_is_wrong(kind: str, 
     assert contradicted(found) == {"update"}
     worst = verdict_of(found, "update").worst
     assert worst is None or worst.error == pytest.approx(by, rel=0.6)
+
+
+@pytest.mark.parametrize("taken", ["largest", "mean"])
+def test_a_factor_that_follows_from_another_norm_or_none_is_right(taken: str) -> None:
+    """Gradients are rounded in bfloat16 and held in float32, so a wrong norm of them would be a wrong step."""
+
+    class Scaled(Trained):
+        def scale(self, trained: list[Tensor]) -> None:
+            if taken == "largest":
+                nn.utils.clip_grad_norm_(trained, 0.1, norm_type=float("inf"))
+            else:
+                for w in trained:
+                    assert w.grad is not None
+                    w.grad /= 3
+
+    assert proved(Scaled(torch.optim.SGD, masters=True, wide=True), "dp=3 dtype=bfloat16").verdict == "pass"
 
 
 def test_nothing_is_said_of_steps_that_no_optimizer_of_torch_makes() -> None:

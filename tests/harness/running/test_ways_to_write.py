@@ -139,9 +139,7 @@ def allowed(way: Callable[..., dict[str, Tensor]], text: str) -> dict[str, float
     return {name: max(floor, CONTROL_FACTOR * error) for name, error in worst.items()}
 
 
-@pytest.mark.parametrize(
-    "dtype", ["bfloat16", *deep("ten CPU seconds", "float32")]
-)  # which has fewer kinds of rounding
+@pytest.mark.parametrize("dtype", ["bfloat16", *deep("ten CPU seconds", "float32")])
 def test_a_function_has_the_same_limits_however_it_is_written(dtype: str) -> None:
     """Within a factor of two in the middle of three draws of weights and samples: one draw may be lucky."""
     ratios: dict[tuple[str, str], list[float]] = {}
