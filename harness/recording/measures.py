@@ -28,7 +28,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import flop_counter
 
 from shardproof.harness.ledger import Call, Observer, notify_waited
-from shardproof.harness.torch_internals.autograd import storage_id
+from shardproof.harness.torch_internals.autograd import numbers_of, storage_id
 from shardproof.harness.torch_internals.dispatch import (
     BACKEND_SELECT,
     FUSED,
@@ -148,7 +148,7 @@ class _Account:
 
     def hold(self, tensor: Tensor) -> int:
         key = storage_id(tensor)
-        entry = self._holders.setdefault(key, [0, tensor.untyped_storage().nbytes()])
+        entry = self._holders.setdefault(key, [0, numbers_of(tensor).untyped_storage().nbytes()])
         if entry[0] == 0:
             self._bytes += entry[1]
             self.peak_bytes = max(self.peak_bytes, self._bytes)

@@ -151,12 +151,19 @@ _LARGE_BYTES = 2**27
 """Of the tensors of a case beside which other memory no longer matters."""
 
 
+def numbers_of(tensor: Tensor) -> Tensor:
+    """The tensor itself; of a sparse one its values, which lie in its memory. Uses Tensor._values."""
+    if tensor.layout is torch.strided:
+        return tensor
+    return tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
+
+
 def storage_id(tensor: Tensor) -> int:
     """A number that tensors of one storage share for as long as it lives; addresses of meta tensors are all 0.
 
     Uses UntypedStorage._cdata, else the identity of the storage's object, which Python keeps while that lives.
     """
-    storage: Any = tensor.untyped_storage()
+    storage: Any = numbers_of(tensor).untyped_storage()
     return int(getattr(storage, "_cdata", id(storage)))
 
 

@@ -12,7 +12,7 @@ functional programs, whose parameters are no leaves, nothing is seen; then the r
 the truth.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from shardproof.harness.engines.calls.callers import caller
 from shardproof.harness.outcome.blocks import Block, blocks
 from shardproof.harness.protocols import Value
 from shardproof.harness.subject import NamedSubject, call_subject
-from shardproof.harness.torch_internals.autograd import current_task, storage_id
+from shardproof.harness.torch_internals.autograd import current_task, numbers_of, storage_id
 from shardproof.harness.torch_internals.dispatch import (
     DispatchMode,
     FakeTensor,
@@ -171,7 +171,7 @@ class FirstValues(DispatchMode):
         tensors = [one for one in leaves(args) + leaves(kwargs) if isinstance(one, Tensor)]
         for leaf in tensors if in_forward else ():
             if leaf.requires_grad and leaf.is_leaf and (reads or leaf.grad is not None):
-                own = leaf.to_local() if hasattr(leaf, "to_local") else leaf
+                own = numbers_of(leaf.to_local() if hasattr(leaf, "to_local") else leaf)
                 if isinstance(own, FakeTensor):
                     continue
                 place = storage_id(own), own.storage_offset(), tuple(own.shape)  # parameters may share a storage
@@ -184,11 +184,11 @@ class FirstValues(DispatchMode):
                     self._on_leaf(leaf)
         if take_themselves_apart(types):
             return NotImplemented
-        given = _storages(tensors) if self._leaves else set()
+        given = {*map(storage_id, tensors)} if self._leaves else set()
         result = operator(*args, **(kwargs or {}))
         if not self._leaves:  # and so nothing is computed from them
             return result
-        made = _storages(one for one in leaves(result) if isinstance(one, Tensor))
+        made = {storage_id(one) for one in leaves(result) if isinstance(one, Tensor)}
         if given.isdisjoint(self._leaves) and given.isdisjoint(self._computed):
             self._computed -= made  # new memory may have the number of what was freed
         else:
@@ -201,11 +201,6 @@ class FirstValues(DispatchMode):
         first = {tuple(value.shape) for place, (_, value) in self._noted.items() if place not in self._later}
         values = [v for place, (_, v) in self._noted.items() if place not in self._later or tuple(v.shape) not in first]
         return {f"{STARTED}{number}": value for number, value in enumerate(values)}
-
-
-def _storages(tensors: Iterable[Tensor]) -> set[int]:
-    """The storages of the dense ones of these tensors."""
-    return {storage_id(tensor) for tensor in tensors if tensor.layout is torch.strided}
 
 
 @dataclass(frozen=True, slots=True)

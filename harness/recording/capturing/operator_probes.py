@@ -29,7 +29,7 @@ from shardproof.harness.engines.calls.callers import caller
 from shardproof.harness.protocols import Value
 from shardproof.harness.recording.naming import Paths
 from shardproof.harness.subject import NamedSubject, call_subject
-from shardproof.harness.torch_internals.autograd import current_task, storage_id
+from shardproof.harness.torch_internals.autograd import current_task, numbers_of, storage_id
 from shardproof.harness.torch_internals.dispatch import DispatchMode, FakeTensor, leaves, take_themselves_apart
 
 _SEPARATOR = "|"
@@ -217,14 +217,15 @@ class NarrowProbe(DispatchMode):
             if not name or leaf.dtype in self.found or widest >= _EPSILONS[name]:
                 continue
             # Masks and counts, which are whole numbers, are exact in every dtype.
-            if (self._constants or self._is_computed(leaf)) and not torch.equal(leaf, leaf.round()):
+            numbers = numbers_of(leaf)
+            if (self._constants or self._is_computed(leaf)) and not torch.equal(numbers, numbers.round()):
                 self.found[leaf.dtype] = _SEPARATOR.join((name, str(operator), caller()))
         if any(leaf.dtype == self._wide or self._is_computed(leaf) for leaf in given):
             for leaf in returned:  # computed in the case's dtype for as long as their storage lives
                 if leaf.dtype in self._narrow and not self._is_computed(leaf):
                     key = storage_id(leaf)
                     gone = functools.partial(self._on_drop, key)
-                    self._computed[key] = weakref.ref(leaf.untyped_storage(), gone)
+                    self._computed[key] = weakref.ref(numbers_of(leaf).untyped_storage(), gone)
         return result
 
     def _is_computed(self, tensor: Tensor) -> bool:

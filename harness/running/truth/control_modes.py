@@ -121,7 +121,8 @@ class _Cut(RandomRounding):
     def compute(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The operator's result, by partial sums where it contracts."""
         cut = _CUT.get(operator)
-        if cut is None or kwargs or self._parts == 1 or not args[0].is_floating_point():
+        dense = all(x.layout is torch.strided for x in args if isinstance(x, Tensor))
+        if cut is None or kwargs or self._parts == 1 or not (dense and args[0].is_floating_point()):
             return operator(*args, **kwargs)
         return cut(self._parts, *args)
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from shardproof.harness.checking.measuring import ROUNDING
-from shardproof.harness.torch_internals.autograd import storage_id
+from shardproof.harness.torch_internals.autograd import numbers_of, storage_id
 from shardproof.harness.torch_internals.dispatch import (
     DispatchMode,
     FakeTensor,
@@ -150,7 +150,7 @@ class RandomRounding(DispatchMode):
             if _is_real(x) and x.dtype in self._units and storage_id(x) not in self._computed:
                 key = storage_id(x)
                 gone = functools.partial(self._computed.pop, key)
-                self._computed[key] = weakref.ref(x.untyped_storage(), gone)
+                self._computed[key] = weakref.ref(numbers_of(x).untyped_storage(), gone)
 
     def _note_product(self, name: str, result: Any) -> Any:
         """The result; the dtype of a product is remembered."""
@@ -187,6 +187,10 @@ class RandomRounding(DispatchMode):
     def _by(self, x: Tensor, unit: float) -> Tensor:
         if x.is_complex():
             return torch.view_as_complex(self._by(torch.view_as_real(x.resolve_conj()), unit))
+        if numbers_of(x) is not x:
+            moved = x.clone()
+            numbers_of(moved).copy_(self._by(numbers_of(x), unit))
+            return moved
         part = torch.rand(x.shape, generator=self._generator, dtype=torch.float64).to(x.device) - 0.5
         moved = (x * (1 + unit * part)).to(x.dtype)
         return moved.where(x != x.round(), x)  # whole numbers and infinities stay

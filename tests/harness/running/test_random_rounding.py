@@ -1,14 +1,21 @@
 """Random rounding moves computed numbers alone, and values before the first step are seen."""
 
+from contextlib import AbstractContextManager
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn import functional
 
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.harness.recording.capturing.drawn_values import FirstValues, first_values
+from shardproof.harness.recording.capturing.operator_probes import NarrowProbe
+from shardproof.harness.running.truth.control_modes import AMPLIFIED, PERTURBED, partial_sums
+from shardproof.harness.running.truth.of_dtype import Forward
 from shardproof.harness.running.truth.random_rounding import RandomRounding
+from shardproof.harness.torch_internals.dispatch import DispatchMode
 
 UNIT = torch.finfo(torch.float32).eps
 X = torch.randn(40, 30, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -112,3 +119,29 @@ def moved_norm(rank: int, moved: bool) -> Tensor:
 def test_a_sum_over_ranks_is_not_touched_before_it_has_arrived(engine: InprocEngine) -> None:
     plain, moved = (engine.run(moved_norm, which, world_size=2, seed=0, timeout_s=60)[0] for which in (False, True))
     assert float(moved) == pytest.approx(float(plain), rel=4 * torch.finfo(torch.bfloat16).eps)
+
+
+def train_with_sparse_tensors(dtype: torch.dtype) -> Tensor:
+    """The table of an embedding bag after a step and its sparse gradient, behind a product with each sparse layout."""
+    table = X[:, :8].to(dtype).clone().requires_grad_()
+    rows = functional.embedding_bag(torch.arange(60).view(20, 3) % 40, table, mode="mean", sparse=True)
+    mixing = X[:20, :20].relu().to(dtype)
+    for matrix in (mixing.to_sparse(), mixing.to_sparse_csr()):
+        rows = torch.sparse.mm(matrix, rows.tanh())
+    (rows @ rows.T).double().square().mean().backward()
+    torch.optim.SparseAdam([table], lr=0.1).step()
+    return torch.stack([table.detach(), table.grad.to_dense()]).double()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_sparse_gradients_and_matrices_are_taken_in_every_run_and_moved_by_rounding() -> None:
+    dtype = torch.float32
+    right = train_with_sparse_tensors(dtype)
+    for mode in (FirstValues(), NarrowProbe(), NarrowProbe(constants=False), Forward()):
+        with mode:
+            assert torch.equal(train_with_sparse_tensors(dtype), right)
+    moves: list[AbstractContextManager[DispatchMode]] = [partial_sums(p) for p in (2, 3, PERTURBED[0], AMPLIFIED[0])]
+    for moved in (*moves, RandomRounding({dtype: UNIT}, inputs=False, leaving=True)):
+        with moved:
+            after = train_with_sparse_tensors(dtype)
+        assert 0 < float((after - right).norm() / right.norm()) < 100 * UNIT
