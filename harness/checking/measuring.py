@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from shardproof.harness.checking.measures.distance import as_float64, distance
-from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS, kind_of, step_of
+from shardproof.harness.checking.measures.kinds import NUMERIC_KINDS, is_state, kind_of, step_of
 from shardproof.harness.checking.measures.many_tensors import Numbers, blocks_of, compute, kind_rms
-from shardproof.harness.checking.measures.measured import SCALE_SHARE, Measured, epsilon
-from shardproof.harness.checking.measures.tolerance import CONTROL_FACTOR, LEAP, measure
+from shardproof.harness.checking.measures.measured import FLOAT64_ALLOWED, SCALE_SHARE, Measured, epsilon
+from shardproof.harness.checking.measures.tolerance import CONTROL_FACTOR, FLOOR_EPSILONS, LEAP, measure
 from shardproof.harness.checking.records import RecordedRun, Truth
 
 _MEANS, _SQUARES = "exp_avg_after", "exp_avg_sq_after"
@@ -50,7 +50,7 @@ def compare_with_truth(run: RecordedRun, truth: Truth, name: str, kind: float) -
 
 def _measure_tensor(run: RecordedRun, truth: Truth, name: str, kind: float, summed_error: float) -> Measured:
     moved = movement_of(run, truth, name)
-    slack: Numbers | None = truth.controls.adam_bound.get(name)
+    slack: Numbers | None = truth.controls.adam_bound.get(name if moved is None else _name_of_parameter(truth, name))
     stored: Numbers | None = None
     value: Numbers = run.tensors[name]
     true: Numbers = truth.tensors[name]
@@ -82,7 +82,7 @@ def _measure_tensor(run: RecordedRun, truth: Truth, name: str, kind: float, summ
 
 def theoretical_error_of_sums(run: RecordedRun, truth: Truth, name: str, *, narrow: bool = False) -> float:
     """The relative error that a tensor has in theory because its tokens are added up (see error_of_sums)."""
-    kind = kind_of(name)
+    kind = "param" if _is_moved(run, truth, name) else kind_of(name)
     if kind not in OVER_TOKENS or (kind in MOVED and not _is_moved(run, truth, name)):
         return 0.0
     unit = epsilon(run.dtype)
@@ -92,9 +92,9 @@ def theoretical_error_of_sums(run: RecordedRun, truth: Truth, name: str, *, narr
 def _takes_leaps(run: RecordedRun, truth: Truth, name: str) -> bool:
     """Whether the optimizer made a tensor, in lower precision, of gradients that rounding alone changes by half."""
     kind, _, place = name.partition("/")
-    if kind not in NUMERIC_KINDS["update"] or run.dtype == "float64":
+    if run.dtype == "float64" or not (kind in NUMERIC_KINDS["update"] or _is_moved(run, truth, name)):
         return False
-    step = run.case.steps - 1 if kind == "param" else step_of(name)
+    step = _step_of_name(run, name)
     made_of = (f"grad_norm/{step}", *((f"{_MEANS}/{place}",) if kind == _SQUARES else ()))
     known = [source for source in made_of if source in truth.tensors and source in run.tensors]
     sources = (compare_with_truth(run, truth, source, 0.0) for source in known)
@@ -166,6 +166,8 @@ def _count_rows(x_TE: Tensor) -> int:
 
 MOVED = frozenset({"param", "param_after"})
 """Kinds of names of parameters after a step."""
+_OTHER_KINDS = frozenset(kind for kinds in NUMERIC_KINDS.values() for kind in kinds) - MOVED
+"""Known kinds of names that are no values of parameters."""
 INITIAL = "initial/"
 """Begin of the names under which a control run has the values of parameters before the first step."""
 
@@ -269,18 +271,26 @@ def _count_steps(run: RecordedRun, truth: Truth, name: str) -> int:
 
 
 def _step_of_name(run: RecordedRun, name: str) -> int:
-    return run.case.steps - 1 if kind_of(name) == "param" else step_of(name)
+    step = -1 if kind_of(name) == "param" else step_of(name)
+    return step if step >= 0 else run.case.steps - 1
 
 
 def parameter_of_name(name: str) -> str:
     """The parameter of a state: "head" of "param/head" and of "exp_avg_after/0/head"."""
     place = name.partition("/")[2]
-    return place if kind_of(name) == "param" else place.partition("/")[2]
+    return place if kind_of(name) == "param" or step_of(name) < 0 else place.partition("/")[2]
+
+
+def _name_of_parameter(truth: Truth, name: str) -> str:
+    """The name of the parameter beside this value: "param_after/0/head" of "ema_after/0/head", where there is one."""
+    beside = f"param_after/{step_of(name)}/{parameter_of_name(name)}"
+    return beside if beside in truth.tensors else f"param/{parameter_of_name(name)}"
 
 
 def _earlier_name(run: RecordedRun, name: str) -> str:
     """The name of this parameter's value before the step."""
-    return f"param_after/{_step_of_name(run, name) - 1}/{parameter_of_name(name)}"
+    kind = kind_of(name).removesuffix("_after")
+    return f"{kind}_after/{_step_of_name(run, name) - 1}/{parameter_of_name(name)}"
 
 
 def _movements_in_runs(
@@ -297,13 +307,28 @@ def _returns_each_step(run: RecordedRun, truth: Truth, name: str) -> bool:
 
 
 def _value_before(run: RecordedRun, truth: Truth, name: str, outcome: Mapping[str, Tensor]) -> Tensor | None:
-    """The value of a parameter before the step that made `name`, in this outcome; None for other kinds."""
-    if kind_of(name) not in MOVED:
+    """The value of a parameter before the step that made `name`, in this outcome; None for other kinds.
+
+    A kind of the subject's own, such as averages of parameters, is one where it stays so near to the value before that
+    its smallest limit would hide half of the step.
+    """
+    before = _find_value_before(run, truth, name, outcome)
+    if before is None or kind_of(name) in MOVED:
+        return before
+    true, started = truth.tensors[name], _find_value_before(run, truth, name, truth.tensors)
+    if started is None or not true.is_floating_point():
+        return None
+    least = FLOAT64_ALLOWED if run.dtype == "float64" else FLOOR_EPSILONS["frobenius"] * epsilon(run.dtype)
+    return before if distance(true, started).frobenius < 2 * least else None
+
+
+def _find_value_before(run: RecordedRun, truth: Truth, name: str, outcome: Mapping[str, Tensor]) -> Tensor | None:
+    if kind_of(name) in _OTHER_KINDS:
         return None
     earlier, parameter = _earlier_name(run, name), parameter_of_name(name)
     if _returns_each_step(run, truth, name):
         return (truth.controls.states or {}).get(earlier, outcome.get(earlier))
-    if _step_of_name(run, name) > 0 and kind_of(name) != "param":
+    if _step_of_name(run, name) > 0 and is_state(name):
         return None
     before = _likely_start(outcome.get(INITIAL + parameter), truth.initial.get(parameter), run.case.dtype)
     if outcome is run.tensors and truth.controls.runs:
