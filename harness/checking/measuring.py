@@ -5,7 +5,8 @@ An update is judged by the size of the movement, not by that of the parameter: a
 distance of the control runs' differences. An element may also be off by what storing it rounds. A parameter in bfloat16
 without a wider copy loses steps below half a unit in its last place, and then nothing is decided. Before step 0 stands
 the value with which training began; before a later one what was returned after the step before. Where only the last
-values were returned, the movement is that of all steps.
+values were returned, the movement is that of all steps. Other values of the parameters, such as their averages under a
+word of the subject's own, are compared so too.
 """
 
 import math

@@ -130,6 +130,7 @@ def train_with_sparse_tensors(dtype: torch.dtype) -> Tensor:
         rows = torch.sparse.mm(matrix, rows.tanh())
     (rows @ rows.T).double().square().mean().backward()
     torch.optim.SparseAdam([table], lr=0.1).step()
+    assert table.grad is not None
     return torch.stack([table.detach(), table.grad.to_dense()]).double()
 
 
