@@ -66,9 +66,11 @@ def undecided_by_samples(seen: LaunchComparison, findings: dict[str, Finding]) -
 
 
 def undecided_by_draws(seen: LaunchComparison, findings: dict[str, Finding]) -> dict[str, Finding]:
-    """Findings of numbers that are unknown, not failed, since forward draws numbers (dropout)."""
-    drawn = [str(one) for launch in (seen.first, seen.second) for rank in launch.ranks
-             for one in rank.about.get("drawn", ())]  # fmt: skip
+    """Findings of numbers that are unknown, not failed, since launch A's forward draws numbers (dropout).
+
+    Where launch A draws none, its numbers are certain, and draws of launch B are a difference between the two.
+    """
+    drawn = [str(one) for rank in seen.first.ranks for one in rank.about.get("drawn", ())]
     if not drawn:
         return findings
     why = state_fact("numbers_drawn", names=list(dict.fromkeys(drawn)))

@@ -82,7 +82,8 @@ FROM_LAUNCHES: Mapping[str, str | Callable[..., str]] = {
     "loss_reading": "a step's loss is the {calls} over a rank's micro-batches, the {ranks} over data ranks",
     "nothing_common": "the launches have no parameter in common",
     "without_partner": _without_partner,
-    "partner_of_none": "{names:list} of launch B: no parameter of launch A has the shape or the numbers",
+    "partner_of_none": "{names:list} of launch B: none of launch A's parameters, or more than one, has its shape and "
+    "numbers",
     "second_without": "launch B recorded no {names:list}",
     "silent_ranks": lambda ranks: f"{count_ranks(ranks)} of launch B recorded nothing",
     "recorder_failed": "the recorder of rank {rank} of launch {launch} failed: {problem}",
@@ -102,6 +103,12 @@ FROM_LAUNCHES: Mapping[str, str | Callable[..., str]] = {
     "rounding_unknown": "no run of launch A with its rounding moved says whether rounding is behind it; legal: "
     "--control FOLDER (record --values --perturb 1), or --dtype float64",
     # causes
+    "drawn_in_b_alone": lambda names, ranks: (
+        f"random numbers are drawn in {join_names(names)} on {count_ranks(ranks)} of launch B, and nowhere in launch A"
+    ),
+    "other_buffers": lambda name, ranks: (
+        f"the buffer {name} begins with other values than in launch A on {count_ranks(ranks)}"
+    ),
     "begun_twice": lambda names, other, rank, held: (
         f"no rank begins with {join_names(names)} of launch A, and {other} begins at two places: rank {rank} "
         f"has it as {held}"
