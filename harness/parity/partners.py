@@ -4,7 +4,8 @@ A layout that the program states comes first, then the part of the parameter of 
 none has, all parameters are looked through: a stage of a pipeline counts its layers anew, and one weight may hold
 several (q, k and v). A part is cut along one dim, in any order: slices are recognised by their bits. A tensor whose
 elements are all equal (a bias of zeros) shows nothing; it lies as the weight of its module does, or is the one that is
-left of its shape and numbers. What is found here is decided before anything is computed, and everything later is held to it.
+left of its shape and numbers. What is found here is decided before anything is computed, and everything later is held
+to it.
 """
 
 from collections import Counter

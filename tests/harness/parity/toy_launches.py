@@ -95,7 +95,8 @@ class Toy:
     def launch(self, folder: Path) -> Path:
         """Train and write what each rank recorded. Edits:
 
-        start(values, data rank), buffers(data rank), samples(rows, step, data rank), loss(loss, data rank, own targets), norm(norm),
+        start(values, data rank), buffers(data rank), samples(rows, step, data rank), norm(norm),
+        loss(loss, data rank, own targets),
         grad(name, gradients by data rank, data rank), clip(name, gradient, scale), after(name, new, old),
         output(name, tensor)
         """
