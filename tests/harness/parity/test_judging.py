@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from shardproof.harness.parity.alive import check_alive
 from shardproof.harness.parity.judging import Further, judge_launches
@@ -261,6 +262,24 @@ def test_rounding_is_not_told_from_errors_without_a_perturbed_run(tmp_path: Path
     undecided = statements(judged(tmp_path / "without", first, second, further=False), "unknown")
     assert "no run of launch A with its rounding moved" in undecided["forward"]
     assert "forward" in statements(judged(tmp_path / "with", first, second), "fail")
+
+
+def test_adam_makes_a_whole_step_of_rounding_which_no_run_has_to_show(tmp_path: Path) -> None:
+    def tiny(share: float) -> Callable[..., Tensor]:
+        def mean(name: str, own: list[Tensor], data: int) -> Tensor:
+            found = torch.stack(own).mean(0)
+            if name == "head.weight":
+                found[0, 0] = share * found.abs().max()
+            return found
+
+        return mean
+
+    first = Toy(dtype=torch.float32, steps=1, edits={"grad": tiny(1e-7)})
+    right = replace(first, edits={"grad": tiny(-1e-7)})
+    result = judged(tmp_path / "right", first, right, further=False)
+    assert statements(result, "fail") == {} and "no run of launch A" in statements(result, "unknown")["update"]
+    wrong = replace(right, edits={**right.edits, "after": lambda name, new, old: old + 1.01 * (new - old)})
+    assert "update" in statements(judged(tmp_path / "wrong", first, wrong, further=False), "fail")
 
 
 def test_a_loss_that_ranks_share_out_is_added_up_where_gradients_are_right(tmp_path: Path) -> None:
