@@ -38,12 +38,23 @@ FIRST_PACKAGES = {cell.subject: cell.system.packages[0].partition("-")[0] for ce
 NEEDS = {subject: package for subject, package in FIRST_PACKAGES.items() if package != "torch"}
 ELSEWHERE = [one for one in dict.fromkeys(cell.system for cell in read_cells()) if one.python and not one.is_here]
 PEERS = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
+DEAR = {
+    "tp=2 dp=2 sp=true loss_parallel=true": "ten CPU seconds: two_d is proved without FSDP2, and on processes",
+    "dp=4 hook=fp16_compress dtype=float32": "seven CPU seconds: ddp is proved without the hook",
+    "tp=2 dp=3 steps=1": "twelve CPU seconds: Muon is proved by hand, fsdp2 on processes",
+    "dp=3 data=fsdp2 compile=aot_eager": "six CPU seconds: tests/harness/threads/test_compiled_ranks.py has its like",
+}
+"""Case of a quick cell -> why it runs in the profile `deep` alone."""
 
 
 def quick(engine: str) -> list[Any]:
     """The quick cells of the matrix that run on this engine."""
     return [
-        pytest.param(f"{cell.subject}:subject", cell.case, marks=PEERS if cell.subject in NEEDS else ())
+        pytest.param(
+            f"{cell.subject}:subject",
+            cell.case,
+            marks=[*(PEERS if cell.subject in NEEDS else ()), *map(pytest.mark.deep, filter(None, [DEAR.get(cell.case)]))],
+        )
         for cell in CELLS
         if cell.quick and cell.engine == engine
     ]
