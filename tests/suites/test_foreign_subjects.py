@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 import pytest
 
 from bench import systems
-from bench.systems import CHECKS, NOT_RUN, System, read_cells
+from bench.systems import CHECKS, NOT_RUN, Cell, System, read_cells
 from shardproof.harness.engines.engine import Engine
 from shardproof.harness.engines.processes.forked.pool import PoolEngine
 from shardproof.harness.engines.threads.inproc import InprocEngine
@@ -47,14 +48,18 @@ DEAR = {
 """Case of a quick cell -> why it runs in the profile `deep` alone."""
 
 
+def marks_of(cell: Cell) -> Iterator[pytest.MarkDecorator]:
+    """What a cell needs, and whether it is dear."""
+    if cell.subject in NEEDS:
+        yield from PEERS
+    if cost := DEAR.get(cell.case):
+        yield pytest.mark.deep(cost)
+
+
 def quick(engine: str) -> list[Any]:
     """The quick cells of the matrix that run on this engine."""
     return [
-        pytest.param(
-            f"{cell.subject}:subject",
-            cell.case,
-            marks=[*(PEERS if cell.subject in NEEDS else ()), *map(pytest.mark.deep, filter(None, [DEAR.get(cell.case)]))],
-        )
+        pytest.param(f"{cell.subject}:subject", cell.case, marks=[*marks_of(cell)])
         for cell in CELLS
         if cell.quick and cell.engine == engine
     ]

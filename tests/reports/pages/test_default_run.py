@@ -1,8 +1,8 @@
 """The default run as `make run` leaves it: the table of docs/default_run.md, and a page with its figures.
 
 Pages in a real browser, side by side in frames of three widths: no console message, no request, nothing wider than the
-screen. A screenshot lands in the test's folder. Skipped where no Chromium is installed. axe-core's rules of accessibility are put to copies
-of pages where `.ci/axe` has fetched them.
+screen. A screenshot lands in the test's folder. Skipped where no Chromium is installed. axe-core's rules of
+accessibility are put to copies of pages where `.ci/axe` has fetched them.
 """
 
 import json
@@ -40,8 +40,8 @@ AUDIT = """<script>axe.run(document, {resultTypes: ["violations"]}).then(found =
 SCHEMES = {"light": 1, "dark": 0}
 """Chromium's numbers for the colours that a reader prefers."""
 MEASURE = (
-    "<script>addEventListener('load', () => parent.postMessage([name, document.documentElement.scrollWidth - innerWidth,"
-    " document.body.scrollHeight], '*'))</script></body>"
+    "<script>addEventListener('load', () => parent.postMessage("
+    "[name, document.documentElement.scrollWidth - innerWidth, document.body.scrollHeight], '*'))</script></body>"
 )
 """In a page that is shown in a frame: how much wider than the frame it is, and how tall."""
 LISTEN = (
