@@ -2,7 +2,8 @@
 
 The kind of the first wrong name in the order of training (`causes.places.order_by_time`) gives the place:
 
-    act/M          module M, forward: its inputs came earlier and were right
+    act/M          module M, forward: its inputs came earlier and were right; in the first micro-batch of step 0, or in
+                   a later one that was looked at (`Search.observed`)
     logits/s       another micro-batch than the captured one, or step s
     loss/s         between logits and loss
     act_grad/M     the backward of whoever uses what M returned
@@ -129,12 +130,14 @@ def _shown_by(evidence: Evidence, wrong: Sequence[str]) -> First:
     ended: tuple[str, ...] = ()
     if (update := update_in_doubt(evidence.run, evidence.truth, name, wrong)) >= 0:
         earlier = evidence.search.earlier
-        if earlier is not None and _has_right_parameters(earlier[0].run, earlier[1]):
+        if earlier is not None and has_right_parameters(earlier[0].run, earlier[1]):
             ended = (f"parameters are right where the case ends before that step (steps={update + 1})",)
         elif kind != "param" and not is_state(name):
             phase, region, step = "step", "", update
-    elif kind == "act_grad":
-        region = _user_of(evidence.truth, region)
+    elif kind in ("act", "act_grad"):
+        step, micro = evidence.search.observed
+        region = region if kind == "act" else _user_of(evidence.truth, region)
+        ended = (f"in micro-batch {micro}",) if (step, micro) != (0, 0) else ()
     elif kind == "grad":
         phase, region, left = _gradient_place(evidence, wrong)
         ended = (left,) if left else ()
@@ -157,7 +160,7 @@ def _first_module_of(evidence: Evidence, rank: int, mask: str) -> str:
     return next(leaves, "") if drawn == mask else ""
 
 
-def _has_right_parameters(run: RecordedRun, findings: Mapping[str, Finding]) -> bool:
+def has_right_parameters(run: RecordedRun, findings: Mapping[str, Finding]) -> bool:
     """Whether every parameter of a run in which nothing is wrong is right for sure: no wide limit may hide a step."""
     decided, of = findings["update"].decided.get("param", (0, 0)) if "update" in findings else (0, 0)
     return 0 < decided == of and not run.lower.names and run.dtype in ("float64", "float32")
