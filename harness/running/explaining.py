@@ -55,7 +55,8 @@ def with_explanations(
     trial.budget.begin(EXPLAINED_IN * trial.timeout_s)
     evidence = replace(evidence, repeats=evidence.repeats or repeat_plainly(trial, evidence.run))
     with trial.time_part("checks"):
-        context: Mapping[str, Finding] = {**run_checks(evidence), **findings}  # of activations too; findings made with control runs stay
+        # of activations too; findings made with control runs stay
+        context: Mapping[str, Finding] = {**run_checks(evidence), **findings}
     wrong = {name for finding in context.values() if finding.verdict == FAIL for name in finding.names}
     evidence = with_beginnings(trial, _with_shares(trial, evidence, wrong), wrong)
     evidence = with_drawn_numbers(trial, evidence, wrong)

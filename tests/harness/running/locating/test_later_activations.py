@@ -10,8 +10,7 @@ _CASE = "tp=2 layers=1 hidden=8 heads=2 ffn=6 vocab=16 seq=4 steps=2 micro=2 lr=
 
 
 @pytest.mark.parametrize(
-    ("phase", "wrong", "at"),
-    [("forward", "0.01 * x", (0, 1)), ("backward", "(x - x.detach()) / 2", (1, 0))],
+    ("phase", "wrong", "at"), [("forward", "0.01 * x", (0, 1)), ("backward", "(x - x.detach()) / 2", (1, 0))]
 )
 def test_the_module_is_the_place_in_later_micro_batches_and_steps(phase: str, wrong: str, at: tuple[int, int]) -> None:
     planted = f"x = x + {wrong} if draw == {at} else x; {_LINE}"
