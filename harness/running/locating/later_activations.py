@@ -71,8 +71,9 @@ def _find_later_places(evidence: Evidence, wrong: Sequence[str]) -> Iterator[Pla
         places = [place for place in places if not off or place[1] in off]
     elif kind == "loss":
         places = places if f"logits/{step}" not in evidence.run.returned else []
-    elif kind == "grad":
-        places = places if find_summed_axes(evidence, first, wrong) is None else []
+    elif kind == "grad":  # one that ranks do not agree on is no sum of theirs
+        known = first not in evidence.run.tensors or find_summed_axes(evidence, first, wrong) is not None
+        places = [] if known else places
     elif kind != "grad_norm" or not step:  # of later steps no gradients are returned that come before it
         places = []
     yield from places
