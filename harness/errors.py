@@ -200,3 +200,8 @@ def ranks_text(ranks: Sequence[int]) -> str:
         words += [f"{run[0]}-{run[-1]}"] if len(run) > 4 else map(str, run)
         start = end + 1
     return " ".join(words)
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Ranks with the word before them: "rank 3", "ranks 0 2"."""
+    return f"rank{'s' * (len(ranks) > 1)} {ranks_text(ranks)}"

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from shardproof.harness.errors import ranks_text
+from shardproof.harness.errors import name_ranks
 from shardproof.harness.ledger import OTHER
 
 Stretches = Sequence[tuple[float, float]]
@@ -286,8 +286,8 @@ def sentences(traces: Sequence[Trace], world_size: int) -> list[str]:
         found.append(f"unknown: the micro-batch of {_count_of(number, number)}; {_NEVER}")
     ranks = {trace.rank for trace in traces}
     if absent := [rank for rank in range(world_size) if rank not in ranks]:
-        of = f"rank{'s' if len(absent) > 1 else ''} {ranks_text(absent)} of {world_size}"
-        found.append(f"unknown: all calls of {of}, which left no trace; start the profiler on every rank")
+        of = f"{name_ranks(absent)} of {world_size}, which left no trace"
+        found.append(f"unknown: all calls of {of}; start the profiler on every rank")
     for trace in traces:
         found += [f"unknown: {trace.lost} (rank {trace.rank})"] if trace.lost else []
         found += [f"{note} (rank {trace.rank})" for note in trace.notes]

@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from shardproof.harness.checking.laws import broken_laws
-from shardproof.harness.errors import ranks_text
+from shardproof.harness.errors import name_ranks, ranks_text
 from shardproof.harness.ledger import Event
 from shardproof.reports.comparing.snapshot import format_span
 from shardproof.reports.programs.unlike import find_unlike_steps, median_over_steps
@@ -258,8 +258,8 @@ def _broken_laws(run: Run) -> Iterator[str]:
         yield f"laws: not looked at, since not every rank {missing}"
         return
     if lost := [rank for rank, end in ends_of(run.path).items() if end.get("lost")]:
-        which = f"rank{'s' if len(lost) > 1 else ''} {ranks_text(lost)}"
-        yield f"laws: not looked at, since the first calls of {which} are lost (shardproof hang compares by number)"
+        which = f"the first calls of {name_ranks(lost)} are lost"
+        yield f"laws: not looked at, since {which} (shardproof hang compares by number)"
         return
     events = add_group_ranks(run)
     events = events[events["ranks"] != ""]

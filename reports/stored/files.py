@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from shardproof.harness.errors import RequestError, ranks_text
+from shardproof.harness.errors import RequestError, name_ranks
 from shardproof.harness.run_folder import LAYOUT
 
 _ENVIRONMENT = "env.json"
@@ -189,10 +189,10 @@ def note_unfinished_ranks(run: Path, world_size: int) -> list[str]:
     there, over = part_folders(run), ends_of(run)
     notes = []
     if missing := sorted(set(range(world_size)) - there.keys()):
-        notes.append(f"{text_of_ranks(missing)} recorded nothing")
+        notes.append(f"{name_ranks(missing)} recorded nothing")
     if open_ := sorted(there.keys() - over.keys()):
         notes.append(
-            f"{text_of_ranks(open_)} came to no orderly end (killed, or running still): shown is what was recorded"
+            f"{name_ranks(open_)} came to no orderly end (killed, or running still): shown is what was recorded"
         )
     for rank, end in over.items():
         if failed := str(end.get("failed") or "").strip():
@@ -213,8 +213,3 @@ def doubts_of(run: Path) -> list[str]:
     every = [end.get("doubts") for end in ends_of(run).values()]
     doubts = dict.fromkeys(str(doubt) for own in every if isinstance(own, list) for doubt in own)
     return [f"not certain: {doubt}" for doubt in doubts]
-
-
-def text_of_ranks(numbers: list[int]) -> str:
-    """The ranks of a note: "ranks 0 2-3"."""
-    return f"rank{'s' if len(numbers) > 1 else ''} {ranks_text(numbers)}"
