@@ -21,7 +21,7 @@ from typing import Any, TextIO, cast
 
 import pandas as pd
 
-from shardproof.harness.errors import RequestError
+from shardproof.harness.errors import guard_file
 from shardproof.reports.commands.kineto_files import write_kineto
 from shardproof.reports.printing.text import show_message, show_note
 from shardproof.reports.stored.frames import Run, load
@@ -41,14 +41,11 @@ def main(arguments: argparse.Namespace) -> int:
     usual, readers = ("kineto", "HTA and TraceLens") if arguments.kineto else ("trace.json", "ui.perfetto.dev")
     target = Path(arguments.output) if arguments.output else run.path / usual
     notes = list(run.notes)
-    try:
+    with guard_file(f"-o {target}", f"-o {usual}"):
         if arguments.kineto:
             notes += write_kineto(run, target)
         else:
             write_trace(run, target)
-    except OSError as problem:
-        reason = problem.strerror or str(problem)
-        raise RequestError(f"-o {target}: cannot be written ({reason}); legal: -o {usual}") from problem
     for note in notes:
         show_note(note, sys.stderr)
     show_message(f"{target}  (opens in {readers})", sys.stdout)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from shardproof.harness.dense_model import dense_model
-from shardproof.harness.errors import RequestError
+from shardproof.harness.errors import RequestError, guard_file
 from shardproof.harness.resolve import resolve
 from shardproof.reports.options.command_options import SLICED
 
@@ -179,16 +179,12 @@ def new_subject_main(arguments: argparse.Namespace) -> int:
     target, text = Path(arguments.file), source.read_text(encoding="utf-8")
     if target.suffix != ".py" or not target.stem.isidentifier():
         raise RequestError(f"file={target}: must be the file of a module; legal: my_model.py")
-    try:
-        with target.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError as problem:
-        raise RequestError(f"file={target}: exists, and no file is overwritten; legal: a new name") from problem
-    except OSError as problem:
-        reason = problem.strerror or str(problem)
-        raise RequestError(
-            f"file={target}: cannot be written ({reason}); legal: a file in a folder of yours"
-        ) from problem
+    with guard_file(f"file={target}", "a file in a folder of yours"):
+        try:
+            with target.open("x", encoding="utf-8") as file:
+                file.write(text)
+        except FileExistsError as problem:
+            raise RequestError(f"file={target}: exists, and no file is overwritten; legal: a new name") from problem
     package, known = _NEEDS.get(arguments.like, ("torch", "torch"))
     if find_spec(package) is None:
         show_note(f"it needs {known}, which is not installed: pip install {known}", sys.stderr)

@@ -13,14 +13,14 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import chdir, contextmanager, nullcontext
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, chdir, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
 from shardproof.harness.dense_model import SUBJECT, check_modes, dense_model, in_own_words, parse_cases
-from shardproof.harness.errors import RequestError
+from shardproof.harness.errors import RequestError, guard_file
 from shardproof.harness.interpreter import interrupted_after
 from shardproof.harness.protocols import CaseLike, case_text
 from shardproof.harness.running.ranks.capacity import select_admitted_cases
@@ -154,15 +154,9 @@ def check_target(file: str) -> None:
             os.unlink(file)
 
 
-@contextmanager
-def check_writing(file: str) -> Iterator[None]:
+def check_writing(file: str) -> AbstractContextManager[None]:
     """Write there. Raises RequestError, naming the file and the reason, when the system refuses."""
-    try:
-        yield
-    except OSError as problem:
-        reason = problem.strerror or str(problem)
-        legal = "a file in a folder with write permission"
-        raise RequestError(f"emit-repro={file}: cannot be written ({reason}); legal: {legal}") from problem
+    return guard_file(f"emit-repro={file}", "a file in a folder with write permission")
 
 
 LAUNCHED = "torchrun"

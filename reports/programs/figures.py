@@ -16,15 +16,13 @@ from shardproof.harness.ledger import Event
 from shardproof.reports.comparing.snapshot import format_span
 from shardproof.reports.programs.unlike import find_unlike_steps, median_over_steps
 from shardproof.reports.stored.files import DEVICE_TYPES, GROUP_TYPES, STEP_TYPES, about_ranks, ends_of
-from shardproof.reports.stored.frames import Run, join_ranks
+from shardproof.reports.stored.frames import LAYER_NUMBER, Run, join_ranks
 
 _MOST_LAWFUL = 100_000
 """Events over which the laws are looked at: whole steps from the first on."""
 _MESSAGES = ("send", "recv")
 _KEYS = ["phase", "op", "axis", "group_size"]
 _PLACE = ["region", "phase", "axis"]
-_LAYER = r"(?<=\.)\d+(?=\.|$)"
-"""The number of a layer in a path."""
 
 
 def program_traffic(run: Run) -> pd.DataFrame:
@@ -76,7 +74,7 @@ def by_module(run: Run) -> pd.DataFrame:
     events = run.ledger
     ways = events["phase"].astype("str").where(events["phase"].isin(["forward", "backward"]), "other")
     ways = ways.where(~events["op"].isin(_MESSAGES), events["op"].astype("str"))
-    frame = events.assign(way=ways, folded=events["region"].str.replace(_LAYER, "*", regex=True))
+    frame = events.assign(way=ways, folded=events["region"].str.replace(LAYER_NUMBER, "*", regex=True))
     one = frame.groupby(["folded", "rank"], observed=True)
     sums = one[["payload_bytes", "wire_bytes"]].agg(total)
     for way in ("forward", "backward", *_MESSAGES, "other"):
@@ -109,7 +107,7 @@ def list_exchanges(run: Run) -> pd.DataFrame:
         for to, many in zip(map(int, str(ranks).split()), shares, strict=True)
     )
     rows.columns = pd.Index(["region", "phase", "axis", "ranks", "number", "to", "rows", "bytes"])
-    rows["region"] = rows["region"].str.replace(_LAYER, "*", regex=True)
+    rows["region"] = rows["region"].str.replace(LAYER_NUMBER, "*", regex=True)
     places = rows.groupby(_PLACE)
     return pd.DataFrame([_row_of_exchange(key, part) for key, part in places if part["rows"].nunique() > 1])
 

@@ -78,6 +78,8 @@ def join_ranks(run: Path, name: str, types: Mapping[str, str], notes: list[str])
     return pd.DataFrame({column: pd.Series(dtype=kind) for column, kind in {**types, "rank": "int64"}.items()})
 
 
+LAYER_NUMBER = r"(?<=\.)\d+(?=\.|$)"
+"""The number of a layer in the path of a module, as a regular expression."""
 MOST_RANKS = 2**20
 """A larger world is no run's."""
 _ORDER = {"phase": PHASES, "op": OPS, "axis": SHOWN}
