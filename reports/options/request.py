@@ -11,7 +11,6 @@ same. Steps of --profile-steps count from 0; FIRST:END are those from FIRST on, 
 
 import argparse
 import os
-import re
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, chdir, nullcontext
@@ -22,6 +21,7 @@ from pathlib import Path
 from shardproof.harness.dense_model import SUBJECT, check_modes, dense_model, in_own_words, parse_cases
 from shardproof.harness.errors import RequestError, guard_file
 from shardproof.harness.interpreter import interrupted_after
+from shardproof.harness.programs.session import steps_of
 from shardproof.harness.protocols import CaseLike, case_text
 from shardproof.harness.running.ranks.capacity import select_admitted_cases
 from shardproof.harness.running.request import Request, check_saved, loading_what_exists, seconds
@@ -132,15 +132,11 @@ def profiled_steps(arguments: argparse.Namespace, cases: Sequence[CaseLike]) -> 
         rule = "chooses among the steps that --profile watches, and there is no --profile"
         raise RequestError(f"profile-steps={word}: {rule}; legal: --profile torch --profile-steps 0:1")
     shortest = min(cases, key=lambda case: case.steps, default=None)
-    legal = f"legal: 0:{shortest.steps if shortest else 1}"
-    if not (found := re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", word)):
-        raise RequestError(f"profile-steps={word}: must be FIRST:END, steps from FIRST on, END not included; {legal}")
-    steps = range(int(found[1]), int(found[2]))
-    if not steps:
-        raise RequestError(f"profile-steps={word}: holds no step, for END is not included; {legal}")
+    legal = f"0:{shortest.steps if shortest else 1}"
+    steps = range(*(steps_of(word, "profile-steps", legal) or ()))
     if shortest and steps.stop > shortest.steps:
         has = f"{shortest.steps} step{'s' if shortest.steps > 1 else ''}, counted from 0"
-        raise RequestError(f"profile-steps={word}: case {str(shortest)!r} has {has}; {legal}")
+        raise RequestError(f"profile-steps={word}: case {str(shortest)!r} has {has}; legal: {legal}")
     return steps
 
 

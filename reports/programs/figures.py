@@ -268,7 +268,7 @@ def _broken_laws(run: Run) -> Iterator[str]:
         return
     counts = events.groupby("step").size().cumsum()
     within = [int(step) for step in counts.index[(counts <= _MOST_LAWFUL) | (counts.index == counts.index.min())]]
-    whole = tuple(_events_of_frame(events[events["step"].isin(within)]))
+    whole = tuple(list_events(events[events["step"].isin(within)]))
     which = f"steps {format_span(within)}"
     broken = broken_laws(whole)
     if not broken:
@@ -296,13 +296,8 @@ def _find_unwaited_calls(run: Run) -> Iterator[str]:
         yield f"{calls}: never waited for, its handle was dropped (ranks {ranks_text(list(numbers))})"
 
 
-def events_of_run(run: Run) -> Iterator[Event]:
-    """The calls whose group is known, as events of the ledger."""
-    frame = add_group_ranks(run)
-    yield from _events_of_frame(frame[frame["ranks"] != ""])
-
-
-def _events_of_frame(frame: pd.DataFrame) -> Iterator[Event]:
+def list_events(frame: pd.DataFrame) -> Iterator[Event]:
+    """Rows of `add_group_ranks` whose group is known, as events of the ledger."""
     names = [name for name in Event.__annotations__ if name in frame]
     for row in frame[[*names, "ranks"]].to_dict("records"):
         ranks = tuple(int(rank) for rank in str(row.pop("ranks")).split())

@@ -18,10 +18,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import tests.forked
-from shardproof.harness.programs.arming import arm
+from shardproof.harness.programs.arming import arm, arm_values
 from shardproof.harness.programs.launch import request_of
 from shardproof.harness.programs.session import VARIABLE, new_session
-from shardproof.harness.programs.tensors.arming import arm_values
 from shardproof.harness.programs.traced import axis_of
 from shardproof.harness.traces.reading import read_traces
 from shardproof.harness.witnesses.agreement import Sighting, agreement, of_ledger
@@ -54,7 +53,8 @@ def free_port() -> str:
 
 def seen_alike(run: Run, witness: str, seen: Sequence[Sighting]) -> None:
     """Assert that a witness saw the calls of a recorded run one by one; a trace has no phase before a forward."""
-    ours = [replace(one, phase="") for one in of_ledger(figures.events_of_run(run))]
+    calls = figures.add_group_ranks(run)
+    ours = [replace(one, phase="") for one in of_ledger(figures.list_events(calls[calls["ranks"] != ""]))]
     found = agreement(ours, {witness: [replace(one, phase="") for one in seen]})
     assert [str(row) for row in found.broken] == []
     assert len(found.rows) == len(seen) == len(run.ledger)
