@@ -37,7 +37,7 @@ _UNFOLLOWED = (*MESSAGES, OTHER)
 
 
 class CallLog(Protocol):
-    """For those who need more of a call than the ledger has, and give the program a work of their own for each."""
+    """For those who need more of a call than the ledger has; of asynchronous ones the program gets their own works."""
 
     def on_enter(self, issued: OperatorCall) -> None:
         """A call is about to be issued."""

@@ -34,14 +34,3 @@ def arm(module: ModuleType) -> None:
         return result
 
     module.init_process_group = init_process_group  # type: ignore[attr-defined]
-
-
-def arm_values() -> None:
-    """Have the values of this process recorded, where the session wants them; torch is imported. A rank may be alone,
-    and then initialises nothing else.
-    """
-    session = ProgramSession.of(os.environ[VARIABLE])
-    if session.values is not None:
-        from shardproof.harness.programs.tensors.hooks import record_process  # noqa: PLC0415  (it imports much of torch)
-
-        record_process(session, session.values)

@@ -48,12 +48,14 @@ def _arm(module: ModuleType, *, values: bool) -> None:
     try:
         if importlib.util.find_spec("shardproof") is None:
             sys.path.append(_HOME)  # behind the program's own: it must not find others than without us
-        from shardproof.harness.programs import arming  # noqa: PLC0415  (only torch's users pay)
-
         if values:
-            arming.arm_values()
+            from shardproof.harness.programs.tensors.arming import arm_values  # noqa: PLC0415  (only torch's users pay)
+
+            arm_values()
         else:
-            arming.arm(module)
+            from shardproof.harness.programs.arming import arm  # noqa: PLC0415  (as above)
+
+            arm(module)
     except Exception as problem:
         sys.stderr.write(f"shardproof: this process is not recorded: {type(problem).__name__}: {problem}\n")
 

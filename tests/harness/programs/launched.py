@@ -18,9 +18,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import tests.forked
-from shardproof.harness.programs.arming import arm, arm_values
+from shardproof.harness.programs.arming import arm
 from shardproof.harness.programs.launch import request_of
 from shardproof.harness.programs.session import VARIABLE, new_session
+from shardproof.harness.programs.tensors.arming import arm_values
 from shardproof.harness.programs.traced import axis_of
 from shardproof.harness.traces.reading import read_traces
 from shardproof.harness.witnesses.agreement import Sighting, agreement, of_ledger
