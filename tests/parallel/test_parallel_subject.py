@@ -111,12 +111,16 @@ def proved(prover: Prover, words: str, checks: Iterable[str] = (), *, repeat: bo
 
 
 OF_TABLES = [(name, words) for name, table in TABLES.items() for words in table.cases]
+TWICE = OF_TABLES[::3]
+"""Run twice, as every third case of a run is, and some of every table: default cases are as many as all of them."""
+RARE = pytest.mark.deep("a CPU second each, beside as many default cases")
 
 
-@pytest.mark.parametrize(("table", "words"), OF_TABLES)
+@pytest.mark.parametrize(
+    ("table", "words"), [*TWICE, *(pytest.param(*one, marks=RARE) for one in OF_TABLES if one not in TWICE)]
+)
 def test_training_is_the_dense_models_and_every_byte_is_stated(prover: Prover, table: str, words: str) -> None:
-    """Every third case is run twice, as those of a run are."""
-    again = (table, words) in OF_TABLES[::3]
+    again = (table, words) in TWICE
     result = proved(prover, f"{TABLES[table].sizes} {words}", TABLES[table].checks.split(), repeat=again)
     assert again == ("determinism" in {verdict.check for verdict in result.verdicts})
     case, checks = result.case, {verdict.check for verdict in result.verdicts}

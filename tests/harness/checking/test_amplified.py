@@ -46,6 +46,7 @@ def most_allowed(result: CaseResult) -> float:
     return max(verdict.worst.allowed for verdict in result.verdicts if verdict.worst)
 
 
+@pytest.mark.deep("four CPU seconds")
 def test_noise_that_training_amplifies_is_no_failure() -> None:
     result = proved(stateless, CASE)
     assert result.verdict == "pass", told(result)

@@ -22,6 +22,7 @@ from shardproof.harness.verdicts.verdict import PASS
 from shardproof.reference.case import Case
 from shardproof.reference.training.control import split_norm, squares_in_turn
 from shardproof.suites.session.prover import Prover
+from tests.deep import deep
 from tests.harness.toy_evidence import drawn
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -143,6 +144,6 @@ ISSUE = (
 )
 
 
-@pytest.mark.parametrize("text", ISSUE)
+@pytest.mark.parametrize("text", [*ISSUE[:2], *deep("three CPU seconds", ISSUE[2])])
 def test_training_over_many_tokens_passes(prover: Prover, text: str) -> None:
     assert prover.proof(Case.parse(text)).verdict == PASS

@@ -40,6 +40,7 @@ from shardproof.parallel import training as step_
 from shardproof.parallel.subject import subject
 from shardproof.reference.case import Case
 from shardproof.reference.training.steps import holds_states
+from tests.deep import deep
 from tests.harness.proofs import contradicted, proved, ran, told, verdict_of
 
 WHEN = 2
@@ -109,7 +110,9 @@ def test_a_bug_of_one_step_fails_in_that_step_alone(
     assert update.worst.name.partition("/")[0] in kinds
 
 
-@pytest.mark.parametrize("words", ["mode=isp optimizer=adamw", "mode=msp lr=0.1 dtype=bfloat16"])
+@pytest.mark.parametrize(
+    "words", ["mode=isp optimizer=adamw", *deep("three CPU seconds", "mode=msp lr=0.1 dtype=bfloat16")]
+)
 def test_limits_of_one_step_hold_at_any_length(words: str) -> None:
     result = proved(subject, f"{SMALL} steps=14 {words}")
     assert result.verdict == "pass", told(result)
@@ -186,6 +189,7 @@ def test_distances_of_large_tensors_allow_what_the_tensors_do_and_control_runs_a
         assert len(found.distances[NAME].runs) == len(found.runs) == 1 + runs
 
 
+@pytest.mark.deep("three CPU seconds")
 def test_control_runs_that_were_all_lucky_are_not_believed_at_once() -> None:
     """grad_norm/4 is 4.05e-06 off, where nine control runs allow 4.02e-06: scores are large, and the four of them with
     torch's fused attention were lucky. Right code failed (bench.clean, part 51 of 100).
@@ -205,7 +209,7 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize("text", CASES)
+@pytest.mark.parametrize("text", [*CASES[1:3], *deep("two CPU seconds each", CASES[0], CASES[3])])
 def test_a_tensor_times_a_factor_fails_or_is_undecided(text: str, engine: InprocEngine) -> None:
     """On the evidence of our subject, with everything that the checks came to need."""
     trial = Trial(case=Case.parse(text), subject=resolve_subject(subject), engine=engine)

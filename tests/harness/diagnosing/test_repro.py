@@ -97,7 +97,11 @@ UNSUMMED = "shardproof.parallel.training", "    for axis in rank.strategy.data_a
 
 
 @pytest.mark.parametrize(
-    ("text", "bug", "smallest"), [(LARGE, HALVED, (2, 1, 1, 1, 1, 8)), (f"{SMALL} dp=3", UNSUMMED, (6, 1, 1, 1, 1, 8))]
+    ("text", "bug", "smallest"),
+    [
+        pytest.param(LARGE, HALVED, (2, 1, 1, 1, 1, 8), marks=pytest.mark.deep("three CPU seconds")),
+        (f"{SMALL} dp=3", UNSUMMED, (6, 1, 1, 1, 1, 8)),
+    ],
 )
 def test_a_failing_case_is_made_as_small_as_still_fails(
     text: str, bug: tuple[str, str, str], smallest: tuple[int, ...], engine: Engine

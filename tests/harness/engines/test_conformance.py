@@ -57,11 +57,17 @@ ENDINGS: dict[str, tuple[type[ShardproofError], str, str]] = {
 }
 """How rank 1 ends after its first call -> the error, its first line, and the rank's own line, as patterns."""
 OUT_OF_STEP = [
-    pytest.param(name, case, id=f"{name}-{case.program.__name__}-{case.world_size}")
+    pytest.param(
+        name,
+        case,
+        id=f"{name}-{case.program.__name__}-{case.world_size}",
+        marks=pytest.mark.deep("a CPU second each") if name == "torchrun" and number % 4 else (),
+    )
     for name in ENGINES
-    for case in CASES
+    for number, case in enumerate(CASES)
     if name == "inproc" or case.program is not out_of_step.lives_differ  # which needs a rendezvous that no pool has
 ]
+"""Ranks that are launched are watched as those of a pool, so every fourth case will do for them."""
 
 
 @pytest.fixture(scope="module", params=ENGINES)

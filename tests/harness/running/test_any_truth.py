@@ -75,7 +75,9 @@ def low(y: Tensor) -> Tensor:
     return y + 0 * y.bfloat16().to(y.dtype)
 
 
-@pytest.mark.parametrize("text", ["dp=2 dtype=float32", "dp=3 dtype=float32 rows=20", "dp=2 dtype=bfloat16"])
+@pytest.mark.parametrize(
+    "text", ["dp=2 dtype=float32", *deep("two CPU seconds", "dp=3 dtype=float32 rows=20"), "dp=2 dtype=bfloat16"]
+)
 def test_a_truth_in_float64_fails_no_right_case_and_passes_no_wrong_one(text: str) -> None:
     adam = partial(torch.optim.AdamW, lr=0.05)
     result = proved(Rows(wide=True, optimizer=adam), text)

@@ -119,7 +119,13 @@ def test_default_cases_save_where_a_case_can_name_the_folder_and_ranks_have_numb
 
 
 @pytest.mark.parametrize(
-    ("words", "every"), [((), 3), (("--deep",), 1), (("tp=1", "tp=2"), 1), (("--subject", f"{TOY}right"), 1)]
+    ("words", "every"),
+    [
+        ((), 3),
+        pytest.param(("--deep",), 1, marks=pytest.mark.deep("four CPU seconds")),
+        (("tp=1", "tp=2"), 1),
+        (("--subject", f"{TOY}right"), 1),
+    ],
 )
 def test_of_our_own_subject_every_third_default_case_is_run_twice(words: tuple[str, ...], every: int) -> None:
     request = request_command.build_request(cli._build_parser().parse_args(["run", *words]))

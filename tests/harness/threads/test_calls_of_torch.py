@@ -12,6 +12,7 @@ import pytest
 
 from shardproof.harness.engines.processes.forked.pool import PoolEngine
 from shardproof.harness.engines.threads.inproc import InprocEngine
+from tests.deep import deep
 from tests.harness.threads.torch_calls import messages  # noqa: F401  (fills the list)
 from tests.harness.threads.torch_calls.beyond_gloo import NOT_ON_GLOO, WRONG_ON_GLOO
 from tests.harness.threads.torch_calls.collectives import CALLS, plain
@@ -49,7 +50,7 @@ def on_gloo(pool: PoolEngine) -> list[dict[str, Any]]:
     return pool.run(on_rank, RANKS, NAMES, world_size=RANKS)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [1, *deep("five CPU seconds", 3)])
 def test_worlds_of_fewer_ranks(world_size: int, pool: PoolEngine, engine: InprocEngine) -> None:
     names = OF_ANY_SIZE + (OF_SEVERAL if world_size > 1 else ())
     on_gloo, here = (made.run(on_rank, world_size, names, world_size=world_size) for made in (pool, engine))

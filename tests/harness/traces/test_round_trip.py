@@ -34,11 +34,18 @@ def read_back(trace: Trace) -> list[tuple[object, ...]]:
     return [(one.op, one.payload_bytes, one.dtype, one.group) for one in trace.calls]
 
 
-@pytest.mark.parametrize("tool", ["torch", pytest.param("nsys", marks=[NSYS, pytest.mark.deep("half a CPU minute")])])
+@pytest.mark.parametrize(
+    ("tool", "modes"),
+    [
+        ("torch", ("tp-sp", "isp")),  # all kinds of calls
+        pytest.param("torch", MODES, marks=pytest.mark.deep("half a CPU minute")),
+        pytest.param("nsys", MODES, marks=[NSYS, pytest.mark.deep("half a CPU minute")]),
+    ],
+)
 def test_traces_of_each_mode_read_back_are_the_ledger(
-    tool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tool: str, modes: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cases = parse_cases([*(f"mode={mode} tp=2 {SMALL}" for mode in MODES), f"mode=tp tp=1 dp=2 {SMALL}"])
+    cases = parse_cases([*(f"mode={mode} tp=2 {SMALL}" for mode in modes), f"mode=tp tp=1 dp=2 {SMALL}"])
     monkeypatch.setattr(session, "_run_child", forked)  # nsys starts its own
     job = SessionRequest(subject=SUBJECT, cases=tuple(cases), tool=tool, warmup=0, repeats=1)
     held = session.hold(job, tmp_path / "held")

@@ -31,6 +31,7 @@ from shardproof.parallel.subject import strategy_of
 from shardproof.reference.case import Case
 from shardproof.reports.commands.cli import main
 from shardproof.suites.session.prover import Prover
+from tests.deep import deep
 from tests.parallel.ranks import Otherwise
 
 
@@ -130,11 +131,14 @@ STAGES = "no_sync=true tied=false"
 @pytest.mark.parametrize(
     "words",
     [
-        "dp=3 zero=3",
         "dp=4 zero=3 recompute=full",
-        f"dp=4 zero=3 {EXPERTS}",
-        f"{STAGES} pp=2 dp=3 zero=3 layers=3 first_layers=1",
         f"{STAGES} pp=2 dp=2 zero=2 layers=4 micro=4 schedule=interleaved chunks=2",
+        *deep(
+            "three CPU seconds each",
+            "dp=3 zero=3",
+            f"dp=4 zero=3 {EXPERTS}",
+            f"{STAGES} pp=2 dp=3 zero=3 layers=3 first_layers=1",
+        ),
     ],
 )
 def test_calls_and_numbers_are_torchs(prover: Prover, words: str) -> None:

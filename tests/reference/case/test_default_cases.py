@@ -108,6 +108,7 @@ def test_every_legal_pair_of_values_is_in_a_default_case() -> None:
     assert lost in missing_of_near(fewer, "zero", "packed"), "a pair that is not there is missed"
 
 
+@pytest.mark.deep("six CPU seconds")
 def test_most_triples_of_values_that_meet_in_a_file_are_there() -> None:
     known = Pairs()
 
