@@ -102,10 +102,10 @@ FROM_LAUNCHES: Mapping[str, str | Callable[..., str]] = {
     "--control FOLDER (record --values --perturb 1), or --dtype float64",
     # causes
     "drawn_in_b_alone": lambda names, ranks: (
-        f"random numbers are drawn in {join_names(names)} on {count_ranks(ranks)} of launch B, and nowhere in launch A"
+        f"random numbers are drawn in {join_names(names)} on {name_ranks(ranks)} of launch B, and nowhere in launch A"
     ),
     "other_buffers": lambda name, ranks: (
-        f"the buffer {name} begins with other values than in launch A on {count_ranks(ranks)}"
+        f"the buffer {name} begins with other values than in launch A on {name_ranks(ranks)}"
     ),
     "begun_twice": lambda names, other, rank, held: (
         f"no rank begins with {join_names(names)} of launch A, and {other} begins at two places: rank {rank} "

@@ -15,7 +15,7 @@ from shardproof.harness.parity.judging import Further, judge_launches
 from shardproof.harness.parity.recorded import Launch, read_launch
 from shardproof.harness.running.result import CaseResult
 from shardproof.harness.verdicts.facts import FailedCheck
-from tests.harness.parity.toy_launches import BATCH, WIDTH, Rank, Toy, initial_values
+from tests.harness.parity.toy_launches import BATCH, WIDTH, Edit, Rank, Toy, initial_values
 
 pytest.importorskip("safetensors", reason="needs safetensors")
 
@@ -237,7 +237,7 @@ def test_what_forward_draws_makes_numbers_undecided(tmp_path: Path) -> None:
 
 def test_a_buffer_of_other_values_is_the_cause_of_a_wrong_forward(tmp_path: Path) -> None:
     scale = torch.ones(WIDTH)
-    wrong = {
+    wrong: dict[str, Edit] = {
         "buffers": lambda data: {"scale": scale * (1 + data)},
         "output": lambda name, x: x + x.square() if name == "tokens" else x,
     }
