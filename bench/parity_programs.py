@@ -80,7 +80,7 @@ class Launches:
         before = Path.cwd()
         os.chdir(copy)
         try:
-            command = _command_of(words, self.program.script)
+            command = _command_of(words.replace("SEED", str(self._seed)), self.program.script)
             start = str((self._folders / "first").resolve()) if self.program.same_init and name != "first" else ""
             if words == self.program.first:
                 return self._recorder.record(name, command, same_init=start, **options)
@@ -129,6 +129,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.parity_programs", description=__doc__)
     parser.add_argument("sources", type=Path)
     parser.add_argument("--program", default="", help="a pattern of programs' names")
+    parser.add_argument("--layout", default="", help="a pattern of layouts' names, of untouched programs")
     parser.add_argument("--edit", help="a part of an edit's name, for these edits alone; '-' for none")
     parser.add_argument("--dtype", default="float64", choices=("", "float64"))
     parser.add_argument("--seeds", type=int, default=1)
@@ -146,7 +147,8 @@ def _judge_programs(arguments: argparse.Namespace, threads: ThreadLaunches | Non
             for seed in range(arguments.seeds):
                 place = Path(folder) / str(seed)
                 launches = Launches(program, arguments.sources, place, arguments.dtype, seed, threads)
-                for layout in program.layouts if arguments.edit in (None, "-") else ():
+                untouched = program.layouts if arguments.edit in (None, "-") else ()
+                for layout in (one for one in untouched if re.search(arguments.layout, one)):
                     alarms += _show(f"{program.name}, {layout}, seed {seed}", launches, layout)
                 chosen = [edit for edit in program.edits if not seed and (arguments.edit or "") in edit.name]
                 for edit in chosen if arguments.edit != "-" else ():

@@ -48,7 +48,7 @@ _EXAMPLES_ON_CPUS: tuple[Substitution, ...] = (
 
 
 def _example(script: str, *changes: Substitution, edits: tuple[Edit, ...] = ()) -> Program:
-    device = (script, "torch.accelerator.current_accelerator().type", '"cpu"')
+    device = (script, "torch.accelerator.current_accelerator().type", '"cpu"; torch.manual_seed(SEED)')
     return Program(
         name=f"examples/{script.removesuffix('.py')}",
         folder="examples/distributed/tensor_parallelism",
@@ -230,7 +230,7 @@ _PICOTRON_CHANGES: tuple[Substitution, ...] = (
 )
 _PICOTRON = (
     "--model_name tiny --dataset_name stories --num_hidden_layers 2 --num_attention_heads 4 --num_key_value_heads 4 "
-    "--num_workers 0 --num_proc 1 --seq_len 16 --max_tokens 256 --seed 42"
+    "--num_workers 0 --num_proc 1 --seq_len 16 --max_tokens 256 --seed 4SEED"
 )
 
 

@@ -107,9 +107,12 @@ def but_for_bytes(parted: Sequence[Difference], regions: Collection[str]) -> lis
 def _pair_lines(
     surplus: Counter[EventKey], lack: Counter[EventKey], callers: Mapping[EventKey, str]
 ) -> list[Difference]:
-    """Surplus and lacking lines of one rank, joined where one stands in the other's place."""
+    """Surplus and lacking lines of one rank, joined where one stands in the other's place: the most alike ones first.
+
+    A call of one place is made otherwise, the call of one module in another phase, or the call somewhere else.
+    """
     parts = []
-    for same in (attrgetter("site"), attrgetter("place"), str):
+    for same in (attrgetter("site"), attrgetter("place"), _region_and_call, str):
         for missing in list(lack):
             match = next((line for line in surplus if same(line) == same(missing) and surplus[line] > 0), None)
             if match is None:
@@ -120,6 +123,10 @@ def _pair_lines(
     parts += [Difference(expected=None, found=x, calls=n, ranks=(), caller=callers[x]) for x, n in surplus.items()]
     parts += [Difference(expected=x, found=None, calls=n, ranks=()) for x, n in lack.items()]
     return parts
+
+
+def _region_and_call(line: EventKey) -> tuple[str, str]:
+    return line.region, str(line)
 
 
 def _count_term(

@@ -20,7 +20,8 @@ The numbers are the exit statuses of the command line. A message starts with the
 import copyreg
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -72,6 +73,17 @@ class RequestError(ShardproofError):
     """The request was wrong. The message names the field, the value, the rule and a legal value."""
 
     exit_status = 2
+
+
+@contextmanager
+def guard_file(
+    what: str, legal: str, *, failed: str = "cannot be written", kind: type[RequestError] = RequestError
+) -> Iterator[None]:
+    """Use a file or folder in the body. Raises `kind`, with `what` it is and the reason, where the system refuses."""
+    try:
+        yield
+    except OSError as problem:
+        raise kind(f"{what}: {failed} ({problem.strerror or problem}); legal: {legal}") from problem
 
 
 class _RunError(ShardproofError):
@@ -200,3 +212,8 @@ def ranks_text(ranks: Sequence[int]) -> str:
         words += [f"{run[0]}-{run[-1]}"] if len(run) > 4 else map(str, run)
         start = end + 1
     return " ".join(words)
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Ranks with the word before them: "rank 3", "ranks 0 2"."""
+    return f"rank{'s' * (len(ranks) > 1)} {ranks_text(ranks)}"

@@ -13,7 +13,7 @@ from shardproof.harness.errors import RequestError
 from shardproof.harness.running.request import seconds
 from shardproof.harness.subject import case_of, claims
 from shardproof.pytest_options import ENGINE_OPENED, add_options, option_path, option_value
-from shardproof.suites.drawing.profiles import ONE_CASE, register
+from shardproof.suites.drawing.profiles import FEW, ONE_CASE, register
 from shardproof.suites.killing import Collective, collectives
 from shardproof.suites.session import known_failures
 from shardproof.suites.session.ledger_gate import LedgerGate
@@ -94,7 +94,7 @@ def _collectives(config: pytest.Config) -> list[Collective]:
     if not option_value(config, "faults") or option_value(config, "engine") != "inproc":
         return [Collective(mode=mode) for mode in modes]
     text = option_value(config, "case")
-    quick = not text and _profile(config) == "quick"
+    quick = not text and _profile(config) in ("quick", FEW)
     try:
         timeout_s = seconds(option_value(config, "case_timeout"), "case-timeout")
         subject = subject_of(config)

@@ -3,7 +3,7 @@
 SGD shows factors that Adam hides.
 """
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardproof.suites.session.prover import Prover
@@ -15,8 +15,10 @@ OPTIMIZERS = (
 """With a clip that binds, one that does not, and none."""
 COMMUNICATION = ("ledger", "groups", "parallelism")
 """Clipping and sums of gradients have calls of their own."""
+EXAMPLES = settings().max_examples
 
 
+@settings(max_examples=EXAMPLES)
 @given(data=st.data())
 def test_steps_of_the_optimizer(prover: Prover, mode: str, data: st.DataObject) -> None:
     words = data.draw(st.sampled_from(OPTIMIZERS), label="optimizer, clip and lr")

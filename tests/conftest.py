@@ -18,7 +18,7 @@ from shardproof.harness.engines.processes.forked.pool import PoolEngine
 from shardproof.harness.engines.threads.dry import DryEngine
 from shardproof.harness.engines.threads.inproc import InprocEngine
 from shardproof.reference.case import Case
-from shardproof.suites.drawing.profiles import register
+from shardproof.suites.drawing.profiles import FEW, register
 from shardproof.suites.session.prover import Prover
 from tests import ROOT
 from tests.harness.command_line import CommandLine, command_line
@@ -32,9 +32,9 @@ CHANGED = tuple(
 
 @pytest.hookimpl(tryfirst=True)  # before hypothesis looks for the profile of its option
 def pytest_configure(config: pytest.Config) -> None:
-    """Draw as many cases as in the profile `quick`, unless another is named; let child processes import the tests."""
+    """Let the suites draw few cases (FEW), unless a profile is named; let child processes import the tests."""
     register()
-    settings.load_profile(config.getoption("hypothesis_profile", None) or "quick")
+    config.option.hypothesis_profile = config.option.hypothesis_profile or FEW
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a job behind `&`; children would ignore it too
         signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.dont_write_bytecode = False  # workers, child processes and planted copies all import what was compiled once
@@ -44,10 +44,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """Keep everything that is loaded while tests are collected, out of every collection of garbage.
 
-    Objects that tests make go with their last reference, so few collections are needed.
+    Objects that tests make go with their last reference, so few collections are needed. The suites, which read their
+    number of cases when they are imported, draw few; all other tests draw as many as in the profile `quick`.
     """
     gc.disable()
     gc.set_threshold(20_000, 10, 10)
@@ -56,6 +57,8 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+        if session.config.option.hypothesis_profile == FEW:
+            settings.load_profile("quick")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -9,6 +9,7 @@ values were returned, the movement is that of all steps. Other values of the par
 word of the subject's own, are compared so too.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -106,13 +107,9 @@ def _has_overflow(run: RecordedRun, truth: Truth, name: str) -> bool:
     """Whether a loss or gradient norm of a control run is not finite, in the step of this tensor or before it."""
     whole = {"act": 0, "act_grad": 0, "grad": 0, "param": run.case.steps - 1, "saved": run.case.steps - 1}
     last = whole.get(kind_of(name), step_of(name))
-    numbers = [
-        (key, control[key])
-        for control in truth.controls.runs
-        for key in control
-        if kind_of(key) in ("loss", "grad_norm")
-    ]
-    return any(step_of(key) <= last and not bool(torch.isfinite(number).all()) for key, number in numbers)
+    names = [f"{kind}/{step}" for step in range(last + 1) for kind in ("loss", "grad_norm")]
+    numbers = (control[key] for control in truth.controls.runs for key in names if key in control)
+    return not all(map(math.isfinite, itertools.chain.from_iterable(x.reshape(-1).tolist() for x in numbers)))
 
 
 ROUNDING = math.sqrt(3 / (8 * math.log(2)) / 12)

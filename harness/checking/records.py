@@ -316,6 +316,7 @@ class Search:
     unsummed          by rank, the sum of squares of its gradients after each that backward added to, before any sum
                       over ranks
     before_sums       by rank, parameter -> what backward gave to it in the first step, before any sum over ranks
+    observed          step and micro-batch of the activations
     """
 
     shares: Mapping[str, Tensor] = field(default_factory=dict)
@@ -328,6 +329,7 @@ class Search:
     other_start: Fact | None = None
     unsummed: tuple[Tensor, ...] = ()
     before_sums: tuple[Mapping[str, Block], ...] = ()
+    observed: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,12 +2,14 @@
 
 The kind of the first wrong name in the order of training (`causes.places.order_by_time`) gives the place:
 
-    act/M          module M, forward: its inputs came earlier and were right
+    act/M          module M, forward: its inputs came earlier and were right; in the first micro-batch of step 0, or in
+                   a later one that was looked at (`Search.observed`)
     logits/s       another micro-batch than the captured one, or step s
     loss/s         between logits and loss
     act_grad/M     the backward of whoever uses what M returned
-    grad/p         grad_sync, where backward left it right, or all gradients are wrong, or several modules' and no cut
-                   one, or p's replicas differ; else backward. The module is that of the first wrong gradient
+    grad/p         grad_sync where backward left it right, backward where it is a sum of what backward left wrong. Where
+                   neither is known: grad_sync where all gradients are wrong, or several modules' and no cut one, or
+                   p's replicas differ. The module is that of the first wrong gradient
     tokens/s, grad_norm/s
                    between the last backward and the optimizer's step, where ranks sum their own
     param/p        the optimizer's step, as the states after a step do (param_after/s/p, exp_avg_after/s/p)
@@ -30,7 +32,7 @@ from shardproof.harness.checking.laws import Broken
 from shardproof.harness.checking.ledger_checks import module_order
 from shardproof.harness.checking.measures.kinds import is_state, kind_of
 from shardproof.harness.checking.records import Calls, Evidence, RecordedRun, Truth
-from shardproof.harness.diagnosing.causes.before_sums import find_summed_axes
+from shardproof.harness.diagnosing.causes.before_sums import find_summed_axes, is_left_wrong
 from shardproof.harness.diagnosing.causes.places import held_whole, place_of, update_in_doubt
 from shardproof.harness.diagnosing.coordinates import ranks_in_words
 from shardproof.harness.diagnosing.hypotheses.masks import find_stray_holders
@@ -128,12 +130,14 @@ def _shown_by(evidence: Evidence, wrong: Sequence[str]) -> First:
     ended: tuple[str, ...] = ()
     if (update := update_in_doubt(evidence.run, evidence.truth, name, wrong)) >= 0:
         earlier = evidence.search.earlier
-        if earlier is not None and _has_right_parameters(earlier[0].run, earlier[1]):
+        if earlier is not None and has_right_parameters(earlier[0].run, earlier[1]):
             ended = (f"parameters are right where the case ends before that step (steps={update + 1})",)
         elif kind != "param" and not is_state(name):
             phase, region, step = "step", "", update
-    elif kind == "act_grad":
-        region = _user_of(evidence.truth, region)
+    elif kind in ("act", "act_grad"):
+        step, micro = evidence.search.observed
+        region = region if kind == "act" else _user_of(evidence.truth, region)
+        ended = (f"in micro-batch {micro}",) if (step, micro) != (0, 0) else ()
     elif kind == "grad":
         phase, region, left = _gradient_place(evidence, wrong)
         ended = (left,) if left else ()
@@ -156,7 +160,7 @@ def _first_module_of(evidence: Evidence, rank: int, mask: str) -> str:
     return next(leaves, "") if drawn == mask else ""
 
 
-def _has_right_parameters(run: RecordedRun, findings: Mapping[str, Finding]) -> bool:
+def has_right_parameters(run: RecordedRun, findings: Mapping[str, Finding]) -> bool:
     """Whether every parameter of a run in which nothing is wrong is right for sure: no wide limit may hide a step."""
     decided, of = findings["update"].decided.get("param", (0, 0)) if "update" in findings else (0, 0)
     return 0 < decided == of and not run.lower.names and run.dtype in ("float64", "float32")
@@ -195,6 +199,8 @@ def _gradient_place(evidence: Evidence, wrong: Sequence[str]) -> tuple[str, str,
     if (axes := find_summed_axes(evidence, bad[0], bad)) is not None:
         summed = f"as backward leaves it, its sum over {' and '.join(axes)} is right"
         return "grad_sync", owner, summed if axes else "as backward leaves it, it is right"
+    if is_left_wrong(evidence, bad[0]):
+        return "backward", owner, ""
     known = [name for name in run.returned if kind_of(name) == "grad"]
     whole = {name for name in known if held_whole(run, name)}
     torn = {flaw.name for flaw in run.merged.flaws if flaw.kind == "replica conflict"}

@@ -61,8 +61,10 @@ def _as_undecided(cause: Cause) -> Cause:
 
 
 def _by_numbers(failure: Failure) -> list[Cause]:
-    """The causes that the numbers of the first wrong tensors show."""
-    return by_numbers(failure.evidence, failure.numbers) if failure.numbers else []
+    """The causes that the numbers of the first wrong tensors show; no case of another size has later activations."""
+    causes = by_numbers(failure.evidence, failure.numbers) if failure.numbers else []
+    is_later = failure.evidence.search.observed != (0, 0)
+    return [_as_undecided(cause) if is_later and cause.follows else cause for cause in causes]
 
 
 TIERS: tuple[Callable[[Failure], list[Cause]], ...] = (

@@ -37,17 +37,13 @@ _UNFOLLOWED = (*MESSAGES, OTHER)
 
 
 class CallLog(Protocol):
-    """For those who need more of a call than the ledger has, to compare ranks."""
+    """For those who need more of a call than the ledger has; of asynchronous ones the program gets their own works."""
 
     def on_enter(self, issued: OperatorCall) -> None:
         """A call is about to be issued."""
 
     def on_exit(self) -> None:
         """The call entered last, a synchronous one, is complete."""
-
-
-class WorkLog(CallLog, Protocol):
-    """A log that also gives the program a work of its own for every asynchronous call."""
 
     def follow(self, work: Any, outputs: Sequence[Tensor], waited: Callable[[], None]) -> dist.Work:
         """The work to give to the program in place of `work`, that of the asynchronous call entered last.
@@ -147,8 +143,8 @@ class Interposer:
                 for work in _works_in_result(result):
                     with suppress(RuntimeError):  # a backend without a future of it
                         work.get_future().add_done_callback(lambda _future: _complete_tickets(rank, tickets))
-            if call.is_async and (follow := getattr(log, "follow", None)) is not None:
-                return _replace_work(result, partial(follow, waited=partial(_record_waits, rank, tickets)))
+            if call.is_async and log is not None:
+                return _replace_work(result, partial(log.follow, waited=partial(_record_waits, rank, tickets)))
             return result
 
         return kernel

@@ -134,11 +134,11 @@ def _lack_of_tensor(local: object) -> tuple[str, str] | None:
     if local.is_quantized:
         return "a quantized tensor has no numbers to compare", "its dequantize()"
     if local.layout is not torch.strided:
-        return f"the layout is {_word_for(local.layout)}, and blocks are dense", "its to_dense()"
+        return f"the layout is {dtype_word(local.layout)}, and blocks are dense", "its to_dense()"
     if local.is_meta:
         return "the tensor lies on the meta device and has no numbers", "a tensor on the device that was given"
     if not _is_readable(local.dtype):
-        return f"numbers of {_word_for(local.dtype)} cannot be read", "a tensor of another dtype"
+        return f"numbers of {dtype_word(local.dtype)} cannot be read", "a tensor of another dtype"
     if type(local).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return f"{type(local).__name__} is a tensor only by its own rules", "the plain tensor inside of it"
     return None
@@ -153,7 +153,8 @@ def _is_readable(dtype: torch.dtype) -> bool:
         return False
 
 
-def _word_for(what: torch.layout | torch.dtype) -> str:
+def dtype_word(what: torch.layout | torch.dtype) -> str:
+    """A dtype, or a layout, as the case language writes it: float32."""
     return str(what).removeprefix("torch.")
 
 

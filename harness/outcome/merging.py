@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from shardproof.harness.outcome.blocks import Block
+from shardproof.harness.outcome.blocks import Block, dtype_word
 from shardproof.harness.verdicts.facts import Fact, state_fact
 
 Outcomes = Sequence[Mapping[str, Sequence[Block]]]
@@ -78,7 +78,7 @@ def match_truth(merged: Merged, truth: Mapping[str, Tensor]) -> Merged:
             fact = state_fact("shape_of_truth", shape=tuple(tensor.shape), truth=tuple(true.shape))
             flaws.append(Flaw(name=name, kind="shape", fact=fact, ranks=()))
         elif true is not None and tensor.is_floating_point() != true.is_floating_point():
-            fact = state_fact("dtype_of_truth", dtype=_dtype_word(tensor.dtype), truth=_dtype_word(true.dtype))
+            fact = state_fact("dtype_of_truth", dtype=dtype_word(tensor.dtype), truth=dtype_word(true.dtype))
             flaws.append(Flaw(name=name, kind="dtype", fact=fact, ranks=()))
         else:
             tensors[name] = tensor
@@ -191,7 +191,7 @@ def _check_shapes_agree(placed: Placed) -> None:
             fact = state_fact("shapes_differ", **both, shape=first.global_shape, other_shape=block.global_shape)
             raise _Flawed("shape", fact, (first_rank, rank))
         if block.local.dtype != first.local.dtype:
-            mine, other = _dtype_word(first.local.dtype), _dtype_word(block.local.dtype)
+            mine, other = dtype_word(first.local.dtype), dtype_word(block.local.dtype)
             fact = state_fact("dtypes_differ", **both, dtype=mine, other_dtype=other)
             raise _Flawed("dtype", fact, (first_rank, rank))
         if block.reduce_op != first.reduce_op:
@@ -299,7 +299,7 @@ def state_differences(a: Tensor, b: Tensor, offsets: tuple[int, ...] = ()) -> Fa
     """
     if a.shape != b.shape or a.dtype != b.dtype:
         shapes = {"shape": tuple(a.shape), "other_shape": tuple(b.shape)}
-        return state_fact("forms_differ", **shapes, dtype=_dtype_word(a.dtype), other_dtype=_dtype_word(b.dtype))
+        return state_fact("forms_differ", **shapes, dtype=dtype_word(a.dtype), other_dtype=dtype_word(b.dtype))
     width = a.element_size()
     wrong = (bits_of(a).view(-1, width) != bits_of(b).view(-1, width)).any(dim=1)
     first = torch.unravel_index(wrong.to(torch.uint8).argmax(), a.shape) if a.dim() else ()
@@ -317,7 +317,3 @@ def state_differences(a: Tensor, b: Tensor, offsets: tuple[int, ...] = ()) -> Fa
 
 def _text_of_region(region: Sequence[tuple[int, int]]) -> str:
     return "[" + ", ".join(f"{a}:{b}" for a, b in region) + "]"
-
-
-def _dtype_word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -17,14 +17,18 @@ _LEAST = 1e-2
 
 
 def adam_bound(
-    truth: Mapping[str, Tensor], initial: Mapping[str, Tensor], controls: Sequence[Mapping[str, Tensor]]
+    truth: Mapping[str, Tensor],
+    initial: Mapping[str, Tensor],
+    controls: Sequence[Mapping[str, Tensor]],
+    assumed: float = 0.0,
 ) -> dict[str, Tensor]:
     """By name of a parameter after a step: how far every element may be off because Adam follows rounding.
 
-    Nothing without control runs, which show how far rounding takes the moments, and for other optimizers.
+    Control runs show how far rounding takes the moments; without them it is taken to be `assumed` times the largest
+    element. Nothing where that is 0, and for other optimizers.
     """
     found: dict[str, Tensor] = {}
-    for name, after in truth.items() if controls else ():
+    for name, after in truth.items() if controls or assumed else ():
         kind, _, place = name.partition("/")
         if kind != "param_after":
             continue
@@ -42,7 +46,7 @@ def adam_bound(
         rate = float((moved[seen] / share[seen]).median())
         errors = [(control[key].double() - means.double()).square().mean().sqrt() for control in controls
                   if (key := f"exp_avg_after/{place}") in control]  # fmt: skip
-        error = CONTROL_FACTOR * max(map(float, errors), default=0.0)
+        error = CONTROL_FACTOR * max(map(float, errors)) if errors else assumed * float(m.max())
         largest = 2 * rate * float(share.max())
         found[name] = (rate * error / root.clamp(min=torch.finfo(torch.float64).tiny)).clamp(max=largest)
     return found

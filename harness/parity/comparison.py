@@ -130,8 +130,8 @@ def comparison_from(seen: LaunchComparison, step: int) -> LaunchComparison:
     return later
 
 
-def judge_numbers(seen: LaunchComparison) -> tuple[Evidence, dict[str, Finding]]:
-    """The evidence, and what the checks of numbers find in it."""
+def judge_numbers(seen: LaunchComparison, assumed: float = 0.0) -> tuple[Evidence, dict[str, Finding]]:
+    """The evidence, and what the checks of numbers find in it; `assumed` is that of `adam_bound`."""
     outcomes = outcomes_of(seen.second, seen.partners, seen.axes, seen.reading)
     known = {name for outcome in outcomes for name in outcome}
     outcomes = [{name: own for name, own in outcome.items() if name in seen.tensors} for outcome in outcomes]
@@ -141,7 +141,8 @@ def judge_numbers(seen: LaunchComparison) -> tuple[Evidence, dict[str, Finding]]
         tensors={name: tensor for name, tensor in seen.tensors.items() if name in known},
         initial=initial,
         controls=Controls(
-            runs=tuple(seen.control_tensors), adam_bound=adam_bound(seen.tensors, initial, seen.control_tensors)
+            runs=tuple(seen.control_tensors),
+            adam_bound=adam_bound(seen.tensors, initial, seen.control_tensors, assumed),
         ),
     )
     run = RecordedRun(calls=Calls(case=seen.case), outcomes=outcomes, merged=merged)

@@ -7,6 +7,9 @@ more, as the first one of launches that begin there.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import torch
+from torch import Tensor
+
 from shardproof.harness.checking.finding import Finding
 from shardproof.harness.checking.measures.kinds import kind_of, step_of
 from shardproof.harness.checking.records import Evidence
@@ -50,7 +53,8 @@ def explain_findings(
                 first, causes = misplaced
             elif begun.verdict == FAIL:
                 first = First(phase="data", step=step_of(begun.names[0]), name=begun.names[0])
-            told = tuple(replace(cause, fact=_in_our_words(cause.fact)) for cause in counted or causes)
+            told = _own_draws(seen, first) or counted or causes or _other_buffers(seen, first)
+            told = tuple(replace(cause, fact=_in_our_words(cause.fact)) for cause in told)
             failures[check] = replace(failure, repeat=repeat or failure.repeat, causes=told, first=first)
     verdicts = tuple(
         verdict_on(replace(finding, facts=tuple(map(_in_our_words, finding.facts))), text, check, failures.get(check))
@@ -119,6 +123,38 @@ def _begun_twice(seen: LaunchComparison) -> tuple[First, tuple[LikelyCause, ...]
     fact = state_fact("begun_twice", names=alone, other=name, rank=rank, held=held)
     first = First(phase="forward", step=0, region=alone[0].rpartition(".")[0], name=f"init/{alone[0]}")
     return first, (LikelyCause(id="other_start", fact=fact),)
+
+
+def _own_draws(seen: LaunchComparison, first: First) -> list[LikelyCause]:
+    """The cause of a first wrong module that draws numbers in the second launch, while the first one draws none."""
+    if any(rank.about.get("drawn") for rank in seen.first.ranks):
+        return []
+    drawn = {rank.rank: [*map(str, rank.about.get("drawn", ()))] for rank in seen.second.ranks}
+    ranks = [rank for rank, own in drawn.items() if first.region in {seen.partners.path(rank, name) for name in own}]
+    names = list(dict.fromkeys(name for rank in ranks for name in drawn[rank]))
+    fact = state_fact("drawn_in_b_alone", names=names, ranks=ranks)
+    return [LikelyCause(id="other_numbers", fact=fact)] if ranks else []
+
+
+def _other_buffers(seen: LaunchComparison, first: First) -> list[LikelyCause]:
+    """The causes of a wrong first forward before which a buffer of the same name and shape has other values."""
+    if first.phase not in ("forward", "loss") or first.step:
+        return []
+    true = {row.name: rank.tensor(row) for rank, row in seen.first.rows("buffer") if row.global_shape is None}
+    ranks: dict[str, list[int]] = {}
+    for rank, row in seen.second.rows("buffer"):
+        module, _, leaf = row.name.rpartition(".")
+        name = f"{path}.{leaf}" if (path := seen.partners.path(rank.rank, module)) else leaf
+        if name in true and true[name].shape == row.shape and not _is_alike(true[name], rank.tensor(row)):
+            ranks.setdefault(name, []).append(rank.rank)
+    facts = (state_fact("other_buffers", name=name, ranks=own) for name, own in ranks.items())
+    return [LikelyCause(id="other_start", fact=fact) for fact in facts]
+
+
+def _is_alike(true: Tensor, other: Tensor) -> bool:
+    """Whether two buffers differ by the rounding of the coarser one at most."""
+    eps = max(torch.finfo(one.dtype).eps for one in (true, other))
+    return torch.allclose(true.double(), other.double(), rtol=eps, atol=0.0, equal_nan=True)
 
 
 def _own_counts(seen: LaunchComparison, findings: Mapping[str, Finding]) -> tuple[LikelyCause, ...]:

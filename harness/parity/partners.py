@@ -3,8 +3,9 @@
 A layout that the program states comes first, then the part of the parameter of this name that has its numbers. Where
 none has, all parameters are looked through: a stage of a pipeline counts its layers anew, and one weight may hold
 several (q, k and v). A part is cut along one dim, in any order: slices are recognised by their bits. A tensor whose
-elements are all equal (a bias of zeros) shows nothing; it lies as the weight of its module does. What is found here is
-decided before anything is computed, and everything later is held to it.
+elements are all equal (a bias of zeros) shows nothing; it lies as the weight of its module does, or is the one that is
+left of its shape and numbers. What is found here is decided before anything is computed, and everything later is held
+to it.
 """
 
 from collections import Counter
@@ -106,10 +107,32 @@ def find_partners(initial: Mapping[str, Tensor], aliases: Mapping[str, str], sec
         if found is None:
             found = _by_shape(number, row, local, name, index, placements, sizes)
         if found is None:
-            unplaced.append((number, row.name))
+            unplaced.append((number, row, local))
         else:
             placements[number, row.name] = found
-    return Partners(placements=placements, unplaced=tuple(unplaced), modules=modules)
+    placements |= _find_last_left(unplaced, index, placements, sizes)
+    alone = tuple((number, row.name) for number, row, _ in unplaced if (number, row.name) not in placements)
+    modules = {rank.rank: _renames_of(rank.rank, placements) for rank in second.ranks}
+    return Partners(placements=placements, unplaced=alone, modules=modules)
+
+
+def _find_last_left(
+    unplaced: Sequence[tuple[int, ValueRow, Tensor]],
+    index: "_Index",
+    placements: Mapping[tuple[int, str], SlicePlacement],
+    sizes: Mapping[str, Mapping[int, tuple[int, ...]]],
+) -> dict[tuple[int, str], SlicePlacement]:
+    """Placements by elimination: of what no rank holds yet one parameter alone has the numbers of one row alone."""
+    free = index.initial.keys() - {name for placement in placements.values() for name in placement.names}
+    wanted: dict[tuple[int, str], list[tuple[str, SlicePlacement]]] = {}
+    for number, row, local in unplaced:
+        fitting = (_by_shape(number, row, local, name, index, placements, sizes) for name in free)
+        found = [placement for placement in fitting if placement is not None and placement.known]
+        for placement in found:
+            wanted.setdefault((number, placement.names[0]), []).append((row.name, placement))
+    counts = Counter((number, row) for (number, _), rows in wanted.items() for row, _ in rows)
+    alone = ((number, *rows[0]) for (number, _), rows in wanted.items() if len(rows) == 1)
+    return {(number, row): placement for number, row, placement in alone if counts[number, row] == 1}
 
 
 class _Index:

@@ -10,7 +10,7 @@ from shardproof.harness.checking.measures.kinds import kind_of
 from shardproof.harness.checking.measures.spreads import run_spreads
 from shardproof.harness.outcome.blocks import localize
 from shardproof.harness.parity import samples
-from shardproof.harness.parity.comparison import NUMERIC, LaunchComparison, wrong_starts
+from shardproof.harness.parity.comparison import NUMERIC, LaunchComparison, judge_numbers, wrong_starts
 from shardproof.harness.parity.quantities import control_tensors
 from shardproof.harness.parity.recorded import Launch
 from shardproof.harness.verdicts.facts import Fact, notes_about, state_fact
@@ -66,9 +66,11 @@ def undecided_by_samples(seen: LaunchComparison, findings: dict[str, Finding]) -
 
 
 def undecided_by_draws(seen: LaunchComparison, findings: dict[str, Finding]) -> dict[str, Finding]:
-    """Findings of numbers that are unknown, not failed, since forward draws numbers (dropout)."""
-    drawn = [str(one) for launch in (seen.first, seen.second) for rank in launch.ranks
-             for one in rank.about.get("drawn", ())]  # fmt: skip
+    """Findings of numbers that are unknown, not failed, since launch A's forward draws numbers (dropout).
+
+    Where launch A draws none, its numbers are certain, and draws of launch B are a difference between the two.
+    """
+    drawn = [str(one) for rank in seen.first.ranks for one in rank.about.get("drawn", ())]
     if not drawn:
         return findings
     why = state_fact("numbers_drawn", names=list(dict.fromkeys(drawn)))
@@ -78,14 +80,17 @@ def undecided_by_draws(seen: LaunchComparison, findings: dict[str, Finding]) -> 
 def undecided_without_controls(seen: LaunchComparison, findings: dict[str, Finding]) -> dict[str, Finding]:
     """Findings of numbers that are unknown, not failed: rounding may be behind them, and no run shows how much.
 
-    Half of the digits of a dtype is more than rounding comes to in a few steps, but for chaotic training.
+    Half of the digits of a dtype is more than rounding comes to in a few steps, but for chaotic training. Adam makes a
+    whole step of so little where a gradient is near zero.
     """
     if seen.controls or seen.case.dtype == "float64":
         return findings
     limit = torch.finfo(getattr(torch, seen.case.dtype)).eps ** 0.5
+    _, bounded = judge_numbers(seen, assumed=limit)
+    beyond = {one.name for finding in bounded.values() for one in finding.wrong if one.error > limit}
 
     def may_be_rounding(finding: Finding) -> bool:
-        return bool(finding.wrong) and all(one.error <= limit for one in finding.wrong)
+        return bool(finding.wrong) and not any(one.name in beyond for one in finding.wrong)
 
     small = [check for check, finding in findings.items() if may_be_rounding(finding)]
     return _as_unknown(findings, small, state_fact("rounding_unknown"))

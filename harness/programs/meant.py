@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from shardproof.harness.errors import RequestError, ranks_text
+from shardproof.harness.errors import RequestError, name_ranks, ranks_text
 from shardproof.harness.protocols import Axes, CaseLike
 from shardproof.harness.recording.naming import axis_name
 from shardproof.harness.subject import named_axes, state_terms
@@ -61,8 +61,7 @@ class Unmeant:
     phases: tuple[str, str] = ("", "")
 
     def __str__(self) -> str:
-        calls, on = f"{self.calls} call{'s' if self.calls > 1 else ''}", f"on rank{'s' * (len(self.ranks) > 1)}"
-        on = f"{on} {ranks_text(self.ranks)}"
+        calls, on = f"{self.calls} call{'s' if self.calls > 1 else ''}", f"on {name_ranks(self.ranks)}"
         where = f"; {self.where}" if self.where else ""
         if self.found is None or self.meant is None:
             kind = "missing" if self.found is None else "extra"
@@ -125,7 +124,7 @@ def compare_with_form(traces: Sequence[Trace], case: CaseLike, subject: Any) -> 
                 found.setdefault(one, []).append(rank)
             structures.setdefault(stated.describe_other_modules(kinds, inside[rank]), []).append(rank)
     more += _phase_notes([call for calls in inside.values() for call in calls])
-    more += [f"{told} (rank{'s' * (len(on) > 1)} {ranks_text(on)})" for told, on in structures.items() if told]
+    more += [f"{told} ({name_ranks(on)})" for told, on in structures.items() if told]
     joined = sorted((replace(one, ranks=tuple(ranks)) for one, ranks in found.items()), key=_order_of_unmeant)
     return AgainstForm(
         calls=sum(map(len, inside.values())), unmeant=tuple(joined), notes=(*notes, *more, _NEVER_COMPARED)

@@ -15,8 +15,6 @@ Rows go to the system at once: nothing waits in a buffer of the process. `cases.
 are written by whichever rank is first.
 """
 
-import csv
-import io
 import json
 import operator
 import os
@@ -34,6 +32,7 @@ from shardproof.harness.ledger import COLUMNS, Event, shape_text
 from shardproof.harness.programs.session import ProgramSession
 from shardproof.harness.programs.stream import EventStream, PastCall
 from shardproof.harness.recording.recorder import Recorded
+from shardproof.harness.run_folder import csv_text
 
 MODE = "program"
 """The mode of a recorded program in the ledger."""
@@ -60,12 +59,12 @@ class Part:
         group = event.axis, event.group
         if group not in self._known:
             self._known.add(group)
-            os.write(self._groups, _line((event.axis, " ".join(map(str, event.group)))))
-        os.write(self._ledger, _line(_ROW(event)))
+            os.write(self._groups, csv_text([(event.axis, " ".join(map(str, event.group)))]).encode())
+        os.write(self._ledger, csv_text([_ROW(event)]).encode())
 
     def step(self, row: Sequence[object]) -> None:
         """Append a step: the values of STEP_COLUMNS."""
-        os.write(self._steps, _line(row))
+        os.write(self._steps, csv_text([row]).encode())
 
     def replace(self, name: str, content: Mapping[str, object]) -> None:
         """Write a JSON file of this rank, all of it or nothing."""
@@ -79,7 +78,7 @@ class Part:
 
     def _table(self, name: str, columns: Sequence[str]) -> int:
         opened = os.open(self.path / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.write(opened, _line(columns))
+        os.write(opened, csv_text([columns]).encode())
         return opened
 
 
@@ -92,12 +91,6 @@ def shared_file(path: Path, text: str) -> None:
             os.link(file.name, path)
     finally:
         os.unlink(file.name)
-
-
-def _line(row: Sequence[object]) -> bytes:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerow(row)
-    return text.getvalue().encode()
 
 
 _FILE = "last.json"

@@ -16,20 +16,17 @@ gloo (harness.witnesses).
 
 import atexit
 import json
-import multiprocessing
 import os
 import resource
 import socket
 import sys
 import threading
 import time
-import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from multiprocessing.util import Finalize
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
@@ -43,7 +40,7 @@ from shardproof.harness.engines.calls.operators import MESSAGES, OperatorCall
 from shardproof.harness.engines.interposer import Interposer
 from shardproof.harness.ledger import Call
 from shardproof.harness.programs.part import MODE, Part, Silence, shared_file
-from shardproof.harness.programs.session import ProgramSession, boot_id
+from shardproof.harness.programs.session import ProgramSession, boot_id, call_at_end, report_failure
 from shardproof.harness.programs.stream import EventStream, PastCall
 from shardproof.harness.recording.observations import read_observation
 from shardproof.harness.recording.ranges import attached_ranges
@@ -164,7 +161,7 @@ def _name_of_program() -> str:
 
 
 class RankRecorder:
-    """An observer of calls (harness.ledger.Observer) and a log of them (harness.engines.interposer.WorkLog).
+    """An observer of calls (harness.ledger.Observer) and a log of them (harness.engines.interposer.CallLog).
 
     This process is observed while the recorder is entered; `start` enters it until the process ends.
     """
@@ -209,9 +206,7 @@ class RankRecorder:
             atexit.register(lambda: drawn.__exit__(None, None, None))
         self._window.step(0)
         self._silence.start()
-        atexit.register(self._end)
-        if multiprocessing.parent_process() is not None:  # a forked one ends without the functions of atexit
-            Finalize(None, self._end, exitpriority=0)
+        call_at_end(self._end)
         os.register_at_fork(after_in_child=self._be_silent)
 
     def on_enter(self, issued: OperatorCall) -> None:
@@ -272,12 +267,7 @@ class RankRecorder:
         if not self._on:
             return
         self._on = False
-        self._failed = "".join(traceback.format_exception(problem)[-6:])
-        with suppress(OSError, ValueError):
-            text = f"{type(problem).__name__}: {problem}".splitlines()[0]
-            sys.stderr.write(
-                f"shardproof: rank {self._rank} is not recorded any further: {text}; the program goes on\n"
-            )
+        self._failed = report_failure(f"rank {self._rank} is not recorded any further", problem)
         self._write_end()
 
     def _be_silent(self) -> None:

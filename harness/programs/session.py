@@ -5,16 +5,21 @@ machine with the same file system. No torch is imported here. The process that r
 a rank imports it while torch itself is being imported.
 """
 
+import atexit
 import fcntl
 import hashlib
 import json
+import multiprocessing
 import os
 import re
+import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
+from multiprocessing import util
 from pathlib import Path
 from typing import TypedDict
 
@@ -109,16 +114,32 @@ def boot_id() -> str:
     return os.uname().nodename
 
 
-def steps_of(word: str | None) -> tuple[int, int] | None:
-    """First and end of "10:20". Raises RequestError for anything else."""
+def call_at_end(function: Callable[[], object]) -> None:
+    """Have a function called at the orderly end of this process."""
+    atexit.register(function)
+    if multiprocessing.parent_process() is not None:  # a forked one ends without the functions of atexit
+        util.Finalize(None, function, exitpriority=0)
+
+
+def report_failure(what: str, problem: Exception) -> str:
+    """Say once on standard error that a recorder has failed, `what` follows. Returns the end of the traceback."""
+    with suppress(OSError, ValueError):
+        text = f"{type(problem).__name__}: {problem}".splitlines()[0]
+        sys.stderr.write(f"shardproof: {what}: {text}; the program goes on\n")
+    return "".join(traceback.format_exception(problem)[-6:])
+
+
+def steps_of(
+    word: str | None, option: str = "steps", legal: str = "--steps 10:20, the steps 10 to 19"
+) -> tuple[int, int] | None:
+    """First and end of "10:20". Raises RequestError for anything else, in the words of this option."""
     if word is None:
         return None
-    legal = "legal: --steps 10:20, the steps 10 to 19"
     if not (found := re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", word)):
-        raise RequestError(f"steps={word}: must be FIRST:END, steps from FIRST on, END not included; {legal}")
+        raise RequestError(f"{option}={word}: must be FIRST:END, steps from FIRST on, END not included; legal: {legal}")
     steps = int(found[1]), int(found[2])
     if steps[0] >= steps[1]:
-        raise RequestError(f"steps={word}: holds no step, for END is not included; {legal}")
+        raise RequestError(f"{option}={word}: holds no step, for END is not included; legal: {legal}")
     return steps
 
 

@@ -149,7 +149,7 @@ def _make_row(call: TracedCall, index: int, rank: int, case: str, world_size: in
         "shape": UNKNOWN if call.shapes is None else shape_text(call.shapes),
         "payload_bytes": size,
         "wire_bytes": 0 if size == 0 else sent,
-        "is_async": call.is_async,
+        "is_async": None,
         "call_index": index,
         "start_us": None if call.start_us is None else round(call.start_us - origin_us, 3),
         "duration_us": None if call.device_us is None else round(call.device_us, 3),
@@ -169,7 +169,7 @@ def axis_of(call: TracedCall, world_size: int) -> str:
 def _write_part(path: Path, trace: Trace, rows: Iterable[Row], origin_us: float) -> Counter[str]:
     """Write the part of a rank; returns how many calls have no value in a column."""
     path.mkdir(parents=True)
-    about = {"rank": trace.rank, "host": "", "pid": None, "clock": trace.clock or f"rank {trace.rank}"}
+    about = {"rank": trace.rank, "host": "", "pid": None, "clock": f"rank {trace.rank}"}
     (path / "rank.json").write_text(json.dumps(about) + "\n", encoding="utf-8")
     lacking, groups = Counter[str](), set[tuple[str, tuple[int, ...]]]()
 

@@ -7,6 +7,7 @@ A tensor that did not fit into the budget of bytes has a row with the reason in 
 offsets count elements, sizes are bytes.
 """
 
+import functools
 import importlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -106,11 +107,16 @@ class RankValues:
             raise RequestError(f"value={row.name}: was left out ({row.left_out}); legal: a larger --budget")
         file = file_of_step(self.folder, self.rank, row.step)
         try:
-            with safetensors_module().safe_open(file, framework="pt") as opened:
-                found: Tensor = opened.get_tensor(row.key)
+            found: Tensor = _open_tensors(file, file.stat().st_mtime_ns).get_tensor(row.key)
         except Exception as problem:  # the library has errors of its own for each way a file can be wrong
             raise RequestError(f"values={file}: is no file of recorded values: {problem}") from None
         return found
+
+
+@functools.lru_cache(maxsize=16)
+def _open_tensors(file: Path, _changed_ns: int) -> Any:
+    """The opened file of a step, kept open: to open one reads the list of all its tensors."""
+    return safetensors_module().safe_open(file, framework="pt")
 
 
 def safetensors_module() -> Any:

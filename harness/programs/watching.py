@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from shardproof.harness.errors import RequestError, ranks_text
+from shardproof.harness.errors import RequestError, name_ranks, ranks_text
 from shardproof.harness.verdicts.words import label_lines
 
 _CHUNK = 1 << 20
@@ -139,7 +139,7 @@ class TrainingWatch:
         name = names[wrong[ranks[0]] - 1][0]
         self._report(
             "gradients",
-            what=f"the gradient of {name} is not finite on rank{'s' if len(ranks) > 1 else ''} {ranks_text(ranks)}",
+            what=f"the gradient of {name} is not finite on {name_ranks(ranks)}",
             where=f"{name.rpartition('.')[0] or 'the model'}, after step {self._steps}",
             error=f"{len(ranks)} of {len(wrong)} ranks have inf or nan in a gradient",
             first="the first such parameter in the order of the model",
@@ -186,8 +186,7 @@ class TrainingWatch:
         )
         self._report(
             "replicas",
-            what=f"{parted[0]} differs between its replicas: rank{'s' if len(odd) > 1 else ''} {ranks_text(odd)} from "
-            f"{ranks[0]}",
+            what=f"{parted[0]} differs between its replicas: {name_ranks(odd)} from {ranks[0]}",
             where=f"{parted[0].rpartition('.')[0] or 'the model'}, ranks {ranks_text(ranks)}, after step {self._steps}",
             error=f"{error:.3g} at most, where 0 is allowed; {len(parted)} of {len(names)} parameters differ",
             first=f"equal at the check after step {self._steps - self._every}" if self._checks else "first check",

@@ -29,6 +29,7 @@ from shardproof.harness.mesh_axes import split_axes
 from shardproof.harness.protocols import CaseLike, without_saving
 from shardproof.harness.running.locating.beginnings import with_beginnings
 from shardproof.harness.running.locating.drawn import with_drawn_numbers
+from shardproof.harness.running.locating.later_activations import with_later_activations
 from shardproof.harness.running.locating.wrong_module import with_wrong_module
 from shardproof.harness.running.trials.runs import judge_case, record_case, repeat_plainly
 from shardproof.harness.running.trials.trial import EXPLAINED_IN, Trial
@@ -54,14 +55,16 @@ def with_explanations(
     trial.budget.begin(EXPLAINED_IN * trial.timeout_s)
     evidence = replace(evidence, repeats=evidence.repeats or repeat_plainly(trial, evidence.run))
     with trial.time_part("checks"):
-        context = {**run_checks(evidence), **findings}  # of activations too; findings made with control runs stay
+        # of activations too; findings made with control runs stay
+        context: Mapping[str, Finding] = {**run_checks(evidence), **findings}
     wrong = {name for finding in context.values() if finding.verdict == FAIL for name in finding.names}
     evidence = with_beginnings(trial, _with_shares(trial, evidence, wrong), wrong)
     evidence = with_drawn_numbers(trial, evidence, wrong)
     evidence = with_wrong_module(trial, evidence, wrong)
-    evidence = _with_other_sizes(trial, evidence, context)
     first = wrong_names(evidence.run, evidence.truth, faults_of(evidence.run, context)[0])
-    return evidence.with_found(earlier=_ended_earlier(trial, evidence, first)), context
+    evidence = evidence.with_found(earlier=_ended_earlier(trial, evidence, first))
+    evidence, context = with_later_activations(trial, evidence, context, first)
+    return _with_other_sizes(trial, evidence, context), context
 
 
 def _ended_earlier(
@@ -99,6 +102,7 @@ def _with_other_sizes(trial: Trial, evidence: Evidence, findings: Mapping[str, F
     first, steps, others = shared.first.name, evidence.run.case.steps, []
     # a state after a later step is another one in every case
     later = steps > 1 if kind_of(first) == "param" else is_state(first) and step_of(first) > 0
+    later = later or evidence.search.observed != (0, 0)  # and so are later activations
     for word in () if later else dict.fromkeys(_WORDS.get(size, size) for size in sizes):
         cases = _of_other_size(evidence.run.case, word, steps=max(step_of(first), 0) + 1)
         others += list(islice((seen for case in cases if (seen := _elsewhere(trial, case, first))), 1))

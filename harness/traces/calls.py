@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from shardproof.harness.errors import ranks_text
+from shardproof.harness.errors import name_ranks
 from shardproof.harness.ledger import OTHER
 
 Stretches = Sequence[tuple[float, float]]
@@ -90,7 +90,6 @@ class TracedCall:
     peer: int | None = None
     number: int | None = None
     sizes_sent: tuple[int, ...] | None = None
-    is_async: bool | None = None
     complete: bool | None = None
     batched: bool = False
     step: int | None = None
@@ -127,9 +126,9 @@ class Trace:
     `source` is the file, and `format` one of TORCH, FLIGHT_RECORDER, NSYS. `rank` and `world_size` are None where
     the file does not say. `groups` are the ranks of the groups by torch's name of them. `notes` are sentences on what
     the trace does not know and which option of its profiler records it. `lost` is what is missing before the first
-    call, "" for a trace that is whole. `clock` names the clock of the times: those of one clock can be compared.
-    `origin_us` is where they count from. `computed` are stretches in which the device computed, on gloo the host.
-    `backend` is that of torch.distributed ("nccl", "gloo"), "" where it is not told.
+    call, "" for a trace that is whole. `origin_us` is where times count from, on a clock of the trace's own. `computed`
+    are stretches in which the device computed, on gloo the host. `backend` is that of torch.distributed ("nccl",
+    "gloo"), "" where it is not told.
     """
 
     source: str
@@ -141,7 +140,6 @@ class Trace:
     steps: tuple[TracedStep, ...] = ()
     notes: tuple[str, ...] = ()
     lost: str = ""
-    clock: str = ""
     origin_us: float = 0.0
     computed: Stretches = ()
     backend: str = ""
@@ -286,8 +284,8 @@ def sentences(traces: Sequence[Trace], world_size: int) -> list[str]:
         found.append(f"unknown: the micro-batch of {_count_of(number, number)}; {_NEVER}")
     ranks = {trace.rank for trace in traces}
     if absent := [rank for rank in range(world_size) if rank not in ranks]:
-        of = f"rank{'s' if len(absent) > 1 else ''} {ranks_text(absent)} of {world_size}"
-        found.append(f"unknown: all calls of {of}, which left no trace; start the profiler on every rank")
+        of = f"{name_ranks(absent)} of {world_size}, which left no trace"
+        found.append(f"unknown: all calls of {of}; start the profiler on every rank")
     for trace in traces:
         found += [f"unknown: {trace.lost} (rank {trace.rank})"] if trace.lost else []
         found += [f"{note} (rank {trace.rank})" for note in trace.notes]

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardproof.harness.engines.calls.matching import Channel, Divergence, GroupCall, RankCalls, call_named, ranks_named
+from shardproof.harness.engines.calls.matching import Channel, Divergence, GroupCall, RankCalls, call_named
 from shardproof.harness.engines.calls.signature import NOT_KNOWN, Shapes, Signature
-from shardproof.harness.errors import RequestError
+from shardproof.harness.errors import RequestError, name_ranks
 from shardproof.harness.interpreter import without_garbage_collection
 from shardproof.harness.traces.calls import MOST_RANKS, Trace, TracedCall, find_dtype, payload_bytes
 from shardproof.harness.traces.files import as_list, number, numbers, refuse_torn, text
@@ -237,7 +237,7 @@ def lines_of_findings(ranks: Sequence[RankStanding], divergences: Sequence[Diver
     yield f"{len(ranks)} ranks{about}"
     missing = sorted(set(range(max((one.world_size for one in ranks), default=0))) - {one.rank for one in ranks})
     if missing:
-        yield f"{ranks_named(missing)} left no dump"
+        yield f"{name_ranks(missing)} left no dump"
     for one in [one for one in ranks if one.ended][:_MOST]:
         yield f"rank {one.rank}: {one.ended}"
     if not divergences:
@@ -256,11 +256,11 @@ def _no_difference(ranks: Sequence[RankStanding], missing: Sequence[int]) -> str
     unknown = sorted({*missing, *(one.rank for one in ranks if not one.last)})
     known = [one.rank for one in ranks if one.last]
     if not known:
-        return f"nothing to compare: {ranks_named(unknown)} left no calls"
+        return f"nothing to compare: {name_ranks(unknown)} left no calls"
     if unknown:
-        same = f"{ranks_named(known)} issued the same calls in every group that they share" if len(known) > 1 else ""
+        same = f"{name_ranks(known)} issued the same calls in every group that they share" if len(known) > 1 else ""
         apart = (
-            f"{ranks_named(unknown)} left no calls, so that {'it' if len(unknown) == 1 else 'they'} may have diverged"
+            f"{name_ranks(unknown)} left no calls, so that {'it' if len(unknown) == 1 else 'they'} may have diverged"
         )
         return "; ".join(filter(None, (same, apart)))
     return "no rank diverges: in every group all ranks issued the same calls, as far back as the dumps reach"

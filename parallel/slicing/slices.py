@@ -5,22 +5,15 @@
 A row linear's bias is whole on every rank and added once, after the sum over the ranks. Source: DeepSpeed 0.19.8
 `module_inject/auto_tp.py`, `layers.py`, `containers/opt.py`, `containers/base.py` (modes.md 8, experts.md 27).
 
-DeepSpeed's two copies are placements computed from shapes alone:
-
-    strided    several sub-parameters one behind the other (q, k, v; gate, up): each is cut by itself, and a rank holds
-               its piece of each (`strided_copy`; `num_splits` equal parts, or parts of any lengths)
-    plain      one contiguous part of the output features, or of the input features (`copy`)
-
-Weights are [in, out] after a policy's transpose, or [out, in] as Hugging Face stores them. `orientation` is "in-out" or
-"out-in" (DeepSpeed's flag int8 stands for "out-in", of whatever dtype). Biases have one dim. A tensor as large on a
-rank as the whole is whole there. A part larger than the whole would be a merge and is refused. Source: DeepSpeed 0.19.8
-`module_inject/auto_tp.py` ReplaceWithTensorSlicing (experts.md 27.1). There remainders are dropped, parts are always
-equal thirds, and scales are attached whole: see docs/splitting.md.
+DeepSpeed's copies cut every sub-parameter of a weight (q, k, v; gate, up) by itself, and a rank holds its piece of each
+(`strided_copy`), or all of a weight at once (`copy`). Weights are [in, out] after a policy's transpose, or [out, in] as
+Hugging Face stores them. Source: DeepSpeed 0.19.8 `module_inject/auto_tp.py` ReplaceWithTensorSlicing (experts.md
+27.1). There remainders are dropped and parts are always equal thirds: see docs/splitting.md.
 """
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from shardproof.parallel.communication.layout import Cut, Placement
 from shardproof.parallel.slicing.rows import (
@@ -37,93 +30,19 @@ from shardproof.parallel.slicing.rows import (
 from shardproof.parallel.slicing.words import Linear, Sliced
 from shardproof.reference.errors import CaseError
 
-ORIENTATIONS = ("in-out", "out-in")
 Shape = tuple[int, ...]
 
 
-def features_dim(shape: Shape, orientation: str) -> int:
-    """The dim of the output features of a weight or bias of this shape.
-
-    Raises CaseError for an unknown orientation or a shape of neither.
-    """
-    if orientation not in ORIENTATIONS:
-        raise CaseError("orientation", orientation, "is not a known word", "|".join(ORIENTATIONS))
-    if len(shape) not in (1, 2):
-        raise CaseError("shape", shape, "must be that of a weight [2 dims] or a bias [1 dim]", "(768, 2304)")
-    return int(len(shape) == 2 and orientation == "in-out")
-
-
-def ranges_of_parts(parts: Sequence[int], ranks: int) -> RowRanges:
-    """The rows of equal shares of every part; parts lie end to end. Raises CaseError where one leaves a remainder."""
+def equal_pieces(shape: Shape, dim: int, parts: Sequence[int], ranks: int) -> Placement:
+    """Equal shares of every part, end to end along a dim, on each rank. Raises CaseError where one has a remainder."""
+    if ranks == 1:
+        return Placement(shape=shape)
     if any(length % ranks for length in parts):
         legal = str(tuple(-(-length // ranks) * ranks for length in parts))
         raise CaseError("parts", tuple(parts), f"must each be a multiple of ranks={ranks}", legal)
     starts = itertools.accumulate(parts, initial=0)
-    return concat(
-        *(consecutive([length // ranks] * ranks, first=start) for length, start in zip(parts, starts, strict=False))
-    )
-
-
-def strided_placement(
-    src: Shape, dst: Shape, *, ranks: int, parts: Sequence[int], orientation: str = "in-out"
-) -> Placement:
-    """The placement by which a weight or bias `src`, made of `parts` along its outputs, becomes `dst` on each rank.
-
-    `parts` sum to those features. Raises CaseError for shapes between which there is no such cut.
-    """
-    dim = features_dim(src, orientation)
-    if sum(parts) != src[dim]:
-        raise CaseError("parts", tuple(parts), f"must sum to the {src[dim]} output features", f"({src[dim]},)")
-    return _cut_between(src, dst, dim, parts, ranks)
-
-
-def plain(src: Shape, dst: Shape, *, ranks: int, orientation: str = "in-out") -> Placement:
-    """The placement by which a weight or bias `src` becomes a contiguous part `dst`, along the dim that differs.
-
-    Raises CaseError when both dims differ, and for shapes between which there is no such cut.
-    """
-    dim = features_dim(src, orientation)
-    if len(src) == 2 == len(dst) and src[1 - dim] != dst[1 - dim]:
-        dim = 1 - dim
-    return _cut_between(src, dst, dim, (src[dim],), ranks)
-
-
-def _cut_between(src: Shape, dst: Shape, dim: int, parts: Sequence[int], ranks: int) -> Placement:
-    if len(src) != len(dst) or any(a != b for d, (a, b) in enumerate(zip(src, dst, strict=True)) if d != dim):
-        legal = (*src[:dim], src[dim] // ranks, *src[dim + 1 :])
-        raise CaseError("dst", dst, f"must differ from src={src} in one dim alone", str(legal))
-    if src[dim] == dst[dim]:
-        return Placement(shape=src)
-    if dst[dim] > src[dim]:
-        rule = f"is larger than src={src}: slicing cuts and never merges"
-        raise CaseError("dst", dst, rule, f"merge the shards first, then dst with {src[dim] // ranks} in dim {dim}")
-    if dst[dim] * ranks != src[dim]:
-        rule = f"times ranks={ranks} is not the {src[dim]} of dim {dim}: the rest would be lost"
-        raise CaseError("dst", dst, rule, f"dst with {src[dim]} / ranks in dim {dim}, where ranks divides it")
-    return Placement(shape=src, cuts=(Cut(axis="tp", dim=dim, held=ranges_of_parts(parts, ranks)),))
-
-
-def scales(place: Placement, grid: Shape) -> Placement:
-    """The placement of a quantised weight's scales if it lies as `place`: dequantising commutes with slicing.
-
-    `grid` is the shape of the scales: entry (i, j) is the scale of an equal block of the weight. In a dim, 1 is one
-    scale for all of it. A rank holds the scales of the blocks that it holds, in the order in which it holds them.
-    Raises CaseError for a grid that is none of the weight, and for a cut that falls inside a block.
-    """
-    if len(grid) != len(place.shape) or any(size % count for size, count in zip(place.shape, grid, strict=True)):
-        raise CaseError(
-            "grid", grid, f"must divide the weight {place.shape} into equal blocks", str((1,) * len(place.shape))
-        )
-    if not place.cuts or grid[place.cuts[0].dim or 0] == 1:
-        return Placement(shape=grid)
-    cut, dim = place.cuts[0], place.cuts[0].dim or 0
-    block = place.shape[dim] // grid[dim]
-    for part in itertools.chain.from_iterable(cut.held):
-        if part.start % block or part.stop % block:
-            rule = f"has blocks of {block} in dim {dim}, and a cut at {part.start}..{part.stop} falls inside one"
-            raise CaseError("grid", grid, rule, f"1 in dim {dim}, or blocks that end at every cut")
-    held = tuple(tuple(range(part.start // block, part.stop // block) for part in own) for own in cut.held)
-    return Placement(shape=grid, cuts=(replace(cut, held=held),))
+    shares = (consecutive([size // ranks] * ranks, first=start) for size, start in zip(parts, starts, strict=False))
+    return _placement_of_ranges(shape, dim, concat(*shares))
 
 
 _WHOLE = "whole"
@@ -245,13 +164,12 @@ def _container(sliced: Sliced) -> Iterator[Slice]:
         if parts:
             yield from _columns(sliced, name, linears, parts)
             continue
-        place = plain((width, hidden), (width // tp, hidden), ranks=tp)
+        place = equal_pieces((width, hidden), 0, (width,), tp)
         sources = (f"{linears[0]}.weight", f"{linears[0]}.bias")
         rule = "its input features; outputs are summed"
         yield Slice(name=f"{name}w", sources=sources[:1], place=place, rule=rule, transposed=True)
         if sliced.bias:
-            whole = plain((hidden,), (hidden,), ranks=tp)
-            yield Slice(name=f"{name}b", sources=sources[1:], place=whole, rule=_AFTER)
+            yield Slice(name=f"{name}b", sources=sources[1:], place=Placement(shape=(hidden,)), rule=_AFTER)
     yield from _norms(sliced)
 
 
@@ -260,12 +178,12 @@ def _columns(sliced: Sliced, name: str, linears: list[str], parts: tuple[int, ..
     tp, hidden, out = sliced.tp, sliced.hidden, sum(parts)
     pieces = " + ".join(str(length // tp) for length in parts)
     rule = f"its piece of each part: {pieces}" if len(parts) > 1 else "its features"
-    for leaf, src, dst in (("weight", (hidden, out), (hidden, out // tp)), ("bias", (out,), (out // tp,))):
+    for leaf, shape in (("weight", (hidden, out)), ("bias", (out,))):
         if leaf == "weight" or sliced.bias:
             yield Slice(
                 name=f"{name}{leaf[0]}",
                 sources=tuple(f"{linear}.{leaf}" for linear in linears),
-                place=strided_placement(src, dst, ranks=tp, parts=parts),
+                place=equal_pieces(shape, len(shape) - 1, parts, tp),
                 rule=rule,
                 transposed=leaf == "weight",
             )

@@ -191,9 +191,8 @@ class Batch:
     """A micro-batch of one data rank. Fields are [B, S]; packed [1, T].
 
     tokens, labels (-100 = not learned), positions: int64. loss_mask: float32, 0 or 1. A token counts where the mask is
-    1 and its label is not -100. cu_seqlens: int64 [n + 1] borders of sub-sequences, None when not packed. max_seqlen:
-    bounds every position. `tokens` is a non-contiguous view when B > 1, as slices of a larger batch are. The batch is
-    micro-batch `number` of its `step`.
+    1 and its label is not -100. cu_seqlens: int64 [n + 1] borders of sub-sequences, None when not packed. `tokens` is
+    a non-contiguous view when B > 1, as slices of a larger batch are. The batch is micro-batch `number` of its `step`.
     """
 
     tokens: Tensor
@@ -201,7 +200,6 @@ class Batch:
     positions: Tensor
     loss_mask: Tensor
     cu_seqlens: Tensor | None
-    max_seqlen: int
     step: int = 0
     number: int = 0
 
@@ -260,7 +258,6 @@ def _make_batch(case: Case, _files: tuple[Source, ...], at: int, number: int, pa
         positions=rows.positions,
         loss_mask=loss_mask,
         cu_seqlens=rows.cu_seqlens,
-        max_seqlen=case.seq if rows.cu_seqlens is None else int(rows.cu_seqlens.diff().max()),
         number=number,
     )
 

@@ -38,15 +38,22 @@ from shardproof.reference.training.steps import train
 
 @takes_given
 def control(
-    case: Case, device: torch.device, *, parts: int = 0, states: Mapping[str, Tensor] | None = None
+    case: Case,
+    device: torch.device,
+    *,
+    parts: int = 0,
+    states: Mapping[str, Tensor] | None = None,
+    observed: tuple[int, int] = (0, 0),
 ) -> dict[str, Tensor]:
-    """The outcome of dense training and its activations, in the case's dtype, with the sums in another order.
+    """The outcome of dense training and the activations of the `observed` step and micro-batch.
+
+    They are in the case's dtype, with the sums in another order.
 
     `parts`: of how many (see `reorder_sums`). `states`: those from which every step begins (reference.training.steps).
     `given`: see reference.training.truth.
     """
     other = reorder_sums(case, parts)
-    return train(case, LastRead(case, device), arithmetic=other, last_first=True, states=states, observed=True)
+    return train(case, LastRead(case, device), arithmetic=other, last_first=True, states=states, observed=observed)
 
 
 def reorder_sums(case: Case, parts: int = 0) -> Arithmetic:
@@ -238,7 +245,7 @@ def measure_relu_flips(
         return {}
     exact = {name: weight.to(torch.float64) for name, weight in weights(case, device).items()}
     both = (Arithmetic(), flip_relus(case, side))
-    here, there = (train(case, exact, arithmetic=each, states=states, observed=True) for each in both)
+    here, there = (train(case, exact, arithmetic=each, states=states, observed=(0, 0)) for each in both)
     return {name: there[name] - value for name, value in here.items() if value.is_floating_point()}
 
 

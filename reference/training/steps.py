@@ -138,8 +138,9 @@ class Sums:
     """Sums of one step's forwards: scalars, logits, metric and activations.
 
     Logits are [dp*micro*batch, seq, vocab], or None when they are too large. The metric is that of every data rank, if
-    the case has one. Activations are those of micro-batch 0, if they are observed. `reach` is filled only with a loss
-    scale. `counts` are the integers that branches leave (`reference.model.branch`), with rows like those of the logits.
+    the case has one. Activations are those of the observed micro-batch, if there is one. `reach` is filled only with a
+    loss scale. `counts` are the integers that branches leave (`reference.model.branch`), with rows like those of the
+    logits.
     """
 
     loss: Tensor
@@ -160,13 +161,13 @@ def train(
     last_first: bool = False,
     states: Mapping[str, Tensor] | None = None,
     dtype: torch.dtype | None = None,
-    observed: bool = False,
+    observed: tuple[int, int] | None = None,
 ) -> dict[str, Tensor]:
     """The outcome of training these full weights on their device, in their dtype or in `dtype`; they are not changed.
 
     `last_first` adds the gradients of the micro-batches in reversed order. `states` are the states after all steps but
     the last, under the names above: every step then begins at the given state, not at the model's own. `observed` adds
-    the activations to the outcome.
+    the activations of this step and micro-batch to the outcome.
     """
     parameters = {
         name: weight.detach().to(dtype or weight.dtype, copy=True).requires_grad_() for name, weight in weights.items()
@@ -181,15 +182,15 @@ def train(
             load_state(case, step - 1, trained, stepper, states)
             _round_masters(case, trained, parameters)
             values = {name: states.get(f"value_after/{step - 1}/{name}", own) for name, own in values.items()}
-        backward = partial(
-            _accumulate, case, parameters, values, step, feed, arithmetic, last_first, observed and step == 0
-        )
+        micro = observed[1] if observed and observed[0] == step else None
+        backward = partial(_accumulate, case, parameters, values, step, feed, arithmetic, last_first, micro)
         sums, scaled, skipped = scale.run_step(step, backward, exact=dtype is not None)
         outcome |= _summed_up(sums, step)
         gradients = {n: _hand_gradient(parameters[n], w).div_(sums.tokens * scaled) for n, w in trained.items()}
         outcome |= scale.outcome(step, skipped=skipped)
         scale.update(skipped=skipped)
-        activations = _observed_activations(sums, scale.value / scaled, skipped=skipped) if step == 0 else activations
+        if micro is not None:
+            activations = _observed_activations(sums, scale.value / scaled, skipped=skipped)
         if skipped:
             stepper.zero_grad()  # an optimizer leaves alone what has no gradient
         else:
@@ -261,10 +262,13 @@ def _accumulate(
     feed: Feed,
     arithmetic: Arithmetic,
     last_first: bool,
-    observed: bool,
+    observed: int | None,
     scale: float,
 ) -> Sums:
-    """Run every micro-batch of a step forward and backward; the parameters accumulate the summed loss's gradients."""
+    """Run every micro-batch of a step forward and backward; the parameters accumulate the summed loss's gradients.
+
+    `observed` is the micro-batch whose activations are kept, if any.
+    """
     device, dtype = next((weight.device, weight.dtype) for weight in parameters.values())
     for weight in parameters.values():
         weight.grad = None
@@ -281,7 +285,7 @@ def _accumulate(
     for place in reversed(places) if last_first else places:
         data_rank, micro = place
         batch, beside = batches[place], besides[place]
-        tapped = outputs.setdefault(data_rank, {}) if observed and micro == 0 else None
+        tapped = outputs.setdefault(data_rank, {}) if micro == observed else None
         tap = decoder.silent if tapped is None else partial(_keep_output, tapped)
         logits = decoder.logits(case, {**parameters, **values}, batch, tap=tap, arithmetic=arithmetic, beside=beside)
         summed, tokens[place] = loss.summed_loss(logits, batch.labels, batch.loss_mask, case.label_smoothing)

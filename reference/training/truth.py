@@ -141,15 +141,17 @@ def subject(case: Case, device: torch.device) -> dict[str, Tensor]:
 
 
 @takes_given
-def truth(case: Case, device: torch.device, *, states: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Outcome and activations, with all arithmetic in float64.
+def truth(
+    case: Case, device: torch.device, *, states: Mapping[str, Tensor] | None = None, observed: tuple[int, int] = (0, 0)
+) -> dict[str, Tensor]:
+    """Outcome and the activations of the `observed` step and micro-batch, with all arithmetic in float64.
 
     `given`: what it must be given, by name (see reference.training.truth).
     `states`: those that an implementation returned, from which every step begins (`reference.training.steps`). Without
     them a case whose training leaves what can be judged raises CaseError (`refuse_divergence`).
     """
     rounded = weights(case, device)
-    outcome = train(case, rounded, dtype=torch.float64, states=states, observed=True)
+    outcome = train(case, rounded, dtype=torch.float64, states=states, observed=observed)
     refuse_decisive(case, rounded, outcome, states)
     if states is None:
         refuse_divergence(case, rounded, outcome)

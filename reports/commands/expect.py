@@ -19,6 +19,7 @@ from shardproof.harness.errors import RequestError, ranks_text
 from shardproof.harness.protocols import Axes, case_text
 from shardproof.harness.terms import FIELDS, Term
 from shardproof.reports.printing.text import show_message, show_note
+from shardproof.reports.programs.figures import total
 from shardproof.reports.stored.frames import Run, load
 
 _SHORT = ("op", "axis")
@@ -145,15 +146,11 @@ def _plain_value(value: object) -> Any:
 
 
 def _amounts_by_rank(events: pd.DataFrame, ranks: Iterable[int]) -> Amounts:
-    calls = events.groupby("rank")["payload_bytes"].agg(["size", _total_of_sizes])
+    calls = events.groupby("rank")["payload_bytes"].agg(["size", total])
     by_rank = {
         int(str(rank)): (int(size), None if total is pd.NA else int(total)) for rank, size, total in calls.itertuples()
     }
     return tuple(by_rank.get(rank, (0, 0)) for rank in ranks)
-
-
-def _total_of_sizes(sizes: pd.Series) -> Any:
-    return sizes.sum(skipna=False)
 
 
 def _sum_term(fields: dict[str, Any], amounts: Amounts, ranks: Sequence[int]) -> Line:

@@ -66,7 +66,7 @@ def write_kineto(run: Run, folder: Path) -> list[str]:
         within = folder if len(cases) == 1 else folder / f"case{number}"
         within.mkdir(parents=True, exist_ok=True)
         groups = _Groups(run, str(case), events)
-        timed = _add_durations(events, spans)
+        timed = add_durations(events, spans)
         if dry:
             timed, spans = timed.assign(duration_us=0.0), spans[:0]
         untimed += int((timed["duration_us"] <= 0).sum())
@@ -87,13 +87,16 @@ def write_kineto(run: Run, folder: Path) -> list[str]:
     return [*notes, unseen] if untimed else notes
 
 
-def _add_durations(events: pd.DataFrame, spans: pd.DataFrame) -> pd.DataFrame:
-    """The events with the duration of asynchronous calls up to their wait, where that was measured."""
+def add_durations(events: pd.DataFrame, spans: pd.DataFrame) -> pd.DataFrame:
+    """The events with the duration of asynchronous calls up to their wait, where that was measured.
+
+    A trace may not know when an event began: its order it knows.
+    """
     calls = spans[spans["call_index"] >= 0].assign(lasts_us=lambda call: call["end_us"] - call["start_us"])
     events = events.merge(calls[["case", "rank", "call_index", "lasts_us"]], "left", ["case", "rank", "call_index"])
     known = events["duration_us"].where(events["duration_us"] > 0, events["lasts_us"].fillna(0.0))
     times = {"start_us": events["start_us"].ffill().fillna(0.0), "duration_us": known.fillna(0.0).clip(lower=0)}
-    return events.assign(**times)
+    return events.drop(columns="lasts_us").assign(**times)
 
 
 class _Groups:

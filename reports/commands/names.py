@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shardproof.harness.diagnosing.causes.places import order_by_time
 from shardproof.harness.ledger import shape_text
+from shardproof.harness.outcome.blocks import dtype_word
 from shardproof.harness.protocols import CaseLike
 from shardproof.harness.running.engines import engine_named
 from shardproof.harness.running.ranks.capacity import admit
@@ -77,7 +78,7 @@ def tables_of_names(truth: Mapping[str, Tensor]) -> list[Table]:
     for name, tensor in truth.items():
         kind, *path = name.split("/")
         step = bool(path) and path[0].isdigit()
-        place = ("/".join(path[step:]), shape_text((tuple(tensor.shape),)), str(tensor.dtype).removeprefix("torch."))
+        place = ("/".join(path[step:]), shape_text((tuple(tensor.shape),)), dtype_word(tensor.dtype))
         rows.setdefault(kind, {}).setdefault((*place, "" if step else name), []).append(name)
     return [
         Table(

@@ -14,7 +14,7 @@ from pathlib import Path
 import pandas as pd
 
 from shardproof.harness.engines.threads.dry import DryEngine
-from shardproof.harness.errors import RequestError
+from shardproof.harness.errors import guard_file
 from shardproof.harness.ledger import COLUMNS
 from shardproof.harness.predicting.figures import DEPTHS
 from shardproof.harness.subject import resolve_subject
@@ -146,7 +146,7 @@ def _write_predictions(out: Path, predictions: Sequence[Prediction]) -> Path:
     events.
     """
     folder = out / f"{datetime.datetime.now().strftime('%Y%m%d-%H%M%S-%f')}-predict"
-    try:
+    with guard_file(f"out={out}", "a folder with write permission"):
         folder.mkdir(parents=True)
         (folder / "predict.json").write_text(
             json.dumps([_as_json(one) for one in predictions], indent=2) + "\n", "utf-8"
@@ -156,11 +156,6 @@ def _write_predictions(out: Path, predictions: Sequence[Prediction]) -> Path:
         events = [event for one in predictions for forecast in one.forecasts for event in forecast.events]
         ledger = pd.DataFrame([[getattr(event, name) for name in COLUMNS] for event in events], columns=list(COLUMNS))
         ledger.to_csv(folder / "ledger.csv", index=False, lineterminator="\n")
-    except OSError as problem:
-        reason = problem.strerror or str(problem)
-        raise RequestError(
-            f"out={out}: cannot be written ({reason}); legal: a folder with write permission"
-        ) from problem
     return folder
 
 

@@ -21,8 +21,8 @@ from typing import Any, TextIO, cast
 
 import pandas as pd
 
-from shardproof.harness.errors import RequestError
-from shardproof.reports.commands.kineto_files import write_kineto
+from shardproof.harness.errors import guard_file
+from shardproof.reports.commands.kineto_files import add_durations, write_kineto
 from shardproof.reports.printing.text import show_message, show_note
 from shardproof.reports.stored.frames import Run, load
 
@@ -41,14 +41,11 @@ def main(arguments: argparse.Namespace) -> int:
     usual, readers = ("kineto", "HTA and TraceLens") if arguments.kineto else ("trace.json", "ui.perfetto.dev")
     target = Path(arguments.output) if arguments.output else run.path / usual
     notes = list(run.notes)
-    try:
+    with guard_file(f"-o {target}", f"-o {usual}"):
         if arguments.kineto:
             notes += write_kineto(run, target)
         else:
             write_trace(run, target)
-    except OSError as problem:
-        reason = problem.strerror or str(problem)
-        raise RequestError(f"-o {target}: cannot be written ({reason}); legal: -o {usual}") from problem
     for note in notes:
         show_note(note, sys.stderr)
     show_message(f"{target}  (opens in {readers})", sys.stdout)
@@ -91,11 +88,7 @@ def _in_a_row(ledger: pd.DataFrame, spans: pd.DataFrame) -> tuple[pd.DataFrame, 
 
     An asynchronous call of unknown duration lasts as long as its span.
     """
-    calls = spans[spans["call_index"] >= 0].assign(lasts_us=lambda call: call["end_us"] - call["start_us"])
-    ledger = ledger.merge(calls[["case", "rank", "call_index", "lasts_us"]], "left", ["case", "rank", "call_index"])
-    spent_us = ledger["duration_us"].where(ledger["duration_us"] > 0, ledger["lasts_us"].fillna(0.0))
-    started_us = ledger["start_us"].ffill().fillna(0.0)  # a trace may not know when; the order it knows
-    ledger = ledger.drop(columns="lasts_us").assign(start_us=started_us, duration_us=spent_us.clip(lower=0))
+    ledger = add_durations(ledger, spans)
     computed = spans[spans["call_index"] < 0]
     timed = (ledger.assign(end_us=ledger["start_us"] + ledger["duration_us"]), computed)
     ends = pd.concat([rows[["case", "start_us", "end_us"]] for rows in timed])

@@ -9,7 +9,7 @@ import shlex
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import groupby
@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from shardproof.harness.dense_model import dense_model
-from shardproof.harness.errors import RequestError
+from shardproof.harness.errors import RequestError, guard_file
 from shardproof.harness.resolve import resolve
-from shardproof.reports.options.command_options import SLICED
+from shardproof.reports.options.command_options import LIKE, SLICED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,31 +130,6 @@ def _legal_values(word: Any) -> str:
     return f"{word.legal.replace('|', ', ')}{derived}"
 
 
-LIKE: Mapping[str, str] = {
-    "mlp": "an MLP split over tp by hand",
-    "dtensor": "DTensor's parallel styles",
-    "fsdp2": "fully_shard",
-    "pipelining": "stages of torch.distributed.pipelining",
-    "muon": "Muon by hand: updates of split matrices, shared out in three ways",
-    "muon-fsdp2": "torch.optim.Muon under a tensor-parallel plan and FSDP2",
-    "lora": "LoRA by hand under tp and sequence parallelism",
-    "lora-peft": "peft's LoRA on a Hugging Face model under FSDP2 or DDP",
-    "mixer": "a gated delta rule on packed rows over tp and context ranks",
-    "policy": "losses of reinforcement learning over tp, context and data ranks",
-    "resume": "a run that torch's DCP saves and that goes on at another layout",
-    "split-backward": "zero-bubble schedules of torch with a tied table and data ranks",
-    "quantised": "gradients as int8 and weights as fp8 on the wire, with scales",
-    "refit": "a trainer and an inference layout with fused weights, as two programs",
-    "compiled": "torch.compile under tp, DDP and FSDP2",
-    "trainer": "TrainingArguments and a Trainer of Hugging Face",
-    "hf": "a Hugging Face model under its own tp plan",
-    "deepspeed": "DeepSpeed's ZeRO",
-    "megatron": "Megatron-Core's GPTModel",
-    "megatron-training": "Megatron-Core's pipeline, optimizers and experts",
-    "torchtitan": "torchtitan's models under its parallelize functions",
-    "torchtitan-recipe": "a configuration of torchtitan and its Trainer",
-}
-"""Subjects that can be written -> what each shows."""
 _NEEDS = {
     "lora-peft": ("peft", "peft"),
     "trainer": ("accelerate", "accelerate"),
@@ -179,16 +154,12 @@ def new_subject_main(arguments: argparse.Namespace) -> int:
     target, text = Path(arguments.file), source.read_text(encoding="utf-8")
     if target.suffix != ".py" or not target.stem.isidentifier():
         raise RequestError(f"file={target}: must be the file of a module; legal: my_model.py")
-    try:
-        with target.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError as problem:
-        raise RequestError(f"file={target}: exists, and no file is overwritten; legal: a new name") from problem
-    except OSError as problem:
-        reason = problem.strerror or str(problem)
-        raise RequestError(
-            f"file={target}: cannot be written ({reason}); legal: a file in a folder of yours"
-        ) from problem
+    with guard_file(f"file={target}", "a file in a folder of yours"):
+        try:
+            with target.open("x", encoding="utf-8") as file:
+                file.write(text)
+        except FileExistsError as problem:
+            raise RequestError(f"file={target}: exists, and no file is overwritten; legal: a new name") from problem
     package, known = _NEEDS.get(arguments.like, ("torch", "torch"))
     if find_spec(package) is None:
         show_note(f"it needs {known}, which is not installed: pip install {known}", sys.stderr)

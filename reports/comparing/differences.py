@@ -21,6 +21,7 @@ from typing import Any
 import pandas as pd
 
 from shardproof.reports.comparing.snapshot import WHAT, count_events, format_span, parse_span
+from shardproof.reports.stored.frames import LAYER_NUMBER
 
 COLUMNS = (
     *("kind", "case", "mode", "phase", "region", "op", "axis", "what"),
@@ -29,8 +30,6 @@ COLUMNS = (
 _PLACE = ["case", "mode", "phase", "region", "op"]
 _TELLING = ("dtype", "shape", "payload_bytes", "reduce_op", "axis", "group_size", "is_async")
 """Parts of an event in the order in which their changes are reported."""
-_LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)")
-"""The number of a layer in the path of a module."""
 EventSite = tuple[str, ...]
 What = tuple[object, ...]
 Cells = Counter[tuple[int, int, int]]
@@ -78,13 +77,13 @@ def fold_changes(changes: Iterable[EventChange]) -> pd.DataFrame:
     groups: defaultdict[tuple[object, ...], list[EventChange]] = defaultdict(list)
     for one in changes:
         _, mode, phase, region, op = one.place
-        groups[mode, phase, _LAYER.sub("*", region), op, one.base, one.new, _label_moved(one)].append(one)
+        groups[mode, phase, re.sub(LAYER_NUMBER, "*", region), op, one.base, one.new, _label_moved(one)].append(one)
     rows = []
     for first, *rest in groups.values():
         own = (first, *rest)
         case, mode, phase, region, op = first.place
         regions = {one.place[3] for one in own}
-        folded = _LAYER.sub("*", region) if len(regions) > 1 else region
+        folded = re.sub(LAYER_NUMBER, "*", region) if len(regions) > 1 else region
         cells, left = Cells(), Cells()
         for one in own:
             cells, left = cells + one.cells, left + one.left

@@ -19,7 +19,7 @@ from typing import Any
 
 import pandas as pd
 
-from shardproof.harness.errors import RequestError
+from shardproof.harness.errors import RequestError, guard_file
 from shardproof.reports.comparing.compared_sides import FOLDER, MARK, check_name, is_trace, side_folder
 from shardproof.reports.stored.files import RunFolderError, is_recording, json_object, shorten_path
 from shardproof.reports.stored.frames import Run, csv_table, load
@@ -204,7 +204,7 @@ def save_snapshot(kept: Snapshot, name: str, folder: str = FOLDER) -> Path:
     if kept.cases.empty or kept.events.empty:
         raise RequestError(f"run {kept.name}: holds no event, so it is no baseline; legal: a run that communicated")
     path = Path(folder) / name
-    try:
+    with guard_file(f"baseline={shorten_path(path)}", "a writable folder"):
         if path.is_dir() and any(path.iterdir()) and not (path / MARK).is_file():
             raise RequestError(f"baseline={path}: the folder holds something else; legal: another name")
         path.mkdir(parents=True, exist_ok=True)
@@ -217,11 +217,6 @@ def save_snapshot(kept: Snapshot, name: str, folder: str = FOLDER) -> Path:
             lines.to_csv(path / _CALLERS, index=False, header=[*CALLED, "callers"], lineterminator="\n")
         env = json.dumps({"from": kept.name, "env": kept.env}, indent=2, sort_keys=True)
         (path / MARK).write_text(env + "\n", encoding="utf-8")
-    except OSError as problem:
-        reason = problem.strerror or str(problem)
-        raise RequestError(
-            f"baseline={shorten_path(path)}: cannot be written ({reason}); legal: a writable folder"
-        ) from problem
     return path
 
 

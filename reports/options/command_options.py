@@ -1,15 +1,35 @@
 """The words of every command but `run` on the command line; nothing slow is imported."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from shardproof.harness.dense_model import SUBJECT
 
-LIKE = (
-    *("mlp", "dtensor", "fsdp2", "pipelining", "muon", "muon-fsdp2", "lora", "lora-peft", "mixer", "policy"),
-    *("resume", "split-backward", "quantised", "refit", "compiled", "trainer"),
-    *("hf", "deepspeed", "megatron", "megatron-training", "torchtitan", "torchtitan-recipe"),
-)
+LIKE: Mapping[str, str] = {
+    "mlp": "an MLP split over tp by hand",
+    "dtensor": "DTensor's parallel styles",
+    "fsdp2": "fully_shard",
+    "pipelining": "stages of torch.distributed.pipelining",
+    "muon": "Muon by hand: updates of split matrices, shared out in three ways",
+    "muon-fsdp2": "torch.optim.Muon under a tensor-parallel plan and FSDP2",
+    "lora": "LoRA by hand under tp and sequence parallelism",
+    "lora-peft": "peft's LoRA on a Hugging Face model under FSDP2 or DDP",
+    "mixer": "a gated delta rule on packed rows over tp and context ranks",
+    "policy": "losses of reinforcement learning over tp, context and data ranks",
+    "resume": "a run that torch's DCP saves and that goes on at another layout",
+    "split-backward": "zero-bubble schedules of torch with a tied table and data ranks",
+    "quantised": "gradients as int8 and weights as fp8 on the wire, with scales",
+    "refit": "a trainer and an inference layout with fused weights, as two programs",
+    "compiled": "torch.compile under tp, DDP and FSDP2",
+    "trainer": "TrainingArguments and a Trainer of Hugging Face",
+    "hf": "a Hugging Face model under its own tp plan",
+    "deepspeed": "DeepSpeed's ZeRO",
+    "megatron": "Megatron-Core's GPTModel",
+    "megatron-training": "Megatron-Core's pipeline, optimizers and experts",
+    "torchtitan": "torchtitan's models under its parallelize functions",
+    "torchtitan-recipe": "a configuration of torchtitan and its Trainer",
+}
+"""Subjects that can be written -> what each shows."""
 _NEW_SUBJECT = "Write a runnable subject: model, truth, words. At most 120 lines, most of them 60."
 SLICED = "shardproof.parallel.slicing.words:Sliced"
 """The words of a slice, found by name as a subject is."""

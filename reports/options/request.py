@@ -11,17 +11,17 @@ same. Steps of --profile-steps count from 0; FIRST:END are those from FIRST on, 
 
 import argparse
 import os
-import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import chdir, contextmanager, nullcontext
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, chdir, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
 from shardproof.harness.dense_model import SUBJECT, check_modes, dense_model, in_own_words, parse_cases
-from shardproof.harness.errors import RequestError
+from shardproof.harness.errors import RequestError, guard_file
 from shardproof.harness.interpreter import interrupted_after
+from shardproof.harness.programs.session import steps_of
 from shardproof.harness.protocols import CaseLike, case_text
 from shardproof.harness.running.ranks.capacity import select_admitted_cases
 from shardproof.harness.running.request import Request, check_saved, loading_what_exists, seconds
@@ -132,15 +132,11 @@ def profiled_steps(arguments: argparse.Namespace, cases: Sequence[CaseLike]) -> 
         rule = "chooses among the steps that --profile watches, and there is no --profile"
         raise RequestError(f"profile-steps={word}: {rule}; legal: --profile torch --profile-steps 0:1")
     shortest = min(cases, key=lambda case: case.steps, default=None)
-    legal = f"legal: 0:{shortest.steps if shortest else 1}"
-    if not (found := re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", word)):
-        raise RequestError(f"profile-steps={word}: must be FIRST:END, steps from FIRST on, END not included; {legal}")
-    steps = range(int(found[1]), int(found[2]))
-    if not steps:
-        raise RequestError(f"profile-steps={word}: holds no step, for END is not included; {legal}")
+    legal = f"0:{shortest.steps if shortest else 1}"
+    steps = range(*(steps_of(word, "profile-steps", legal) or ()))
     if shortest and steps.stop > shortest.steps:
         has = f"{shortest.steps} step{'s' if shortest.steps > 1 else ''}, counted from 0"
-        raise RequestError(f"profile-steps={word}: case {str(shortest)!r} has {has}; {legal}")
+        raise RequestError(f"profile-steps={word}: case {str(shortest)!r} has {has}; legal: {legal}")
     return steps
 
 
@@ -154,15 +150,9 @@ def check_target(file: str) -> None:
             os.unlink(file)
 
 
-@contextmanager
-def check_writing(file: str) -> Iterator[None]:
+def check_writing(file: str) -> AbstractContextManager[None]:
     """Write there. Raises RequestError, naming the file and the reason, when the system refuses."""
-    try:
-        yield
-    except OSError as problem:
-        reason = problem.strerror or str(problem)
-        legal = "a file in a folder with write permission"
-        raise RequestError(f"emit-repro={file}: cannot be written ({reason}); legal: {legal}") from problem
+    return guard_file(f"emit-repro={file}", "a file in a folder with write permission")
 
 
 LAUNCHED = "torchrun"

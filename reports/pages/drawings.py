@@ -19,7 +19,7 @@ from markupsafe import Markup, escape
 
 from shardproof.harness.ledger import BACKWARD, PHASES
 from shardproof.reports.printing.text_tables import byte_size, count, placed_calls, small
-from shardproof.reports.stored.frames import Run
+from shardproof.reports.stored.frames import LAYER_NUMBER, Run
 from shardproof.reports.stored.summary import badness_of, split_common_words
 
 _COLOURS = "#8d99ae #3b82c4 #8e6bbf #e08a2e #d1495b #5b5f97 #2a9d6f #a1785a #2fa7b5 #6d6875 #b8b8b8"
@@ -169,7 +169,7 @@ def build_tree(lines: pd.DataFrame) -> tuple[Node, ...]:
     """The modules of one mode, outermost first, in the order of their names; from the rows of `by_module`."""
     regions = lines["region"].where(lines["region"] != "", OUTSIDE)
     if regions.nunique() > MOST_NODES:
-        regions = regions.str.replace(r"(?<=\.)\d+(?=\.|$)", "*", regex=True)
+        regions = regions.str.replace(LAYER_NUMBER, "*", regex=True)
     rows = zip(regions, lines["phase"].astype("str"), lines["calls"], lines["payload_bytes"], strict=True)
     return tuple(_build_nodes([(tuple(path.split(".")), phase, calls, size) for path, phase, calls, size in rows], 0))
 

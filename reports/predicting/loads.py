@@ -12,6 +12,7 @@ import pandas as pd
 
 from shardproof.harness.predicting.figures import Forecast, Traffic
 from shardproof.reports.printing.text_tables import Table, count, gibibytes, table
+from shardproof.reports.stored.frames import LAYER_NUMBER
 
 PARTS = ("parameters", "gradients", "optimizer", "saved", "peak")
 """Parts of a rank's memory, and the most that all tensors hold at once."""
@@ -42,8 +43,6 @@ def rows_of_stages(forecast: Forecast) -> pd.DataFrame:
     )
 
 
-_LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)")
-"""The number of a layer in a path."""
 CALL = ["stages", "phase", "module", "op", "axis", "ranks"]
 """Columns that distinguish the calls of a stage."""
 
@@ -87,7 +86,7 @@ def _stages_alike(forecast: Forecast) -> list[tuple[str, _Sums]]:
 def _sum_calls(sent: Traffic) -> _Sums:
     counted, sizes = Counter[tuple[str, str, str, str, int]](), Counter[tuple[str, str, str, str, int]]()
     for line, number in sent.lines.items():
-        module = _LAYER.sub("*", line.region) or "no module"
+        module = re.sub(LAYER_NUMBER, "*", line.region) or "no module"
         key = line.phase, module, line.op, line.axis, line.group_size
         counted[key] += number
         sizes[key] += number * line.payload_bytes

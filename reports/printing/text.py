@@ -22,7 +22,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as RichTable
 
-from shardproof.harness.errors import RequestError
+from shardproof.harness.errors import guard_file
 from shardproof.reports.printing.printable import in_one_line, printable
 
 if TYPE_CHECKING:
@@ -273,9 +273,6 @@ def write_report(text: str, target: str) -> None:
     Raises RequestError when the file cannot be written.
     """
     if target:
-        try:
+        with guard_file(f"-o {target}", "-o report.html"):
             Path(target).write_text(text, encoding="utf-8")
-        except OSError as problem:
-            reason = problem.strerror or str(problem)
-            raise RequestError(f"-o {target}: cannot be written ({reason}); legal: -o report.html") from problem
     show_message(target or text, sys.stdout)

@@ -85,9 +85,9 @@ def mark(value: object) -> str:
     return str(value) or NOTHING
 
 
-def figure(value: float, digits: int = 3) -> str:
-    """A number with this many significant digits, never fewer than those before its point."""
-    return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
+def figure(value: float) -> str:
+    """A number with three significant digits, never fewer than those before its point."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def gibibytes(value: object) -> str:

@@ -11,20 +11,18 @@ from typing import Any
 import pandas as pd
 
 from shardproof.harness.checking.laws import broken_laws
-from shardproof.harness.errors import ranks_text
+from shardproof.harness.errors import name_ranks, ranks_text
 from shardproof.harness.ledger import Event
 from shardproof.reports.comparing.snapshot import format_span
 from shardproof.reports.programs.unlike import find_unlike_steps, median_over_steps
 from shardproof.reports.stored.files import DEVICE_TYPES, GROUP_TYPES, STEP_TYPES, about_ranks, ends_of
-from shardproof.reports.stored.frames import Run, join_ranks
+from shardproof.reports.stored.frames import LAYER_NUMBER, Run, join_ranks
 
 _MOST_LAWFUL = 100_000
 """Events over which the laws are looked at: whole steps from the first on."""
 _MESSAGES = ("send", "recv")
 _KEYS = ["phase", "op", "axis", "group_size"]
 _PLACE = ["region", "phase", "axis"]
-_LAYER = r"(?<=\.)\d+(?=\.|$)"
-"""The number of a layer in a path."""
 
 
 def program_traffic(run: Run) -> pd.DataFrame:
@@ -76,7 +74,7 @@ def by_module(run: Run) -> pd.DataFrame:
     events = run.ledger
     ways = events["phase"].astype("str").where(events["phase"].isin(["forward", "backward"]), "other")
     ways = ways.where(~events["op"].isin(_MESSAGES), events["op"].astype("str"))
-    frame = events.assign(way=ways, folded=events["region"].str.replace(_LAYER, "*", regex=True))
+    frame = events.assign(way=ways, folded=events["region"].str.replace(LAYER_NUMBER, "*", regex=True))
     one = frame.groupby(["folded", "rank"], observed=True)
     sums = one[["payload_bytes", "wire_bytes"]].agg(total)
     for way in ("forward", "backward", *_MESSAGES, "other"):
@@ -109,7 +107,7 @@ def list_exchanges(run: Run) -> pd.DataFrame:
         for to, many in zip(map(int, str(ranks).split()), shares, strict=True)
     )
     rows.columns = pd.Index(["region", "phase", "axis", "ranks", "number", "to", "rows", "bytes"])
-    rows["region"] = rows["region"].str.replace(_LAYER, "*", regex=True)
+    rows["region"] = rows["region"].str.replace(LAYER_NUMBER, "*", regex=True)
     places = rows.groupby(_PLACE)
     return pd.DataFrame([_row_of_exchange(key, part) for key, part in places if part["rows"].nunique() > 1])
 
@@ -258,8 +256,8 @@ def _broken_laws(run: Run) -> Iterator[str]:
         yield f"laws: not looked at, since not every rank {missing}"
         return
     if lost := [rank for rank, end in ends_of(run.path).items() if end.get("lost")]:
-        which = f"rank{'s' if len(lost) > 1 else ''} {ranks_text(lost)}"
-        yield f"laws: not looked at, since the first calls of {which} are lost (shardproof hang compares by number)"
+        which = f"the first calls of {name_ranks(lost)} are lost"
+        yield f"laws: not looked at, since {which} (shardproof hang compares by number)"
         return
     events = add_group_ranks(run)
     events = events[events["ranks"] != ""]
@@ -270,7 +268,7 @@ def _broken_laws(run: Run) -> Iterator[str]:
         return
     counts = events.groupby("step").size().cumsum()
     within = [int(step) for step in counts.index[(counts <= _MOST_LAWFUL) | (counts.index == counts.index.min())]]
-    whole = tuple(_events_of_frame(events[events["step"].isin(within)]))
+    whole = tuple(list_events(events[events["step"].isin(within)]))
     which = f"steps {format_span(within)}"
     broken = broken_laws(whole)
     if not broken:
@@ -298,13 +296,8 @@ def _find_unwaited_calls(run: Run) -> Iterator[str]:
         yield f"{calls}: never waited for, its handle was dropped (ranks {ranks_text(list(numbers))})"
 
 
-def events_of_run(run: Run) -> Iterator[Event]:
-    """The calls whose group is known, as events of the ledger."""
-    frame = add_group_ranks(run)
-    yield from _events_of_frame(frame[frame["ranks"] != ""])
-
-
-def _events_of_frame(frame: pd.DataFrame) -> Iterator[Event]:
+def list_events(frame: pd.DataFrame) -> Iterator[Event]:
+    """Rows of `add_group_ranks` whose group is known, as events of the ledger."""
     names = [name for name in Event.__annotations__ if name in frame]
     for row in frame[[*names, "ranks"]].to_dict("records"):
         ranks = tuple(int(rank) for rank in str(row.pop("ranks")).split())

@@ -7,15 +7,16 @@ out and counted, a rank without an orderly end is named once.
 
 import json
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from shardproof.harness.errors import RequestError, ranks_text
+from shardproof.harness.errors import RequestError, guard_file, name_ranks
 from shardproof.harness.run_folder import LAYOUT
 
 _ENVIRONMENT = "env.json"
+_LEGAL = "a folder that `shardproof run` wrote, as runs/latest"
 MATRIX = "kill_matrix.csv"
 """File that `shardproof faults` writes into its folder."""
 
@@ -30,15 +31,9 @@ def shorten_path(name: str | Path) -> str:
     return text if len(text) <= 200 else f"{text[:80]}... ({len(text):,} characters)"
 
 
-@contextmanager
-def guard_looking(name: str | Path) -> Iterator[None]:
+def guard_looking(name: str | Path) -> AbstractContextManager[None]:
     """Look whether something is there. Raises RunFolderError for what the system refuses to look at."""
-    try:
-        yield
-    except OSError as problem:
-        reason = problem.strerror or str(problem)
-        legal = "a folder that `shardproof run` wrote, as runs/latest"
-        raise RunFolderError(f"run {shorten_path(name)}: cannot be looked at ({reason}); legal: {legal}") from problem
+    return guard_file(f"run {shorten_path(name)}", _LEGAL, failed="cannot be looked at", kind=RunFolderError)
 
 
 def refuse_file(path: Path) -> None:
@@ -46,7 +41,7 @@ def refuse_file(path: Path) -> None:
     if not path.is_file():
         return
     folder = path.parent if any((path.parent / file).is_file() for file in (_ENVIRONMENT, "cases.jsonl")) else ""
-    legal = f"its folder, {folder}" if folder else "a folder that `shardproof run` wrote, as runs/latest"
+    legal = f"its folder, {folder}" if folder else _LEGAL
     raise RunFolderError(f"run {shorten_path(path)}: is a file, and a run is a folder; legal: {legal}")
 
 
@@ -59,8 +54,7 @@ def run_folder(name: str | Path, *, matrix: bool = True) -> Path:
         there, known = path.is_dir(), any((path / file).is_file() for file in (_ENVIRONMENT, "cases.jsonl"))
         refuse_file(path)
     if not there:
-        legal = "a folder that `shardproof run` wrote, as runs/latest"
-        raise RunFolderError(f"run {shorten_path(path)}: no such folder; legal: {legal}")
+        raise RunFolderError(f"run {shorten_path(path)}: no such folder; legal: {_LEGAL}")
     if not known and (path / "ranks").is_dir():
         why = "nothing was recorded: no process of the program has initialised torch.distributed"
         raise RunFolderError(f"run {shorten_path(path)}: {why}; legal: a program that does")
@@ -189,10 +183,10 @@ def note_unfinished_ranks(run: Path, world_size: int) -> list[str]:
     there, over = part_folders(run), ends_of(run)
     notes = []
     if missing := sorted(set(range(world_size)) - there.keys()):
-        notes.append(f"{text_of_ranks(missing)} recorded nothing")
+        notes.append(f"{name_ranks(missing)} recorded nothing")
     if open_ := sorted(there.keys() - over.keys()):
         notes.append(
-            f"{text_of_ranks(open_)} came to no orderly end (killed, or running still): shown is what was recorded"
+            f"{name_ranks(open_)} came to no orderly end (killed, or running still): shown is what was recorded"
         )
     for rank, end in over.items():
         if failed := str(end.get("failed") or "").strip():
@@ -213,8 +207,3 @@ def doubts_of(run: Path) -> list[str]:
     every = [end.get("doubts") for end in ends_of(run).values()]
     doubts = dict.fromkeys(str(doubt) for own in every if isinstance(own, list) for doubt in own)
     return [f"not certain: {doubt}" for doubt in doubts]
-
-
-def text_of_ranks(numbers: list[int]) -> str:
-    """The ranks of a note: "ranks 0 2-3"."""
-    return f"rank{'s' if len(numbers) > 1 else ''} {ranks_text(numbers)}"

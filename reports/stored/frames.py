@@ -17,6 +17,7 @@ from typing import Any
 import pandas as pd
 
 from shardproof.harness.dense_model import dense_model
+from shardproof.harness.errors import name_ranks
 from shardproof.harness.ledger import COLUMNS, OPS, PHASES, Event
 from shardproof.harness.mesh_axes import SHOWN
 from shardproof.harness.verdicts.facts import When, state_text
@@ -31,7 +32,6 @@ from shardproof.reports.stored.files import (
     note_unfinished_ranks,
     part_folders,
     run_folder,
-    text_of_ranks,
     unknown_of,
     whole_lines,
 )
@@ -72,12 +72,14 @@ def join_ranks(run: Path, name: str, types: Mapping[str, str], notes: list[str])
         cut += [rank] if mended else []
         frames.append(frame if "rank" in types else frame.assign(rank=rank))
     if cut:
-        notes.append(f"{name} of {text_of_ranks(cut)}: the last line is cut and left out: {len(cut)} in all")
+        notes.append(f"{name} of {name_ranks(cut)}: the last line is cut and left out: {len(cut)} in all")
     if frames := [frame for frame in frames if len(frame)]:
         return pd.concat(frames, ignore_index=True)
     return pd.DataFrame({column: pd.Series(dtype=kind) for column, kind in {**types, "rank": "int64"}.items()})
 
 
+LAYER_NUMBER = r"(?<=\.)\d+(?=\.|$)"
+"""The number of a layer in the path of a module, as a regular expression."""
 MOST_RANKS = 2**20
 """A larger world is no run's."""
 _ORDER = {"phase": PHASES, "op": OPS, "axis": SHOWN}

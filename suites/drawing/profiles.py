@@ -15,6 +15,8 @@ property or one mode at a time.
 """
 ONE_CASE = "one-case"
 """The profile of `--case`: what is drawn is put aside, so once is enough."""
+FEW = "few"
+"""The profile of a session that runs the suites beside tests of shardproof itself: CI proves every default case too."""
 
 
 def register() -> None:
@@ -22,7 +24,7 @@ def register() -> None:
     on_ci = bool(os.environ.get("CI"))
     # `explain` would run many more failing cases, and cannot look into ranks.
     phases = (Phase.explicit, Phase.reuse, Phase.generate, Phase.target, Phase.shrink)
-    for name, cases in {**PROFILES, ONE_CASE: 1}.items():
+    for name, cases in {**PROFILES, ONE_CASE: 1, FEW: 2}.items():
         settings.register_profile(
             name,
             max_examples=cases,

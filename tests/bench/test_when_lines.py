@@ -18,6 +18,8 @@ from tests.harness.noted import when_of
 from tests.harness.proofs import ran
 
 SIZES = "layers=1 hidden=16 heads=4 ffn=16 seq=8 steps=1"
+SMOOTHED = f"family=llama tp=2 vocab=62 label_smoothing=0.1 {SIZES}"
+DEAR = pytest.mark.deep("six CPU seconds each")
 OWN = {mutant.name: mutant for mutant in MUTANTS if mutant.changes and not mutant.is_shared}
 """Planted bugs that are not held back."""
 
@@ -39,8 +41,8 @@ def run_again(folder: Path, mutant: Mutant, case: Case, when_s: float) -> tuple[
     ("name", "case", "words"),
     [
         ("padded-columns-count", f"vocab=509 tp=2 {SIZES}", "vocab head"),
-        ("label-smoothing-by-parts", f"family=llama tp=2 vocab=62 label_smoothing=0.1 {SIZES}", "tp label_smoothing"),
-        ("norm-of-the-own-part", f"tp=1 dp=4 zero=1 micro=2 {SIZES}", "dp zero"),
+        pytest.param("label-smoothing-by-parts", SMOOTHED, "tp label_smoothing", marks=DEAR),
+        pytest.param("norm-of-the-own-part", f"tp=1 dp=4 zero=1 micro=2 {SIZES}", "dp zero", marks=DEAR),
     ],
 )
 def test_a_printed_line_is_true_word_for_word(name: str, case: str, words: str, tmp_path: Path) -> None:

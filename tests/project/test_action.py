@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -51,9 +52,14 @@ def test_every_input_is_read_and_every_step_that_reads_one_gets_it_as_a_word() -
     assert not any("${{" in script for script in scripts), "what a pull request says is never part of a script"
 
 
+def main_at_once() -> int | None:
+    """The command; a run that fails looks for no line `when:`, which takes ten seconds of processes."""
+    return main([*sys.argv[1:], *(("--when", "0") if sys.argv[1:2] == ["run"] else ())])
+
+
 @pytest.fixture(scope="module")
 def commands() -> Iterator[Path]:
-    with command_served("shardproof", main) as folder:
+    with command_served("shardproof", main_at_once) as folder:
         yield folder
 
 

@@ -31,6 +31,12 @@ GENERATED = {"case.md", "catalogue.md", "default_run.md", "systems.md"}
 """Pages that a command writes."""
 
 
+@pytest.fixture
+def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure is not tried on processes before its line `when:`: they take ten CPU seconds, and change no word."""
+    monkeypatch.setattr("shardproof.harness.running.experiments._passes_on_processes", lambda *_: False)
+
+
 def wide_lines(text: str) -> list[str]:
     lines = text.splitlines()
     return [line for line in lines if len(line) > (WIDEST_ROW if "](" in line or line[:1] == "|" else WIDEST)]
@@ -114,6 +120,7 @@ def test_the_numbers_of_the_readme_are_those_of_the_pages_behind_them() -> None:
     assert f"[{passed} cases pass, {wrong} fail](docs/systems.md)" in README and f", and {cannot} need a GPU" in README
 
 
+@pytest.mark.usefixtures("no_processes")
 def test_the_story_runs_and_its_bug_is_found_as_it_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -178,7 +185,7 @@ def run(line: str, patience_s: int, pytester: pytest.Pytester, capsys: pytest.Ca
     return printed
 
 
-@pytest.mark.usefixtures("loaded")
+@pytest.mark.usefixtures("loaded", "no_processes")
 def test_every_block_of_docs_verify_runs_and_prints_what_it_says(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -194,8 +194,9 @@ SESSION = ("-c", _CONSOLE, *_ONE_CASE)
 """For the interpreter: a short session of the suites, begun as by the command `pytest`."""
 
 
+@pytest.mark.deep("eight CPU seconds")
 def test_such_a_project_is_tested(project: Path) -> None:
-    """From the console; as `python -m pytest` in the recipe of tests/project/test_installed.py."""
+    """From the console; as `python -m pytest` in the recipe of tests/project/test_installed.py, in every profile."""
     (project / "conftest.py").write_text("import parallel.mine\nassert parallel.mine.OWNER == 'me'\n")
     assert "1 passed" in passed(project, *SESSION, "--subject=my_subject:subject").stdout
 

@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 import pytest
 
 from bench import systems
-from bench.systems import CHECKS, NOT_RUN, System, read_cells
+from bench.systems import CHECKS, NOT_RUN, Cell, System, read_cells
 from shardproof.harness.engines.engine import Engine
 from shardproof.harness.engines.processes.forked.pool import PoolEngine
 from shardproof.harness.engines.threads.inproc import InprocEngine
@@ -38,12 +39,27 @@ FIRST_PACKAGES = {cell.subject: cell.system.packages[0].partition("-")[0] for ce
 NEEDS = {subject: package for subject, package in FIRST_PACKAGES.items() if package != "torch"}
 ELSEWHERE = [one for one in dict.fromkeys(cell.system for cell in read_cells()) if one.python and not one.is_here]
 PEERS = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
+DEAR = {
+    "tp=2 dp=2 sp=true loss_parallel=true": "ten CPU seconds: two_d is proved without FSDP2, and on processes",
+    "dp=4 hook=fp16_compress dtype=float32": "seven CPU seconds: ddp is proved without the hook",
+    "tp=2 dp=3 steps=1": "twelve CPU seconds: Muon is proved by hand, fsdp2 on processes",
+    "dp=3 data=fsdp2 compile=aot_eager": "six CPU seconds: tests/harness/threads/test_compiled_ranks.py has its like",
+}
+"""Case of a quick cell -> why it runs in the profile `deep` alone."""
+
+
+def marks_of(cell: Cell) -> Iterator[pytest.MarkDecorator]:
+    """What a cell needs, and whether it is dear."""
+    if cell.subject in NEEDS:
+        yield from PEERS
+    if cost := DEAR.get(cell.case):
+        yield pytest.mark.deep(cost)
 
 
 def quick(engine: str) -> list[Any]:
     """The quick cells of the matrix that run on this engine."""
     return [
-        pytest.param(f"{cell.subject}:subject", cell.case, marks=PEERS if cell.subject in NEEDS else ())
+        pytest.param(f"{cell.subject}:subject", cell.case, marks=[*marks_of(cell)])
         for cell in CELLS
         if cell.quick and cell.engine == engine
     ]

@@ -53,17 +53,27 @@ def find_summed_axes(evidence: Evidence, name: str, wrong: Collection[str]) -> A
     return next(scaled, None)
 
 
-def _sums_before(evidence: Evidence, name: str, near: float = math.inf) -> Iterator[tuple[Axes, float]]:
+def is_left_wrong(evidence: Evidence, name: str) -> bool:
+    """Whether backward left this wrong gradient wrong: what is returned is a sum of what it left, the truth is none."""
+    value, true = evidence.run.tensors.get(name), evidence.truth.tensors[name]
+    if value is None or value.is_complex() or true.is_complex() or value.shape != true.shape:
+        return False
+    return any(_sums_before(evidence, name, of=value)) and not any(_sums_before(evidence, name))
+
+
+def _sums_before(
+    evidence: Evidence, name: str, near: float = math.inf, of: Tensor | None = None
+) -> Iterator[tuple[Axes, float]]:
     """Axes over which the ranks' gradients add up to a multiple of the truth on every rank, and that multiple.
 
     They do so within rounding of their dtype, and within `near` of the truth's size. Ranks with the same numbers show
-    no sum: each may as well hold a part of what it should have.
+    no sum: each may as well hold a part of what it should have. `of` is a tensor in the truth's place.
     """
-    true = evidence.truth.tensors[name].double()
+    true = (evidence.truth.tensors[name] if of is None else of).double()
     parts = [given.get(name.removeprefix("grad/")) for given in evidence.search.before_sums]
     held = {rank: part for rank, part in enumerate(parts) if part is not None and part.local.numel()}
     whole = all(part.global_shape == tuple(true.shape) for part in held.values())
-    if not held or not whole or {*held} != {*blocks_of(evidence.run, name)}:
+    if not held or not whole or not {*blocks_of(evidence.run, name)} <= {*held}:  # fewer may hold a part of the sum
         return
     axes = [axis for axis in split_axes(evidence.run.case) if axis in evidence.claims.axes]
     for over in itertools.chain.from_iterable(itertools.combinations(axes, count) for count in range(len(axes) + 1)):

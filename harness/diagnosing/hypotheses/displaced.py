@@ -75,10 +75,12 @@ def in_other_places(run: RecordedRun, truth: Truth, name: str) -> list[Cause]:
 
 
 def _other_steps(truth: Truth, name: str) -> dict[str, Tensor]:
-    """Truths of the same name in another step: what a stale tensor would equal."""
-    if step_of(name) < 0:
+    """Truths of the same name in another step, the nearest and of these the earlier first: what a stale one equals."""
+    now = step_of(name)
+    if now < 0:
         return {}
     alike = [other for other in truth.tensors if step_of(other) >= 0 and _but_for_step(other) == _but_for_step(name)]
+    alike.sort(key=lambda other: (abs(step_of(other) - now), step_of(other)))
     return {other: truth.tensors[other] for other in alike if other != name}
 
 

@@ -137,7 +137,7 @@ def _decide_factor(
     fitting = [g for g in guesses if counts.get(g.size, 1) > 1 and _is_equal(g.factor(evidence), factor, near)]
     seen = [(other, there) for other in evidence.search.others if (there := measure(other)) is not None]
     wide = max(near, SINGLE)
-    left = [g for g in fitting if all(_is_equal(there, g.factor(other), wide) for other, there in seen)]
+    left = [g for g in fitting if _follows_size(evidence, g, seen, wide)]
     stays = all(_is_equal(there, factor, wide) for _, there in seen)
     follows = tuple(dict.fromkeys(g.size for g in left or fitting))
     elsewhere = [
@@ -155,9 +155,27 @@ def _decide_factor(
         sizes = [(_label_of_size(evidence.run, evidence.truth, g.size), g.power) for g in left]
         fact = stated(sizes=sizes, elsewhere=elsewhere)
         return claim_cause("size_factor", fact, *predict(factor), follows=follows)
-    if fitting and seen and not stays:
+    if fitting and seen and not _is_constant(factor, [there for _, there in seen], wide):
         return []
     return claim_cause("constant_factor", stated(elsewhere=elsewhere), *predict(factor), follows=follows)
+
+
+def _is_constant(factor: float, elsewhere: Sequence[float], near: float) -> bool:
+    """Whether it is this factor in other cases too, but for those in which the tensor is right."""
+    found = [there for there in elsewhere if there != 1]
+    return bool(found) and all(_is_equal(there, factor, near) for there in found)
+
+
+def _follows_size(evidence: Evidence, guess: _Guess, seen: Sequence[tuple[Evidence, float]], near: float) -> bool:
+    """Whether the factor in other cases is the guess: where its size is another one, and where it is the same.
+
+    What was seen to follow the size may not happen at all without another one: there the tensor is right.
+    """
+    size = _counts_by_name(evidence.run, evidence.truth).get(guess.size)
+    fits = [(other, there, _is_equal(there, guess.factor(other), near)) for other, there in seen]
+    alike = [_counts_by_name(other.run, other.truth).get(guess.size) == size for other, _, _ in fits]
+    shown = any(fit and there != 1 and not same for (_, there, fit), same in zip(fits, alike, strict=True))
+    return all(fit or (shown and same and there == 1) for (_, there, fit), same in zip(fits, alike, strict=True))
 
 
 def _label_of_size(run: RecordedRun, truth: Truth, size: str) -> str:

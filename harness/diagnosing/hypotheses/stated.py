@@ -18,7 +18,7 @@ _STATED: Mapping[str, tuple[str, str]] = {
     "parallelism": ("stated", "nothing_parallel"),
     "determinism": ("stated", "not_repeatable"),
 }
-"""Checks that are a cause by themselves and come before any number: check -> ids of the cause and of its fact."""
+"""Checks that are a cause by themselves: check -> ids of the cause and of its fact."""
 _USUAL: Mapping[str, str] = {"overlap": "no_product", "recording": "watched_differs"}
 """Checks that state a cause where nothing else explains them: check -> id of its fact."""
 
@@ -29,11 +29,20 @@ def first_stated(failure: Failure) -> str:
 
 
 def of_checks(failure: Failure) -> list[Cause]:
-    """The cause of the first failed check that is one by itself; of a layout, a part that stands for the whole."""
-    failed = _select_failed_checks(failure, _STATED)
+    """The cause of the first failed check that is one by itself; of a layout, a part that stands for the whole.
+
+    A check that names tensors states nothing of one that is wrong before them.
+    """
+    failed = [check for check in _select_failed_checks(failure, _STATED) if _comes_first(failure, check)]
     part = _part_as_whole(failure) if "merge" in failed else []
     stated = [(*_STATED[check], failure.findings[check]) for check in failed[:1]]
     return part or [report_cause(cause, state_fact(fact), finding) for cause, fact, finding in stated]
+
+
+def _comes_first(failure: Failure, check: str) -> bool:
+    """Whether no tensor is wrong before those that this check names."""
+    named = {*failure.findings[check].names}
+    return not named or named.isdisjoint(failure.wrong) or failure.wrong[0] in named
 
 
 def _part_as_whole(failure: Failure) -> list[Cause]:

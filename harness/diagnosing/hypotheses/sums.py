@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardproof.harness.checking.measures.kinds import kind_of
-from shardproof.harness.checking.records import Evidence, RecordedRun, Search, Truth
+from shardproof.harness.checking.records import Evidence, Search, Truth
 from shardproof.harness.diagnosing.causes.cause import Cause, claim_cause
 from shardproof.harness.diagnosing.causes.hypothesis import OF_TOKENS, Failure, Hypothesis
 from shardproof.harness.diagnosing.causes.places import blocks_of
@@ -48,19 +48,20 @@ def from_shares(evidence: Evidence, wrong: Sequence[str], before: str = "") -> l
             return _own_in_part(evidence, whole)
         if _are_alike(fit[0].flatten(), near):
             return []
-        return _of_weights(fit[0], tokens, fit[1], *_of_activation(evidence.run, evidence.truth, fit[0], before))
+        return _of_weights(fit[0], tokens, fit[1], *_of_activation(evidence, fit[0], before))
     return _by_rank(evidence, names, tokens)
 
 
-def _of_activation(run: RecordedRun, truth: Truth, weights: Tensor, name: str) -> list[Explained]:
-    """The gradient of an activation, which is that of every data rank's first micro-batch, by these weights."""
-    value, true = run.tensors.get(name), truth.tensors.get(name)
+def _of_activation(evidence: Evidence, weights: Tensor, name: str) -> list[Explained]:
+    """The gradient of an activation, which is that of one micro-batch of every data rank, by these weights."""
+    value, true = evidence.run.tensors.get(name), evidence.truth.tensors.get(name)
+    step, micro = evidence.search.observed
     if value is None or true is None or kind_of(name) != "act_grad" or not true.dim():
         return []
-    if true.shape[0] % len(weights):
+    if step or true.shape[0] % len(weights):  # the weights are those of the first step
         return []
     rows = true.double().chunk(len(weights))
-    guess = torch.cat([weight * own for weight, own in zip(weights[:, 0], rows, strict=True)])
+    guess = torch.cat([weight * own for weight, own in zip(weights[:, micro], rows, strict=True)])
     explained = Explained(value=value, truth=true, guess=guess, left=LEFT, names=(name,))
     return [explained] if explained.holds else []
 

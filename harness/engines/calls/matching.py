@@ -25,7 +25,7 @@ from shardproof.harness.engines.calls.signature import (
     field_text,
     first_difference,
 )
-from shardproof.harness.errors import ranks_text
+from shardproof.harness.errors import name_ranks, ranks_text
 
 Channel = tuple[str, tuple[int, ...], str]
 """Calls counted together: a group's name, its ranks, and "" for collectives or "send 3", "recv 0" for messages."""
@@ -115,7 +115,7 @@ class Divergence:
     @property
     def text(self) -> str:
         """The divergence in one sentence."""
-        who, called = ranks_named(self.ranks), call_named(self.channel, self.number, self.call, self.label)
+        who, called = name_ranks(self.ranks), call_named(self.channel, self.number, self.call, self.label)
         what = f": {self.call.words}" if self.call is not None else ""
         waits = f"{'wait' if len(self.waiting) > 1 else 'waits'} for it"
         match self.how:
@@ -127,10 +127,10 @@ class Divergence:
                 return f"{who} issued {called}, which no other rank issued{what}"
             case "gone":
                 are = "is" if len(self.ranks) == 1 else "are"
-                return f"{who} {are} gone, and {ranks_named(self.waiting)} issued last {called}{what}"
+                return f"{who} {are} gone, and {name_ranks(self.waiting)} issued last {called}{what}"
         if self.channel[2]:
             called = f"the other end of {called}"
-        return f"{who} never issued {called}{what}" + (f"; {ranks_named(self.waiting)} {waits}" if self.waiting else "")
+        return f"{who} never issued {called}{what}" + (f"; {name_ranks(self.waiting)} {waits}" if self.waiting else "")
 
     def _difference(self) -> str:
         """The field that differs, with its value on every rank, and where two of them issued it."""
@@ -143,7 +143,7 @@ class Divergence:
         by_value: dict[str, list[int]] = {_value_of_call(name, self.calls[rank]): [] for rank in (odd, usual)}
         for rank, call in self.calls.items():
             by_value.setdefault(_value_of_call(name, call), []).append(rank)
-        listed = [f"{value} on {ranks_named(ranks)}" for value, ranks in by_value.items()]
+        listed = [f"{value} on {name_ranks(ranks)}" for value, ranks in by_value.items()]
         values = ", ".join([*listed[:_MOST], *([f"and {len(listed) - _MOST} values more"] if listed[_MOST:] else [])])
         text = f"{'' if name.startswith('member') else 'the '}{name.removesuffix('s').replace('_', ' ')} is {values}"
         if not self.calls[odd].axis:  # the positions of the ranks tell it
@@ -189,11 +189,6 @@ def words_of(signature: Signature) -> str:
 def message_text(sender: int, sent: Signature, receiver: int, received: Signature) -> str:
     """Words for the two ends of a message that differ."""
     return f"rank {sender} sends {_content_of(sent)} to rank {receiver}, which receives {_content_of(received)}"
-
-
-def ranks_named(ranks: Sequence[int]) -> str:
-    """ "rank 3", "ranks 0 1"."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {ranks_text(ranks)}"
 
 
 def call_named(channel: Channel, number: int, call: GroupCall | None, label: str = "") -> str:

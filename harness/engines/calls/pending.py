@@ -11,9 +11,9 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 from torch import Tensor
 
 from shardproof.harness.engines.calls.arithmetic import Disagreement
-from shardproof.harness.engines.calls.matching import GroupCall, compare_calls, message_text, ranks_named
+from shardproof.harness.engines.calls.matching import GroupCall, compare_calls, message_text
 from shardproof.harness.engines.calls.signature import Signature, describe_signature
-from shardproof.harness.errors import Position, ranks_text
+from shardproof.harness.errors import Position, name_ranks, ranks_text
 
 _WORLD, _UNNAMED = "default_pg", "undefined"
 """torch's names of groups that the user did not name: the group of all ranks, and any other."""
@@ -272,7 +272,7 @@ def of_skipped(groups: Sequence[RankGroup]) -> RootCause | None:
         for number, collective in group.collectives.items():
             absent = [rank for rank, brought in zip(group.ranks, collective.issued, strict=True) if brought is None]
             call = f"{collective.signature.op} #{number} of {group.label}"
-            text = f"every rank has finished, but {ranks_named(absent)} never made {call}"
+            text = f"every rank has finished, but {name_ranks(absent)} never made {call}"
             return RootCause(text, tuple(absent), "skipped")
         for message in group.messages:
             peer = "any rank" if message.peer == ANY else f"rank {group.ranks[message.peer]}"

@@ -227,7 +227,7 @@ def anonymous_file() -> int:
 
 
 class FlightRecorder:
-    """The rank's side, which writes; a harness.engines.interposer.WorkLog."""
+    """The rank's side, which writes; a harness.engines.interposer.CallLog."""
 
     def __init__(self, descriptor: int) -> None:
         self._memory = mmap.mmap(descriptor, RECORDER_BYTES)

@@ -9,6 +9,6 @@ def arm_values() -> None:
     """Have the values of this process recorded, where the session wants them; torch is imported."""
     session = ProgramSession.of(os.environ[VARIABLE])
     if session.values is not None:
-        from shardproof.harness.programs.tensors.processes import record_process  # noqa: PLC0415  (it imports much of torch)
+        from shardproof.harness.programs.tensors.hooks import record_process  # noqa: PLC0415  (it imports much of torch)
 
         record_process(session, session.values)

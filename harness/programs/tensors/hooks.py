@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from shardproof.harness.programs.session import ProgramSession, ValueOptions, call_at_end
+from shardproof.harness.programs.tensors import numerics
+from shardproof.harness.programs.tensors.names import Enclosing
 from shardproof.harness.programs.tensors.recorder import ValueRecorder
 from shardproof.harness.programs.tensors.updates import watch_clipping, watch_clipping_of_fsdp
 from shardproof.harness.torch_internals.autograd import called_by
@@ -79,3 +82,17 @@ class RecordingHooks:
     def _on_norm(self, norm: object) -> None:
         if (recorder := self._recorder_of()) is not None:
             recorder.on_norm(norm)
+
+
+def record_process(session: ProgramSession, options: ValueOptions) -> None:
+    """Record this process as the rank that it turns out to be, until the interpreter ends."""
+
+    def begin() -> None:
+        hooks.watch_fsdp()
+        call_at_end(recorder.end)
+
+    numerics.change_process(options)
+    numerics.change_thread(options)
+    hooks = RecordingHooks(lambda: recorder)
+    recorder = ValueRecorder(session, options, Enclosing(), begin, hooks.leave_modules)
+    hooks.arm()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shardproof.harness.programs.tensors.layouts import tensors_in
-from shardproof.harness.programs.tensors.names import Names
+from shardproof.harness.programs.tensors.names import ModulePath, Names
 from shardproof.harness.programs.tensors.store import StepValues
 from shardproof.harness.programs.values import ValueRow
 from shardproof.harness.torch_internals.autograd import version_of
@@ -75,8 +75,8 @@ class ModuleValues:
         call = self._again[id(root)]
         self._again[id(root)] += 1
         for leaf, tensor in tensors_in({"args": args, **words}):
-            place = f"{prefix}:{leaf}" if prefix else leaf
-            self.store.add(self._row("sample", place, "", call, ""), tensor)
+            place = ModulePath(f"{prefix}:{leaf}" if prefix else leaf, "")
+            self.store.add(self.store.make_row("sample", place, call=call), tensor)
 
     def look_for_draws(self, module: nn.Module) -> None:
         """What was drawn since the last look was drawn in this module."""
@@ -95,7 +95,7 @@ class ModuleValues:
         self._calls[id(module)] += 1
         for leaf, tensor in tensors_in(output):
             if not tensor.is_meta:
-                row = self._row("output", place.name, place.wrapped, call, leaf)
+                row = self.store.make_row("output", place, call=call, leaf=leaf)
                 waiting = self._take_output(row, tensor)
                 if not tensor.requires_grad and not torch.is_grad_enabled():
                     later = _Later(microbatch=self._microbatch, call=call, leaf=leaf, waiting=waiting)
@@ -145,11 +145,6 @@ class ModuleValues:
             keys = self.store.add(rows[0], gradient)
             for row in rows[1:]:
                 self.store.repeat(row, keys)
-
-    def _row(self, kind: str, name: str, wrapped: str, call: int, leaf: str) -> ValueRow:
-        wrapped = "" if wrapped == name else wrapped
-        step = self.store.step
-        return ValueRow(kind=kind, step=step, name=name, wrapped=wrapped, call=call, leaf=leaf, dtype="", shape=())
 
 
 def _random_states() -> list[object]:

@@ -10,7 +10,6 @@ issued, and a device is waited for only by copies.
 import os
 import sys
 import threading
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -20,15 +19,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardproof.harness.programs.session import ProgramSession, ValueOptions
+from shardproof.harness.programs.session import ProgramSession, ValueOptions, report_failure
 from shardproof.harness.programs.tensors import numerics
 from shardproof.harness.programs.tensors.initial_values import InitialValues
 from shardproof.harness.programs.tensors.layouts import tensors_in
 from shardproof.harness.programs.tensors.modules import ModuleValues
-from shardproof.harness.programs.tensors.names import Enclosing, NamedParameter, Names
+from shardproof.harness.programs.tensors.names import Enclosing, Names
 from shardproof.harness.programs.tensors.store import StepValues
 from shardproof.harness.programs.tensors.updates import UpdateValues
-from shardproof.harness.programs.values import FOLDER, ValueRow, write_about
+from shardproof.harness.programs.values import FOLDER, write_about
 from shardproof.harness.torch_internals.autograd import current_task
 
 _OUTSIDE, _RECORDS, _AGAIN = 0, 1, 2
@@ -158,17 +157,11 @@ class ValueRecorder:
         keys: dict[str, tuple[str, ...]] = {}
         for kind, found in (("param", parameters), ("buffer", buffers)):
             for named in found:
-                row = self._row(kind, named)
+                row = self._store.make_row(kind, named.place, alias_of=named.alias_of)
                 if named.alias_of:
                     self._store.repeat(row, keys.get(named.alias_of, ()))
                 else:
                     keys[named.place.name] = self._store.add(row, named.tensor, named.split)
-
-    def _row(self, kind: str, named: NamedParameter) -> ValueRow:
-        name, wrapped = named.place
-        wrapped = "" if wrapped == name else wrapped
-        alias = named.alias_of
-        return ValueRow(kind=kind, step=self._step, name=name, wrapped=wrapped, alias_of=alias, dtype="", shape=())
 
     def on_output(self, module: nn.Module, output: object) -> None:
         """A module has returned."""
@@ -263,12 +256,7 @@ class ValueRecorder:
     def _let_go(self, problem: Exception) -> None:
         """The recorder has failed: report it once, and leave the program alone."""
         self._stop()
-        self._about["failed"] = "".join(traceback.format_exception(problem)[-6:])
-        with suppress(OSError, ValueError):
-            text = f"{type(problem).__name__}: {problem}".splitlines()[0]
-            sys.stderr.write(
-                f"shardproof: rank {self._rank}: no more values are recorded: {text}; the program goes on\n"
-            )
+        self._about["failed"] = report_failure(f"rank {self._rank}: no more values are recorded", problem)
         with suppress(OSError):
             if self._pid:
                 write_about(self._folder, self._rank, self._about)

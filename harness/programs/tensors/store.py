@@ -12,7 +12,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from shardproof.harness.outcome.blocks import dtype_word
 from shardproof.harness.programs.tensors.layouts import Split, StatedPart, split_value
+from shardproof.harness.programs.tensors.names import ModulePath
 from shardproof.harness.programs.values import ValueRow, append_values
 from shardproof.harness.torch_internals.dispatch import past_modes
 
@@ -31,13 +33,19 @@ class StepValues:
     _bytes: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
+    def make_row(self, kind: str, place: ModulePath, *, call: int = 0, leaf: str = "", alias_of: str = "") -> ValueRow:
+        """A row of the step that is going on, without what its tensor says."""
+        wrapped, step = "" if place.wrapped == place.name else place.wrapped, self.step
+        row = ValueRow(kind=kind, step=step, name=place.name, wrapped=wrapped, call=call, leaf=leaf, dtype="", shape=())
+        return replace(row, alias_of=alias_of) if alias_of else row
+
     def add(self, row: ValueRow, value: Tensor, split: Split = split_value) -> tuple[str, ...]:
         """Add the parts of a tensor, copied; its row is `row` without what the tensor says. Returns the parts' keys."""
         with torch.no_grad():
             try:
                 parts = split(value)
             except (ValueError, TypeError) as problem:
-                shape, dtype = tuple(value.shape), _word(value.dtype)
+                shape, dtype = tuple(value.shape), dtype_word(value.dtype)
                 self._append(replace(row, shape=shape, dtype=dtype, left_out=str(problem)))
                 return ()
             return tuple(self._add_part(row, part) for part in parts)
@@ -61,7 +69,7 @@ class StepValues:
     def _add_part(self, row: ValueRow, part: StatedPart) -> str:
         local = part.local
         name = f"{row.name}.{part.below}" if row.name and part.below else row.name or part.below
-        row = replace(row, name=name, shape=tuple(local.shape), dtype=_word(local.dtype), **part.words)
+        row = replace(row, name=name, shape=tuple(local.shape), dtype=dtype_word(local.dtype), **part.words)
         size = local.numel() * local.element_size()
         with self._lock:
             number = self._next()
@@ -95,7 +103,3 @@ class StepValues:
 
     def _without_tensor(self, row: ValueRow, rule: str) -> ValueRow:
         return replace(row, key="", left_out=row.left_out or rule)
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -17,7 +17,6 @@ from torch import Tensor
 from shardproof.harness.programs.tensors.layouts import Split, find_place_in, split_of_master, split_value, tensors_in
 from shardproof.harness.programs.tensors.names import ModulePath, NamedParameter, Names
 from shardproof.harness.programs.tensors.store import StepValues
-from shardproof.harness.programs.values import ValueRow
 
 
 class _Held(NamedTuple):
@@ -27,6 +26,9 @@ class _Held(NamedTuple):
     split: Split
     named: NamedParameter | None
     tensor: Tensor
+
+
+_NOWHERE = ModulePath("", "")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,7 +55,7 @@ class UpdateValues:
         for _place, tensor in tensors_in(tensors):
             if tensor.numel() != 1:
                 continue
-            self.store.add(self._row("loss", ModulePath("", ""), call=self._losses), tensor)
+            self.store.add(self.store.make_row("loss", _NOWHERE, call=self._losses), tensor)
             self._losses += 1
 
     def take_gradients(self, parameters: Iterable[Tensor]) -> None:
@@ -66,7 +68,7 @@ class UpdateValues:
         if isinstance(norm, float | int):
             norm = torch.tensor(float(norm), dtype=torch.float64)
         for _place, tensor in tensors_in(norm):
-            self.store.add(self._row("norm", ModulePath("", ""), call=self._norms), tensor)
+            self.store.add(self.store.make_row("norm", _NOWHERE, call=self._norms), tensor)
         self._norms += 1
 
     def take_received(self, optimizer: Any) -> None:
@@ -90,11 +92,11 @@ class UpdateValues:
         """The step is over: values of the parameters and states of the optimizers."""
         for one in self.names.listed:
             if one.tensor.requires_grad:
-                self.store.add(self._row("param_after", one.place), one.tensor, one.split)
+                self.store.add(self.store.make_row("param_after", one.place), one.tensor, one.split)
         for optimizer in self._optimizers.values():
             for found in self._of_optimizer(group["params"] for group in optimizer.param_groups):
                 for leaf, state in tensors_in(optimizer.state.get(found.tensor)):
-                    self.store.add(self._row("state_after", found.place, leaf=leaf), state, found.split)
+                    self.store.add(self.store.make_row("state_after", found.place, leaf=leaf), state, found.split)
 
     def _take_gradient(self, kind: str, found: _Held) -> None:
         gradient, word = found.tensor.grad, found.place.name or found.place.wrapped
@@ -102,7 +104,7 @@ class UpdateValues:
             gradient = getattr(found.named.tensor, "main_grad", None)  # Megatron's engines add up there
         if gradient is not None and (kind != "grad" or word not in self._taken):
             self._taken.add(word)
-            self.store.add(self._row(kind, found.place), gradient, found.split)
+            self.store.add(self.store.make_row(kind, found.place), gradient, found.split)
 
     def _of_optimizer(self, groups: Iterable[Iterable[Tensor]]) -> Iterator[_Held]:
         for number, group in enumerate(groups):
@@ -124,13 +126,6 @@ class UpdateValues:
             return found
         known = self.names.parameters.values()
         return next((named for named in known if find_place_in(named.tensor, tensor) is not None), None)
-
-    def _row(self, kind: str, place: ModulePath, *, call: int = 0, leaf: str = "") -> ValueRow:
-        wrapped = "" if place.wrapped == place.name else place.wrapped
-        step = self.store.step
-        return ValueRow(
-            kind=kind, step=step, name=place.name, wrapped=wrapped, call=call, leaf=leaf, dtype="", shape=()
-        )
 
 
 def watch_clipping(before: Callable[[Any], object], norm: Callable[[object], object]) -> None:

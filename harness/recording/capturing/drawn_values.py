@@ -162,11 +162,9 @@ class FirstValues(DispatchMode):
         self, operator: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """The operator's result, as it is."""
-        reads = (
-            torch.is_grad_enabled()
-            and not written_arguments(operator)
-            and operator is not torch.ops.aten.detach.default
-        )
+        # The forward of a Function has gradients off, as initialisation has, which ends before the first leaf is used.
+        begun = torch.is_grad_enabled() or bool(self._leaves)
+        reads = begun and not written_arguments(operator) and operator is not torch.ops.aten.detach.default
         in_forward = current_task() < 0  # backward makes leaves of the tensors that forward saved
         tensors = [one for one in leaves(args) + leaves(kwargs) if isinstance(one, Tensor)]
         for leaf in tensors if in_forward else ():
@@ -197,10 +195,16 @@ class FirstValues(DispatchMode):
 
     @property
     def found(self) -> dict[str, Tensor]:
-        """The values as names of an outcome, later ones of a parameter only where none of their shape is a first."""
+        """The values as names of an outcome, later ones of a parameter only where none of their shape is a first.
+
+        Their numbers are those of all leaves, in the order in which `on_leaf` hears of them.
+        """
         first = {tuple(value.shape) for place, (_, value) in self._noted.items() if place not in self._later}
-        values = [v for place, (_, v) in self._noted.items() if place not in self._later or tuple(v.shape) not in first]
-        return {f"{STARTED}{number}": value for number, value in enumerate(values)}
+        return {
+            f"{STARTED}{number}": value
+            for number, (place, (_, value)) in enumerate(self._noted.items())
+            if place not in self._later or tuple(value.shape) not in first
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,8 +49,8 @@ class RankTask:
     """A run of a subject, as ranks in other processes receive it. `subject`: "module:object", or a callable to pickle.
 
     `text` is what the ledger's column `case` says. `record` makes the ledger; `watch` captures the activations that the
-    subject can place and measures what autograd saves, with `overlap` also which calls are hidden. The ledger's times
-    begin at `origin_s`, of time.perf_counter.
+    subject can place, of the `observed` step and micro-batch, and measures what autograd saves; with `overlap` also
+    which calls are hidden. The ledger's times begin at `origin_s`, of time.perf_counter.
     """
 
     case: CaseLike
@@ -60,6 +60,7 @@ class RankTask:
     record: bool = False
     watch: bool = False
     overlap: bool = False
+    observed: tuple[int, int] = (0, 0)
     origin_s: float = field(default_factory=time.perf_counter)
 
     @property
@@ -77,21 +78,21 @@ def execute(
     record: bool = True,
     watch: bool = False,
     overlap: bool = False,
+    observed: tuple[int, int] = (0, 0),
     device: str = "cpu",
     timeout_s: float = 60.0,
     name: str = "",
 ) -> Execution:
     """Run the case once, recorded or not; `text` is what the ledger's column `case` says.
 
-    `watch` measures saved memory. Every module's output and its gradient are captured too, if the subject states how a
-    rank's part lies in the full one (`subject.activations`). `overlap` measures too which asynchronous calls are
-    hidden. A tool that listens to a recorded run gets nvtx ranges. `name`, module:object, is how
-    ranks in other processes find the subject; without it the subject is pickled. Raises what the engine raises:
-    ProgramError when the subject fails, MachineError when the machine does.
+    `watch` measures saved memory. Every module's output and its gradient are captured too, in the `observed` step and
+    micro-batch, if the subject states how a rank's part lies in the full one (`subject.activations`). `overlap`
+    measures too which asynchronous calls are hidden. A tool that listens to a recorded run gets nvtx ranges. `name`,
+    module:object, is how ranks in other processes find the subject; without it the subject is pickled. Raises what the
+    engine raises: ProgramError when the subject fails, MachineError when the machine does.
     """
-    task = RankTask(
-        case=case, subject=name or subject, device=device, text=text, record=record, watch=watch, overlap=overlap
-    )
+    watched = partial(RankTask, record=record, watch=watch, overlap=overlap, observed=observed)
+    task = watched(case=case, subject=name or subject, device=device, text=text)
     start_s = time.perf_counter()
     run = partial(engine.run, world_size=case.world_size, seed=case.seed, timeout_s=timeout_s)
     execution = Execution.join_ranks(run(perform, sendable(task))) if engine.remote else _on_threads(task, subject, run)
@@ -164,7 +165,7 @@ def _enter_watching(
     case, recorder = task.case, None
     saved = SavedActivations() if task.watch else None
     places = task.watch and offers(subject, "activations")
-    capture = entered.enter_context(Capture()) if places else None
+    capture = entered.enter_context(Capture(lambda *at: at == task.observed)) if places else None
     if task.record:
         named = task.text, case.mode, case.world_size, named_axes(case, subject)
         recorder = Recorder(*named, ranges=_ranges(), origin_s=origin_s, stopwatch=_stopwatch(device))

@@ -25,7 +25,7 @@ from shardproof.harness.checking.measures.measured import epsilon
 from shardproof.harness.checking.measuring import INITIAL
 from shardproof.harness.dense_model import in_own_words
 from shardproof.harness.engines.engine import Engine
-from shardproof.harness.errors import ProgramError, RequestError
+from shardproof.harness.errors import ProgramError, RequestError, name_ranks
 from shardproof.harness.outcome.blocks import Block, localize
 from shardproof.harness.outcome.merging import merge_outcomes
 from shardproof.harness.protocols import CaseLike, Subject, Value, case_text, without_saving
@@ -43,7 +43,6 @@ from shardproof.harness.running.ranks.execution import execute
 from shardproof.harness.running.truth.control_modes import emulated_dtypes, partial_sums
 from shardproof.harness.running.truth.joint_masks import in_order
 from shardproof.harness.subject import DenseFunction, NamedSubject, OnRanks, answer_question, session
-from shardproof.harness.verdicts.sentences.formats import count_ranks
 
 EXACT = "float64"
 _Computed = tuple[Mapping[str, Tensor], tuple[Draw, ...]]
@@ -165,7 +164,7 @@ class OwnTruth:
         call: Subject = WithFirstValues(replace(named, call=self.with_masks(given), address=""))
         if sums.parts:
             call = InParts(replace(named, call=call, address=""), sums)
-        ranks, legal = count_ranks(range(one.world_size)), "legal: --truth MODULE:OBJECT"
+        ranks, legal = name_ranks(range(one.world_size)), "legal: --truth MODULE:OBJECT"
         try:
             run = execute(
                 one, call, self.engine, text=case_text(one), record=False, device=str(device), timeout_s=self.timeout_s

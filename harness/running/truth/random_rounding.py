@@ -191,8 +191,9 @@ class RandomRounding(DispatchMode):
             moved = x.clone()
             numbers_of(moved).copy_(self._by(numbers_of(x), unit))
             return moved
-        part = torch.rand(x.shape, generator=self._generator, dtype=torch.float64).to(x.device) - 0.5
-        moved = (x * (1 + unit * part)).to(x.dtype)
+        wide = torch.promote_types(x.dtype, torch.float32)  # errors are added, so a float32 rounds once, at the end
+        part = torch.empty(x.shape, dtype=wide).uniform_(-unit / 2, unit / 2, generator=self._generator).to(x.device)
+        moved = torch.addcmul(x.to(wide), x, part).to(x.dtype)
         return moved.where(x != x.round(), x)  # whole numbers and infinities stay
 
     def _move_arguments(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from shardproof.harness.errors import ranks_text
-from shardproof.harness.verdicts.sentences.formats import count_ranks, describe_factor
+from shardproof.harness.errors import name_ranks, ranks_text
+from shardproof.harness.verdicts.sentences.formats import describe_factor
 
 _ALL_RANKS = "all ranks"
 _SHOWN = 3
@@ -136,7 +136,7 @@ FROM_CAUSES: Mapping[str, str | Callable[..., str]] = {
     "counts_replicas": "it adds up what {axis} ranks hold, replicas too",
     # a whole tensor
     "not_finite": "{share:.0%} of it is NaN or infinite",
-    "not_finite_on": lambda ranks: f"on {count_ranks(ranks)} it is NaN or infinite",
+    "not_finite_on": lambda ranks: f"on {name_ranks(ranks)} it is NaN or infinite",
     "zero": "it is zero throughout",
     "equals": "it equals {other} of the dense model",
     "last_bits": "every rank's is right but for its last bits",
@@ -162,7 +162,7 @@ FROM_CAUSES: Mapping[str, str | Callable[..., str]] = {
     "as_before": lambda names, step: (
         f"{_list_names(names) if names else 'the parameters'}: as before {_step_before(step)}"
     ),
-    "as_before_on": lambda ranks, step: f"on {count_ranks(ranks)} the parameters are as before {_step_before(step)}",
+    "as_before_on": lambda ranks, step: f"on {name_ranks(ranks)} the parameters are as before {_step_before(step)}",
     "not_returned": lambda names: f"no rank returned {_list_names(names)}, and the parameters did not move",
     "first_gradient_again": "step {step} holds the gradient of the first step once more",
     "other_moments": _other_moments,
@@ -185,7 +185,7 @@ FROM_CAUSES: Mapping[str, str | Callable[..., str]] = {
     "one_mask": lambda ranks, axis: f"{_some_ranks(ranks)} hold different shards over {axis} and drop by one mask",
     "own_masks": lambda ranks: f"{_some_ranks(ranks)} hold the same tensor and drop by independent masks",
     "mask_of_other": lambda module, ranks: (
-        f"{count_ranks(ranks)} drop{'s' * (len(ranks) == 1)} by a mask of {module}, which other ranks alone compute"
+        f"{name_ranks(ranks)} drop{'s' * (len(ranks) == 1)} by a mask of {module}, which other ranks alone compute"
     ),
     # calls
     "other_ranks": "calls named {axis} run over the ranks {ran:lists}; the rank lists of axis {axis} are {lists:lists}",

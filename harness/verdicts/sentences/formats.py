@@ -3,8 +3,6 @@
 import math
 from collections.abc import Iterable, Sequence
 
-from shardproof.harness.errors import ranks_text
-
 _LISTED = 5
 """Names that a list shows; the number of the others follows."""
 _LISTS = 4
@@ -31,8 +29,3 @@ def join_lists(lists: Iterable[Sequence[int]]) -> str:
     """Rank lists as sentences print them, each once: "[0, 1] [2, 3]"."""
     texts = sorted({str(sorted(ranks)) for ranks in lists})
     return " ".join(texts[:_LISTS]) + (f" and {len(texts) - _LISTS} more" if len(texts) > _LISTS else "")
-
-
-def count_ranks(ranks: Sequence[int]) -> str:
-    """Ranks with the word before them: "rank 1", "ranks 0 2"."""
-    return f"rank{'s' * (len(ranks) > 1)} {ranks_text(ranks)}"

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from shardproof.harness.errors import ranks_text
-from shardproof.harness.verdicts.sentences.formats import count_ranks, join_names
+from shardproof.harness.errors import name_ranks, ranks_text
+from shardproof.harness.verdicts.sentences.formats import join_names
 
 
 def _rows_differ(
@@ -22,9 +22,7 @@ def _rows_differ(
         rows = f"{len(missing)} of launch A's {samples} samples {_verb(missing)}"
         parts.append(f"{rows} read by no rank, first {_row(missing)}")
     if twice:
-        parts.append(
-            f"{len(twice)} {_verb(twice)} read more than once, first {_row(twice)}, by {count_ranks(twice_on)}"
-        )
+        parts.append(f"{len(twice)} {_verb(twice)} read more than once, first {_row(twice)}, by {name_ranks(twice_on)}")
     if foreign:
         rows = f"{len(foreign)} {_verb(foreign)} read that launch A does not have in this step"
         parts.append(f"{rows}, first {_row(foreign)} on rank {foreign[0][2]}")
@@ -45,7 +43,7 @@ def _without_partner(names: Sequence[str]) -> str:
 
 def _other_begin(names: Sequence[str], parameters: int, ranks: Sequence[int]) -> str:
     words = f"{len(names)} of {parameters} parameters begin with other values than in launch A, first {names[0]}"
-    alone = f"; on {count_ranks(ranks)} alone, as where every rank has a seed of its own" if ranks else ""
+    alone = f"; on {name_ranks(ranks)} alone, as where every rank has a seed of its own" if ranks else ""
     return f"{words}{alone}; legal: one seed for both launches, or --same-init"
 
 
@@ -82,9 +80,10 @@ FROM_LAUNCHES: Mapping[str, str | Callable[..., str]] = {
     "loss_reading": "a step's loss is the {calls} over a rank's micro-batches, the {ranks} over data ranks",
     "nothing_common": "the launches have no parameter in common",
     "without_partner": _without_partner,
-    "partner_of_none": "{names:list} of launch B: no parameter of launch A has the shape or the numbers",
+    "partner_of_none": "{names:list} of launch B: none of launch A's parameters, or more than one, has its shape and "
+    "numbers",
     "second_without": "launch B recorded no {names:list}",
-    "silent_ranks": lambda ranks: f"{count_ranks(ranks)} of launch B recorded nothing",
+    "silent_ranks": lambda ranks: f"{name_ranks(ranks)} of launch B recorded nothing",
     "recorder_failed": "the recorder of rank {rank} of launch {launch} failed: {problem}",
     "no_full_tensor": "{names:list} of launch A's ranks make no full tensor",
     # what cannot be judged
@@ -102,6 +101,12 @@ FROM_LAUNCHES: Mapping[str, str | Callable[..., str]] = {
     "rounding_unknown": "no run of launch A with its rounding moved says whether rounding is behind it; legal: "
     "--control FOLDER (record --values --perturb 1), or --dtype float64",
     # causes
+    "drawn_in_b_alone": lambda names, ranks: (
+        f"random numbers are drawn in {join_names(names)} on {name_ranks(ranks)} of launch B, and nowhere in launch A"
+    ),
+    "other_buffers": lambda name, ranks: (
+        f"the buffer {name} begins with other values than in launch A on {name_ranks(ranks)}"
+    ),
     "begun_twice": lambda names, other, rank, held: (
         f"no rank begins with {join_names(names)} of launch A, and {other} begins at two places: rank {rank} "
         f"has it as {held}"

@@ -52,6 +52,18 @@ def test_a_wrong_event_shows_both_sides_word_for_word() -> None:
     )
 
 
+def test_a_call_in_another_phase_is_that_of_its_own_module() -> None:
+    """Of two modules whose calls are alike each keeps its own."""
+    modules = ("head", "layers.0.mlp.w1")
+    alike = [replace(event, phase="recompute") if event.region in modules else event for event in events()]
+    recomputed = [event for event in alike if event.phase == "recompute"]
+    assert {event.region for event in recomputed} == {*modules}
+    parted = find_differences(alike, TERMS, range(2))
+    assert {(one.expected.region, one.found.region) for one in parted if one.expected and one.found} == {
+        (module, module) for module in modules
+    }
+
+
 def test_the_first_difference_is_the_first_in_training_order() -> None:
     ledger = without(without(events(), phase="backward", region="layers.0.mlp.w1"), phase="backward", region="head")
     finding = judged(ledger)

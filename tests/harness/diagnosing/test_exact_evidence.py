@@ -1,12 +1,15 @@
 """Causes and places that follow from what one rank drew, from what backward left, and from numbers of one tensor."""
 
+from dataclasses import replace
+
 import torch
 
+from shardproof.harness.checking.checks import run_checks
 from shardproof.harness.diagnosing.causes.hypothesis import Failure
 from shardproof.harness.diagnosing.first_place import first_place
 from shardproof.harness.diagnosing.hypotheses.masks import from_masks
 from shardproof.harness.diagnosing.hypotheses.patterns import from_patterns
-from shardproof.harness.diagnosing.hypotheses.stated import taken_where_skipped
+from shardproof.harness.diagnosing.hypotheses.stated import of_checks, taken_where_skipped
 from tests.harness.diagnosing.test_causes_of_any_subject import SUMS, causes, norm, placed
 from tests.harness.toy_evidence import but, drawn, evidence
 
@@ -25,6 +28,22 @@ def test_a_gradient_that_backward_left_wrong_is_wrong_in_backward() -> None:
     made = "    outcome, optimizer = {}, torch.optim.SGD(model.parameters(), lr=0.1)"
     first = placed({made: f"{made}\n    {left}"})
     assert (first.phase, first.region) == ("backward", "0")
+
+
+def test_all_gradients_that_backward_left_wrong_are_no_wrong_sum() -> None:
+    made = "    outcome, optimizer = {}, torch.optim.SGD(model.parameters(), lr=0.1)"
+    left = "[p.register_hook(lambda grad: grad + bool(group) * grad.abs().sqrt()) for p in model.parameters()]"
+    assert placed({made: f"{made}\n    {left}"}).phase == "backward"
+
+
+def test_a_check_states_nothing_of_what_is_wrong_before_the_tensors_that_it_names() -> None:
+    rank = {"act/head": torch.ones(2), "grad/head.bias": torch.ones(2)}
+    finding = run_checks(evidence())["merge"]
+    flawed = {"merge": replace(finding, verdict="fail", names=("grad/head.bias",))}
+    seen = evidence(rank, rank)
+    for wrong, ids in ((["act/head", "grad/head.bias"], []), (["grad/head.bias"], ["layout"])):
+        found = of_checks(Failure(evidence=seen, wrong=wrong, numbers=[], findings=flawed))
+        assert [cause.id for cause in found] == ids
 
 
 def test_norms_that_are_added_in_place_of_their_squares_are_named() -> None:

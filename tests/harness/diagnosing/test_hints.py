@@ -83,3 +83,19 @@ def test_a_loss_and_gradients_that_share_a_factor_show_it_together() -> None:
     for other, causes in ((2, "it and all wrong gradients are 2 x the truth, which is tp=2"), (3, "none is known; ")):
         found = multiplied({"loss/0": 2, **dict.fromkeys(gradients, 2), W1: other})
         assert told_by(found)[4].startswith(f"causes: {causes}")
+
+
+@pytest.mark.parametrize(
+    ("factor", "elsewhere", "ids"),
+    [
+        (1 / 3, {"tp=2 micro=2": 1 / 2, "tp=1 micro=3": 1}, ["size_factor"]),  # without tp that code is not run
+        (1 / 3, {"tp=2 micro=2": 1, "tp=1 micro=3": 1}, []),  # that it follows a size was not seen
+        (1 / 2, {"tp=2 micro=2": 1, "tp=1 micro=3": 1 / 2}, ["constant_factor"]),  # that constant, or right
+        (1 / 2, {"tp=2 micro=2": 1 / 5, "tp=1 micro=3": 1 / 2}, []),
+    ],
+)
+def test_a_factor_follows_a_size_where_its_code_is_run(
+    factor: float, elsewhere: dict[str, float], ids: list[str]
+) -> None:
+    others = tuple(seen({BIAS: truth()[BIAS] * there}, f"mode=tp {words} seq=16") for words, there in elsewhere.items())
+    assert ids_of(multiplied({BIAS: factor}, micro=3).with_found(others=others)) == ids

@@ -138,8 +138,9 @@ def test_odd_evidence_ends_in_no_cause_and_in_no_exception() -> None:
     assert cause.id == "nan"
 
 
-def test_a_stale_norm_of_a_later_step_is_told() -> None:
+def test_a_stale_norm_of_a_later_step_is_told_by_the_nearest_step() -> None:
     """The states between the steps are not known here."""
-    norms = {f"grad_norm/{step}": torch.tensor(float(step + 2)).double() for step in range(2)}
-    seen = planted({"grad_norm/1": norms["grad_norm/0"]}, truth={**RIGHT, **norms})
-    assert [cause.id for cause in rank_causes.by_numbers(seen, ["grad_norm/1"])] == ["stale"]
+    norms = {f"grad_norm/{step}": torch.tensor(float(max(step, 1) + 2)).double() for step in range(3)}
+    seen = planted({"grad_norm/2": norms["grad_norm/1"]}, truth={**RIGHT, **norms})
+    found = [(cause.id, cause.words) for cause in rank_causes.by_numbers(seen, ["grad_norm/2"])]
+    assert found == [("stale", "it equals grad_norm/1 of the dense model")]

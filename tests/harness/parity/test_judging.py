@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from shardproof.harness.parity.alive import check_alive
 from shardproof.harness.parity.judging import Further, judge_launches
 from shardproof.harness.parity.recorded import Launch, read_launch
 from shardproof.harness.running.result import CaseResult
 from shardproof.harness.verdicts.facts import FailedCheck
-from tests.harness.parity.toy_launches import BATCH, Rank, Toy, initial_values
+from tests.harness.parity.toy_launches import BATCH, WIDTH, Edit, Rank, Toy, initial_values
 
 pytest.importorskip("safetensors", reason="needs safetensors")
 
@@ -223,9 +224,28 @@ def test_data_ranks_that_train_on_one_batch_are_named_and_ranks_of_another_axis_
 
 def test_what_forward_draws_makes_numbers_undecided(tmp_path: Path) -> None:
     drawn = {"output": lambda name, x: x * 1.1 if name == "layers.0" else x}
-    result = judged(tmp_path, Toy(), Toy(edits=drawn, about={"drawn": ["layers.0.drop"]}))
+    drops = {"drawn": ["layers.0"]}
+    result = judged(tmp_path / "both", Toy(about=drops), Toy(edits=drawn, about=drops))
     assert statements(result, "fail") == {}
-    assert "numbers are drawn in layers.0.drop" in statements(result, "unknown")["forward"]
+    assert "numbers are drawn in layers.0" in statements(result, "unknown")["forward"]
+    failure = failures(judged(tmp_path / "second", Toy(), Toy(edits=drawn, about=drops)))["forward"]
+    assert failure.first.region == "layers.0"
+    assert [cause.fact.text for cause in failure.causes] == [
+        "random numbers are drawn in layers.0 on rank 0 of launch B, and nowhere in launch A"
+    ]
+
+
+def test_a_buffer_of_other_values_is_the_cause_of_a_wrong_forward(tmp_path: Path) -> None:
+    scale = torch.ones(WIDTH)
+    wrong: dict[str, Edit] = {
+        "buffers": lambda data: {"scale": scale * (1 + data)},
+        "output": lambda name, x: x + x.square() if name == "tokens" else x,
+    }
+    first, second = Toy(edits={"buffers": lambda _: {"scale": scale}}), Toy(dp=2, edits=wrong)
+    causes = failures(judged(tmp_path, first, second))["forward"].causes
+    assert [cause.fact.text for cause in causes] == [
+        "the buffer scale begins with other values than in launch A on rank 1"
+    ]
 
 
 def test_a_launch_that_does_not_repeat_itself_accuses_nobody(tmp_path: Path) -> None:
@@ -242,6 +262,24 @@ def test_rounding_is_not_told_from_errors_without_a_perturbed_run(tmp_path: Path
     undecided = statements(judged(tmp_path / "without", first, second, further=False), "unknown")
     assert "no run of launch A with its rounding moved" in undecided["forward"]
     assert "forward" in statements(judged(tmp_path / "with", first, second), "fail")
+
+
+def test_adam_makes_a_whole_step_of_rounding_which_no_run_has_to_show(tmp_path: Path) -> None:
+    def tiny(share: float) -> Callable[..., Tensor]:
+        def mean(name: str, own: list[Tensor], data: int) -> Tensor:
+            found = torch.stack(own).mean(0)
+            if name == "head.weight":
+                found[0, 0] = share * found.abs().max()
+            return found
+
+        return mean
+
+    first = Toy(dtype=torch.float32, steps=1, edits={"grad": tiny(1e-7)})
+    right = replace(first, edits={"grad": tiny(-1e-7)})
+    result = judged(tmp_path / "right", first, right, further=False)
+    assert statements(result, "fail") == {} and "no run of launch A" in statements(result, "unknown")["update"]
+    wrong = replace(right, edits={**right.edits, "after": lambda name, new, old: old + 1.01 * (new - old)})
+    assert "update" in statements(judged(tmp_path / "wrong", first, wrong, further=False), "fail")
 
 
 def test_a_loss_that_ranks_share_out_is_added_up_where_gradients_are_right(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 def recorded(folder: Path, ranks: Sequence[Mapping[str, Tensor | Local]]) -> Launch:
     """A launch whose ranks have these parameters."""
+    folder.mkdir(exist_ok=True)
     for rank, values in enumerate(ranks):
         rows, tensors = [], {}
         for number, (name, given) in enumerate(values.items()):
@@ -64,6 +65,10 @@ CASES: Mapping[str, tuple[Mapping[str, Tensor], Sequence[Mapping[str, Any]]]] = 
     "uneven": ({"w": W}, [{"w": W[:5]}, {"w": W[5:]}]),
     "padded at the end": ({"w": W[:7]}, [{"w": W[:4]}, {"w": torch.cat([W[4:7], torch.zeros(1, 6)])}]),
     "named otherwise": ({"head.weight": W}, [{"lm_head.weight": W}]),
+    "the one that is left of its numbers": (
+        {**LAYERS, "norm.weight": torch.ones(3)},
+        [{**LAYERS, "final.weight": torch.ones(3)}] * 2,
+    ),
     "three weights in one": (
         {**FUSED, **BIASES},
         [
@@ -142,3 +147,8 @@ def test_tied_weights_of_two_stages_are_replicas_of_one(tmp_path: Path) -> None:
 def test_what_the_first_launch_has_not_has_no_partner(tmp_path: Path) -> None:
     partners = find_partners({"w": W}, {}, recorded(tmp_path, [{"w": W, "other": drawn(5, 5)}]))
     assert partners.unplaced == ((0, "other"),)
+    ones = {"a": torch.ones(3), "b": torch.ones(3)}
+    partners = find_partners(ones, {}, recorded(tmp_path / "two", [{"c": torch.ones(3)}]))
+    assert partners.unplaced == ((0, "c"),), "either of two"
+    partners = find_partners({"a": torch.ones(3)}, {}, recorded(tmp_path / "one", [{"c": ones["a"], "d": ones["b"]}]))
+    assert partners.unplaced == ((0, "c"), (0, "d"))

@@ -95,7 +95,8 @@ class Toy:
     def launch(self, folder: Path) -> Path:
         """Train and write what each rank recorded. Edits:
 
-        start(values, data rank), samples(rows, step, data rank), loss(loss, data rank, own targets), norm(norm),
+        start(values, data rank), buffers(data rank), samples(rows, step, data rank), norm(norm),
+        loss(loss, data rank, own targets),
         grad(name, gradients by data rank, data rank), clip(name, gradient, scale), after(name, new, old),
         output(name, tensor)
         """
@@ -114,6 +115,8 @@ class Toy:
         for rank in ranks:
             for name, value in self._own(weights[self._data(rank.number)], rank.number).items():
                 rank.add("param", 0, self._name(name, rank.number), value)
+            for name, value in self._edit("buffers", lambda data: {})(self._data(rank.number)).items():
+                rank.add("buffer", 0, name, value)
         m = {name: torch.zeros_like(value) for name, value in values.items()}
         v = {name: torch.zeros_like(value) for name, value in values.items()}
         for step in range(self.steps):

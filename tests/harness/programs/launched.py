@@ -54,7 +54,8 @@ def free_port() -> str:
 
 def seen_alike(run: Run, witness: str, seen: Sequence[Sighting]) -> None:
     """Assert that a witness saw the calls of a recorded run one by one; a trace has no phase before a forward."""
-    ours = [replace(one, phase="") for one in of_ledger(figures.events_of_run(run))]
+    calls = figures.add_group_ranks(run)
+    ours = [replace(one, phase="") for one in of_ledger(figures.list_events(calls[calls["ranks"] != ""]))]
     found = agreement(ours, {witness: [replace(one, phase="") for one in seen]})
     assert [str(row) for row in found.broken] == []
     assert len(found.rows) == len(seen) == len(run.ledger)

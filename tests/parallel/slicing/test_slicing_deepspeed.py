@@ -23,7 +23,7 @@ from shardproof.parallel.slicing.rows import (
     shard_sizes,
     shared_qk_rows,
 )
-from shardproof.parallel.slicing.slices import plain, scales, strided_placement
+from shardproof.parallel.slicing.slices import equal_pieces
 from shardproof.reference.errors import CaseError
 from tests.parallel.slicing.deepspeed_copies import Named, copied, deepspeed, numbered, same
 from tests.parallel.slicing.laws import of_heads, parts_of
@@ -51,10 +51,8 @@ def test_copies(orientation: str, cut: str) -> None:
         dst = tuple(size // ranks if at == dim else size for at, size in enumerate(src))
         whole = numbered(src, source.choice(DTYPES))
         words: dict[str, Any] = {"allocate_tensor": source.random() < 0.5}
-        place = plain(src, dst, ranks=ranks, orientation=orientation)
-        if in_pieces:
-            place = strided_placement(src, dst, ranks=ranks, parts=(long // splits,) * splits, orientation=orientation)
-            words["num_splits"] = splits
+        place = equal_pieces(src, dim, (long // splits,) * splits, ranks)
+        words |= {"num_splits": splits} if in_pieces else {}
         call = "strided_copy" if in_pieces else "copy"
         theirs = copied(call, whole, dst, ranks, orientation, **words)
         assert same(parts_of(whole, place, ranks), theirs), (src, dst, ranks, splits)
@@ -66,13 +64,10 @@ def test_what_is_whole_is_whole_and_a_merge_is_refused(call: str) -> None:
     for src in ((4, 6), (6,)):
         whole = numbered(src)
         assert same([whole, whole], copied(call, whole, src, 2, "in-out", **words))
-        assert same([whole, whole], parts_of(whole, plain(src, src, ranks=2), 2))
     replace = deepspeed().slicing(mp_size=2)
     assert getattr(replace, call)(torch.empty(4, 6), None, **words) is None
     with pytest.raises(AssertionError, match="Merging tensors is not allowed"):
         copied(call, numbered((4, 6)), (4, 9), 2, "in-out", **words)
-    with pytest.raises(CaseError, match="slicing cuts and never merges"):
-        plain((4, 6), (4, 9), ranks=2)
 
 
 def test_sizes() -> None:
@@ -179,8 +174,8 @@ def halves(heads: Heads, ranks: int) -> RowRanges:
 
 def remainder(heads: Heads, ranks: int) -> RowRanges:
     shape = (heads.fused // ranks,)
-    with pytest.raises(CaseError, match="the rest would be lost"):
-        plain((heads.fused,), shape, ranks=ranks)
+    with pytest.raises(CaseError, match="must each be a multiple of ranks"):
+        equal_pieces((heads.fused,), 0, (heads.fused,), ranks)
     return held_as(copied("copy", numbered((heads.fused,)), shape, ranks, "in-out"))
 
 
@@ -230,14 +225,10 @@ def test_what_it_cuts_wrongly_breaks_a_law(name: str, monkeypatch: pytest.Monkey
 
 
 def test_whole_scales() -> None:
-    """The scale is attached whole, however many blocks of rows it has; ours follow the rows."""
+    """The scale is attached whole, however many blocks of rows it has; those of a rank are its own rows'."""
     weight = numbered((12, 4), torch.int8)
     weight.scale = torch.arange(12.0)[:, None]  # type: ignore[attr-defined]
-    place = strided_placement((12, 4), (6, 4), ranks=2, parts=(4, 4, 4), orientation="out-in")
-    for rank in range(2):
-        replace = deepspeed().slicing(mp_size=2, out_dim=0, in_dim=1)
-        replace.gpu_index = rank
-        part = replace.strided_copy(torch.empty(6, 4, dtype=torch.int8), weight, num_splits=3, int8=True)
-        assert part.scale is weight.scale  # type: ignore[attr-defined]
-        own = parts_of(weight.scale, scales(place, (12, 1)), 2)[rank]  # type: ignore[attr-defined]
-        assert own.flatten().tolist() == [part.data[row, 0].item() // 4 for row in range(6)]
+    replace = deepspeed().slicing(mp_size=2, out_dim=0, in_dim=1)
+    replace.gpu_index = 1
+    part = replace.strided_copy(torch.empty(6, 4, dtype=torch.int8), weight, num_splits=3, int8=True)
+    assert part.scale is weight.scale and (part[:, 0] // 4).tolist() == [2, 3, 6, 7, 10, 11]  # type: ignore[attr-defined]

@@ -34,11 +34,9 @@ def valid(batch: Batch) -> torch.Tensor:
 
 
 def equal(one: Batch, other: Batch) -> bool:
-    same = one.max_seqlen == other.max_seqlen
-    for name in ("tokens", "labels", "positions", "loss_mask", "cu_seqlens"):
-        mine, theirs = getattr(one, name), getattr(other, name)
-        same = same and (mine is theirs is None or torch.equal(mine, theirs))
-    return same
+    names = ("tokens", "labels", "positions", "loss_mask", "cu_seqlens")
+    pairs = [(getattr(one, name), getattr(other, name)) for name in names]
+    return all(mine is theirs is None or torch.equal(mine, theirs) for mine, theirs in pairs)
 
 
 def write_internevo(path: Path, documents: Sequence[Tensor]) -> None:

@@ -81,7 +81,6 @@ def _drawn(case: Case, batch: int, length: int, seed: int, cu_seqlens: torch.Ten
         positions=positions,
         loss_mask=loss_mask,
         cu_seqlens=cu_seqlens,
-        max_seqlen=length if cu_seqlens is None else int(cu_seqlens.diff().max()),
     )
 
 

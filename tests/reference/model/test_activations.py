@@ -23,7 +23,7 @@ WORDS = {
 
 def activations(case: Case) -> dict[str, torch.Tensor]:
     """Activations of dense training in the dtype of the case, and their gradients."""
-    return _activations(training.train(case, weights(case, CPU), observed=True))
+    return _activations(training.train(case, weights(case, CPU), observed=(0, 0)))
 
 
 def _activations(outcome: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -2,13 +2,16 @@
 
 import errno
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
+from shardproof.__main__ import main
 from shardproof.harness.running.store import Store
 from shardproof.reports.pages import page
 from shardproof.reports.stored.frames import Run, load
+from tests.forked import started
 from tests.harness.command_line import ONE, TOY, CommandLine
 from tests.reports import sample_run
 from tests.shardproof.test_public_names import python
@@ -58,24 +61,19 @@ def test_a_disk_that_is_full_ends_the_run_and_its_finished_cases_are_told(
     assert (ended, out) == (3, "") and err.splitlines()[-1].endswith("cannot be written (No space left on device)")
 
 
+def on_a_full_disk(*words: str) -> int:
+    """The command in a process whose standard output finds no room."""
+    os.dup2(os.open("/dev/full", os.O_WRONLY), sys.stdout.fileno())
+    return main(words)
+
+
 def test_output_and_a_ci_page_without_room_are_one_sentence(tmp_path: Path) -> None:
-    run = sample_run.write(tmp_path / "run")
-    program = "import sys; from shardproof.__main__ import main; sys.exit(main(sys.argv[1:]))"
-    full = f"import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 1); {program}"
-    done = python(tmp_path, "-c", full, "show", str(run))
-    assert (done.returncode, done.stderr) == (
-        3,
-        "shardproof show: what it prints cannot be written (No space left on device)\n",
-    )
-    done = python(
-        tmp_path,
-        "-c",
-        f"import os; os.environ['GITHUB_STEP_SUMMARY'] = '/dev/full'; {program}",
-        "compare",
-        "run",
-        "run",
-    )
-    assert done.returncode == 0 and "GITHUB_STEP_SUMMARY=/dev/full: cannot be written" in done.stderr
+    sample_run.write(tmp_path / "run")
+    done = started(on_a_full_disk, "show", "run", folder=tmp_path)
+    told = "shardproof show: what it prints cannot be written (No space left on device)\n"
+    assert (done.ended(), done.err) == (3, told)
+    done = started(main, ("compare", "run", "run"), folder=tmp_path, environment={"GITHUB_STEP_SUMMARY": "/dev/full"})
+    assert done.ended() == 0 and "GITHUB_STEP_SUMMARY=/dev/full: cannot be written" in done.err
 
 
 INTERRUPTED = """
@@ -93,14 +91,15 @@ import pandas
 assert pandas.DataFrame({"a": [1]}).size == 1 and Finder not in sys.meta_path
 sys.exit(status)
 """
+DEAR = pytest.mark.deep("four CPU seconds each: torch is imported")
 
 
 @pytest.mark.parametrize(
     ("module", "words"),
     [
         ("shardproof.reports.commands.cli", ["show", "run"]),
-        ("pandas.core.indexes.range", ["show", "run"]),
-        ("numpy.matrixlib", ["run", ONE, "--when", "0"]),
+        pytest.param("pandas.core.indexes.range", ["show", "run"], marks=DEAR),
+        pytest.param("numpy.matrixlib", ["run", ONE, "--when", "0"], marks=DEAR),
         ("pandas.io.parsers.readers", ["run", ONE, "--when", "0"]),
     ],
 )

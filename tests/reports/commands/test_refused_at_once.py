@@ -126,6 +126,7 @@ def test_what_only_a_rank_cannot_import_is_one_sentence(pool: PoolEngine, monkey
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.deep("ten CPU seconds: a rank on processes says the same above")
 def test_what_only_a_child_cannot_import_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(IN_A_CHILD.format(how="sys.exit(3)"))
     done = python(tmp_path, "-m", "shardproof", "faults", "tp=2", "--subject", "broken:subject")

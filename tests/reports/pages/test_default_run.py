@@ -1,8 +1,8 @@
 """The default run as `make run` leaves it: the table of docs/default_run.md, and a page with its figures.
 
-Pages in a real browser: no console message, no request, nothing wider than the screen, at three widths. Screenshots
-land in the test's folder. Skipped where no Chromium is installed. axe-core's rules of accessibility are put to copies
-of pages where `.ci/axe` has fetched them.
+Pages in a real browser, side by side in frames of three widths: no console message, no request, nothing wider than the
+screen. A screenshot lands in the test's folder. Skipped where no Chromium is installed. axe-core's rules of
+accessibility are put to copies of pages where `.ci/axe` has fetched them.
 """
 
 import json
@@ -40,9 +40,15 @@ AUDIT = """<script>axe.run(document, {resultTypes: ["violations"]}).then(found =
 SCHEMES = {"light": 1, "dark": 0}
 """Chromium's numbers for the colours that a reader prefers."""
 MEASURE = (
-    "<script>const all = document.documentElement; document.body.dataset.wide = all.scrollWidth - innerWidth;"
-    "document.body.dataset.tall = document.body.scrollHeight</script></body>"
+    "<script>addEventListener('load', () => parent.postMessage("
+    "[name, document.documentElement.scrollWidth - innerWidth, document.body.scrollHeight], '*'))</script></body>"
 )
+"""In a page that is shown in a frame: how much wider than the frame it is, and how tall."""
+LISTEN = (
+    "<script>addEventListener('message', ({data}) => { document.body.append(Object.assign("
+    "document.createElement('pre'), {textContent: JSON.stringify(data)})) })</script>"
+)
+"""In the page around the frames, before them."""
 NOISE = re.compile(r"CONSOLE|net::ERR|Failed to load")
 """Words of Chromium about a page that is not silent."""
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here; apt-get install chromium")
@@ -126,31 +132,47 @@ def test_in_a_browser_all_figures_of_the_page_are_those_of_the_summary(folder: P
     assert compared(done.stdout, folder).apart == []
 
 
+def measured(folder: Path, pages: Iterable[str]) -> tuple[dict[tuple[int, int], tuple[int, int]], str]:
+    """(Number of a page, width) -> by how much it is wider than the screen, and its height; and what the browser said.
+
+    One start of the browser shows all pages, each in a frame of every width.
+    """
+    frames = []
+    for number, shown in enumerate(pages):
+        (folder / f"{number}.html").write_text(shown.replace("</body>", MEASURE))
+        frames += [
+            f'<iframe name="{number} {width}" src="{number}.html" width="{width}" height="{height}" frameborder="0">'
+            "</iframe>"
+            for width, height in SCREENS.items()
+        ]
+    (folder / "frames.html").write_text(f"<html><body>{LISTEN}{''.join(frames)}</body></html>")
+    done = browse((folder / "frames.html").as_uri(), 2600, "--dump-dom", f"--screenshot={folder}/frames.png")
+    found = [json.loads(text) for text in re.findall(r"<pre>(.*?)</pre>", unescape(done.stdout))]
+    places = ((*map(int, name.split()), wide, tall) for name, wide, tall in found)
+    return {(number, width): (wide, tall) for number, width, wide, tall in places}, done.stderr
+
+
 @needs_chromium
-@pytest.mark.parametrize("width", SCREENS)
 def test_the_pages_fit_are_four_screens_high_and_silent(
-    html: str, runs: dict[str, Path], folder: Path, tmp_path: Path, width: int
+    html: str, runs: dict[str, Path], folder: Path, tmp_path: Path
 ) -> None:
     base, new = (read_side(str(runs[way])) for way in ("right", "gather"))
     pages = html, (folder / "report.html").read_text(), render_comparison(compare(base, new))
-    for number, shown in enumerate(pages):
-        copy = tmp_path / "measured.html"
-        copy.write_text(shown.replace("</body>", MEASURE))
-        picture = f"--screenshot={tmp_path}/screen-{number}-{width}.png"
-        done = browse(copy.as_uri(), width, "--dump-dom", picture)
-        wide, tall = (re.search(rf'data-{name}="(-?\d+)"', done.stdout) for name in ("wide", "tall"))
-        assert wide and int(wide[1]) <= 0, "only wide tables may be wider, and they scroll"
-        assert tall and int(tall[1]) <= 4 * SCREENS[width], "folded"
-        assert len(re.findall("<h[1-6]", shown)) <= 6
-        assert not NOISE.search(done.stderr)
+    sizes, said = measured(tmp_path, pages)
+    assert {*sizes} == {(number, width) for number in range(len(pages)) for width in SCREENS}
+    assert max(wide for wide, _ in sizes.values()) <= 0, "only wide tables may be wider, and they scroll"
+    assert all(tall <= 4 * SCREENS[width] for (_, width), (_, tall) in sizes.items()), "folded"
+    assert max(len(re.findall("<h[1-6]", shown)) for shown in pages) <= 6
+    assert not NOISE.search(said)
 
 
 @needs_chromium
-def test_the_listener_hears_a_broken_page(tmp_path: Path) -> None:
-    copy = tmp_path / "broken.html"
-    copy.write_text("<body><script>console.error('heard'); nowhere()</script><div style='width:3000px'>x</div></body>")
-    done = browse(copy.as_uri(), 820, "--dump-dom")
-    assert NOISE.search(done.stderr) and "nowhere is not defined" in done.stderr
+def test_a_page_that_is_broken_wide_or_long_is_noticed(tmp_path: Path) -> None:
+    broken = "<body><script>console.error('heard'); nowhere()</script><div style='width:3000px;height:9000px'>x</div>"
+    sizes, said = measured(tmp_path, [f"{broken}</body>"])
+    assert [wide > 0 for wide, _ in sizes.values()] == [True] * len(SCREENS)
+    assert all(tall >= 9000 for _, tall in sizes.values())
+    assert NOISE.search(said) and "nowhere is not defined" in said
 
 
 ROW = r"<tr[^>]*>(?:(?!<tr).)*?</tr>\s*"

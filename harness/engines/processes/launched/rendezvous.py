@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed import Store
 from torch.distributed.rendezvous import rendezvous
 
-from shardproof.harness.errors import MachineError, RequestError, ranks_text
+from shardproof.harness.errors import MachineError, RequestError, name_ranks
 
 TORCHRUN_LINE = 'torchrun --nnodes 1 --nproc-per-node 2 -m shardproof run "mode=tp tp=2" --engine torchrun'
 """A command that makes the environment; torchrun on every node, with --nnodes N and --node-rank, for several."""
@@ -160,8 +160,7 @@ def join_driver(place: Launched, store: Store, timeout_s: float) -> Connection:
 
 
 def _lost_ranks_error(ranks: list[int], text: str) -> MachineError:
-    many = "s" if len(ranks) > 1 else ""
-    return MachineError(f"engine=torchrun: rank{many} {ranks_text(ranks)} {text}", ranks=ranks)
+    return MachineError(f"engine=torchrun: {name_ranks(ranks)} {text}", ranks=ranks)
 
 
 def _own_address(place: Launched) -> tuple[socket.AddressFamily, str]:
