@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+
+from shardproof.harness.programs.values import safetensors_module
 
 SCRIPT = """import os, time
 import torch, torch.distributed as dist
@@ -61,9 +62,10 @@ def _run(folder: Path, *words: str) -> tuple[str, float, float]:
 
 def _copying_seconds(file: Path, folder: Path) -> float:
     """CPU seconds of copying the tensors of a file once, and of writing them."""
-    tensors = load_file(file)
+    files = safetensors_module().torch
+    tensors = files.load_file(file)
     start_s = time.process_time()
-    save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / "copy.safetensors")
+    files.save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / "copy.safetensors")
     return time.process_time() - start_s
 
 
@@ -89,7 +91,8 @@ def _show_budget(folder: Path, gib: float) -> None:
     _run(folder, "record", *words, "--", sys.executable, "train.py")
     values = next((folder / "budget").glob("*/values"))
     rows = [json.loads(line) for line in (values / "rank-0.jsonl").read_text(encoding="utf-8").splitlines()]
-    kept = sum(tensor.nbytes for tensor in load_file(values / "rank-0.step-0.safetensors").values())
+    tensors = safetensors_module().torch.load_file(values / "rank-0.step-0.safetensors")
+    kept = sum(tensor.nbytes for tensor in tensors.values())
     left = sum(bool(row["left_out"]) for row in rows)
     print(f"budget of {int(gib * 2**30):,} bytes: {kept:,} kept, {left} of {len(rows)} tensors left out", flush=True)
 
