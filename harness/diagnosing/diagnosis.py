@@ -111,12 +111,19 @@ def explanation_of(evidence: Evidence, findings: Mapping[str, Finding]) -> Expla
     laws = broken_laws(calls.events) if ledger_failed and parted is None and not calls.ran else []
     first = first_place(evidence, wrong, parted, next(iter(laws), None))
     call_first = parted is not None and first.step < 0
-    known_names = (name for name in wrong if name in evidence.truth.tensors)
-    numbers = [name for name in known_names if is_comparable(evidence.run, evidence.truth, name)]
-    failure = Failure(
-        evidence=evidence, wrong=wrong, numbers=numbers, findings=findings, parted=parted, call_first=call_first
-    )
-    causes = likely_causes(failure)
+
+    def causes_of(names: Sequence[str]) -> tuple[Cause, ...]:
+        known = (name for name in names if name in evidence.truth.tensors)
+        numbers = [name for name in known if is_comparable(evidence.run, evidence.truth, name)]
+        return likely_causes(
+            Failure(
+                evidence=evidence, wrong=names, numbers=numbers, findings=findings, parted=parted, call_first=call_first
+            )
+        )
+
+    causes = causes_of(wrong)
+    if not causes and evidence.search.observed != (0, 0):  # what the later micro-batch does not show, the others may
+        causes = causes_of([name for name in wrong if kind_of(name) not in ("act", "act_grad")])
     agreed = AgreementByKind()
     if not causes:
         agreed = find_agreement(evidence.run, evidence.truth, wrong, _find_undecided_names(evidence.truth, findings))

@@ -73,7 +73,9 @@ OUT_OF_STEP = [
 @pytest.fixture(scope="module", params=ENGINES)
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     if request.param != "inproc":
-        yield request.getfixturevalue(request.param)
+        made = request.getfixturevalue(request.param)
+        made.run(programs.summed, world_size=3)  # processes start
+        yield made
         return
     with engine_named(request.param) as made:
         made.run(programs.summed, world_size=2)  # the first backward of a process imports much
@@ -174,10 +176,10 @@ def test_leaving_by_sys_exit_is_an_end_when_it_says_success_and_a_failure_otherw
 )
 def test_a_rank_that_ends_badly_is_told_with_its_line_and_what_the_others_wait_for(engine: Engine, kind: str) -> None:
     """Where ranks are threads, a program that ends or stops its process does so to all of them and to the caller."""
-    limit_s = 1.2 if engine.remote else 0.2
-    error = ended(engine, programs.calls_then, kind, world_size=3, timeout_s=limit_s, limit_s=0 if engine.remote else 1)
     expected, cause, own = ENDINGS[kind]
     stalls = expected is Stalled
+    limit_s = 0.2 if not engine.remote else 2.5 if stalls else 30.5  # ranks may be late, and a stall is awaited
+    error = ended(engine, programs.calls_then, kind, world_size=3, timeout_s=limit_s, limit_s=0 if engine.remote else 1)
     if stalls and not engine.remote:  # that other ranks wait is only for want of the turn
         cause = cause.partition("; ")[0].replace("runs", "(runs|is blocked)") + ".*"
         expected, own = TimeLimit, f"runs, at {HERE}_end"

@@ -103,7 +103,7 @@ a number of steps that is not loaded, a table that is not summed over both ends,
 
 LONG = {"megatron-training", "torchtitan", "muon", "lora", "mixer", "policy", "resume", "split-backward", "quantised"}
 LONG |= {"refit", "compiled", "trainer", "torchtitan-recipe"}
-SMALLER = {"dtensor": ("tp=2 dp=2 layers=1 micro=1 steps=1", "tp=2 dtype=float32 layers=1 micro=1 steps=1")}
+SMALLER = {"dtensor": ("tp=2 dp=2 micro=1 steps=1", "tp=2 dtype=float32 micro=1 steps=1")}
 """Cases in place of the file's own, where those are dear: a small call of DTensor takes a millisecond."""
 PROVED = {like for like in LIKE if like.replace("-", "_") in {cell.subject for cell in read_cells() if cell.quick}}
 """Files of the matrix of systems: tests/suites/test_foreign_subjects.py proves quick cases of them."""
