@@ -230,7 +230,7 @@ _PICOTRON_CHANGES: tuple[Substitution, ...] = (
 )
 _PICOTRON = (
     "--model_name tiny --dataset_name stories --num_hidden_layers 2 --num_attention_heads 4 --num_key_value_heads 4 "
-    "--num_workers 0 --num_proc 1 --seq_len 16 --max_tokens 256 --seed 4SEED"
+    "--num_workers 0 --num_proc 1 --seq_len 16 --max_tokens 256 --seed 4SEED"  # 40, 41, ...
 )
 
 

@@ -307,14 +307,15 @@ def _returns_each_step(run: RecordedRun, truth: Truth, name: str) -> bool:
 def _value_before(run: RecordedRun, truth: Truth, name: str, outcome: Mapping[str, Tensor]) -> Tensor | None:
     """The value of a parameter before the step that made `name`, in this outcome; None for other kinds.
 
-    A kind of the subject's own, such as averages of parameters, is one where it stays so near to the value before that
-    its smallest limit would hide half of the step.
+    A kind of the subject's own, such as averages of parameters, is one where it moves, and stays so near to the value
+    before that its smallest limit would hide half of the step.
     """
     before = _find_value_before(run, truth, name, outcome)
     if before is None or kind_of(name) in MOVED:
         return before
     true, started = truth.tensors[name], _find_value_before(run, truth, name, truth.tensors)
-    if started is None or not true.is_floating_point():
+    begun = truth.initial.get(parameter_of_name(name))
+    if started is None or not true.is_floating_point() or (begun is not None and torch.equal(true, begun)):
         return None
     least = FLOAT64_ALLOWED if run.dtype == "float64" else FLOOR_EPSILONS["frobenius"] * epsilon(run.dtype)
     return before if distance(true, started).frobenius < 2 * least else None

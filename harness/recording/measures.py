@@ -148,7 +148,8 @@ class _Account:
 
     def hold(self, tensor: Tensor) -> int:
         key = storage_id(tensor)
-        entry = self._holders.setdefault(key, [0, numbers_of(tensor).untyped_storage().nbytes()])
+        size = tensor.nbytes if tensor.is_mkldnn else numbers_of(tensor).untyped_storage().nbytes()
+        entry = self._holders.setdefault(key, [0, size])
         if entry[0] == 0:
             self._bytes += entry[1]
             self.peak_bytes = max(self.peak_bytes, self._bytes)

@@ -153,7 +153,7 @@ _LARGE_BYTES = 2**27
 
 def numbers_of(tensor: Tensor) -> Tensor:
     """The tensor itself; of a sparse one its values, which lie in its memory. Uses Tensor._values."""
-    if tensor.layout is torch.strided:
+    if tensor.layout is torch.strided or tensor.is_mkldnn:
         return tensor
     return tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
 
@@ -161,9 +161,10 @@ def numbers_of(tensor: Tensor) -> Tensor:
 def storage_id(tensor: Tensor) -> int:
     """A number that tensors of one storage share for as long as it lives; addresses of meta tensors are all 0.
 
-    Uses UntypedStorage._cdata, else the identity of the storage's object, which Python keeps while that lives.
+    Uses UntypedStorage._cdata, else the identity of the storage's object, which Python keeps while that lives. Tensors
+    of MKLDNN show no storage: theirs is the tensor's identity.
     """
-    storage: Any = numbers_of(tensor).untyped_storage()
+    storage: Any = tensor if tensor.is_mkldnn else numbers_of(tensor).untyped_storage()
     return int(getattr(storage, "_cdata", id(storage)))
 
 

@@ -209,8 +209,10 @@ class NarrowProbe(DispatchMode):
         if take_themselves_apart(types):
             return NotImplemented
         result = operator(*args, **(kwargs or {}))
-        given = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        returned = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
+        given, returned = (
+            [leaf for leaf in leaves(found) if isinstance(leaf, Tensor) and not leaf.is_mkldnn]
+            for found in ((args, kwargs), result)
+        )
         widest = min((torch.finfo(leaf.dtype).eps for leaf in returned if leaf.is_floating_point()), default=1.0)
         for leaf in given:
             name = self._narrow.get(leaf.dtype)

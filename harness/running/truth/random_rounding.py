@@ -177,7 +177,7 @@ class RandomRounding(DispatchMode):
 
         A number that was kept in the narrow dtype was rounded when it was made, and only the sum of it rounds.
         """
-        if not isinstance(x, Tensor) or x.dtype not in self._units:
+        if not _is_real(x) or x.dtype not in self._units:
             return x
         unit = self._units[x.dtype]
         summed = (unit if narrow else min(unit, _WIDE)) * _SHARE * math.sqrt((terms + 1) / 2) if terms else 0.0
@@ -206,7 +206,7 @@ class RandomRounding(DispatchMode):
             return args
 
         def widen_tensor(x: Any) -> Any:
-            if not isinstance(x, Tensor) or x.dtype not in self._units or _eps(wanted) >= _eps(x.dtype):
+            if not _is_real(x) or x.dtype not in self._units or _eps(wanted) >= _eps(x.dtype):
                 return x
             return self._by(x.to(wanted), self._units[x.dtype])
 
@@ -249,7 +249,7 @@ def _kind_of(operator: Any) -> tuple[str, bool, bool]:
 
 
 def _is_real(x: Any) -> bool:
-    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
+    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) and not x.is_mkldnn
 
 
 def _takes_numbers(args: Sequence[Any]) -> bool:

@@ -151,6 +151,26 @@ def test_an_update_of_complex_numbers_has_two_parts() -> None:
     assert contradicted(smaller) == {"update"}
 
 
+def test_values_of_parameters_that_never_move_are_judged_by_themselves() -> None:
+    """What ranks round when they begin would hide a movement of 0, and does not hide the value."""
+
+    class Begun(Rows):
+        def trained(self, case: Any, dtype: torch.dtype, data: Any, *, ranks: bool = False) -> Mapping[str, Tensor]:
+            w = torch.nn.Parameter(drawn(case.seed, 9, 5).to(dtype))
+            begun = self.grad(w.detach()) if ranks else w.detach().clone()
+            (torch.stack([drawn(n, 5) for n in data]).to(dtype) @ w.T).square().sum().backward()
+            assert w.grad is not None
+            if ranks:
+                dist.all_reduce(w.grad)
+            torch.optim.SGD([w], lr=0.01).step()
+            return {"begun/w": begun, "param/w": w.detach()}
+
+    right, wrong = (Begun(wide=True, grad=lambda g, by=by: g * by) for by in (1.0, 1.05))
+    text = "dp=2 steps=1 dtype=bfloat16"
+    assert verdict_of(proved(right, text), "forward").decided == {"begun": (1, 1)}
+    assert contradicted(proved(wrong, text, explain=False)) == {"forward"}
+
+
 def test_an_update_that_its_storage_hides_is_undecided() -> None:
     small = partial(torch.optim.SGD, lr=1e-4)
     result = proved(Rows(optimizer=small), "dp=2 dtype=bfloat16", explain=False)

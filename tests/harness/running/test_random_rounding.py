@@ -122,12 +122,16 @@ def test_a_sum_over_ranks_is_not_touched_before_it_has_arrived(engine: InprocEng
 
 
 def train_with_sparse_tensors(dtype: torch.dtype) -> Tensor:
-    """The table of an embedding bag after a step and its sparse gradient, behind a product with each sparse layout."""
+    """The table of an embedding bag after a step and its sparse gradient, behind a product with each sparse layout.
+
+    And behind a tensor of MKLDNN, which shows no storage.
+    """
     table = X[:, :8].to(dtype).clone().requires_grad_()
     rows = functional.embedding_bag(torch.arange(60).view(20, 3) % 40, table, mode="mean", sparse=True)
     mixing = X[:20, :20].relu().to(dtype)
     for matrix in (mixing.to_sparse(), mixing.to_sparse_csr()):
         rows = torch.sparse.mm(matrix, rows.tanh())
+    rows = rows.to_mkldnn().to_dense()
     (rows @ rows.T).double().square().mean().backward()
     torch.optim.SparseAdam([table], lr=0.1).step()
     assert table.grad is not None
