@@ -42,7 +42,6 @@ REFUSED = {
     "run --profile torch --profile-steps 3": "profile-steps=3: must be FIRST:END",
     "run --profile torch --profile-steps 0:9 steps=1": "has 1 step, counted from 0; legal: 0:1",
     "run --profile-steps 0:1": "there is no --profile",
-    "run --preset-experiment gpt5": "preset-experiment=gpt5: is not known",
     "run --data nowhere.txt": "data=nowhere.txt: nowhere.txt: cannot be opened",
     "run --emit-repro nowhere/x.py": "emit-repro=nowhere/x.py: cannot be written",
     "predict tp=2 --memory 0": "memory=0: must be the GiB of a rank, a positive number; legal: --memory 80",
