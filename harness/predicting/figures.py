@@ -10,7 +10,7 @@ two moments are float32. Where parameters have 16 bits a float32 master copy sta
 
 Over d data ranks, a distributed optimizer splits master and moments: 6 + 12/d for 16 bits, 8 + 8/d for float32.
 Source: Megatron-LM, docs/source/api-guide/dist_optimizer.md, "theoretical memory"; the row of float64, which Megatron
-has not, is the same rule at 8 bytes. Units: bytes, FLOPs; bytes of calls are payloads of one rank in a step.
+has not, is the same rule at 8 bytes. Units: bytes; bytes of calls are payloads of one rank in a step.
 """
 
 from collections import Counter
@@ -103,7 +103,6 @@ class StageForecast:
     layers: int
     live: int
     memory: Memory
-    flops: float
     traffic: Traffic | None
     ledger: str
     run: int
@@ -115,13 +114,11 @@ class Forecast:
 
     `ledger` says how the dry run compares with the closed form: "equal", the first difference, or that none is stated.
     `depths` are the layers that were run, () when it was the model itself. `events` is the ledger of the ranks run. Of
-    a pipeline, `stages` are its stages, `memory` and `traffic` are of the stage with the largest peak. `flops` are of
-    the stage that computes most.
+    a pipeline, `stages` are its stages, `memory` and `traffic` are of the stage with the largest peak.
     """
 
     case: CaseLike
     memory: Memory
-    flops: float
     tokens: int
     ledger: str
     traffic: Traffic | None

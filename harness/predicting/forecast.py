@@ -376,7 +376,6 @@ def _compose_forecast(
     return Forecast(
         case=case,
         memory=largest.memory,
-        flops=max(stage.flops for stage in stages),
         tokens=int(getattr(case, "tokens", 0)) * case.micro * data_ranks(case),
         ledger=first_difference(stage.ledger for stage in stages),
         traffic=largest.traffic,
@@ -405,7 +404,6 @@ def _stage_forecast(
         layers=pipeline.layers[index],
         live=count_live(program),
         memory=_memory_of_stage(stage, program, states),
-        flops=stage.rest.flops + sum(segment.flops for segment in stage.of_step(program)),
         traffic=sent,
         ledger=stage.ledger,
         run=stage.rank,

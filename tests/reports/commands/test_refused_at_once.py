@@ -46,7 +46,6 @@ REFUSED = {
     "run --emit-repro nowhere/x.py": "emit-repro=nowhere/x.py: cannot be written",
     "predict tp=2 --memory 0": "memory=0: must be the GiB of a rank, a positive number; legal: --memory 80",
     "predict tp=2 --memory much": "memory=much: must be the GiB of a rank",
-    "predict tp=2 --world 0": "world=0: must be at least 1",
     "predict tp=2 --subject nowhere:subject": "there is no module 'nowhere'",
     "slice family=gpt2": "slice 'family=gpt2': family=gpt2: is not a known word; legal: opt|",
     "help case tp=2": "case 'tp=2': help case takes no case; legal: help calls CASE",
