@@ -9,7 +9,7 @@ from shardproof.reports.commands.result import show_failures, show_tally
 from shardproof.reports.pages import page
 from shardproof.reports.pages.comment import render_comment
 from shardproof.reports.printing import text_tables
-from shardproof.reports.printing.run_tables import expert_tables
+from shardproof.reports.printing.run_tables import break_even_table, compare_modes, expert_tables
 from shardproof.reports.printing.text import show_busy, show_message, show_note, show_table, write_report
 from shardproof.reports.printing.witnesses import witness_tables
 from shardproof.reports.programs import figures
@@ -44,7 +44,7 @@ def page_main(arguments: argparse.Namespace) -> int:
 
 
 def show_run(run: Run, stream: TextIO) -> None:
-    """Headline, traffic beside its expectation, failures, notes."""
+    """Headline, traffic beside its expectation, break-even when the run has one, failures, notes."""
     if is_recording(run.path):
         _show_program(run, stream)
         return
@@ -53,6 +53,9 @@ def show_run(run: Run, stream: TextIO) -> None:
     for table in dict.fromkeys((first, cases)):
         show_table(table, stream)
     show_table(text_tables.traffic_table(summary.traffic(run)), stream)
+    crossings = compare_modes(run)
+    if len(crossings):
+        show_table(break_even_table(crossings), stream)
     if len(pipelines := summary.measure_pipelines(run)):
         show_table(text_tables.pipeline_table(pipelines, summary.cores_of_machine(run)), stream)
     for table in (*expert_tables(run.path), *witness_tables(run.path)):

@@ -24,7 +24,14 @@ from shardproof.reports.pages.drawings import Node, build_tree, by_module, draw_
 from shardproof.reports.pages.plots import draw_pictures
 from shardproof.reports.pages.templates import template_of
 from shardproof.reports.printing import text_tables
-from shardproof.reports.printing.run_tables import calls_table, expert_tables
+from shardproof.reports.printing.run_tables import (
+    break_even_table,
+    calls_table,
+    compare_modes,
+    expert_tables,
+    find_crossings,
+    growth_of_bytes,
+)
 from shardproof.reports.printing.text_tables import Table
 from shardproof.reports.printing.witnesses import witness_tables
 from shardproof.reports.stored import summary
@@ -35,6 +42,8 @@ from shardproof.reports.stored.unchecked import unchecked_notes
 _MOST_BYTES = 2_000_000
 _MOST_ROWS = (1000, 300, 100, 30)
 _MOST_MESSAGES = 30
+_FEWEST_OF_GROWTH = 4
+"""Cases without which no two modes were run at two sizes each."""
 _MOST_CASES = 64
 _MOST_PIPELINES, _MOST_DRAWN = 4, 16
 """Pipelines with a picture of their own, and ranks in it."""
@@ -125,6 +134,7 @@ def _parts_of_template(run: Run) -> dict[str, object]:
         "notes": run.notes,
         "remarks": unchecked_notes(run),
         "command": _command_of_run(run.env),
+        **_plot_growth(run),
         "pictures": list(draw_pictures(program["frames"])) if program.get("frames") else [],
         "traffic": program["traffic"] if program else [*_traffic_tables(run), *witness_tables(run.path)],
         "cases": [] if program else _case_tables(run),
@@ -146,6 +156,19 @@ def _about_run(env: dict[str, Any]) -> str:
     asked, versions = env.get("request", {}), env.get("versions", {})
     words = {"subject": asked.get("subject"), "engine": asked.get("engine"), "torch": versions.get("torch")}
     return ", ".join(f"{word} {value}" for word, value in words.items() if value)
+
+
+def _plot_growth(run: Run) -> dict[str, object]:
+    """Bytes against tokens, where a run has cases of several lengths."""
+    if len(run.cases) < _FEWEST_OF_GROWTH:
+        return {"plots": [], "break_even": None}
+    sizes, crossed = growth_of_bytes(run), compare_modes(run)
+    table = break_even_table(crossed) if len(crossed) else None
+    if not len(sizes):
+        return {"plots": [], "break_even": table}
+    svg = plots.break_even(sizes, find_crossings(sizes), "Bytes against tokens")
+    caption = "Wire bytes of one rank in the layers, a micro-batch; all-to-alls, embedding and head left out."
+    return {"plots": [_Plot(svg=Markup(svg), caption=caption)], "break_even": table}
 
 
 def _plot_pipelines(run: Run) -> list[_Plot]:

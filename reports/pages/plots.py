@@ -1,4 +1,4 @@
-"""Drawings as inline SVG: a step of a pipeline, and pictures of a job's traces.
+"""Drawings as inline SVG: bytes against tokens, a step of a pipeline, and pictures of a job's traces.
 
 Functions from frames to a string that can stand inside an HTML page. Text stays text in the page's own font and colour
 (so light and dark both work). No link leads out of it, and equal frames give equal bytes. Pictures of traces show bytes
@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INK = "#010203"
-"""Stands for the page's text colour while matplotlib draws; nothing drawn has it."""
+"""Stands for the page's text colour while matplotlib draws; no line of a mode has it."""
 COLOURS = ("#8d99ae", "#3b82c4", "#8e6bbf", "#e08a2e", "#d1495b", "#2a9d6f", "#a1785a", "#2fa7b5")
+_MARKERS = "osD^vP"
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "shardproof",
@@ -42,6 +43,41 @@ _STYLE: dict[Any, Any] = {
     **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
     "grid.color": INK,
 }
+
+
+def break_even(growth: pd.DataFrame, crossings: pd.DataFrame, title: str) -> str:
+    """Bytes against tokens, one line a mode, both axes logarithmic, every crossing T* marked.
+
+    `growth`: mode, tokens, wire_bytes. `crossings`: mode, other, tokens (T*), wire_bytes.
+    """
+    with open_canvas(title, 560, 340) as (figure, axes):
+        groups = growth.sort_values("tokens").groupby("mode", observed=True, sort=True)
+        for number, (mode, line) in enumerate(groups):
+            colour, marker = COLOURS[(number + 1) % len(COLOURS)], _MARKERS[number % len(_MARKERS)]
+            # Two modes may send the same bytes: the dashes of the second let the first shine through.
+            dash = "--" if number % 2 else "-"
+            sent_mib = line["wire_bytes"] / 2**20
+            axes.plot(line["tokens"], sent_mib, ls=dash, color=colour, marker=marker, ms=4, label=str(mode))
+        for number, crossing in enumerate(crossings.sort_values("tokens").to_dict("records")):
+            axes.axvline(crossing["tokens"], color=INK, lw=0.8, ls=":", alpha=0.7)
+            axes.plot([crossing["tokens"]], [crossing["wire_bytes"] / 2**20], "o", ms=9, mfc="none", color=INK)
+            axes.annotate(
+                f"T* = {round(crossing['tokens']):,}: {crossing['mode']} below {crossing['other']}",
+                (crossing["tokens"], 0.02 + 0.06 * number),
+                xycoords=("data", "axes fraction"),
+                xytext=(5, 0),
+                textcoords="offset points",
+                fontsize=9,
+            )
+        axes.set(xscale="log", yscale="log", xlabel="tokens per micro-batch", ylabel="MiB per rank (ring model)")
+        axes.set_xticks(sorted(set(growth["tokens"])))
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(lambda value, _: f"{value:,.4g}")
+            axis.set_minor_formatter(lambda value, _: f"{value:,.4g}")
+        axes.xaxis.minorticks_off()
+        if len(growth):
+            axes.legend(loc="upper left")
+    return inline_svg(figure, title, "break-even")
 
 
 _MOST_SPANS = 4000

@@ -203,6 +203,7 @@ sys.exit("loaded" if "matplotlib" in sys.modules else status)
 
 
 def test_a_reader_that_leaves_early_gets_no_traceback_and_a_page_loads_no_plotting_library(folder: Path) -> None:
+    """A page without a break-even."""
     command = [sys.executable, "-c", _PROGRAM, str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout and process.stderr

@@ -17,9 +17,10 @@ from shardproof.reports.pages import page, plots
 from shardproof.reports.pages.comment import render_comment
 from shardproof.reports.pages.drawings import build_tree, by_module, draw_timeline, last_micro_batch, lines_of_cases
 from shardproof.reports.pages.opening import pairs_of_features
-from shardproof.reports.stored.frames import Run, load
+from shardproof.reports.stored.frames import Run, in_order, load
 from shardproof.reports.stored.summary import headline
 from tests.reports import sample_run
+from tests.reports.stored.test_summary import grown
 
 VOID = {"meta", "br", "hr", "img", "link", "input", "path", "use", "rect", "line", "circle"}
 LINKS = {"src", "href", "srcset", "action", "data"}
@@ -244,10 +245,22 @@ def contrast(one: str, other: str) -> float:
     return (lighter + 0.05) / (darker + 0.05)
 
 
-def test_the_title_of_a_drawing_is_text() -> None:
-    spans = pd.DataFrame([(0, "F", 0, 0, 0.0, 1.0)], columns=["rank", "kind", "micro", "chunk", "start_s", "end_s"])
-    svg = plots.plot_pipeline(spans, 'a <title> & "more"')
-    assert 'aria-label="a &lt;title> &amp; &quot;more&quot;"' in svg and Structure(svg).open == []
+def test_every_crossing_is_marked_and_named() -> None:
+    rows = [(mode, t, c + s * t) for mode, c, s in (("mtp", 0, 5), ("isp", 1e6, 1)) for t in (1000, 1000000)]
+    growth = in_order(pd.DataFrame(rows, columns=["mode", "tokens", "wire_bytes"]))
+    crossings = pd.DataFrame([("isp", "mtp", 250000.0, 1.25e6)], columns=["mode", "other", "tokens", "wire_bytes"])
+    svg = plots.break_even(growth, crossings, 'a <title> & "more"')
+    assert "T* = 250,000: isp below mtp" in svg
+    assert 'aria-label="a &lt;title> &amp; &quot;more&quot;"' in svg
+    assert "T*" not in plots.break_even(growth, crossings.iloc[:0], "none")
+    assert Structure(svg).open == []
+
+
+def test_a_run_with_growth_shows_break_even_in_table_and_plot(failing: Run) -> None:
+    """By hand: isp sends 10,000 bytes and 10 a token, mtp 50 a token."""
+    html = page.render_page(grown(failing, {"mtp": {100: 5000, 400: 20000}, "isp": {100: 11000, 400: 14000}}))
+    assert "T* = 250: isp below mtp" in html
+    assert "cheaper beyond T*" in html
 
 
 def test_a_page_is_written_where_no_compiled_template_can_be_stored(

@@ -1,4 +1,4 @@
-"""The headline, traffic and uneven exchanges, added up by hand. The example notebook."""
+"""The headline, traffic, the break-even and uneven exchanges, added up by hand. The example notebook."""
 
 import dataclasses
 import json
@@ -10,10 +10,10 @@ import pytest
 
 from shardproof.harness.verdicts.facts import Note, NoteKind
 from shardproof.harness.verdicts.verdict import Verdict
-from shardproof.reports.printing import text_tables
+from shardproof.reports.printing import run_tables, text_tables
 from shardproof.reports.programs import figures, program_tables
 from shardproof.reports.stored import summary
-from shardproof.reports.stored.frames import Run, load
+from shardproof.reports.stored.frames import Run, in_order, load
 from shardproof.reports.stored.unchecked import unchecked_notes
 from tests import ROOT
 from tests.reports import sample_run
@@ -199,6 +199,71 @@ def test_bytes_are_written_in_the_unit_that_they_need(size_bytes: object, text: 
 @pytest.mark.parametrize(("error", "text"), [(0.0, "0"), (2.134e-16, "2.1e-16"), (float("nan"), "-"), (None, "-")])
 def test_errors_are_written_short_and_nothing_is_not_zero(error: object, text: str) -> None:
     assert text_tables.small(error) == text
+
+
+# Break-even: isp sends 1000 bytes of weights and 1 byte a token, mtp 5 bytes a token: T* = 1000 / (5 - 1) = 250
+
+
+def _growth(**lines: tuple[float, float]) -> pd.DataFrame:
+    rows = [(mode, t, constant + slope * t) for mode, (constant, slope) in lines.items() for t in (100, 200, 400)]
+    return in_order(pd.DataFrame(rows, columns=["mode", "tokens", "wire_bytes"]))
+
+
+def test_the_crossing_is_where_the_lines_meet_and_parallel_lines_have_none() -> None:
+    (crossing,) = run_tables.find_crossings(_growth(mtp=(0, 5), isp=(1000, 1))).to_dict("records")
+    assert (crossing["mode"], crossing["other"]) == ("isp", "mtp")
+    assert crossing["tokens"] == pytest.approx(250)
+    assert crossing["wire_bytes"] == pytest.approx(1250)
+    parallel = run_tables.find_crossings(_growth(mtp=(0, 5), msp=(0, 5)))
+    apart = run_tables.find_crossings(_growth(mtp=(1000, 5), msp=(0, 4)))
+    from_zero = run_tables.find_crossings(_growth(mtp=(0, 5), fsp=(0, 6.5)))
+    assert len(parallel) == len(apart) == len(from_zero) == 0
+
+
+CROSSING = {"mtp": {100: 1000, 200: 2000}, "isp": {100: 1600, 200: 1800}}
+
+
+def grown(run: Run, names: dict[str, dict[int, int]]) -> Run:
+    """A run of these modes at these tokens, each with one forward call in a layer and one elsewhere."""
+    event = run.ledger[run.ledger["region"] == "layers.0.attention.wo"].head(1)
+    cases, ledger = [], []
+    for mode, sizes in names.items():
+        for tokens, sent in sizes.items():
+            text = f"mode={mode} tp=2 seq={tokens}"
+            cases.append({"case": text, "mode": mode, "world_size": 2, "tokens": tokens, "micro": 2, "steps": 1})
+            ledger.append(event.assign(case=text, wire_bytes=sent))
+            ledger.append(event.assign(case=text, wire_bytes=10, region="head"))
+            ledger.append(event.assign(case=text, wire_bytes=7, op="all_to_all"))
+    return dataclasses.replace(run, cases=in_order(pd.DataFrame(cases)), ledger=pd.concat(ledger))
+
+
+def test_growth_is_measured_a_micro_batch_with_and_without_what_lies_outside_the_layers(run: Run) -> None:
+    measured = grown(run, CROSSING)
+    layers = run_tables.growth_of_bytes(measured)
+    assert list(layers["wire_bytes"]) == [500, 1000, 800, 900], "two micro-batches; isp sorts behind mtp"
+    assert list(run_tables.growth_of_bytes(measured, "all")["wire_bytes"]) == [508.5, 1008.5, 808.5, 908.5]
+    compared = run_tables.compare_modes(measured)
+    assert list(compared["counted"]) == ["layers", "all"]
+    assert list(compared["tokens"]) == pytest.approx([175, 175])
+
+
+def test_modes_are_compared_across_the_words_that_they_bring_with_them_and_no_others(run: Run) -> None:
+    measured = grown(run, CROSSING)
+
+    def also(word: str) -> int:
+        cases = measured.cases.assign(case=[c + word * ("isp" in c) for c in measured.cases["case"]])
+        return len(run_tables.growth_of_bytes(dataclasses.replace(measured, cases=cases)))
+
+    assert also(" head=exchange") == 4
+    assert also(" layers=9") == 0, "another model"
+
+
+def test_one_size_or_one_mode_is_no_growth(run: Run) -> None:
+    assert len(run_tables.growth_of_bytes(run)) == 0
+    assert len(run_tables.growth_of_bytes(grown(run, {"mtp": {100: 1, 200: 2}, "isp": {100: 1}}))) == 0
+    assert len(run_tables.compare_modes(run)) == 0
+    with pytest.raises(ValueError, match="legal: layers, all"):
+        run_tables.growth_of_bytes(run, "some")
 
 
 def test_a_sum_with_an_unknown_part_is_unknown(run: Run) -> None:
