@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from shardproof.harness.differences import find_differences
-from shardproof.harness.ledger import Event, wire_bytes
+from shardproof.harness.ledger import wire_bytes
 from shardproof.harness.predicting.dry_run import DryRank
 from shardproof.harness.protocols import ActionLike, CaseLike, Subject
 from shardproof.harness.subject import named_axes, state_terms
@@ -113,8 +113,8 @@ class Forecast:
     """A case of any size. `tokens` are those of all ranks in a step; 0: the case has none.
 
     `ledger` says how the dry run compares with the closed form: "equal", the first difference, or that none is stated.
-    `depths` are the layers that were run, () when it was the model itself. `events` is the ledger of the ranks run. Of
-    a pipeline, `stages` are its stages, `memory` and `traffic` are of the stage with the largest peak.
+    `depths` are the layers that were run, () when it was the model itself. Of a pipeline, `stages` are its stages,
+    `memory` and `traffic` are of the stage with the largest peak.
     """
 
     case: CaseLike
@@ -123,7 +123,6 @@ class Forecast:
     ledger: str
     traffic: Traffic | None
     depths: tuple[int, ...] = ()
-    events: tuple[Event, ...] = ()
     stages: tuple[StageForecast, ...] = ()
 
 
