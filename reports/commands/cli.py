@@ -177,7 +177,6 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     run.add_argument("--variant", metavar="NAME", help="a known deviation of real systems, in every case: it must fail")
     run.add_argument("--profile", metavar="torch,nsys", help="witnesses: run each case under these tools too")
     run.add_argument("--profile-steps", metavar="FIRST:END", help="steps they watch; END is not included (all)")
-    run.add_argument("--preset-experiment", metavar="NAME", help="repeat a published run: gpt3-857m-tp4")
     run.add_argument("--emit-repro", metavar="FILE", help="the first failure, shrunk, as a script of its own")
     run.add_argument("--timeout", default="60", metavar="SECONDS", help=_TIMEOUT)
     run.add_argument("--when", default="20", metavar="SECONDS", help="longest search for a failure's `when:`; 0: none")
