@@ -83,11 +83,10 @@ def _before_sums(evidence: Evidence, own: Mapping[int, float]) -> Iterator[tuple
     Where these are the norms of what the ranks returned (`own`), no sum came behind backward that a norm could miss.
     """
     for squares in zip(*(one.tolist() for one in evidence.search.unsummed), strict=False):
-        if all(
-            math.isclose(math.sqrt(square), own.get(rank, 0.0), rel_tol=_NEAR) for rank, square in enumerate(squares)
-        ):
+        alone = {rank: math.sqrt(square) for rank, square in enumerate(squares)}
+        if all(math.isclose(norm, own.get(rank, 0.0), rel_tol=_NEAR) for rank, norm in alone.items()):
             continue
-        yield state_fact("norm_unsummed", axis=""), {rank: math.sqrt(square) for rank, square in enumerate(squares)}
+        yield state_fact("norm_unsummed", axis=""), alone
         for axis in split_axes(evidence.run.case):
             over = {rank: ranks for ranks in evidence.claims.axes.get(axis, ()) for rank in ranks}
             norms = {rank: math.sqrt(sum(squares[r] for r in ranks)) for rank, ranks in over.items()}
