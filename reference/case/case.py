@@ -176,7 +176,7 @@ class Case(_Words):
         for entry in text.split():
             key, equals, value = entry.partition("=")
             if key not in WORDS:
-                near = get_close_matches(key, WORDS, cutoff=0.5) or [*WORDS][:8]
+                near = get_close_matches(key, WORDS, cutoff=0.7) or [*WORDS][:8]
                 legal = f"{' '.join(near)} and the others of `shardproof help case`"
                 raise CaseError(key, value or entry, "is not a word of the case language", legal)
             if not equals:
