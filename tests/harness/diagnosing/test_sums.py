@@ -211,3 +211,11 @@ def test_what_became_of_parameters_is_told() -> None:
     values = {name: start[name.replace("param", "start")], other: truth()[other] + 1}
     (told,) = by_numbers(planted(values, shares=shares), [name, other])
     assert (told.id, told.words) == ("never_updated", f"{name}: as before the first step")
+
+
+@pytest.mark.parametrize(("recorded", "size"), [(False, ", which is dp=2"), (True, "")])
+def test_shards_of_data_ranks_are_parts_of_a_sum_where_no_call_was_recorded(recorded: bool, size: str) -> None:
+    double = {name: 2 * tensor for name, tensor in truth().items() if name == W1}
+    calls = {} if recorded else {"events": ()}
+    seen = planted(double, case=case("tp=1 dp=2 seq=16 micro=1"), **calls)
+    assert [told.words for told in by_numbers(seen, [*double])] == [f"it is 2 x the truth{size}"]
