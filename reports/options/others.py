@@ -48,7 +48,7 @@ def count_of_steps(text: str) -> int:
 
 def folder_of_values(name: str | None) -> Path:
     """A folder with recorded values. Raises RequestError where there is none."""
-    legal = "a folder of `shardproof record --values`, or a launch of `parity`, as runs/latest/first"
+    legal = "a folder of `shardproof record --values`, or a launch of `parity`, such as runs/latest/first"
     if name is None:
         raise RequestError("values: two folders are compared, BASE and NEW; legal: compare BASE NEW --values")
     if not (Path(name) / VALUES).is_dir():

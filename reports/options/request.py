@@ -65,7 +65,7 @@ def profiled_tools(arguments: argparse.Namespace) -> tuple[str, ...]:
         raise RequestError(f"profile={arguments.profile}: names no witness; legal: {','.join(TOOLS)}")
     for tool in tools:
         if tool not in TOOLS:
-            raise RequestError(f"profile={tool}: is not a witness; legal: {','.join(TOOLS)}")
+            raise RequestError(f"profile={tool}: is not a profiler of cases; legal: {','.join(TOOLS)}")
     if arguments.engine == "dry":
         raise RequestError("profile: dry ranks have shapes and no times; legal: --engine inproc")
     return tools
