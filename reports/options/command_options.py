@@ -224,9 +224,7 @@ def _add_predict(predict: argparse.ArgumentParser) -> None:
     predict.epilog = 'example: shardproof predict "preset=llama3-405b mode=tp-sp tp=8 dp=2048"'
     predict.add_argument("cases", nargs="+", metavar="CASE", help="one case each, key=value words in quotes")
     predict.add_argument("--memory", default="80", metavar="GIB", help="the memory of a rank's device, in GiB (80)")
-    predict.add_argument("--world", type=int, metavar="N", help="search the meshes of N ranks for every CASE")
     predict.add_argument("--subject", default=SUBJECT, metavar="M:O", help=f"implementation to predict ({SUBJECT})")
-    predict.add_argument("-o", "--out", metavar="DIR", help="write tables, plots and ledger into a folder below DIR")
     predict.add_argument("--json", action="store_true", help="the result as JSON on stdout, and nothing else there")
 
 
