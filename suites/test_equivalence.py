@@ -60,7 +60,7 @@ def test_all_modes_compute_the_same(prover: Prover, data: st.DataObject) -> None
     )  # packs are delivered otherwise
     by_mode = outcomes(prover, case, modes)
     if len(by_mode) < 2:
-        reason = f"case {case}: {prover.subject.name} takes it in no other mode"
+        reason = f"case {case}: {prover.subject.name} takes it in one mode, and this test compares two"
         if prover.only is not None:
             pytest.skip(reason)
         prover.refusals.append(reason)

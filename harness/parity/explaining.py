@@ -172,8 +172,8 @@ def _own_counts(seen: LaunchComparison, findings: Mapping[str, Finding]) -> tupl
 def _with_search(seen: LaunchComparison, evidence: Evidence, findings: Mapping[str, Finding]) -> Evidence:
     """The evidence with what stands before the first wrong number: samples, initial values, the first wrong module."""
     if samples.CHECK in findings and findings[samples.CHECK].verdict == FAIL:
-        how = next(filter(None, map(samples.describe_difference, seen.steps)))
-        return evidence.with_found(other_samples=how)
+        step, how = next((step, how) for step in seen.steps if (how := samples.describe_difference(step)))
+        return evidence.with_found(other_samples=samples.describe_own_order(step) or how)
     if begun := wrong_starts(seen, findings):
         return evidence.with_found(other_start=_start_of(seen, begun))
     if not seen.steps:

@@ -165,6 +165,13 @@ def describe_difference(one: Samples) -> Fact | None:
     )
 
 
+def describe_own_order(one: Samples) -> Fact | None:
+    """The ranks that alone read rows which the first launch does not have; None where every rank or none does so."""
+    apart = _ranks_apart(one)
+    others = tuple(sorted({rank for rank, _ in one.sources} - {*apart}))
+    return state_fact("rows_of_own_order", ranks=apart, others=others) if apart and others else None
+
+
 def _rows_once(units: Iterable[Unit]) -> list[Source]:
     """The rows of these parts, each once."""
     return list(dict.fromkeys(unit[:2] for unit in units))

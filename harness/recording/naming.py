@@ -95,8 +95,8 @@ def axis_name(
     if len(having) == 1 and group_desc in _WORLD:
         return having[0], ""
     if len(having) == 1:
-        why = f"its group is described as {group_desc!r}" if described else "its group has no description"
-        return having[0], f"axis {having[0]}: {why}, so it is named after the axis of the case that has the same ranks"
+        why = f"is described as {group_desc!r}" if described else "has no description"
+        return having[0], f"axis {having[0]} is named by the ranks of its group, which {why}"
     if described:
         return described, ""
     return "world" if len(ranks) == world_size else ",".join(map(str, group)), ""

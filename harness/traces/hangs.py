@@ -93,7 +93,10 @@ KIND = ("group", "axis", "op", "reduce_op", "dtype", "shape", "root", "peer", "p
 RECORD = ("kind", "number", "order", "step", "microbatch")
 """Fields of one call that it writes."""
 _NUMBERS = ("root", "peer")
-_LEGAL = "the run folder of `shardproof record`, or the files that torch's Flight Recorder wrote"
+_LEGAL = (
+    "the run folder of `shardproof record`, or the files that torch's Flight Recorder wrote; traces of profilers are "
+    "for `shardproof read`"
+)
 
 
 @without_garbage_collection()  # calls by the million, which all stay
@@ -144,6 +147,8 @@ def _of_part(folder: Path) -> RankStanding:
         return _of_last(load_dump(last), str(last))
     end = folder / "end.json"
     failed = end.is_file() and bool(load_dump(end).get("failed"))
+    if end.is_file() and not failed:  # it came to its end, where a recorder writes both
+        raise RequestError(f"dump {folder}: a trace that `shardproof read` read has no last calls; legal: {_LEGAL}")
     ended = "its recorder failed before" if failed else f"it was killed or crashed{_last_row(folder)}"
     return RankStanding(rank=int(folder.name), world_size=0, source=str(folder), ended=ended, lost=not failed)
 
@@ -234,7 +239,7 @@ def lines_of_findings(ranks: Sequence[RankStanding], divergences: Sequence[Diver
     """The findings, the first one with the standing of its ranks; a sentence when no rank is seen to diverge."""
     silent = max((one.silent_s for one in ranks), default=0.0)
     about = f", silent for {silent:g} s" if silent else ""
-    yield f"{len(ranks)} ranks{about}"
+    yield f"{len(ranks)} rank{'s' * (len(ranks) != 1)}{about}"
     missing = sorted(set(range(max((one.world_size for one in ranks), default=0))) - {one.rank for one in ranks})
     if missing:
         yield f"{name_ranks(missing)} left no dump"

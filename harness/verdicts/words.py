@@ -177,7 +177,8 @@ def _agreement(known: AgreementByKind) -> str:
     )
     if not wrong:
         return NO_CAUSE
-    return f"none is known; {right or 'none'} agree with the truth; {wrong} do not"
+    right = f"{right} agree with the truth" if right else "no tensor agrees with the truth"
+    return f"none is known; {right}; {wrong} do not"
 
 
 def when_line(when: When) -> str:
@@ -243,7 +244,7 @@ def split_shares(shares: Mapping[int, int]) -> str:
     """A note on the shares of parameters that are split, in per cent, with the number of their cases."""
     least, most = min(shares), max(shares)
     share = f"{least} %" if least == most else f"from {least} to {most} %"
-    return f"sharded: {share} of all elements of the parameters ({_cases(sum(shares.values()))})"
+    return f"{share} of parameter elements are sharded ({_cases(sum(shares.values()))})"
 
 
 def describe_unreturned(statement: str, silent: Sequence[str], on_purpose: Sequence[str]) -> str:

@@ -52,7 +52,8 @@ def show_run(run: Run, stream: TextIO) -> None:
     first, cases = text_tables.first_table(headline), text_tables.headline_table(headline)
     for table in dict.fromkeys((first, cases)):
         show_table(table, stream)
-    show_table(text_tables.traffic_table(summary.traffic(run)), stream)
+    if len(lines := summary.traffic(run)):
+        show_table(text_tables.traffic_table(lines), stream)
     crossings = compare_modes(run)
     if len(crossings):
         show_table(break_even_table(crossings), stream)

@@ -81,7 +81,7 @@ def describe_equal_times(times: pd.DataFrame) -> str:
         return ""
     judged = times[times["change"] != "too few"]
     if judged.empty:
-        return f"times show nothing: no phase has the {FEWEST} micro-batches on both sides that an interval needs"
+        return f"times were not compared: no phase has {FEWEST} micro-batches or more on both sides"
     return (
         f"times show nothing: no phase is slower or faster beyond chance ({CONFIDENCE:.1%}) "
         f"in {count(judged['blocks'].max())} micro-batches"

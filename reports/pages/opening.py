@@ -79,9 +79,9 @@ def describe_proof(run: Run, headline: pd.DataFrame) -> str:
         stated = (
             f"a closed form is stated for {expected} of {len(passed)} cases"
             if expected
-            else "held to no expectation (subject.expected is not set)"
+            else "no closed form is stated for them (subject.expected)"
         )
-        parts.append(f"{sent} of payload of one rank were recorded: {stated}")
+        parts.append(f"one rank's {sent} were recorded, and {stated}")
     return f"Proved for {where}: {'; '.join(parts)}.{ending}"
 
 

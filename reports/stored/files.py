@@ -57,7 +57,9 @@ def run_folder(name: str | Path, *, matrix: bool = True) -> Path:
         raise RunFolderError(f"run {shorten_path(path)}: no such folder; legal: {_LEGAL}")
     if not known and (path / "ranks").is_dir():
         why = "nothing was recorded: no process of the program has initialised torch.distributed"
-        raise RunFolderError(f"run {shorten_path(path)}: {why}; legal: a program that does")
+        values = (path / "values").is_dir()
+        legal = "`shardproof compare A B --values`, for the values that it holds" if values else "a program that does"
+        raise RunFolderError(f"run {shorten_path(path)}: {why}; legal: {legal}")
     if not known:
         raise RunFolderError(
             f"run {shorten_path(path)}: neither env.json nor cases.jsonl in it, so it is no run folder"

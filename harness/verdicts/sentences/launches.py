@@ -101,6 +101,10 @@ FROM_LAUNCHES: Mapping[str, str | Callable[..., str]] = {
     "rounding_unknown": "no run of launch A with its rounding moved says whether rounding is behind it; legal: "
     "--control FOLDER (record --values --perturb 1), or --dtype float64",
     # causes
+    "rows_of_own_order": lambda ranks, others: (
+        f"{name_ranks(ranks)} alone {'reads' if len(ranks) == 1 else 'read'} rows that launch A does not have in this "
+        f"step, {name_ranks(others)} none, as where every rank shuffles with a seed of its own"
+    ),
     "drawn_in_b_alone": lambda names, ranks: (
         f"random numbers are drawn in {join_names(names)} on {name_ranks(ranks)} of launch B, and nowhere in launch A"
     ),

@@ -204,7 +204,7 @@ def noted(kind: NoteKind, *reasons: str) -> tuple[Note, ...]:
             "parallelism",
             [("all talk", (Note(kind=NoteKind.SPLIT_SHARE, numbers=(share,)),)) for share in (99, 1, 99)]
             + [("all talk", ())],
-            "sharded: from 1 to 99 % of all elements of the parameters (3 cases)",
+            "from 1 to 99 % of parameter elements are sharded (3 cases)",
         ),
         (
             "coverage",

@@ -12,6 +12,7 @@ import pytest
 
 from shardproof.harness.engines.calls.matching import GroupCall, find_divergences
 from shardproof.harness.engines.calls.signature import NOT_KNOWN, Signature
+from shardproof.harness.errors import RequestError
 from shardproof.harness.traces.hangs import RankStanding, lines_of_findings
 from tests.harness.hangs.dumped import found_in, write_flight, write_last
 from tests.harness.programs.launched import LIMIT_S, forked
@@ -105,6 +106,15 @@ def test_a_rank_that_was_killed_is_gone_and_one_whose_recorder_failed_is_named(t
     assert killed in text.splitlines()
     assert "rank 12: its recorder failed before" in text.splitlines()
     assert "rank 3 is gone, and rank 11 issued last call #" in text
+
+
+def test_a_rank_that_came_to_its_end_without_last_calls_is_one_of_a_trace_and_not_gone(tmp_path: Path) -> None:
+    write_generated(tmp_path, 16)
+    part = tmp_path / "ranks" / "3"
+    (part / "last.json").unlink()
+    (part / "end.json").write_text(json.dumps({"calls": 21, "failed": ""}))
+    with pytest.raises(RequestError, match=r"a trace that `shardproof read` read has no last calls; legal: "):
+        found_in(tmp_path)
 
 
 def test_ranks_that_wait_for_each_other_are_a_cycle(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from shardproof.harness.running.result import CaseResult
 SCRIPT = Path(__file__).with_name("train_gpt.py")
 LIMIT_S = 240.0
 EDITS: Mapping[str, tuple[str, str, str, str]] = {
-    "sampler_seed": ("ddp", "data", "sample/0", "first row"),
+    "sampler_seed": ("ddp", "data", "sample/0", "a seed of its own"),
     "missing_average": ("ddp", "grad_sync", "grad/head.weight", "never averaged over dp"),
     "loss_count": ("ddp", "loss", "loss/0", "which is 1 / dp=2"),
     "norm_sum": ("tp", "grad_sync", "grad/head.weight", ""),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardproof.harness.parity.axes import axes_of
 from shardproof.harness.parity.recorded import Launch, read_launch
-from shardproof.harness.parity.samples import check_samples, describe_difference, samples_of
+from shardproof.harness.parity.samples import check_samples, describe_difference, describe_own_order, samples_of
 from shardproof.harness.programs.values import ValueRow, append_values
 
 pytest.importorskip("safetensors", reason="needs safetensors")
@@ -110,6 +110,21 @@ def test_what_is_missing_twice_or_foreign_is_said(mistake: str, tmp_path: Path) 
     how = describe_difference(found)
     assert how is not None and how.text == words
     assert check_samples([found]).verdict == "fail"
+
+
+def test_ranks_that_alone_read_rows_of_no_step_are_named(tmp_path: Path) -> None:
+    first = recorded(tmp_path / "a", [rows(0, 1, 2, 3)])
+    for number, (foreign, words) in enumerate(
+        {
+            (): "",
+            (1,): "rank 1 alone reads rows that launch A does not have in this step, rank 0 none, as where every rank "
+            "shuffles with a seed of its own",
+            (0, 1): "",
+        }.items()
+    ):
+        ranks = [[{"args/0": TOKENS[own] + (rank in foreign)}] for rank, own in enumerate(([0, 2], [1, 3]))]
+        how = describe_own_order(samples_of(first, recorded(tmp_path / str(number), ranks), 0))
+        assert (how.text if how else "") == words
 
 
 def test_samples_that_cannot_be_held_against_each_other_are_unknown(tmp_path: Path) -> None:

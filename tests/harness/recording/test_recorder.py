@@ -178,12 +178,12 @@ def test_a_description_names_a_group_else_its_ranks_do(
 
 @pytest.mark.parametrize(
     ("group", "desc", "why"),
-    [((3, 1), "undefined", "its group has no description"), ((0, 2), "mesh_lanes", "is described as 'mesh_lanes'")],
+    [((3, 1), "undefined", "which has no description"), ((0, 2), "mesh_lanes", "is described as 'mesh_lanes'")],
 )
 def test_an_axis_that_the_ranks_alone_name_is_a_doubt(group: tuple[int, ...], desc: str, why: str) -> None:
     name, doubt = axis_name(group, desc, AXES, 4)
     assert name == "dp"
-    assert doubt.startswith("axis dp: ") and why in doubt
+    assert doubt.startswith("axis dp is named by ") and why in doubt
 
 
 def test_a_rank_list_that_two_axes_share_names_none_and_all_ranks_of_one_axis_name_it() -> None:
