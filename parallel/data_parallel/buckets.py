@@ -110,8 +110,8 @@ def make_buckets(
 ) -> tuple[Bucket, ...]:
     """The buckets of parameters, given as name -> elements in order of registration.
 
-    `largest` 0: one bucket of any size. `apart`: parameters that get a bucket of their own where buckets are sharded.
-    An embedding shared by two pipeline stages is such a parameter: both cut it alike.
+    `largest` 0: one bucket of any size. `apart`: parameters that get a bucket of their own if buckets are sharded. An
+    embedding shared by two pipeline stages needs one, so that both stages shard it alike.
     """
     unit, divisor = (ALIGNMENT, math.lcm(ranks, DIVISOR)) if sharded else (1, 1)
     found: list[Bucket] = []
@@ -165,7 +165,7 @@ class _Under:
 
 
 def _weak_hook(method: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """A hook that calls `method(name, ...)` and does not keep its object: Python collects no cycle through autograd."""
+    """A hook that calls `method(name, ...)`, with a weak reference: Python frees no cycle through autograd."""
     known: WeakMethod[Callable[..., Any]] = WeakMethod(method)
 
     def call(*args: Tensor) -> Any:
@@ -177,9 +177,9 @@ def _weak_hook(method: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 class Buckets:
-    """The buffer of one rank; `prepare` makes it, and the parts of a step do the rest in their order.
+    """The buffer of one rank: `prepare` it, then `reduce`, `hand_over` and `afterwards` in every step.
 
-    `apart`: the data axis of its parameters where that differs from `Core.data_axis` (experts: edp).
+    `apart`: the data axis of its parameters if that differs from `Core.data_axis` (experts: edp).
     """
 
     def __init__(self, case: Case, apart: str = "") -> None:
@@ -226,7 +226,7 @@ class Buckets:
         return replace(rank, parameters=masters, updated=masters)
 
     def _prepare_split(self, rank: Rank) -> Rank:
-        """This rank steps its part of every bucket: a range of a flat parameter, wherever a part lies in one."""
+        """Have this rank step its part of every bucket: of each flat parameter the range that lies in the part."""
         ranges_by_name: dict[str, list[range]] = {name: [range(0)] * self._axis.size for name in rank.parameters}
         for under in self._under:
             for index in range(self._axis.size):
@@ -319,7 +319,7 @@ class Buckets:
                 self._gather(under.bucket)
 
     def _gather(self, bucket: Bucket) -> None:
-        """Every rank's part of a bucket into the parameters."""
+        """Gather every rank's part of a bucket into the parameters."""
         first = next(iter(self._model.values()))
         part = first.new_zeros(bucket.size // self._axis.size)
         for share in shares_of_rank(bucket, self._axis.rank, self._axis.size):
@@ -344,9 +344,8 @@ def _trained_leaf(tensor: Tensor, case: Case) -> Tensor:
 def stage_buckets(case: Case, stage: Stage, sizes: Mapping[str, int], ranks: int) -> tuple[Bucket, ...]:
     """The buckets of a stage's parameters, given as name -> elements; each chunk of a rank has a buffer of its own.
 
-    As in Megatron-Core `DistributedDataParallel`, `bucket=` cuts the first stage alone, for the sums of the others are
-    hidden by its backward. A token table of two stages has a bucket of its own where buckets are shared, so that both
-    stages cut it alike. Its copy comes last, as the head's weight.
+    As in Megatron-Core `DistributedDataParallel`, `bucket=` applies to the first stage alone: the sums of later stages
+    overlap with its backward. The copy of the token table on the last stage comes last, as the head's weight.
     """
     names = sorted(sizes, key=lambda name: stage.copies_table and name == TABLE)
     return make_buckets(
@@ -366,7 +365,7 @@ def accumulates_in_buffer(case: Case, name: str) -> bool:
 
 
 class BucketsByAxis:
-    """Buffers of parameters whose copies lie on different ranks, as one: experts' and all others'.
+    """The buffers of experts and of all other parameters as one; copies of the two lie on different ranks.
 
     `buckets` are the buffers by the mesh axis over which their parameters have copies.
     """
@@ -375,7 +374,7 @@ class BucketsByAxis:
         self._buckets = buckets
 
     def prepare(self, rank: Rank) -> Rank:
-        """Each lays out its parameters, and has the optimizer step what it shall."""
+        """Prepare every buffer; each parameter of the returned rank is as its own buffer prepared it."""
         made = {axis: buckets.prepare(rank.of(axis)) for axis, buckets in self._buckets.items()}
 
         def merge_parts(part: Callable[[Rank], Mapping[str, _T]]) -> dict[str, _T]:
@@ -390,7 +389,7 @@ class BucketsByAxis:
         )
 
     def reduce(self, rank: Rank) -> None:
-        """The sums over the ranks with copies are complete."""
+        """Complete the sums over the ranks that hold copies."""
         for axis, buckets in self._buckets.items():
             buckets.reduce(rank.of(axis))
 
@@ -404,6 +403,6 @@ class BucketsByAxis:
             buckets.hand_over(rank.of(axis))
 
     def afterwards(self, rank: Rank) -> None:
-        """Round masters into the parameters, and gather what ranks share."""
+        """Round masters into the parameters; with zero=1 gather every rank's part into them."""
         for axis, buckets in self._buckets.items():
             buckets.afterwards(rank.of(axis))

@@ -1,4 +1,4 @@
-"""DeepSpeed's MoE layer in a network that its engine trains: experts over ep, copies of them and all else over dp.
+"""DeepSpeed's MoE layer in a network that its engine trains: experts are split over ep, and all else is copied over dp.
 
 shardproof run "dp=4 ep=2 zero=2" --subject shardproof.suites.subjects.deepspeed_moe:subject
 
@@ -31,7 +31,7 @@ def draw_weights(case):  # the whole weights, the same on every rank
 
 
 def sample(case, step, micro, dp_rank):
-    numbers = case.samples(step, micro, dp_rank, 6)  # of 6 samples, each a token
+    numbers = case.samples(step, micro, dp_rank, 6)  # 6 samples of one token each
     draws = torch.Generator().manual_seed(numbers.start)
     x = torch.randn(6, WIDTH, generator=draws, dtype=torch.float64).to(getattr(torch, case.dtype))
     return x, torch.tensor(numbers) % 5
@@ -88,7 +88,7 @@ def name_parameters(case, network):  # an expert by its number among all; ranks 
         yield ".".join(words), weight
 
 
-def place_shard(name, tensor):  # an expert is whole where it is
+def place_shard(name, tensor):  # an expert is not split, but not all ranks have it
     return Shard(tensor, (0, 0), SHAPES[name]) if "experts" in name else tensor
 
 

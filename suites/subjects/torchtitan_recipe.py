@@ -18,7 +18,7 @@ from shardproof import softmax_shift
 from shardproof.suites.subjects.torchtitan import ParallelDims, smaller
 from shardproof.suites.subjects.torchtitan_parts import IGNORED, LENGTH, draw_batch, named, session, start
 
-from torchtitan.trainer import Trainer  # isort: skip  (what is above makes torchtitan take the CPU before)
+from torchtitan.trainer import Trainer  # isort: skip  (the imports above make torchtitan take the CPU)
 
 ROWS = 2  # of a micro-batch
 
