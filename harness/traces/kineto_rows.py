@@ -175,6 +175,12 @@ class StepTimes:
         return self._ordered[place][2] if place >= 0 and time_us < self._ordered[place][1] else None
 
 
+def extend_step(steps: dict[int, tuple[float, float]], number: int, start_us: float, end_us: float) -> None:
+    """Add a row of a step, which has one for each stream of a device."""
+    start, end = steps.get(number, (start_us, end_us))
+    steps[number] = min(start, start_us), max(end, end_us)
+
+
 def build_steps(
     steps: Mapping[int, tuple[float, float]], on_device: Mapping[int, tuple[float, float]], kernels: Kernels
 ) -> tuple[TracedStep, ...]:
