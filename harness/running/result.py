@@ -1,4 +1,4 @@
-"""The result of a case: all that is known of it, and the part that is stored, which another process can send."""
+"""The result of a case: all that is known of it, and the part that is stored or sent to another process."""
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
@@ -65,7 +65,9 @@ class CaseResult:
 
     @property
     def diagnosis(self) -> "Diagnosis | None":
-        """The first failed check explained, with the causes that all failed checks show; None when none failed."""
+        """The explanation of the first failed check, with the causes that all failed checks have in common; None if
+        none failed.
+        """
         diagnoses = list(self.diagnoses.values())
         causes = dict.fromkeys(cause for diagnosis in diagnoses for cause in diagnosis.causes)
         return replace(diagnoses[0], causes=tuple(causes)) if diagnoses else None
@@ -77,7 +79,7 @@ class CaseResult:
 
     @property
     def expectation(self) -> tuple[TermLike, ...] | None:
-        """The closed form that the ledger was held against."""
+        """The closed form with which the ledger was compared."""
         return self.evidence.claims.expectation if self.evidence else None
 
     @property
@@ -89,10 +91,10 @@ class CaseResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredCase:
-    """Stored parts of a proved case. `ledger`: its lines of ledger.csv.
+    """The stored parts of a proved case. `ledger`: its lines of ledger.csv.
 
-    `ran`: the ranks of `saved_bytes` when they are not all. `tables` are those that not every case has: file, columns
-    and rows. `unplaced` is why there are no errors.csv of a case that failed.
+    `ran`: the ranks of `saved_bytes` if they are not all. `tables` are files that only some cases have: name, columns
+    and rows. `unplaced` says why a failed case has no errors.csv.
     """
 
     text: str
@@ -119,7 +121,7 @@ def stored_part(result: CaseResult) -> StoredCase:
         try:
             errors = error_rows(evidence.run, evidence.truth, result.text, result.diagnosis.first)
             tables.append(("errors.csv", ERROR_COLUMNS, errors))
-        except Exception as problem:  # a strange tensor, which the verdicts report; the run goes on
+        except Exception as problem:  # a tensor that the verdicts report as broken; the run goes on
             unplaced = f"{type(problem).__name__}: {problem}"
     if evidence and evidence.run.calls.spans:
         tables.append(("spans.csv", SPAN_COLUMNS, [span_row(result.text, span) for span in evidence.run.calls.spans]))
