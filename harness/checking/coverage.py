@@ -47,9 +47,8 @@ def check_coverage(run: RecordedRun, truth: Truth, claims: Claims) -> Finding:
         return Finding(verdict=FAIL, facts=(nothing,), notes=notes, names=strange, decided=decided)
     named = {name for outcome in run.outcomes for name in outcome}
     strange = tuple(name for name in strange if name in named)  # the subject may have modules that the truth lacks
-    if not any(
-        kind_of(name) == ROUTING for name in truth.tensors
-    ):  # then copies of choices are compared with each other
+    # Without choices in the truth, copies of them are compared with each other.
+    if not any(kind_of(name) == ROUTING for name in truth.tensors):
         strange = tuple(name for name in strange if kind_of(name) != ROUTING)
     made = never_made(truth.tensors, strange)  # the check of the update reports these
     strange = tuple(name for name in strange if name not in made)

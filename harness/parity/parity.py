@@ -60,10 +60,8 @@ def prove_parity(request: ParityRequest, heard: Callable[[str], object] = str) -
             threads=threads,
         )
         result = _judge_recorded(request, recorder, seconds)
-    for folder in (
-        store.path / "again",
-        *store.path.glob("perturbed-*"),
-    ):  # as large as the first one, and no longer needed
+    # These are as large as the first launch, and no longer needed.
+    for folder in (store.path / "again", *store.path.glob("perturbed-*")):
         shutil.rmtree(folder / "values", ignore_errors=True)
     return _store_result(replace(result, seconds=seconds), store)
 

@@ -75,9 +75,8 @@ def _find_reasons(rows: pd.DataFrame, base: pd.DataFrame, new: pd.DataFrame) -> 
     for column, (one, many) in _UNITS.items():
         old, now = (_numbers(events[column]) for events in (base, new))
         for kind, numbers, way in (("new", now - old, "more"), ("gone", old - now, "fewer")):
-            if not (
-                numbers and (old if kind == "new" else now)
-            ):  # a side without any calls has no micro-batch or step to compare with
+            # A side without calls has no steps or micro-batches of which the other one has more.
+            if not (numbers and (old if kind == "new" else now)):
                 continue
             inside = rows["kind"].eq(kind) & rows[column].map(lambda text, of=numbers: {*parse_span(text)} <= of)
             if inside.any():
