@@ -45,7 +45,7 @@ class Launches:
         self._copy = self.copy_sources("untouched", ())
 
     def copy_sources(self, name: str, edits: Sequence[Substitution]) -> Path:
-        """Copy the sources, with the program's changes and `edits`. Raises ValueError if a text to replace is missing."""
+        """Copy the sources, with the program's changes and `edits`. Raises ValueError if a replaced text is missing."""
         copy = self.folder / name
         if self.program.folder:
             shutil.copytree(self._sources, copy)

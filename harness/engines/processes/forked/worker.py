@@ -60,7 +60,7 @@ class KeptGroups:
 
     @contextmanager
     def use_kept_groups(self, connection: int) -> Iterator[None]:
-        """Groups made in the body take the backends kept under this number; those of another one are closed."""
+        """Groups made in the body take the backends kept under this number; those of another number are closed."""
         if connection != self._connection:
             self._backends.clear()
             self._connection = connection
@@ -78,7 +78,7 @@ class KeptGroups:
             yield
 
     def _make_keeping_class(keeper, gloo: Any) -> Any:  # noqa: N805  (the class below has its own self)
-        """A class that replaces ProcessGroupGloo and makes each object once."""
+        """A class that replaces ProcessGroupGloo, and makes the object of each group once."""
 
         class Kept(gloo):
             def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -93,7 +93,7 @@ class KeptGroups:
 
 
 def processors_of_rank(processors: Iterable[int], rank: int, world_size: int) -> frozenset[int]:
-    """The processors of a rank: one of them when they are not more than the ranks, else all."""
+    """The processors of a rank: one of them if they are not more than the ranks, else all."""
     known = sorted(processors)
     return frozenset(known) if len(known) > world_size else frozenset({known[rank % len(known)]})
 
@@ -112,30 +112,28 @@ class CpuAffinity:
         self._now = self._processors
 
     def take(self, rank: int, world_size: int) -> None:
-        """Run as this rank of `world_size`, where the system lets a process choose."""
+        """Run as this rank of `world_size`, if the system lets a process choose its processors."""
         if sys.platform != "linux":
             return
         wanted = processors_of_rank(self._processors, rank, world_size)
         if wanted != self._now:
             self._now = wanted
             for thread in os.listdir("/proc/self/task"):
-                with suppress(OSError):  # the thread has ended, or a processor was taken from this process meanwhile
+                with suppress(OSError):  # the thread has ended, or this process has lost a processor meanwhile
                     os.sched_setaffinity(int(thread), wanted)
 
 
 _FOREVER_S = 86400.0
-"""torch's own limit of a wait: the supervisor's comes first, and a rank that gave up by itself would hide the cause."""
+"""torch's own limit of a wait. The supervisor's comes first: a rank that gave up by itself would hide the cause."""
 _STORE_S = 60.0
 """How long the store may take to answer."""
 _ABANDONED = 0
-"""The exit status where the driver is gone in the middle of a run. Otherwise torch would print at length that the store
-is gone too.
-"""
+"""The exit status if the driver vanishes during a run. Otherwise torch would print at length that the store is gone."""
 
 
 def serve_orders(pipe: Connection, memory: int) -> None:
     """The life of a worker that is one rank, with this pipe and the file of its flight recorder."""
-    gc.enable()  # imports, which make no garbage, were done without
+    gc.enable()  # imports, which make no garbage, ran without collections
     warnings.filterwarnings("ignore", "Work::result API is being deprecated")  # raised by our own FollowedWork
     recorder = FlightRecorder(memory)
     with Interposer(log=recorder) as interposer:
@@ -166,7 +164,7 @@ class _Worker:
         imported, number = len(sys.modules), order.number
         try:
             program, args = unpack_value(order.program)
-        except Exception as problem:  # whatever importing a user's module raises
+        except Exception as problem:  # importing a user's module may raise anything
             self._report(WorkerReport(number=number, refused=error_text(problem)))
             return
         if len(sys.modules) != imported:
@@ -176,7 +174,7 @@ class _Worker:
             with self._world(order):
                 seed_streams(order.seed)
                 result = result_of(program, args, order.rank)
-                torch.set_default_dtype(torch.float32)  # the switches of torch that a program may have left changed
+                torch.set_default_dtype(torch.float32)  # switches of torch that a program may have changed
                 torch.set_grad_enabled(True)
                 not_deterministic()
                 reported = True
@@ -197,7 +195,7 @@ class _Worker:
 
     @contextmanager
     def _world(self, order: RunOrder) -> Iterator[None]:
-        """This rank's world; its groups are those kept from earlier runs, where they are the same."""
+        """This rank's world, with groups kept from earlier runs if they are the same."""
         if order.store != self._store_at:
             host, port = order.store
             self._store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_STORE_S))
@@ -210,7 +208,7 @@ class _Worker:
             yield
 
     def _report(self, report: WorkerReport) -> None:
-        """Send how the run ended; end the process where the driver is gone."""
+        """Send how the run ended. Ends the process if the driver is gone."""
         try:
             self._pipe.send_bytes(pack_report(report))
         except ConnectionError:
