@@ -18,7 +18,7 @@ from torch import nn
 from shardproof import Shard
 from shardproof.suites.subjects import deepspeed as plain
 
-EXPERTS, WIDTH, SHARE = 4, 8, 0.1  # of the balance loss in what is trained
+EXPERTS, WIDTH, SHARE = 4, 8, 0.1  # the share of the balance loss in the trained loss
 SHAPES = {"moe.gate.weight": (EXPERTS, WIDTH), "head.weight": (5, WIDTH), "head.bias": (5,)}
 SHAPES |= {f"moe.experts.{number}.0.weight": (12, WIDTH) for number in range(EXPERTS)}
 SHAPES |= {f"moe.experts.{number}.2.weight": (WIDTH, 12) for number in range(EXPERTS)}
@@ -64,7 +64,7 @@ def truth(case, device):
 
 
 class Network(nn.Module):
-    """Tokens, what their experts add to them, and a linear: gives the loss of [tokens, width]."""
+    """Tokens, what their experts add to them, and a linear layer; returns the loss of [tokens, width]."""
 
     def __init__(self, case):
         super().__init__()

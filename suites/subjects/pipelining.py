@@ -50,7 +50,7 @@ def subject(case, device):
         delattr(model, str(number))  # the layers of other stages; those that stay keep their names
     stage = pipelining.PipelineStage(model, rank, case.pp, torch.device(device))
     schedule = getattr(pipelining, f"Schedule{case.schedule}")(stage, case.micro, loss_fn=cross_entropy)
-    outcome = train(case, model, forward_backward)  # what one stage alone has, it returns as a part that is the whole
+    outcome = train(case, model, forward_backward)  # what a single stage has is returned as a shard of full size
     return {name: Shard(tensor, (0,) * tensor.dim(), tuple(tensor.shape)) for name, tensor in outcome.items()}
 
 

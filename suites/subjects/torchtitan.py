@@ -14,10 +14,7 @@ import torchtitan.tools.utils
 
 from shardproof import softmax_shift
 
-torchtitan.tools.utils.device_type, torchtitan.tools.utils.device_module = (
-    "cpu",
-    torch.cpu,
-)  # else "cuda", even without a GPU
+torchtitan.tools.utils.device_type, torchtitan.tools.utils.device_module = "cpu", torch.cpu  # "cuda" without a GPU too
 
 from torchtitan.components.loss import CrossEntropyLoss  # noqa: E402  (all of these read device_type)
 from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig  # noqa: E402

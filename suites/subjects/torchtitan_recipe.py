@@ -53,7 +53,7 @@ class ReportingTrainer(Trainer):
             for micro in range(self.case.micro):
                 yield draw_batch(self.case.samples(step, micro, dp_rank, ROWS))
 
-    def init_distributed(self):  # the ranks are there
+    def init_distributed(self):  # the ranks exist already
         return ParallelDims.from_config(self.config.parallelism, self.case.world_size)
 
     def forward_backward_step(self, **batch):
