@@ -101,9 +101,9 @@ class Pass:
         return self.apply_dropout(name, self.tap_output(name, x_BSH))
 
     def block(self, name: str, x_BSH: Tensor, visible_SS: Tensor) -> Tensor:
-        """Hidden states behind the transformer layer of this name."""
+        """Hidden states after the transformer layer of this name."""
         replaced = getattr(self.case, "replaced_branches", None)
-        others = replaced(self.case.blocks[name]) if replaced else {}  # a case that is words alone has no features
+        others = replaced(self.case.blocks[name]) if replaced else {}  # a case of plain words has no features
         for branch, plain in (("attention", self.attention), ("mlp", self.mlp)):
             y_BSH = self.norm(f"{name}.{branch}_norm", x_BSH)
             if branch in others:

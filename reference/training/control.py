@@ -47,20 +47,19 @@ def control(
 ) -> dict[str, Tensor]:
     """The outcome of dense training and the activations of the `observed` step and micro-batch.
 
-    They are in the case's dtype, with the sums in another order.
-
-    `parts`: of how many (see `reorder_sums`). `states`: those from which every step begins (reference.training.steps).
-    `given`: see reference.training.truth.
+    They are in the case's dtype, with the sums in another order. `parts`: the number of partial sums (see
+    `reorder_sums`). `states`: those from which every step begins (reference.training.steps). `given`: see
+    reference.training.truth.
     """
     other = reorder_sums(case, parts)
     return train(case, LastRead(case, device), arithmetic=other, last_first=True, states=states, observed=observed)
 
 
 def reorder_sums(case: Case, parts: int = 0) -> Arithmetic:
-    """The sums of linears, norms and attention in `parts`; 0: as many as the case splits them in, 2 at least.
+    """The sums of linears, norms and attention in `parts`; 0: as many as the case splits them into, at least 2.
 
-    Attention is torch's fused kernel where an even number of `parts` is given: its backward takes other sums. With
-    context ranks it is merged elsewhere, as theirs is.
+    With an even number of `parts` attention is torch's fused kernel, whose backward takes other sums. With context
+    ranks its blocks are merged elsewhere, as theirs are.
     """
     attention = fused_attention if parts and parts % 2 == 0 and not case.attention_dropout else None
     by_hand = merged_attention if case.is_sliced else split_attention
@@ -114,10 +113,10 @@ def split_attention(
 def merged_attention(
     q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, visible_SS: Tensor, keep_BNSS: Tensor | None = None, *, parts: int
 ) -> Tensor:
-    """Attention as where blocks of keys are merged: a share is exp(score - log sum exp).
+    """Attention as computed when blocks of keys are merged: a probability is exp(score - log sum exp).
 
-    The gradient of a score takes off sum(dO * O). Of large scores that rounds more than a softmax does, which takes off
-    the largest one first. Source: FlashAttention-2 (arXiv:2307.08691), whose backward context parallelism has.
+    The gradient of a score subtracts sum(dO * O). For large scores that rounds more than a softmax, which subtracts the
+    largest one first. Source: FlashAttention-2 (arXiv:2307.08691), whose backward context parallelism has.
     """
     score_BNSS, v_BNSD = _scores(q_BSND, k_BSKD, v_BSKD, visible_SS, parts)
     context_BNSD: Tensor = _Merged.apply(score_BNSS, v_BNSD, keep_BNSS, parts)
@@ -177,8 +176,8 @@ def _sum_of_products(x_TE: Tensor, columns: Sequence[Tensor]) -> Tensor:
 
 
 def _product(x_TE: Tensor, rows_FE: Tensor) -> Tensor:
-    """x @ rows^T. Of 16-bit numbers by the kernel for float32, rounded once at the end, as tensor cores do. Where a CPU
-    has no 16-bit products, torch's own kernels take ten to twenty times as long (2.13, 100 x 48 x 84 elements).
+    """x @ rows^T. 16-bit numbers use the kernel for float32, rounded once at the end, as tensor cores do. On a CPU
+    without 16-bit products, torch's own kernels take ten to twenty times as long (2.13, 100 x 48 x 84 elements).
     """
     if x_TE.dtype.itemsize > 2:
         return x_TE @ rows_FE.mT
@@ -203,13 +202,13 @@ def split_norm(x_BSE: Tensor, weight: Tensor, bias: Tensor | None, *, parts: int
 
 
 def squares_in_turn(x: Tensor) -> Tensor:
-    """The sum of squares as torch's kernel of a norm takes it: one after the other."""
+    """The sum of squares in the order of torch's norm kernel: one after the other."""
     size: Tensor = torch.linalg.vector_norm(x)
     return size.square()
 
 
 def _parts(x: Tensor, parts: int, dim: int) -> tuple[Tensor, ...]:
-    """x.tensor_split(parts, dim), whose backward makes one gradient of x's size and not one for each part."""
+    """x.tensor_split(parts, dim), whose backward makes one gradient of x's size, not one for each part."""
     size, longer = divmod(x.shape[dim], parts)
     return torch.split(x, [size + 1] * longer + [size] * (parts - longer), dim)
 
@@ -250,14 +249,14 @@ def measure_relu_flips(
 
 
 def flip_relus(case: Case, side: int) -> Arithmetic:
-    """Arithmetic with the kink of relu on this side (1, -1) of all that rounding may carry across it."""
+    """Arithmetic with the kink of relu moved to this side (1, -1) of all elements that rounding may carry across it."""
     return Arithmetic(activate=partial(_activate, place=side * BAND * torch.finfo(getattr(torch, case.dtype)).eps))
 
 
 def refuse_decisive(
     case: Case, weights: Mapping[str, Tensor], outcome: Mapping[str, Tensor], states: Mapping[str, Tensor] | None
 ) -> None:
-    """Raise CaseError where a relu that rounding flips may decide whether a step of this outcome is skipped."""
+    """Raise CaseError if a relu that rounding flips may decide whether a step of this outcome is skipped."""
     if case.scaler == "none" or case.activation != "relu":
         return
     for side in (1, -1):
