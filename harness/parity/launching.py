@@ -1,4 +1,5 @@
-"""Launches of a program for parity: subprocesses of the user's own launcher, recorded with values, ended when done.
+"""Launches of a program for parity: subprocesses of the user's own launcher, which record values and are ended when all
+is recorded.
 
 Each launch has a folder of its own in the run folder: `first`, `second`, `again`, `perturbed-1`, .. What it prints goes
 to `output.txt` there. A launch is over when every rank has recorded all steps, or when it ends by itself.
@@ -48,15 +49,16 @@ _NAMES = {
     "again": "launch A again, as it is",
     "perturbed": "launch A again, to see its rounding",
 }
-"""Folders of launches in words; those of perturbed runs are numbered."""
+"""What a launch is called in a message, by its folder. The folders of perturbed runs end in a number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchRecorder:
-    """How launches are recorded: the first `steps`, below `folder`, each for `timeout_s` at most.
+    """How launches are recorded: their first `steps` steps, in a folder below `folder`, each launch in at most
+    `timeout_s` seconds.
 
-    `values` are the options of recording of all launches. `heard` is called as every launch begins. `threads` starts
-    the ranks of torchrun's commands as threads of one process; with None commands are started unchanged.
+    All launches record `values`. `heard` is called as every launch begins. `threads` starts the ranks of torchrun's
+    commands as threads of one process; with None commands are started unchanged.
     """
 
     folder: Path
@@ -67,7 +69,7 @@ class LaunchRecorder:
     threads: ThreadLaunches | None = None
 
     def record(self, name: str, command: Sequence[str], **options: Any) -> Launch:
-        """Launch a command and read what it recorded; `options` are those of this recording alone.
+        """Launch a command and read what it recorded; `options` apply to this recording alone.
 
         Raises ProgramError with its last lines when it fails before the last step, TimeLimit when the time is up,
         MachineError when a signal from outside ends it, RequestError when it records nothing.
@@ -111,10 +113,11 @@ class LaunchRecorder:
         return read_launch(folder)
 
     def record_same_init(self, name: str, command: Sequence[str], start: str) -> Launch:
-        """Launch a command with the initial weights of another recording, a folder; "" for the program's own.
+        """Launch a command with the initial weights from another recording's folder; with "" from the program's own.
 
-        If the groups of ranks do not show how a tensor is sharded, it is recorded once more: what ranks draw themselves
-        in the first recording shows which of them hold the same part. Raises what `record` raises.
+        The groups of ranks may not show how a tensor is sharded. Then the command is launched a second time: the first
+        recording has the weights that the ranks drew themselves, and ranks that drew the same ones hold the same part.
+        Raises what `record` raises.
         """
         launch = self.record(name, command, same_init=start)
         lacking = [str(why) for rank in launch.ranks for why in dict(rank.about.get("same_init") or {}).values()]

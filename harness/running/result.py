@@ -30,7 +30,7 @@ _Table = tuple[str, Sequence[str], Sequence[Sequence[object]]]
 
 
 def verdict_on(finding: Finding, case: str, check: str, failure: FailedCheck | None = None) -> Verdict:
-    """The finding as the verdict of this check on this case, with what explains a failure."""
+    """The verdict of a check on a case: the check's finding, and with a failure the runs that can explain it."""
     return Verdict(
         case=case,
         check=check,
@@ -46,11 +46,11 @@ def verdict_on(finding: Finding, case: str, check: str, failure: FailedCheck | N
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseResult:
-    """Everything known of one case: `skipped` says why it was not run, `machine` why the machine could not finish it.
+    """Everything known of one case. `skipped` says why it was not run, `machine` why the machine could not finish it.
 
-    `evidence` is None unless all runs finished; `traceback` is the whole one of a rank that raised. `diagnoses` by
-    failed check, in the order of the checks; "run" is the check of a case that ended without an outcome. `seconds` by
-    part: truth, control, recorded, plain, again, checks, regrouped, explained, located, elsewhere.
+    `evidence` is None unless all runs finished. `traceback` is that of the rank that raised, uncut. `diagnoses` has one
+    for each failed check, in the order of the checks; "run" stands for a case that ended without an outcome. `seconds`
+    has the parts truth, control, recorded, plain, again, checks, regrouped, explained, located, elsewhere.
     """
 
     case: CaseLike
@@ -65,9 +65,7 @@ class CaseResult:
 
     @property
     def diagnosis(self) -> "Diagnosis | None":
-        """The explanation of the first failed check, with the causes that all failed checks have in common; None if
-        none failed.
-        """
+        """The explanation of the first failed check, with the causes of all failed checks; None if none failed."""
         diagnoses = list(self.diagnoses.values())
         causes = dict.fromkeys(cause for diagnosis in diagnoses for cause in diagnosis.causes)
         return replace(diagnoses[0], causes=tuple(causes)) if diagnoses else None
@@ -93,8 +91,8 @@ class CaseResult:
 class StoredCase:
     """The stored parts of a proved case. `ledger`: its lines of ledger.csv.
 
-    `ran`: the ranks of `saved_bytes` if they are not all. `tables` are files that only some cases have: name, columns
-    and rows. `unplaced` says why a failed case has no errors.csv.
+    `saved_bytes` has a number for each of the ranks `ran`, or for every rank if that is empty. `tables` are files that
+    only some cases have: name, columns and rows. `unplaced` says why a failed case has no errors.csv.
     """
 
     text: str

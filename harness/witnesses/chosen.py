@@ -89,12 +89,12 @@ def terms_of(
 ) -> tuple[tuple[Term, ...] | None, str]:
     """The closed form of these steps, or None and the reason.
 
-    A closed form counts a whole run. If the case with one step has each call as many times less as there are steps, all
-    steps are equal. Otherwise it is unknown to which step the others belong.
+    A closed form counts the calls of a whole run. It can be cut into steps only if all steps are alike: the run must
+    have each call `case.steps` times as often as the same case with one step.
     """
     try:
         short = tuple(expected(case.but(steps=1)) if expected is not None else ())
-    except Exception as problem:  # the function of a third party, with a case that it was never called with
+    except Exception as problem:  # a subject's own function; nobody may have called it with one step
         return None, f"the closed form of one step failed: {error_text(problem)}"
     every, summed = tuple(terms), list[Term]()
     for at in [dict(at) for at in dict.fromkeys(tuple(sorted(_at(term).items())) for term in (*every, *short))]:
@@ -111,7 +111,7 @@ def _at(term: TermLike) -> dict[str, int]:
 
 
 def _unequal_terms(whole: ClosedForm, single: ClosedForm, steps: int) -> str:
-    """Terms that a run of all steps does not have as many times as there are steps; "" if it has all."""
+    """What differs between a run of all steps and `steps` times one step; "" for nothing."""
     for line in (*whole.complete, *single.complete):
         all_steps, one_step = whole.complete[line], single.complete[line]
         if all_steps != steps * one_step:

@@ -38,12 +38,12 @@ class Latent(Core):
     )
 
     def replaced_branches(self, layer: int) -> dict[str, str]:
-        """The replaced branches, "attention" among them."""
+        """The replaced branches of a layer, attention among them."""
         return super().replaced_branches(layer) | ({"attention": "latent"} if self.kv_lora_rank else {})
 
     @property
     def head_dim(self) -> int:
-        """Features of a query and of a key, both parts of them."""
+        """Features of a query or a key, with its rotary ones."""
         return self.qk_head_dim + self.qk_rope_dim if self.kv_lora_rank else super().head_dim
 
     @property
@@ -57,7 +57,7 @@ class Latent(Core):
         return self.qk_rope_dim if self.kv_lora_rank else super().rotated_dim
 
     def problems(self) -> Iterator[Problem]:
-        """Key, the rule that it breaks and a legal value, of every broken rule."""
+        """Every broken rule: its word, the rule and a legal value."""
         for key in ("kv_lora_rank", "q_lora_rank"):
             if getattr(self, key) < 0:
                 yield key, "must not be negative", f"{key}=0"

@@ -31,7 +31,7 @@ def _join(branch: str, x_BSH: Tensor, y_BSH: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arithmetic:
-    """The sums of linears, norms and gradient norms as functions; the control run takes them in another order.
+    """The sums of linears, norms and gradient norms as functions, which the control run replaces by other orders.
 
     Another `activate` may move the kink of relu. `rotate` turns queries or keys, "q" or "k". `join` adds the output of
     a branch, "attention" or "mlp", to its input.

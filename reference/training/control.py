@@ -1,20 +1,21 @@
 """The control run: the same dense training with every sum taken in another order, in the run dtype.
 
-The distance of its outcome from the truth is how far rounding alone may carry a right implementation. Each contraction
-is cut into as many partial sums as the case has ranks along its split, in both directions. The cut is along inputs for
-the forward, outputs for the gradient of the input, tokens for the gradient of the weight. In attention features of a
-head and keys are cut. Each partial sum is rounded to the run dtype, and the partial sums and the micro-batches add up
-last first. Nothing here is parallel: one process has dense weights.
+Its distance from the truth shows how far rounding alone may carry a right implementation.
 
-Sums that torch's own kernels add one term after the other are taken by these, for no order rounds more. They are the
-gradients of a norm's weight and bias, row by row into one accumulator (aten/src/ATen/native/cpu/layer_norm_kernel.cpp).
-The squares of a gradient in its norm are such a sum too (`torch.linalg.vector_norm`, which `clip_grad_norm_` takes).
+Each contraction is cut into as many partial sums as the case has ranks along its split. A linear's forward is cut along
+inputs, the gradient of its input along outputs, the gradient of its weight along tokens; attention is cut along
+features of a head and along keys. Each partial sum is rounded to the run dtype. The partial sums and the micro-batches
+are added last first. Nothing here is parallel: one process has dense weights.
 
-Kinks are the effect of a relu on gradients where rounding decides. The value of a relu hardly changes near zero; its
-derivative jumps from 0 to 1. An element within rounding of zero passes its gradient on in one right implementation and
-not in the next. No control run need flip that same element. Here all elements within BAND epsilons of the run dtype, in
-units of the rms of the tensor, are taken to one side in backward. The change of gradients is what the kink alone may
-change in one element; float64 has no such elements.
+torch's own kernels take a few sums one term after the other, and no order rounds more than that. The control run takes
+these sums by the same kernels: the gradients of a norm's weight and bias
+(aten/src/ATen/native/cpu/layer_norm_kernel.cpp), and the squares of a gradient in its norm (`torch.linalg.vector_norm`,
+which `clip_grad_norm_` takes).
+
+The derivative of relu jumps from 0 to 1 at zero, its kink. An element within rounding of zero passes its gradient on in
+one right implementation and not in the next, and the control run may take the same side as either. So all elements near
+zero (within BAND epsilons of the run dtype, times the rms of the tensor) are taken to one side in backward, then to the
+other. The change of the gradients is what the kink may cause. In float64 no element is that near.
 """
 
 import math
@@ -56,10 +57,11 @@ def control(
 
 
 def reorder_sums(case: Case, parts: int = 0) -> Arithmetic:
-    """The sums of linears, norms and attention in `parts`; 0: as many as the case splits them into, at least 2.
+    """The sums of linears, norms and attention in `parts` parts; with 0 in as many as the case splits them into, at
+    least 2.
 
     With an even number of `parts` attention is torch's fused kernel, whose backward takes other sums. With context
-    ranks its blocks are merged elsewhere, as theirs are.
+    ranks attention is that of merged blocks instead, as the ranks compute it.
     """
     attention = fused_attention if parts and parts % 2 == 0 and not case.attention_dropout else None
     by_hand = merged_attention if case.is_sliced else split_attention
@@ -102,7 +104,7 @@ class _SplitProduct(torch.autograd.Function):
 def split_attention(
     q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, visible_SS: Tensor, keep_BNSS: Tensor | None = None, *, parts: int
 ) -> Tensor:
-    """Attention as `layers` has it, its scores by blocks of keys and `parts` partial sums over features."""
+    """Attention as `layers` has it, but its scores take blocks of keys, and `parts` partial sums over features."""
     score_BNSS, v_BNSD = _scores(q_BSND, k_BSKD, v_BSKD, visible_SS, parts)
     share_BNSS = score_BNSS.softmax(-1).to(q_BSND.dtype)
     if keep_BNSS is not None:
@@ -113,10 +115,10 @@ def split_attention(
 def merged_attention(
     q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, visible_SS: Tensor, keep_BNSS: Tensor | None = None, *, parts: int
 ) -> Tensor:
-    """Attention as computed when blocks of keys are merged: a probability is exp(score - log sum exp).
+    """Attention by merged blocks of keys: a probability is exp(score - log sum exp).
 
     The gradient of a score subtracts sum(dO * O). For large scores that rounds more than a softmax, which subtracts the
-    largest one first. Source: FlashAttention-2 (arXiv:2307.08691), whose backward context parallelism has.
+    largest score first. Source: FlashAttention-2 (arXiv:2307.08691); context parallelism takes its backward.
     """
     score_BNSS, v_BNSD = _scores(q_BSND, k_BSKD, v_BSKD, visible_SS, parts)
     context_BNSD: Tensor = _Merged.apply(score_BNSS, v_BNSD, keep_BNSS, parts)
@@ -154,7 +156,7 @@ def _scores(q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, visible_SS: Tensor, 
 
 
 def fused_attention(q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, visible_SS: Tensor) -> Tensor:
-    """Attention as `layers` has it, by torch's fused kernel: softmax and its gradient block by block."""
+    """Attention as `layers` has it, but by torch's fused kernel: softmax and its gradient block by block."""
     group = q_BSND.shape[2] // k_BSKD.shape[2]
     k_BNSD, v_BNSD = (x.repeat_interleave(group, dim=2).transpose(1, 2) for x in (k_BSKD, v_BSKD))
     context_BNSD = functional.scaled_dot_product_attention(q_BSND.transpose(1, 2), k_BNSD, v_BNSD, attn_mask=visible_SS)
@@ -214,7 +216,7 @@ def _parts(x: Tensor, parts: int, dim: int) -> tuple[Tensor, ...]:
 
 
 BAND = 4.0
-"""Epsilons of the run dtype by which the sums of some layers may err, in units of the tensor's rms."""
+"""How far the sum of a few layers may be wrong, in epsilons of the run dtype times the rms of the tensor."""
 
 
 class _Moved(torch.autograd.Function):

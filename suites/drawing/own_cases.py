@@ -53,7 +53,7 @@ def _near(case: PlainCase, fixed: Mapping[str, Any]) -> st.SearchStrategy[PlainC
 def _may_vary(key: str, case: PlainCase) -> bool:
     """Whether a word of a named case may change: not mode, axes or dtype, nor a word that the case sets itself.
 
-    Such a word is the purpose of the case; steps, micro and seed may change all the same.
+    A word that the case sets is its purpose; steps, micro and seed may change all the same.
     """
     if key in ("mode", "dtype", *AXES, *EXPERT_AXES):
         return False

@@ -85,7 +85,7 @@ class ThreadLaunches:
 
 @contextmanager
 def launches_of_threads(wanted: bool) -> Iterator[ThreadLaunches | None]:
-    """What starts ranks as threads if that is wanted, else None."""
+    """A starter of ranks as threads if that is wanted, else None."""
     launches = ThreadLaunches() if wanted else None
     try:
         yield launches
