@@ -1,6 +1,7 @@
 """Checks the statements of a `when:` line before it is printed: the case that each of them describes is run.
 
-A statement that its run contradicts is left out, and so is one whose case is refused.
+A case that the search has run is not run twice. A statement that its run contradicts is left out, and so is one whose
+case is refused.
 """
 
 import itertools

@@ -13,7 +13,8 @@ entered only where calls are expected to be hidden. A product of code that torch
 Saved activations are the storages that forward passes hand to autograd, each counted once while it is held, parameters
 left out. The peak is what one rank must have room for beside its parameters. The hooks change no value: pack and unpack
 return the tensor. Hooks that a program enters itself hide those around them: what they keep as a tensor is counted in
-them. Unit: bytes. Source of the idea: torch.autograd.graph.saved_tensors_hooks.
+them. Transforms of torch.func (grad, vjp) refuse all hooks, so nothing is counted inside of them. Unit: bytes. Source
+of the idea: torch.autograd.graph.saved_tensors_hooks.
 """
 
 import threading
@@ -28,7 +29,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import flop_counter
 
 from shardproof.harness.ledger import Call, Observer, notify_waited
-from shardproof.harness.torch_internals.autograd import numbers_of, storage_id
+from shardproof.harness.torch_internals.autograd import allow_disabled_hooks, numbers_of, storage_id
 from shardproof.harness.torch_internals.dispatch import (
     BACKEND_SELECT,
     FUSED,
@@ -170,6 +171,8 @@ class SavedActivations:
     def __init__(self) -> None:
         self._accounts: dict[int, _Account] = {}
         self._of_thread: dict[int, _Account] = {}
+        self._hooks: dict[int, saved_tensors_hooks] = {}
+        self._disabling = ExitStack()
         self._lock = threading.Lock()
         self._made = saved_tensors_hooks.__init__
 
@@ -180,14 +183,17 @@ class SavedActivations:
         with self._lock:
             if not self._of_thread:
                 saved_tensors_hooks.__init__ = self._make_counting_hooks()  # type: ignore[method-assign]
+                self._disabling.enter_context(allow_disabled_hooks(lambda: self._hooks.get(threading.get_ident())))
             self._of_thread[threading.get_ident()] = account
+        hooks = self._hooks[threading.get_ident()] = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
         try:
-            with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            with hooks:
                 yield
         finally:
             with self._lock:
-                del self._of_thread[threading.get_ident()]
+                del self._of_thread[threading.get_ident()], self._hooks[threading.get_ident()]
                 if not self._of_thread:
+                    self._disabling.close()
                     saved_tensors_hooks.__init__ = self._made  # type: ignore[method-assign]
 
     def peak_bytes(self, rank: int) -> int:

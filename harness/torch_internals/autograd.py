@@ -16,7 +16,7 @@ from torch.autograd import graph
 from torch.autograd.function import Function, FunctionCtx
 from torch.optim.optimizer import Optimizer
 
-from shardproof.harness.torch_internals.lookup import find_name
+from shardproof.harness.torch_internals.lookup import find_name, replace_attribute
 
 _RECORDING = "recording"
 
@@ -28,6 +28,7 @@ next_number: Callable[[], int] = find_name(getattr(torch._C, "_autograd", None),
 """The sequence number of this thread's next autograd node. Uses torch._C._autograd._get_sequence_nr."""
 
 
+_DISABLE = "_saved_tensors_hooks_disable"
 number_of: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
 """The sequence number of a node, which counts up as a thread makes nodes. Uses Node._sequence_nr."""
 
@@ -73,6 +74,30 @@ def called_by(caller: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Ite
         if nn.Module._call_impl is not wrapped:
             raise RuntimeError("nn.Module._call_impl was wrapped by other code meanwhile: leave in reverse order")
         nn.Module._call_impl = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def allow_disabled_hooks(own: Callable[[], graph.saved_tensors_hooks | None]) -> Iterator[None]:
+    """Within it, hooks on saved tensors may be disabled under those that `own` returns, as transforms of torch.func do.
+
+    They refuse to begin under any hooks; under hooks of the program's own they still do. Uses
+    torch._C._autograd._saved_tensors_hooks_disable, through which torch.compile does it too, and
+    _top_saved_tensors_default_hooks; where they are missing, torch's refusal stands.
+    """
+    bindings = getattr(torch._C, "_autograd", None)
+    disable: Any = getattr(bindings, _DISABLE, None)
+    innermost: Any = getattr(bindings, "_top_saved_tensors_default_hooks", None)
+    if disable is None or innermost is None:
+        yield
+        return
+
+    def disable_below_own(message: str, fail_if_non_empty: bool = True) -> None:
+        hooks, found = own(), innermost(True)
+        stand = hooks is None or found is None or found[0] is not hooks.pack_hook
+        disable(message, fail_if_non_empty and stand)
+
+    with replace_attribute(bindings, _DISABLE, disable_below_own):
+        yield
 
 
 def has_hooks(module: nn.Module) -> bool:

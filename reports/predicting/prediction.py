@@ -1,4 +1,4 @@
-"""The computing half of `shardproof predict`: every candidate of a text forecast, and whether it fits; the break-even.
+"""The computing half of `shardproof predict`: every candidate of a text forecast, and whether it fits.
 
 Several texts are one prediction: their candidates side by side. Sizes are bytes of one rank and one step; nothing is
 printed here.
@@ -19,8 +19,7 @@ from shardproof.harness.predicting.forecast import forecast_case
 from shardproof.harness.protocols import CaseLike, Subject
 from shardproof.harness.subject import resolve_subject
 from shardproof.reports.predicting import loads
-from shardproof.reports.predicting.planning import Candidate, growth_of_cases, parse_candidates
-from shardproof.reports.printing.run_tables import find_crossings
+from shardproof.reports.predicting.planning import Candidate, parse_candidates
 from shardproof.reports.printing.text_tables import figure
 
 _GIB = 2**30
@@ -44,9 +43,6 @@ class Prediction:
     rows: pd.DataFrame
     answer: str
     states: str
-    crossings: pd.DataFrame
-    curves: dict[str, pd.DataFrame]
-    forecasts: tuple[Forecast, ...]
     beside: pd.DataFrame
     stages: pd.DataFrame
     loads: pd.DataFrame
@@ -59,14 +55,13 @@ def predict_text(
     memory_gib: float,
     engine: DryEngine,
     *,
-    world: int | None = None,
     tick: Callable[[int, int, str, str], object] = lambda *_: None,
 ) -> Prediction:
     """The prediction of what a text stands for, for ranks of this memory.
 
     Raises RequestError when the text is wrong or cannot be run dry.
     """
-    found = parse_candidates(text, subject, world=world)
+    found = parse_candidates(text, subject)
     made: list[tuple[Candidate, Forecast | None]] = []
     for number, candidate in enumerate(found):
         one = None
@@ -78,19 +73,14 @@ def predict_text(
     rows = _frame_of_rows([_row_of_candidate(candidate, one, memory_gib) for candidate, one in made])
     legal = [one for _, one in made if one is not None]
     staged = next((one for one in legal if one.stages), None)
-    modes = {one.case.mode: one.case for one in legal} if world is None else {}
-    curves = {way: growth_of_cases(modes.values(), subject, way) for way in ("layers", "all")} if len(modes) > 1 else {}
-    by_load = {one.load: made for one, made in made if made is not None and one.load} if len(modes) == 1 else {}
-    crossed = [find_crossings(curve).assign(counted=way) for way, curve in curves.items()]
+    one_mode = len({one.case.mode for one in legal}) == 1
+    by_load = {one.load: made for one, made in made if made is not None and one.load} if one_mode else {}
     return Prediction(
         text=text,
         memory_gib=memory_gib,
         rows=rows,
         answer=answer_in_words(rows, memory_gib),
         states=_words_of_states(made),
-        crossings=pd.concat(crossed, ignore_index=True) if crossed else pd.DataFrame(),
-        curves=curves,
-        forecasts=tuple(legal),
         beside=_join_measured(legal, subject),
         stages=pd.DataFrame() if staged is None else loads.rows_of_stages(staged),
         loads=loads.memory_by_load(by_load),
@@ -134,7 +124,6 @@ def _row_of_candidate(candidate: Candidate, one: Forecast | None, memory_gib: fl
         "mode": one.case.mode if one else candidate.words.split()[0].removeprefix("mode="),
         "ranks": one.case.world_size if one else None,
         "tokens": (one.tokens or None) if one else None,
-        "flops": one.flops if one else None,
         **{f"{name}_bytes": getattr(memory, name) if memory else None for name in loads.PARTS},
         **{name: getattr(sent, name) if sent else None for name in ("calls", "payload_bytes", "wire_bytes")},
         **{name: size if type(size) is int else None for name, size in sizes.items()},
@@ -177,7 +166,7 @@ def _words_of_states(made: Iterable[tuple[Candidate, Forecast | None]]) -> str:
 def join_predictions(predictions: Sequence[Prediction]) -> Prediction:
     """Prediction of all these texts, whose candidates are named by the words that they do not all have.
 
-    Parts of one text alone are left out: crossings of its modes, its stages.
+    Parts of one text alone are left out: its stages and loads, what is beside.
     """
     texts = [str(case) for one in predictions for case in one.rows["case"]]
     shared = set.intersection(*(set(text.split()) for text in texts))
@@ -191,11 +180,8 @@ def join_predictions(predictions: Sequence[Prediction]) -> Prediction:
         rows=rows,
         answer=answer_in_words(rows, first.memory_gib),
         states="; ".join(dict.fromkeys(one.states for one in predictions)),
-        forecasts=tuple(forecast for one in predictions for forecast in one.forecasts),
-        crossings=first.crossings.head(0),
         beside=first.beside.head(0),
         stages=pd.DataFrame(),
         loads=first.loads.head(0),
         calls=first.calls.head(0),
-        curves={},
     )

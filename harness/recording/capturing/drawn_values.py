@@ -4,12 +4,13 @@ torch draws a mask by `aten.bernoulli_` (nn.Dropout and its kin, F.dropout, scal
 or within `aten.native_dropout` (GPUs). A dispatch mode sees both, of a DTensor with its place. Masks that a program
 makes by `torch.rand`, or inside a fused attention kernel, are not seen.
 
-A parameter is a leaf that requires a gradient. Code creates, casts and sets it, mostly outside of autograd, and then
-only the optimizer writes to it. So its initial value is the one that an operator first reads while autograd records, or
-that it has when its first gradient arrives; a dispatch mode sees both. A program may create new leaves in every step,
-as `w = (w - lr * gradient).detach().requires_grad_()` does: a leaf that is computed from earlier ones is a later value.
-Functional programs, whose parameters are no leaves, show nothing; then the ranks' first values stand for those of the
-truth.
+A parameter is a leaf that requires a gradient. Code creates, casts and sets it, and from the first backward on only the
+optimizer writes to it. A model may be called before its weights are loaded. So the initial value of a parameter is the
+last one that an operator reads, while autograd records, before the first backward. If none reads it before, it is the
+first value that is read later, or that it has when a gradient arrives. A dispatch mode sees all of these. A program may
+create new leaves in every step, as `w = (w - lr * gradient).detach().requires_grad_()` does: a leaf that is computed
+from earlier ones is a later value. Functional programs, whose parameters are no leaves, show nothing; then the ranks'
+first values stand for those of the truth.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from shardproof.harness.engines.calls.callers import caller
 from shardproof.harness.outcome.blocks import Block, blocks
+from shardproof.harness.outcome.merging import same_bits
 from shardproof.harness.protocols import Value
 from shardproof.harness.subject import NamedSubject, call_subject
 from shardproof.harness.torch_internals.autograd import current_task, numbers_of, storage_id
@@ -157,6 +159,8 @@ class FirstValues(DispatchMode):
         self._leaves: set[int] = set()
         self._computed: set[int] = set()
         """The storages of leaves, and of tensors computed from them."""
+        self._trains = False
+        """Whether a backward has run."""
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -166,6 +170,7 @@ class FirstValues(DispatchMode):
         begun = torch.is_grad_enabled() or bool(self._leaves)
         reads = begun and not written_arguments(operator) and operator is not torch.ops.aten.detach.default
         in_forward = current_task() < 0  # backward makes leaves of the tensors that forward saved
+        self._trains = self._trains or not in_forward
         tensors = [one for one in leaves(args) + leaves(kwargs) if isinstance(one, Tensor)]
         for leaf in tensors if in_forward else ():
             if leaf.requires_grad and leaf.is_leaf and (reads or leaf.grad is not None):
@@ -173,6 +178,10 @@ class FirstValues(DispatchMode):
                 if isinstance(own, FakeTensor):
                     continue
                 place = storage_id(own), own.storage_offset(), tuple(own.shape)  # parameters may share a storage
+                if place in self._noted and not self._trains:
+                    kept, before = self._noted[place]
+                    if not same_bits(own.detach(), before):  # a copy of each reading would take its time
+                        self._noted[place] = kept, own.detach().clone()
                 if place not in self._noted:
                     kept = own.untyped_storage()  # kept alive, so that no other memory gets its number
                     self._noted[place] = kept, own.detach().clone()

@@ -145,3 +145,18 @@ def test_msp_keeps_whole_inputs_where_fsp_keeps_slices(words: str, tp: int, engi
     more = [kept("msp", layers) - kept("fsp", layers) for layers in (1, 2)]
     assert more[1] - more[0] == columns * activation - inputs * activation // tp
     assert more[0] == more[1] - more[0] + activation - activation // tp  # the head's input
+
+
+def test_transforms_of_torch_func_run_under_the_count_and_not_under_hooks_of_the_program() -> None:
+    """A gradient of each sample: torch.func refuses to begin under any hooks on saved tensors."""
+    saved = SavedActivations()
+    x_BD = batch().requires_grad_()
+    with saved.on_rank(0):
+        gradients_BD = torch.func.vmap(torch.func.grad(lambda x_D: torch.tanh(x_D).sum()))(x_BD)
+        with pytest.raises(RuntimeError, match="saved tensor hooks"), torch.autograd.graph.save_on_cpu():
+            torch.func.grad(lambda x: x.sum())(x_BD)
+        held = torch.exp(x_BD.clone())
+    torch.testing.assert_close(gradients_BD, 1 - torch.tanh(x_BD) ** 2)
+    assert saved.peak_bytes(0) >= held.nbytes, "it counts again behind a transform"
+    with pytest.raises(RuntimeError, match="saved tensor hooks"), torch.autograd.graph.save_on_cpu():
+        torch.func.grad(lambda x: x.sum())(x_BD)

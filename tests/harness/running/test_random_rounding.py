@@ -77,6 +77,22 @@ def test_a_parameter_is_seen_as_training_begins_with_it() -> None:
     assert own.keys() == after.keys() and all(torch.equal(found[name], begun[name]) for name in begun)
 
 
+@pytest.mark.parametrize("trained", [False, True])
+def test_training_begins_with_weights_that_are_loaded_after_a_first_call(*, trained: bool) -> None:
+    """A model is called to find its shapes, and then its weights are set in place."""
+    with FirstValues() as seen:
+        layer = torch.nn.Linear(6, 3, dtype=X.dtype)
+        layer(X[:, :6])
+        torch.nn.init.constant_(layer.weight, 0.25)
+        for _ in range(2 * trained):
+            layer(X[:, :6]).sum().backward()
+            with torch.no_grad():
+                layer.weight.add_(layer.weight.grad, alpha=-0.1)
+        layer(X[:, :6])
+    (found, _) = seen.found.values()
+    assert bool((found == 0.25).all())
+
+
 def test_parameters_that_share_memory_are_seen_each_by_itself() -> None:
     rows = [torch.nn.Parameter(row) for row in X.clone()[:2]]
     with FirstValues() as seen:
