@@ -211,6 +211,6 @@ def spawned_example(world_size: int, seed: int, allowed: float) -> float:
 
 
 def require_right(errors: list[float], allowed: float) -> None:
-    """Raises RuntimeError where an error of an example is beyond what is allowed."""
+    """Raises RuntimeError if the error of an example is larger than allowed."""
     if not max(errors) < allowed:
         raise RuntimeError(f"the example is wrong by {max(errors):.1e}: its time means nothing")

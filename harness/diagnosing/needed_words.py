@@ -67,10 +67,11 @@ class _Search:
         self.decide()
 
     def find_contradicting_words(self) -> set[str]:
-        """Words with which the plainest case is right at the value of the failing case, so that other words matter to
-        them.
+        """Words for which the plainest case is right although they have the failing case's value: others must be needed
+        too.
 
-        Also those with another right value whose own value could not be run, since by a rule it needs other words.
+        Also words whose value in the failing case could not be run alone, since by a rule it needs others, if another
+        value is right.
         """
         right = {word: self._runs(word, False) for word in self._domains}
         return {
@@ -81,7 +82,7 @@ class _Search:
         }
 
     def fewer_ranks(self) -> list[Change]:
-        """The changes that remove ranks, as many as there are."""
+        """Changes that remove ranks: the plainest value of every word that has fewer ranks with it."""
         changes = []
         for word, values in self._domains.items():
             if word in self._kept:

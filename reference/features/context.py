@@ -76,7 +76,7 @@ class Context(Core):
         return replace(layout, joined={**layout.joined, "dp_cp": "dp-cp"}) if self.cp > 1 else layout
 
     def problems(self) -> Iterator[Problem]:
-        """Key, the rule that it breaks and a legal value, of every broken rule."""
+        """Every broken rule: its word, the rule and a legal value."""
         cp, inner, mode = self.cp, self.cp_inner, self.system
         if cp == 1:
             for key, legal in not_default(Context, self):

@@ -108,7 +108,7 @@ class DataParallel(Core):
         return replace(layout, orders=(*layout.orders, parts))
 
     def problems(self) -> Iterator[Problem]:
-        """Key, the rule that it breaks and a legal value, of every broken rule."""
+        """Every broken rule: its word, the rule and a legal value."""
         zero, dp, shard = self.zero, self.dp, self.shard
         for key, legal in not_default(DataParallel, self) if not self.system.data_parallel else ():
             if key not in ("parity", "loss_scale"):

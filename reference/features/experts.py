@@ -226,7 +226,7 @@ class Experts(Core):
         return "edp" if ".mlp.experts." in parameter else super().data_axis_of(parameter)
 
     def problems(self) -> Iterator[Problem]:
-        """Key, the rule that it breaks and a legal value, of every broken rule."""
+        """Every broken rule: its word, the rule and a legal value."""
         if not self.experts:
             for key, legal in not_default(Experts, self):
                 yield key, "is about experts, and experts=0 has none", legal

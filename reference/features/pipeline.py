@@ -90,7 +90,7 @@ class PipelineParallel(Core):
         return lists
 
     def problems(self) -> Iterator[Problem]:
-        """Key, the rule that it breaks and a legal value, of every broken rule."""
+        """Every broken rule: its word, the rule and a legal value."""
         for key in ("first_layers", "last_layers"):
             if getattr(self, key) < 0:
                 yield key, "must not be negative", f"{key}=0"

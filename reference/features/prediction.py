@@ -62,7 +62,7 @@ class FurtherTokens(Core):
         return super().embeds_behind or self.prediction_depth > 0
 
     def problems(self) -> Iterator[Problem]:
-        """Key, the rule that it breaks and a legal value, of every broken rule."""
+        """Every broken rule: its word, the rule and a legal value."""
         depth, weight = self.prediction_depth, self.prediction_weight
         if depth < 0:
             yield "prediction_depth", "must not be negative", "prediction_depth=0"

@@ -54,7 +54,7 @@ class Recompute(Core):
         return (self.recompute_layers, 1) if self.recompute_method == "block" else (0, self.recompute_layers)
 
     def problems(self) -> Iterator[Problem]:
-        """Key, the rule that it breaks and a legal value, of every broken rule."""
+        """Every broken rule: its word, the rule and a legal value."""
         mode, name, size = self.system, self.mode, self.recompute_layers
         for key, legal in not_default(Recompute, self) if not self.layers_again else ():
             if key != "recompute":

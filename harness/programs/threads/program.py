@@ -58,7 +58,7 @@ class _RanksWithModules(Intervention):
         return (*super().places(names), self._modules)
 
     def hint(self, error: BaseException, *, others_ran: bool, per_rank: Sequence[str]) -> str:
-        """None: what it says is of subjects."""
+        """None: such messages are about subjects."""
         return ""
 
 
