@@ -48,7 +48,7 @@ class Starvation:
         return f"the process had {used} and waited for a processor for {self.lost_s:.3g} s of them: the machine is busy"
 
     def _read(self) -> dict[str, int]:
-        """Nanoseconds in which every thread could have run and did not."""
+        """The nanoseconds for which all threads were ready to run and none of them ran."""
         found = {}
         with turns_of_threads(LOOKING_S):
             for thread in _TASKS.iterdir() if _TASKS.is_dir() else ():

@@ -180,7 +180,7 @@ class OwnExperts(nn.Module):
             self.add_module(leaf, _Stacked(shape, dtype, device))
 
     def forward(self, x_TH: Tensor, weights_T: Tensor, rows: Sequence[int]) -> Tensor:
-        """Rows -> rows; `rows` says how many are each expert's, which may be none."""
+        """Rows -> rows, sorted by expert; `rows` is the number for each expert, 0 for some."""
         parts = zip(x_TH.split(list(rows)), weights_T.split(list(rows)), strict=True)
         return torch.cat([self._one(expert, *part) for expert, part in enumerate(parts)])
 

@@ -22,11 +22,11 @@ GROWTH_INTERVAL = 1000
 HYSTERESIS = 2
 _LARGEST = torch.finfo(torch.float16).max
 _UNIT = 2.0**-11
-"""Share of a number that float16 rounds off at most."""
+"""The largest relative error of rounding to float16."""
 
 
 class Reaching(Protocol):
-    """Sums of a step, with how far their gradients reach."""
+    """The sums of a step, and the range of their gradients."""
 
     @property
     def reach(self) -> Reach:
@@ -58,8 +58,8 @@ class LossScale:
     def run_step(self, step: int, backward: Callable[[float], _Sums], *, exact: bool) -> tuple[_Sums, float, bool]:
         """A step: its sums, their scale, and whether it is skipped.
 
-        `exact`: they are in more than float16. In float16 another order of sums may have parts that overflow where
-        others do not. A power of two changes no digit, so such a step is computed with a smaller scale.
+        `exact`: the sums are computed in a wider dtype than float16. In float16 another order of sums may overflow in
+        parts where this one does not. A power of two changes no digit, so such a step is computed with a smaller scale.
         """
         sums = backward(self.value)
         if exact:
@@ -75,7 +75,7 @@ class LossScale:
         return sums, scale, False
 
     def _overflows(self, step: int, reach: Reach) -> bool:
-        """Whether the step is skipped, by how far its scaled gradients reach in more than float16.
+        """Whether the step is skipped, by the range of its scaled gradients in a wider dtype than float16.
 
         Raises CaseError if they are neither surely outside of float16 nor surely inside.
         """
@@ -122,7 +122,8 @@ class LossScale:
 
 
 def _roundings(case: Case) -> int:
-    """The most roundings in a row from the tokens to a gradient, each of a share of _UNIT.
+    """The largest number of roundings in a row from the tokens to a gradient; each changes it by a share of _UNIT at
+    most.
 
     A block has 13 operations, forward and backward: norm, linear, heads' norm, rotation, scores, context, linear, sum;
     norm, linear, activation, linear, sum. Outside of blocks there are no more than in one. Up to four sums over ranks
