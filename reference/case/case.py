@@ -179,9 +179,10 @@ class Case(_Words):
                 near = get_close_matches(key, WORDS, cutoff=0.7) or [*WORDS][:8]
                 legal = f"{' '.join(near)} and the others of `shardproof help case`"
                 raise CaseError(key, value or entry, "is not a word of the case language", legal)
+            plain: Any = WORDS[key].default
             if not equals:
-                raise CaseError(key, "", "has no value", f"{key}={write(WORDS[key].default)}")
-            words[key] = read(key, value, type(WORDS[key].default))
+                raise CaseError(key, "", "has no value", f"{key}={write(plain)}")
+            words[key] = read(key, value, type(plain))
         return words
 
     @classmethod

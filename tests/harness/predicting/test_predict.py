@@ -28,8 +28,7 @@ from shardproof.reference.case import Case
 from shardproof.reference.model.parameters import shapes
 from shardproof.reference.training.size import sizes_by_part, word_of_size
 from shardproof.reports.commands.cli import main
-from shardproof.reports.predicting.planning import parse_candidates
-from shardproof.reports.predicting.prediction import predict_text
+from shardproof.reports.predicting.prediction import parse_candidates, predict_text
 from tests.deep import deep
 from tests.harness import own_words
 from tests.harness.command_line import CommandLine

@@ -24,8 +24,7 @@ from shardproof.reference.case import Case
 from shardproof.reference.model.parameters import shapes
 from shardproof.reports.commands.cli import main
 from shardproof.reports.predicting.loads import load_tables
-from shardproof.reports.predicting.planning import LOADS, parse_candidates
-from shardproof.reports.predicting.prediction import predict_text
+from shardproof.reports.predicting.prediction import LOADS, parse_candidates, predict_text
 from shardproof.suites.session.prover import Prover
 from tests.deep import deep
 from tests.harness.toy_subjects import Changed
